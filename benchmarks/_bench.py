@@ -43,8 +43,8 @@ _PACKAGES = (
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a command-line parser with the options that every script has."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument(
         "--output",
         type=Path,
         nargs="?",
@@ -52,16 +52,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
         help="write JSON: to this file, or to <script>-<date>.json in this folder "
         "(benchmarks/results where no value is given); default: print only",
     )
-    return made
+    return result
 
 
 def provenance() -> dict[str, Any]:
     """Return where and with what a result was measured; no absolute path in it."""
     script = Path(sys.argv[0]).resolve()
-    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    path = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", str(shown), *map(_relative, sys.argv[1:])]),
+        "command": shlex.join(["python", str(path), *map(_relative, sys.argv[1:])]),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", "capture_planner", "backends", "benchmarks")),
         "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)} | _gpu(),
@@ -93,10 +93,10 @@ def _without_folders(text: str) -> str:
 
 def table(title: str, *columns: str) -> Table:
     """Return a table whose first column is text and the others are numbers."""
-    made = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left")
-    return made
+        result.add_column(column, justify="right" if index else "left")
+    return result
 
 
 def verdict(holds: bool) -> str:
@@ -123,8 +123,8 @@ def _relative(argument: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return process.stdout.strip() if process.returncode == 0 else "unknown"
 
 
 def _version(name: str) -> str | None:

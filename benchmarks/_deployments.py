@@ -90,9 +90,9 @@ CASES = {
 }
 
 
-def environment(case: Case) -> Environment:
-    """Return this machine as it is planned for."""
-    here = this_environment("here")
+def environment(case: Case, device: torch.device) -> Environment:
+    """Return this machine as it is planned for: its GPU, or its processor alone where ``device`` is the CPU."""
+    here = this_environment("here", gpu=device.type == "cuda")
     if case.capability is None:
         return here
     return replace(here, device=replace(here.device, capability=case.capability))
@@ -108,7 +108,7 @@ def missing(case: Case, device: torch.device) -> str | None:
         return f"the backend {case.backend} is not installed"
     spec = tiny(case, 0, random.Random(0))
     attention = Attention.of(spec, Role.TARGET, layers=2, window=None)
-    support = REGISTRY[case.backend].support(Role.TARGET, attention, environment(case))
+    support = REGISTRY[case.backend].support(Role.TARGET, attention, environment(case, device))
     return support.reason if support.level is GraphSupport.NEVER else None
 
 
@@ -204,7 +204,7 @@ class Deployment:
     pages: PageFormat
     requests: tuple[Request, ...]
     kind: str
-    """Whose proposals are drafts: those of a random head, of the answers by chance, of the answers."""
+    """Where drafts come from: a random head, the answers by chance, or the answers."""
     seed: int
     device: torch.device
     grapher: Grapher
@@ -221,6 +221,7 @@ class Deployment:
                 length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
                 seed=self.seed,
             )
+        watching = Watching() if watch else None
         runner = Runner(
             plan,
             self.target,
@@ -230,13 +231,11 @@ class Deployment:
             pages=self.pages,
             device=self.device,
             options=Options(**options),
+            observer=watching,
         )
         with runner:
-            watching = Watching(runner) if watch else None
             runner.capture()
             served = runner.serve(self.requests, answers=answers)
-            if watching is not None:
-                watching.stop()
             pools = {id(role.pool): role.pool for role in runner.parts.roles.values() if role.pool}
             return Run(
                 tokens={done.name: done.tokens for done in served},
@@ -272,7 +271,7 @@ def deployment(
 ) -> Deployment:
     """Return a deployment of a spec; what the spec leaves open follows from the seed."""
     draw = random.Random(f"{case.name} {seed}")
-    plan = make_plan(spec, environment(case), REGISTRY)
+    plan = make_plan(spec, environment(case, device), REGISTRY)
     large = spec.model.name != "tiny"
     page_size = 64 if large else draw.choice(case.page_sizes)
     each = -(-spec.model.max_model_len // page_size)

@@ -33,50 +33,50 @@ def differing(tokens: Tokens, others: Tokens) -> list[str]:
     return [name for name in tokens if tokens[name] != others[name]]
 
 
-def gaps(made: Deployment, reference: TargetModel, tokens: Tokens, others: Tokens) -> list[float]:
+def gaps(deployment: Deployment, reference: TargetModel, tokens: Tokens, others: Tokens) -> list[float]:
     """Return, for each request that differs, how far apart the first two different tokens are."""
-    asked = {request.name: request.prompt for request in made.requests}
-    found = []
+    prompts = {request.name: request.prompt for request in deployment.requests}
+    distances = []
     for name in differing(tokens, others):
         pairs = zip(tokens[name], others[name], strict=True)
         at, (one, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        before = asked[name] + tokens[name][:at]
-        found.append(gap(reference, before, (one, other), made.device))
-    return found
+        before = prompts[name] + tokens[name][:at]
+        distances.append(gap(reference, before, (one, other), deployment.device))
+    return distances
 
 
 def check(
-    made: Deployment, *, eager: bool = False, other_pool: bool = False, poison: bool = False, **options: Any
+    deployment: Deployment, *, eager: bool = False, other_pool: bool = False, poison: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Serve a deployment in every way, and return what was seen; counts of requests that differ.
 
     ``eager``: once more without graphs at real extents. ``other_pool``: once more with the other kind of
     pool. ``poison``: everything that a forward of the graphs may not depend on is overwritten before it.
-    Other options are those of all runs of the plan.
+    Other options apply to all runs of the plan.
     """
-    plain = made.serve(without_speculation(made.plan, REGISTRY)).tokens
-    answers = {request.name: request.prompt + plain[request.name] for request in made.requests}
-    graphs = made.serve(made.plan, answers, watch=True, poison=poison, **options)
-    same = made.serve(made.plan, answers, replay=False, **options)
-    reference = in_float32(made.target)
+    plain = deployment.serve(without_speculation(deployment.plan, REGISTRY)).tokens
+    answers = {request.name: request.prompt + plain[request.name] for request in deployment.requests}
+    graphs = deployment.serve(deployment.plan, answers, watch=True, poison=poison, **options)
+    same = deployment.serve(deployment.plan, answers, replay=False, **options)
+    reference = in_float32(deployment.target)
     assert graphs.watching is not None, "the graphs' run is watched"
-    of_run, of_dtype = errors(made.target, reference, graphs.watching, made.device)
-    session, speculative = graphs.session, made.plan.speculative
+    of_run, of_dtype = errors(deployment.target, reference, graphs.watching, deployment.device)
+    session, speculative = graphs.session, deployment.plan.speculative
     others = {"plain": plain}
     if eager:
-        others["eager"] = made.serve(without_graphs(made.plan), answers, **options).tokens
-    seen: dict[str, Any] = {
-        "model": made.plan.model.name,
-        "dtype": made.plan.model.dtype.value,
+        others["eager"] = deployment.serve(without_graphs(deployment.plan), answers, **options).tokens
+    record: dict[str, Any] = {
+        "model": deployment.plan.model.name,
+        "dtype": deployment.plan.model.dtype.value,
         "k": 0 if speculative is None else speculative.num_tokens,
         "schedule": speculative is not None and bool(speculative.schedule),
         "chain": None if speculative is None else speculative.chain.value,
         "fused graphs": sum((captured.entry.draft_steps or 1) > 1 for captured in session.captured),
-        "mode": made.plan.role(Role.TARGET).requested.value,
-        "resolved": made.plan.role(Role.TARGET).mode.value,
-        "pool": made.plan.pool.value,
-        "page size": made.pages.page_size,
-        "drafter": made.kind,
+        "mode": deployment.plan.role(Role.TARGET).requested.value,
+        "resolved": deployment.plan.role(Role.TARGET).mode.value,
+        "pool": deployment.plan.pool.value,
+        "page size": deployment.pages.page_size,
+        "drafter": deployment.kind,
         "poisoned": poison,
         "ran ahead": graphs.ahead,
         "graphs": len(session.captured),
@@ -91,32 +91,32 @@ def check(
         "logits of the dtype alone": attrs.asdict(of_dtype),
     }
     for name, tokens in others.items():
-        apart = gaps(made, reference, graphs.tokens, tokens)
-        seen[f"differ from {name}"] = len(apart)
-        seen[f"differ from {name}, not by a tie"] = sum(each > TIE for each in apart)
-        seen[f"widest gap to {name}"] = max(apart, default=0.0)
+        apart = gaps(deployment, reference, graphs.tokens, tokens)
+        record[f"differ from {name}"] = len(apart)
+        record[f"differ from {name}, not by a tie"] = sum(each > TIE for each in apart)
+        record[f"widest gap to {name}"] = max(apart, default=0.0)
     if other_pool:
-        (pool,) = set(Pool) - {made.plan.pool}
-        second = made.serve(replace(made.plan, pool=pool), answers, **options)
-        held = {made.plan.pool.value: graphs.pool_bytes, pool.value: second.pool_bytes}
-        seen["other pool"] = {
-            "bytes": held,
-            "saved": held[Pool.PER_ROLE.value] - held[Pool.SHARED.value],
+        (pool,) = set(Pool) - {deployment.plan.pool}
+        second = deployment.serve(replace(deployment.plan, pool=pool), answers, **options)
+        sizes = {deployment.plan.pool.value: graphs.pool_bytes, pool.value: second.pool_bytes}
+        record["other pool"] = {
+            "bytes": sizes,
+            "saved": sizes[Pool.PER_ROLE.value] - sizes[Pool.SHARED.value],
             "differ": len(differing(graphs.tokens, second.tokens)),
         }
-    return seen
+    return record
 
 
-def faults(seen: Mapping[str, Any]) -> list[str]:
+def faults(record: Mapping[str, Any]) -> list[str]:
     """Return, in sentences, what must not be in what was seen."""
-    wrong = {"the same kernels": seen["differ from the same kernels"]}
-    if seen["dtype"] == "float32":
+    wrong = {"the same kernels": record["differ from the same kernels"]}
+    if record["dtype"] == "float32":
         for name in ("plain", "eager"):
-            wrong[f"{name} steps, and not by a tie"] = seen.get(f"differ from {name}, not by a tie", 0)
-    wrong["the other pool"] = seen.get("other pool", {}).get("differ", 0)
-    found = [f"{counted(n, 'request')} with other tokens than {name}" for name, n in wrong.items() if n]
-    if seen["logits"]["worst"] > TOLERANCE[seen["dtype"]]:
-        found.append(f"a row's logits are {seen['logits']['worst']:.2g} of their norm off")
-    if not seen["from graphs"]:
-        found.append("no forward came from a graph")
-    return found
+            wrong[f"{name} steps, and not by a tie"] = record.get(f"differ from {name}, not by a tie", 0)
+    wrong["the other pool"] = record.get("other pool", {}).get("differ", 0)
+    messages = [f"{counted(n, 'request')} with other tokens than {name}" for name, n in wrong.items() if n]
+    if record["logits"]["worst"] > TOLERANCE[record["dtype"]]:
+        messages.append(f"a row's logits are {record['logits']['worst']:.2g} of their norm off")
+    if not record["from graphs"]:
+        messages.append("no forward came from a graph")
+    return messages

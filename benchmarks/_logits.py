@@ -6,50 +6,43 @@ import copy
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture_planner.modes import Role
-from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.execution.bodies import TargetBody
+from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.models.protocols import Scoring, TargetModel
-from capture_planner.runtime.runner import Runner
 
 ROWS = 4096
 """Rows of a dense forward at a time; logits of a large vocabulary take a gigabyte or two."""
 
 
-class Watching:
+class Watching(ForwardObserver):
     """What the target's forwards left, and the tokens that it belongs to.
 
     Everything is read on the device and in its stream's order, before and after each forward, so that
-    nothing needs to be settled on the host. Call ``stop`` at the end: the runner is let go of then.
+    nothing needs to be settled on the host. It keeps copies, and nothing of the runner.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self) -> None:
         self._kept: list[dict[str, torch.Tensor]] = []
-        role, body, kept = runner.parts.roles[Role.TARGET], runner.parts.target, self._kept
-        inner = role.replay_or_run
 
-        def replay_or_run(step: Any, started: Any) -> Any:
-            tokens, reqs = step.extents.tokens, step.extents.reqs
-            rows = {"input_ids": tokens, "positions": tokens, "query_start_loc": reqs + 1, "idx_mapping": reqs}
-            # Before: a graph may end with the fields of the next step.
-            now = {name: role.fields[name][:size].clone() for name, size in rows.items()}
-            now["answers"] = body.tokens.clone()
-            times = inner(step, started)
-            kept.append(now | {"hidden": body.hidden[:tokens].clone()})
-            return times
-
-        role.replay_or_run = replay_or_run  # type: ignore[method-assign]
-        self._role: RoleRun | None = role
-
-    def stop(self) -> None:
-        """Watch no longer, and hold nothing of the runner."""
-        del self._role.replay_or_run  # type: ignore[union-attr]
-        self._role = None
+    def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
+        """Run a step, and copy what the target reads and leaves."""
+        body = role.body
+        if not isinstance(body, TargetBody):
+            return super().forward(role, step, started)
+        tokens, reqs = step.extents.tokens, step.extents.reqs
+        rows = {"input_ids": tokens, "positions": tokens, "query_start_loc": reqs + 1, "idx_mapping": reqs}
+        # Before: a graph may end with the fields of the next step.
+        now = {name: role.fields[name][:size].clone() for name, size in rows.items()}
+        now["answers"] = body.tokens.clone()
+        times = super().forward(role, step, started)
+        self._kept.append(now | {"hidden": body.hidden[:tokens].clone()})
+        return times
 
     def fed(self) -> list[list[int]]:
         """Return the tokens that each forward was given, drafts and padding included."""
@@ -59,7 +52,7 @@ class Watching:
         """Return the sequences that were served, and every row of a forward that is one's.
 
         A row is ``(sequence, position)``; the third holds its hidden state, ``[rows, hidden_size]``. Rows
-        behind a refused draft are nobody's, and are left out.
+        behind a refused draft belong to no sequence, and are omitted.
         """
         sequences: list[list[int]] = []
         of_place: dict[int, int] = {}

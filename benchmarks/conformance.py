@@ -6,7 +6,7 @@ r"""The conformance suite on a GPU: backends at a thorough profile, one after th
 
 The scenes of a backend are done in portions, each with a seed of its own: what they tried is added up, and
 what they found is kept with the command that shows it again. The audits of declared fields run before them.
-Audits and scenes are processes of their own, so that an illegal access takes nobody with it. Several may
+Audits and scenes are processes of their own, so that an illegal access ends no other. Several may
 search at once (``--jobs``): on a CPU, and on a GPU that they share through CUDA's multi-process service
 (``nvidia-cuda-mps-control -d``): eight that did made 17 scenes a second on an H100, one alone 2 to 5, and six
 that took turns without it fewer than one. ``--device cpu`` has the reference backend with recorded graphs.
@@ -59,7 +59,7 @@ Data = dict[str, Any]
 PORTION = 60
 """Scenes of one seed: the clock is looked at between two portions."""
 SEEDS = 1000
-"""From the first seed of one process to that of the next."""
+"""From the first seed of one process to the first of the next."""
 
 NAMES = ("flash_attention", "flashinfer", "flashinfer_wrappers", "triton")
 
@@ -75,18 +75,18 @@ def shapes_of(case: Case) -> tuple[Shape, ...]:
 def on(case: Case, device: str) -> Subject:
     """Return the backend as it is planned."""
     torch.set_num_threads(1)
-    return under_test(case.backend, environment=None if device == "cpu" else environment(case))
+    return under_test(case.backend, environment=environment(case, torch.device(device)))
 
 
 def report(case: Case, under: Subject, profile: Profile, seed: int, outcome: SuiteResult) -> Data:
     """Return one process's part as data."""
-    found = under.registry[under.backend]
+    implementation = under.registry[under.backend]
     # Another capability is planned for by a file of one's own: the command names the backend alone.
     data: Data = plain(
         Conformance(
-            backend=found.name,
-            distribution=found.distribution,
-            version=found.version,
+            backend=implementation.name,
+            distribution=implementation.distribution,
+            version=implementation.version,
             environment=under.environment,
             host=facts(),
             seed=seed,
@@ -103,13 +103,13 @@ def search(name: str, device: str, seed: int, profile: Profile, until: float) ->
     """Run a part of the scenes of one backend, in portions, until the clock of the machine says ``until``."""
     case = CASES[name]
     parts: list[Data] = []
-    under, left = on(case, device), profile.examples
-    while left > 0 and (not parts or (time.time() < until and parts[-1]["passed"])):
-        portion = attrs.evolve(profile, examples=min(PORTION, left))
+    under, remaining = on(case, device), profile.examples
+    while remaining > 0 and (not parts or (time.time() < until and parts[-1]["passed"])):
+        portion = attrs.evolve(profile, examples=min(PORTION, remaining))
         portion_seed = seed + len(parts)
         choices = SuiteOptions(profile=portion, seed=portion_seed, shapes=shapes_of(case), audits=False)
         parts.append(report(case, under, portion, portion_seed, conform(under, choices)))
-        left -= portion.examples
+        remaining -= portion.examples
     return added(parts)
 
 
@@ -222,23 +222,23 @@ class Campaign:
 
     def result(self, before: Data | None = None) -> Data:
         """Wait, and return what came of all parts and of those before; of one that broke, how."""
-        done = [before] if before is not None and "scenes" in before else []
+        parts = [before] if before is not None and "scenes" in before else []
         broke = list(before.get("broke", ())) if before is not None else []
         for part in self._parts:
             try:
-                done.append(part.result())
+                parts.append(part.result())
             except Exception as error:
                 traceback.print_exc()
                 broke.append(f"{type(error).__name__}: {error}")
         self._parts.clear()
         self._processes.close()
         took = {"wall_seconds": round(time.perf_counter() - self._began, 1)}
-        merged = added(done) if done and isinstance(done[0], dict) else {"passed": True}
+        merged = added(parts) if parts and isinstance(parts[0], dict) else {"passed": True}
         merged.pop("wall_seconds", None)
-        found = {"case": self.case.name, **merged, **took}
+        data = {"case": self.case.name, **merged, **took}
         if broke:
-            found |= {"broke": broke, "passed": False}
-        return found
+            data |= {"broke": broke, "passed": False}
+        return data
 
 
 def main() -> int:
@@ -271,7 +271,7 @@ def main() -> int:
             results.append({"case": name, "skipped": campaign.why, "passed": True})
         else:
             results.append(campaign.run(arguments.seconds, before.pop(name, None)))
-        CONSOLE.print(_said(results[-1]), highlight=False, markup=False)
+        CONSOLE.print(_result_line(results[-1]), highlight=False, markup=False)
         # Written anew after each: a run that is cut off keeps what it has.
         finish(arguments, {"results": [*results, *before.values()]})
     _print(results)
@@ -286,18 +286,18 @@ def _before(file: Path | None) -> dict[str, Data]:
     return {result["case"]: result for result in results if "scenes" in result}
 
 
-def _said(result: Data) -> str:
+def _result_line(result: Data) -> str:
     if "skipped" in result or "broke" in result:
         return f"{result['case']}: {result.get('skipped') or '; '.join(result['broke'])}"
-    found = "\n".join(f"{each['says']}\n{each['command']}" for each in result.get("findings", ()))
-    return f"{result['case']}: {'passed' if result['passed'] else found}"
+    findings = "\n".join(f"{each['says']}\n{each['command']}" for each in result.get("findings", ()))
+    return f"{result['case']}: {'passed' if result['passed'] else findings}"
 
 
 def _print(results: Sequence[Data]) -> None:
-    shown = table("Conformance", "backend", "scenes", "steps", "forwards", "attacks", "findings", "s")
+    summary = table("Conformance", "backend", "scenes", "steps", "forwards", "attacks", "findings", "s")
     for result in results:
         if "scenes" in result:
-            shown.add_row(
+            summary.add_row(
                 result["case"],
                 f"{result['scenes']:,}",
                 f"{sum(result['steps'].values()):,}",
@@ -306,7 +306,7 @@ def _print(results: Sequence[Data]) -> None:
                 str(len(result["findings"])),
                 f"{result['wall_seconds']:.0f}",
             )
-    CONSOLE.print(shown)
+    CONSOLE.print(summary)
 
 
 if __name__ == "__main__":

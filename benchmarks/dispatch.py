@@ -82,13 +82,13 @@ def mixed_batches(most_tokens: int) -> list[tuple[int, int]]:
 
 def holes(plan: Plan, tiers: Sequence[Tier]) -> int:
     """Count decode batch sizes that get no FULL graph though the plan has a compatible one."""
-    dispatcher, entries, found = Dispatcher(plan), plan.role(Role.TARGET).entries, 0
+    dispatcher, entries, missed = Dispatcher(plan), plan.role(Role.TARGET).entries, 0
     for reqs, query_len in decodes(tiers):
         batch = Batch.decode(Role.TARGET, reqs, query_len)
         answer = dispatcher.dispatch(batch)
         could = any(e.mode is GraphMode.FULL and e.rejection(batch) is None for e in entries)
-        found += could and answer.mode is not GraphMode.FULL
-    return found
+        missed += could and answer.mode is not GraphMode.FULL
+    return missed
 
 
 def unreachable(plan: Plan) -> tuple[int, int]:
@@ -129,7 +129,7 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
         "decode": [(reqs, reqs * q, q, 0, q) for reqs, q in uniform],
         "mixed": [(reqs, tokens, None, 0, None) for reqs, tokens in mixed],
     }
-    found: dict[str, Any] = {"schedule": [list(tier) for tier in tiers], "times": {}}
+    figures: dict[str, Any] = {"schedule": [list(tier) for tier in tiers], "times": {}}
     for kind in ("decode", "mixed"):
         lookup = {call: Dispatcher(same).dispatch(*call) for call in ours[kind]}
         dispatchers = {"same graphs": Dispatcher(same), "own plan": Dispatcher(own)}
@@ -143,7 +143,7 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
             "dict lookup": (lookup.get, [(call,) for call in ours[kind]]),
         }
         times = in_turns(functions, repeats, rounds)
-        found["times"][kind] = {
+        figures["times"][kind] = {
             label: {
                 "best_ns": round(min(values), 1),
                 "median_ns": round(statistics.median(values), 1),
@@ -152,11 +152,11 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
             }
             for label, values in times.items()
         }
-    asked = walk(engine)
+    answers = walk(engine)
     full = {entry for entry in captured if entry.mode is GraphMode.FULL}
-    reached = {one.answer.entry for one in asked} - {None}
-    found["vllm"] = {
-        "missed": sum(one.misses_graph for one in asked if one.batch.kind is Kind.DECODE),
+    reached = {one.answer.entry for one in answers} - {None}
+    figures["vllm"] = {
+        "missed": sum(one.misses_graph for one in answers if one.batch.kind is Kind.DECODE),
         "full": len(full),
         "full_reachable": len(full & reached),
         "full_unreachable": len(full - reached),
@@ -167,14 +167,14 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
     for label, plan in (("same graphs", same), ("own plan", own)):
         entries = plan.role(role).entries
         full_idle, idle = unreachable(plan)
-        found[label] = {
+        figures[label] = {
             "missed": holes(plan, tiers),
             "full": sum(entry.mode is GraphMode.FULL for entry in entries),
             "full_unreachable": full_idle,
             "graphs": len(entries),
             "unreachable": idle,
         }
-    return found
+    return figures
 
 
 def main() -> int:
@@ -187,8 +187,8 @@ def main() -> int:
     speed = table("ns per call (best), ratio to vLLM's rule (median)", "schedule, batches", "vllm", "same graphs")
     for column in ("ratio", "own plan", "ratio", "dict lookup", "first call"):
         speed.add_column(column, justify="right")
-    for name, found in results.items():
-        for kind, times in found["times"].items():
+    for name, figures in results.items():
+        for kind, times in figures["times"].items():
             same, own = times["same graphs"], times["own plan"]
             speed.add_row(
                 f"{name}, {kind}",
@@ -210,27 +210,27 @@ def main() -> int:
         "graphs",
         "unreachable",
     )
-    for name, found in results.items():
+    for name, figures in results.items():
         for label in ("vllm", "same graphs", "own plan"):
-            row = found[label]
+            row = figures[label]
             numbers = (row[key] for key in ("missed", "full", "full_unreachable", "graphs", "unreachable"))
             quality.add_row(f"{name}, {label}", *map(str, numbers))
     CONSOLE.print(quality)
     ratios = [
         times[label]["ratio_to_vllm"]
-        for found in results.values()
-        for times in found["times"].values()
+        for figures in results.values()
+        for times in figures["times"].values()
         for label in ("same graphs", "own plan")
     ]
     reproduced = all(
-        wanted is None or wanted == found["vllm"][key]
-        for name, found in results.items()
-        for key, wanted in zip(("missed", "full", "full_reachable"), REPORTED[name], strict=True)
+        reported is None or reported == figures["vllm"][key]
+        for name, figures in results.items()
+        for key, reported in zip(("missed", "full", "full_reachable"), REPORTED[name], strict=True)
     )
     targets = {
         f"ratio at most {TARGET_RATIO} (worst {max(ratios):.2f})": max(ratios) <= TARGET_RATIO,
         "no FULL graph missed by ours": not any(
-            found[label]["missed"] for found in results.values() for label in ("same graphs", "own plan")
+            figures[label]["missed"] for figures in results.values() for label in ("same graphs", "own plan")
         ),
         "nothing unreachable in our plans": not any(f["own plan"]["unreachable"] for f in results.values()),
         "vLLM's reported misses reproduced": reproduced,

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+from _fuzz_bombs import bomb
+from _fuzz_extremes import legal
 from ruamel.yaml import YAML
 
 KINDS = ("spec", "environment", "plan")
@@ -27,8 +29,8 @@ class Corpus:
 
     def of(self, kind: str) -> list[str]:
         """Return the documents of one kind."""
-        found: list[str] = getattr(self, kind)
-        return found
+        documents: list[str] = getattr(self, kind)
+        return documents
 
 
 @attrs.frozen
@@ -45,9 +47,9 @@ def document(corpus: Corpus, seed: int, index: int, kind: str | None = None) -> 
     rng = random.Random(f"{seed}:{index}")
     kind = kind or rng.choices(KINDS, (5, 3, 2))[0]
     base = rng.choice(corpus.of(kind))
-    family = rng.choices((_text, _structure, _legal, _bomb, _noise), (48, 32, 7, 9, 4))[0]
-    made_by, made = family(rng, base, kind)
-    data = made if isinstance(made, bytes) else made.encode("utf-8", "surrogatepass")
+    family = rng.choices((_text, _structure, legal, bomb, _noise), (48, 32, 7, 9, 4))[0]
+    made_by, content = family(rng, base, kind)
+    data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
     if len(data) > LIMIT and rng.random() < 0.8:
         data = data[:LIMIT]
     return Document(kind, made_by, data)
@@ -146,12 +148,12 @@ def _indent(rng: random.Random, text: str) -> str:
 def _lines(rng: random.Random, text: str) -> str:
     lines = text.splitlines(keepends=True) or [""]
     at = rng.randrange(len(lines))
-    what = rng.randrange(4)
-    if what == 0:
+    change = rng.randrange(4)
+    if change == 0:
         del lines[at]
-    elif what == 1:
+    elif change == 1:
         lines.insert(rng.randrange(len(lines) + 1), lines[at])
-    elif what == 2:
+    elif change == 2:
         rng.shuffle(lines)
     else:
         lines = lines[:at]
@@ -170,9 +172,9 @@ def _replace_value(rng: random.Random, text: str) -> str:
     for _ in range(rng.choice((1, 1, 2))):
         if not values:
             break
-        chosen = values.pop(rng.randrange(len(values)))
-        text = text[: chosen.start()] + rng.choice((*_NUMBERS, *_WORDS, *_STRANGE)) + text[chosen.end() :]
-        values = [value for value in values if value.end() <= chosen.start()]
+        match = values.pop(rng.randrange(len(values)))
+        text = text[: match.start()] + rng.choice((*_NUMBERS, *_WORDS, *_STRANGE)) + text[match.end() :]
+        values = [value for value in values if value.end() <= match.start()]
     return text
 
 
@@ -251,278 +253,22 @@ def _change_data(rng: random.Random, data: Any) -> None:
     if not places:
         return
     node, key = rng.choice(places)
-    what = rng.randrange(8)
-    if what == 0:
+    change = rng.randrange(8)
+    if change == 0:
         del node[key]
-    elif what == 1 and isinstance(node, dict):
+    elif change == 1 and isinstance(node, dict):
         node[rng.choice((str(key) + "s", "x", "\x1b[2J", "k" * 100_000, "", "__class__", "<<"))] = node[key]
-    elif what == 2:
+    elif change == 2:
         other, place = rng.choice(places)
         node[key], other[place] = copy.deepcopy(other[place]), _value(rng)
-    elif what == 3 and isinstance(node, list):
+    elif change == 3 and isinstance(node, list):
         node *= rng.choice((2, 3, 50))
-    elif what == 4 and isinstance(node[key], int):
+    elif change == 4 and isinstance(node[key], int):
         node[key] = rng.choice((node[key] - 1, node[key] + 1, node[key] * 2, -node[key], 0, 1, 1 << 20))
-    elif what == 5:
+    elif change == 5:
         node[key] = str(node[key])
     else:
         node[key] = _value(rng)
-
-
-# Legal extremes --------------------------------------------------------------------------------
-
-
-def _number(rng: random.Random) -> int:
-    """Return a legal count, log-uniform, often at an edge."""
-    if rng.random() < 0.3:
-        return rng.choice((1, 2, 3, 255, 256, 1 << 19, (1 << 20) - 1, 1 << 20))
-    return max(int(2 ** rng.uniform(0, 20)), 1)
-
-
-def _sizes(rng: random.Random) -> dict[str, Any]:
-    policy = rng.choice(("default", "minimax", "explicit", "powers_of_two", "vllm", "sglang", "tensorrt_llm"))
-    sizes: dict[str, Any] = {"policy": policy}
-    if policy == "minimax":
-        sizes["graphs"] = _number(rng)
-    if policy == "explicit" or (policy == "vllm" and rng.random() < 0.3):
-        sizes["num_tokens"] = [_number(rng) for _ in range(rng.choice((1, 3, 30, 3000, 12_000)))]
-    if policy == "explicit" and rng.random() < 0.8:
-        sizes["num_reqs"] = [_number(rng) for _ in range(rng.choice((1, 3, 30, 3000, 12_000)))]
-    if policy in ("sglang", "tensorrt_llm") and rng.random() < 0.7:
-        sizes["padding"] = rng.random() < 0.5
-    for bound in ("max_tokens", "max_reqs"):
-        if rng.random() < 0.4:
-            sizes[bound] = _number(rng)
-    return sizes
-
-
-def _schedule(rng: random.Random, most: int) -> list[list[int]]:
-    """Return tiers over up to ``most`` requests: few, or thousands."""
-    count = rng.choice((1, 2, 3, 4, 20, 200, 5000))
-    firsts = sorted({1, *(rng.randint(1, max(most, 2)) for _ in range(count))})
-    ends = [first - 1 for first in firsts[1:]] + [max(most, firsts[-1])]
-    return [[first, last, rng.randint(0, rng.choice((1, 4, 255)))] for first, last in zip(firsts, ends, strict=True)]
-
-
-def _wrapped(data: Any) -> str:
-    """Write data as JSON in lines of moderate length, as limits on lines are not what is tried here."""
-    return re.sub(r"(.{1,2000}), ", r"\1,\n  ", json.dumps(data))
-
-
-def _legal(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
-    """A document that breaks no rule of its schema, as large as the rules let it be."""
-    if kind == "environment":
-        packages = {f"p{i}": "1." + str(i) for i in range(rng.choice((0, 10, 100, 1000, 14_000)))}
-        device = {"kind": "cpu", "name": "x" * 128, "memory": "999999999999999B"}
-        return "legal: environment", _wrapped({"version": 1, "name": "big", "device": device, "packages": packages})
-    data = YAML(typ="safe", pure=True).load(base)
-    if kind == "plan":
-        return "legal: plan", _wrapped(_legal_plan(rng, data))
-    reqs, tokens = _number(rng), _number(rng)
-    data["limits"] = {"max_num_reqs": reqs, "max_num_tokens": tokens}
-    data["mode"] = rng.choice(("FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"))
-    data["backend"] = rng.choice(("flashinfer", "flash_attention", "reference"))
-    data["sizes"] = _sizes(rng)
-    data.pop("roles", None)
-    if rng.random() < 0.6:
-        data.pop("budget", None)
-    elif rng.random() < 0.5:
-        data["budget"] = {"max_graphs": _number(rng)}
-    if rng.random() < 0.5:
-        data["lora"] = {"max_active": _number(rng), "specialize": rng.random() < 0.6}
-    if rng.random() < 0.6:
-        data["speculative"] = {"method": "eagle3", "num_tokens": rng.choice((1, 2, 3, 7, 255))}
-        if rng.random() < 0.7:
-            data["speculative"]["schedule"] = _schedule(rng, reqs)
-        if rng.random() < 0.3:
-            roles = rng.sample(("target", "draft_prefill", "draft_decode"), 2)
-            data["roles"] = {role: {"sizes": _sizes(rng)} for role in roles}
-    else:
-        data.pop("speculative", None)
-    if rng.random() < 0.3:
-        tensor = rng.choice((1, 2, 4, 8))
-        data["parallel"] = {"tensor": tensor, "sequence": True}
-    return "legal: spec", _wrapped(data)
-
-
-def _legal_plan(rng: random.Random, data: Any) -> Any:
-    """Give a plan entries that no planner would, within the schema."""
-    data["limits"] = {"max_num_reqs": _number(rng), "max_num_tokens": _number(rng)}
-    if rng.random() < 0.4:
-        data["lora"] = {"max_active": _number(rng), "specialize": rng.random() < 0.6}
-    if "speculative" in data and rng.random() < 0.5:
-        data["speculative"]["schedule"] = _schedule(rng, data["limits"]["max_num_reqs"])
-    for role in data["roles"]:
-        rows = []
-        for _ in range(rng.choice((1, 2, 4, 40))):
-            count = rng.choice((1, 5, 5, 30, 30, 100, 100, 1000, 4000))
-            full, uniform = rng.random() < 0.6, rng.random() < 0.5
-            row: dict[str, Any] = {"mode": "FULL" if full else "PIECEWISE"}
-            if full and uniform:
-                row["query_len"] = rng.choice((1, 2, 3, 4, 256))
-            if full:
-                row["num_reqs"] = [_number(rng) for _ in range(count)]
-            if not (full and uniform) or rng.random() < 0.2:
-                row["num_tokens"] = [_number(rng) for _ in range(count)]
-            if rng.random() < 0.3:
-                loras = rng.sample(range(1 << 20), rng.choice((1, 3, 20, 500, 4000)))
-                row["active_loras"] = sorted(loras, reverse=True)
-            if rng.random() < 0.1:
-                row["draft_steps"] = _number(rng)
-            rows.append(row)
-            if sum(len(row.get("num_reqs", ())) + len(row.get("num_tokens", ())) for row in rows) > 8000:
-                break
-        role["entries"] = rows
-        if rng.random() < 0.3:
-            waiver = {"first": 0, "last": 1 << 20, "reason": "sizes", "says": "x"}
-            kinds = ("decode", "mixed")
-            role["waivers"] = [
-                {"kind": rng.choice(kinds), **waiver, "first": _number(rng), "max_loras": _number(rng)}
-                for _ in range(rng.choice((1, 10, 500)))
-            ]
-    return data
-
-
-# Bombs -----------------------------------------------------------------------------------------
-
-
-def _bomb(rng: random.Random, base: str, kind: str) -> tuple[str, str]:
-    """A document built to hurt a YAML reader, alone or behind a real one."""
-    make = rng.choice(_BOMBS)
-    size = int(2 ** rng.uniform(4, 20))
-    made = make(rng, size)
-    if rng.random() < 0.4:
-        made = base + "extra: " + (made if "\n" not in made else "\n" + re.sub("^", "  ", made, flags=re.MULTILINE))
-    return "bomb: " + make.__name__.strip("_"), made
-
-
-def _repeat(unit: str, size: int) -> str:
-    return unit * max(size // len(unit), 1)
-
-
-def _deep_flow(rng: random.Random, size: int) -> str:
-    return rng.choice(("[", "{a: ", "[{a: ", "[a, ", "{? ", "{[")) * min(size, 200_000)
-
-
-def _deep_block(rng: random.Random, size: int) -> str:
-    if rng.random() < 0.5:
-        return "- " * min(size // 2, 200_000)
-    return "".join(" " * i + "a:\n" for i in range(min(int((2 * size) ** 0.5), 1400)))
-
-
-def _aliases(rng: random.Random, size: int) -> str:
-    levels, fan = rng.randint(2, 30), rng.choice((2, 5, 10))
-    text = "a0: &a0 [x, x]\n"
-    for i in range(1, levels):
-        text += f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * fan)}]\n"
-    return text
-
-
-def _alias_keys(rng: random.Random, size: int) -> str:
-    return "a: &a x\n" + _repeat("*a : 1\n", min(size, 200_000))
-
-
-def _self_alias(rng: random.Random, size: int) -> str:
-    return rng.choice(("&a [*a]", "a: &a {b: *a}", "&a {*a : 1}", "a: &a [&b {c: *a}, *b]"))
-
-
-def _many_aliases(rng: random.Random, size: int) -> str:
-    return "a: &a [1, 2, 3]\nb: [" + _repeat("*a, ", size) + "]\n"
-
-
-def _many_anchors(rng: random.Random, size: int) -> str:
-    return "".join(f"k{i}: &n{i} {i}\n" for i in range(min(size // 12, 60_000)))
-
-
-def _merge(rng: random.Random, size: int) -> str:
-    return "base: &b {x: 1}\n" + _repeat("y: {<<: *b}\n", min(size, 50_000)) + "<<: [*b, *b]\n"
-
-
-def _long_scalar(rng: random.Random, size: int) -> str:
-    body = _repeat(rng.choice(("x", "x ", "é", "\\x41", "''", '\\"', "a: ", "#", " #", "1", "\U0001f600", "-")), size)
-    return "name: " + rng.choice(("{}", "'{}'", '"{}"', "|\n  {}\n", ">\n  {}\n", "{}\n")).replace("{}", body)
-
-
-def _long_key(rng: random.Random, size: int) -> str:
-    key = _repeat(rng.choice(("k", "k ", "é", "\\n")), size)
-    return rng.choice(("{}: 1\n", "? {}\n: 1\n", '"{}": 1\n', "[{}]: 1\n")).replace("{}", key)
-
-
-def _many_lines(rng: random.Random, size: int) -> str:
-    units = (
-        "\n",
-        "#\n",
-        "# c\n",
-        " \n",
-        "\t\n",
-        "\r",
-        "\r\n",
-        "\u2028",
-        "- a\n",
-        "- \n",
-        "-\n",
-        "a\n",
-        "  a\n",
-        "? a\n",
-    )
-    return rng.choice(("", "name:\n", "name: |\n", "name: >\n", "name: 'x\n", "a: [\n")) + _repeat(
-        rng.choice(units), size
-    )
-
-
-def _many_keys(rng: random.Random, size: int) -> str:
-    count = min(size // 8, 100_000)
-    if rng.random() < 0.5:
-        return "".join(f"k{i}: {i}\n" for i in range(count))
-    return "{" + ", ".join(f"k{i}" for i in range(count)) + "}"
-
-
-def _same_keys(rng: random.Random, size: int) -> str:
-    return _repeat("version: 1\n", size)
-
-
-def _many_items(rng: random.Random, size: int) -> str:
-    unit = rng.choice(
-        ("1, ", "[], ", "{}, ", "a: b, ", ", ", "'', ", "null, ", "1.5e3, ", "[1, 2], ", "? , ", "!!int 1, ")
-    )
-    return f"limits: [{_repeat(unit, size)}]\n"
-
-
-def _many_documents(rng: random.Random, size: int) -> str:
-    return _repeat(rng.choice(("---\n", "--- a\n", "...\n", "%YAML 1.2\n---\n")), size)
-
-
-def _directives(rng: random.Random, size: int) -> str:
-    lines = (f"%TAG !{i}! tag:x{i},2000:\n" for i in range(min(size // 24, 20_000)))
-    return rng.choice(("".join(lines), _repeat("%FOO bar\n", size), "%YAML " + "1" * size + ".1\n")) + "---\na: 1\n"
-
-
-def _tags(rng: random.Random, size: int) -> str:
-    unit = rng.choice(("!!python/name:os.system ", "!<tag:" + "x" * 50 + "> ", "!a!b ", "!%41 ", "!! "))
-    return "a: [" + _repeat(unit + "1, ", min(size, 300_000)) + "]\n"
-
-
-def _unclosed(rng: random.Random, size: int) -> str:
-    return rng.choice(("name: '", 'name: "', "a: [", "a: {", "? ", "a: |9\n")) + _repeat(
-        rng.choice(("x\n", "\n", "a, ")), size
-    )
-
-
-def _numerals(rng: random.Random, size: int) -> str:
-    units = ("1", "0", "1_", "9", "1:", "0x", "-", "+.", "1e", ".")
-    return f"version: {rng.choice(('', '-', '.', '0x', '1e'))}{_repeat(rng.choice(units), size)}\n"
-
-
-def _escapes(rng: random.Random, size: int) -> str:
-    unit = rng.choice(("\\0", "\\ud800", "\\U0010FFFF", "\\xff", "\\\n", "\\q", "\\e[2J"))
-    return f'name: "{_repeat(unit, size)}"\n'
-
-
-_BOMBS: tuple[Callable[[random.Random, int], str], ...] = (
-    *(_deep_flow, _deep_block, _aliases, _alias_keys, _self_alias, _many_aliases, _many_anchors, _merge),
-    *(_long_scalar, _long_key, _many_lines, _many_keys, _same_keys, _many_items, _many_documents, _directives),
-    *(_tags, _unclosed, _numerals, _escapes),
-)
 
 
 def _noise(rng: random.Random, base: str, kind: str) -> tuple[str, str | bytes]:

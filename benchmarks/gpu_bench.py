@@ -2,7 +2,7 @@
 
 Two plans a backend: without a drafter for steps, preparation, throughput and capture, and with K=5 for
 the draft chain, the pools and the preparation of all roles. Transformers' continuous batching does not depend
-on our backend: it is measured once, beside the first, and all are compared with that.
+on our backend: it is measured once, with the first backend, and all are compared with it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def deployment(backend: str, environment: Environment, drafts: int, num_reqs: in
 
 
 @contextmanager
-def said(what: str, total: int) -> Iterator[Any]:
+def log_progress(task: str, total: int) -> Iterator[Any]:
     """Say which figure is measured; bars do not belong into a log."""
-    CONSOLE.print(f"{what} ...")
+    CONSOLE.print(f"{task} ...")
     yield lambda now: None
 
 
-def measured(
+def measure_plan(
     backend: str, drafts: int, model: Path, arguments: Any, progress: Progress, *, compare: bool
 ) -> BenchReport:
     """Measure one plan."""
@@ -116,20 +116,20 @@ def main() -> int:
             for drafts in (0, K):
                 name = f"{backend}, K={drafts}"
                 CONSOLE.rule(name)
-                compare = first is None and not arguments.no_compare
+                compare = first is None and not arguments.no_compare and not drafts
                 try:
-                    report = measured(backend, drafts, Path(folder), arguments, said, compare=compare and not drafts)
+                    report = measure_plan(backend, drafts, Path(folder), arguments, log_progress, compare=compare)
                 except CapturePlannerError as error:
                     # One backend that is not there must not cost the figures of the others.
                     CONSOLE.print(f"{name}: {error}", markup=False)
                     results[name], targets[f"{name}: measured"] = {"error": str(error)}, False
                     continue
-                found = report.throughput
-                if found is not None and found.other is not None:
-                    first = found
-                elif found is not None and first is not None:
-                    found = attrs.evolve(found, other=first.other, other_says=first.other_says)
-                    report = attrs.evolve(report, throughput=found)
+                throughput = report.throughput
+                if throughput is not None and throughput.other is not None:
+                    first = throughput
+                elif throughput is not None and first is not None:
+                    throughput = attrs.evolve(throughput, other=first.other, other_says=first.other_says)
+                    report = attrs.evolve(report, throughput=throughput)
                 CONSOLE.print(tables(bench_report(report)))
                 results[name] = plain(report)
                 targets |= {f"{name}: {each.what} ({each.reached:.3g})": each.holds for each in verdicts(report)}

@@ -1,8 +1,8 @@
 r"""Thousands of random steps on a GPU: graphs against the same kernels, eager steps and float32 logits.
 
 For each backend that runs here, random tiny deployments and two of Qwen3-0.6B's shape are served until
-so many steps came. Every token from graphs must be that of the same kernels without a graph; in
-float32 also that of plain greedy decoding; and no row's logits are more than 2 % off those of a dense
+so many steps came. Every token from graphs must equal the token of the same kernels without a graph; in
+float32 also the token of plain greedy decoding; no row's logits are more than 2 % off a dense
 forward in float32. ``--short`` serves one small deployment of each backend, for compute-sanitizer:
 
     python benchmarks/gpu_equality.py --compile     # what libraries compile on first use, all at once
@@ -34,8 +34,8 @@ from _equality import check, differing, faults
 
 from capture_planner.records.spec import Spec
 from capture_planner.records.text import counted
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.launch import grapher_for
 
 COUNTED = ("steps", "forwards", "graphs", "requests", "tokens", "accepted", "differ from the same kernels")
 
@@ -48,115 +48,117 @@ def campaign(case: Case, device: torch.device, grapher: Grapher, arguments: Any)
     all_seen = []
     if not arguments.tiny_only:
         for k in (0, 3):
-            made = deployment(
+            subject = deployment(
                 case, qwen(case, k), device, grapher, seed=k, requests=16, prompts=(16, 200), outputs=(8, 40)
             )
-            all_seen.append(noted(check(made, eager=k == 0, poison=k == 3, other_pool=k == 3)))
-            del made
+            all_seen.append(with_faults(check(subject, eager=k == 0, poison=k == 3, other_pool=k == 3)))
+            del subject
             gc.collect()
     index = 0
-    while index < CYCLE or sum(seen["steps"] for seen in all_seen) < arguments.steps:
+    while index < CYCLE or sum(record["steps"] for record in all_seen) < arguments.steps:
         if time.perf_counter() - compiled > arguments.seconds:
             break
         spec = tiny(case, index, random.Random(f"{case.name} {index}"))
-        made = deployment(case, spec, device, grapher, seed=index, requests=arguments.requests)
+        subject = deployment(case, spec, device, grapher, seed=index, requests=arguments.requests)
         # Every second of each K. With debug on nothing runs ahead, which is K 0's alone to do.
         poison = (index + index // len(DRAFTS)) % 2 == 1
-        debug = poison and (made.plan.speculative is not None or index > CYCLE // 2)
-        all_seen.append(noted(check(made, eager=index % 3 == 0, other_pool=index % 6 == 3, poison=poison, debug=debug)))
+        debug = poison and (subject.plan.speculative is not None or index > CYCLE // 2)
+        all_seen.append(
+            with_faults(check(subject, eager=index % 3 == 0, other_pool=index % 6 == 3, poison=poison, debug=debug))
+        )
         index += 1
-        del made
+        del subject
         gc.collect()
-    found = totals(all_seen) | {
+    summary = totals(all_seen) | {
         "backend": case.name,
         "seconds to compile": round(compiled - began, 1),
         "seconds": round(time.perf_counter() - compiled, 1),
     }
-    if found["steps"] < arguments.steps:
-        found["short of steps"] = f"{arguments.seconds} seconds were over after {found['steps']} steps"
-    return found
+    if summary["steps"] < arguments.steps:
+        summary["short of steps"] = f"{arguments.seconds} seconds were over after {summary['steps']} steps"
+    return summary
 
 
-def noted(seen: dict[str, Any]) -> dict[str, Any]:
+def with_faults(record: dict[str, Any]) -> dict[str, Any]:
     """Add what is wrong, and say so at once."""
-    seen["faults"] = faults(seen)
-    for fault in seen["faults"]:
-        CONSOLE.print(f"[red]{fault}[/]: {seen}", highlight=False)
-    return seen
+    record["faults"] = faults(record)
+    for fault in record["faults"]:
+        CONSOLE.print(f"[red]{fault}[/]: {record}", highlight=False)
+    return record
 
 
 def totals(all_seen: list[dict[str, Any]]) -> dict[str, Any]:
     """Put what was seen in each deployment together."""
     graphs: Counter[str] = Counter()
-    for seen in all_seen:
-        graphs.update(seen["from graphs"])
-    drafted = [seen for seen in all_seen if seen["k"]]
+    for record in all_seen:
+        graphs.update(record["from graphs"])
+    drafted = [record for record in all_seen if record["k"]]
     others = {
         name: {
             dtype: {
-                "requests": sum(seen["requests"] for seen in some),
-                "differ": sum(seen[f"differ from {name}"] for seen in some),
-                "not by a tie": sum(seen[f"differ from {name}, not by a tie"] for seen in some),
-                "widest gap": max(seen[f"widest gap to {name}"] for seen in some),
+                "requests": sum(record["requests"] for record in some),
+                "differ": sum(record[f"differ from {name}"] for record in some),
+                "not by a tie": sum(record[f"differ from {name}, not by a tie"] for record in some),
+                "widest gap": max(record[f"widest gap to {name}"] for record in some),
             }
-            for dtype in sorted({seen["dtype"] for seen in all_seen})
+            for dtype in sorted({record["dtype"] for record in all_seen})
             if (some := [s for s in all_seen if s["dtype"] == dtype and f"differ from {name}" in s])
         }
         for name in ("plain", "eager")
     }
     return {
         "deployments": len(all_seen),
-        **{name: sum(seen[name] for seen in all_seen) for name in COUNTED},
+        **{name: sum(record[name] for record in all_seen) for name in COUNTED},
         "from graphs": dict(sorted(graphs.items())),
-        "K and mode": sorted({f"{seen['k']} {seen['mode']} as {seen['resolved']}" for seen in all_seen}),
-        "models": dict(Counter(f"{seen['model']}, {seen['dtype']}" for seen in all_seen)),
-        "pools": dict(Counter(seen["pool"] for seen in all_seen)),
-        "chains": dict(Counter(seen["chain"] for seen in drafted)),
-        "fused chains": sum(seen["fused graphs"] for seen in drafted),
-        "schedules of k": sum(seen["schedule"] for seen in drafted),
-        "drafters": dict(Counter(seen["drafter"] for seen in drafted)),
-        "page sizes": dict(Counter(str(seen["page size"]) for seen in all_seen)),
-        "poisoned": sum(seen["poisoned"] for seen in all_seen),
-        "ran ahead": sum(seen["ran ahead"] for seen in all_seen),
+        "K and mode": sorted({f"{record['k']} {record['mode']} as {record['resolved']}" for record in all_seen}),
+        "models": dict(Counter(f"{record['model']}, {record['dtype']}" for record in all_seen)),
+        "pools": dict(Counter(record["pool"] for record in all_seen)),
+        "chains": dict(Counter(record["chain"] for record in drafted)),
+        "fused chains": sum(record["fused graphs"] for record in drafted),
+        "schedules of k": sum(record["schedule"] for record in drafted),
+        "drafters": dict(Counter(record["drafter"] for record in drafted)),
+        "page sizes": dict(Counter(str(record["page size"]) for record in all_seen)),
+        "poisoned": sum(record["poisoned"] for record in all_seen),
+        "ran ahead": sum(record["ran ahead"] for record in all_seen),
         "other kernels": others,
         "logits": {
             model: {
-                "rows": sum(seen["logits"]["rows"] for seen in some),
-                "worst": max(seen["logits"]["worst"] for seen in some),
-                "median": sorted(seen["logits"]["median"] for seen in some)[len(some) // 2],
-                "worst of the dtype alone": max(seen["logits of the dtype alone"]["worst"] for seen in some),
+                "rows": sum(record["logits"]["rows"] for record in some),
+                "worst": max(record["logits"]["worst"] for record in some),
+                "median": sorted(record["logits"]["median"] for record in some)[len(some) // 2],
+                "worst of the dtype alone": max(record["logits of the dtype alone"]["worst"] for record in some),
             }
-            for model in sorted({f"{seen['model']}, {seen['dtype']}" for seen in all_seen})
+            for model in sorted({f"{record['model']}, {record['dtype']}" for record in all_seen})
             if (some := [s for s in all_seen if f"{s['model']}, {s['dtype']}" == model])
         },
         "shared against dedicated pools": [
-            {"model": seen["model"], "k": seen["k"], "graphs": seen["graphs"], **seen["other pool"]}
-            for seen in all_seen
-            if "other pool" in seen
+            {"model": record["model"], "k": record["k"], "graphs": record["graphs"], **record["other pool"]}
+            for record in all_seen
+            if "other pool" in record
         ],
-        "faults": [fault for seen in all_seen for fault in seen["faults"]],
+        "faults": [fault for record in all_seen for fault in record["faults"]],
     }
 
 
 def short(case: Case, spec: Spec, device: torch.device, grapher: Grapher, *, capture: bool) -> list[str]:
     """Serve one small deployment without replays, and from graphs with everything poisoned; return faults."""
-    made = deployment(case, spec, device, grapher, seed=0, requests=4, prompts=(1, 12), outputs=(2, 5))
-    same = made.serve(made.plan, replay=False, debug=True)
+    subject = deployment(case, spec, device, grapher, seed=0, requests=4, prompts=(1, 12), outputs=(2, 5))
+    same = subject.serve(subject.plan, replay=False, debug=True)
     if not capture:
         return []
-    graphs = made.serve(made.plan, poison=True, debug=True)
+    graphs = subject.serve(subject.plan, poison=True, debug=True)
     differ = differing(graphs.tokens, same.tokens)
     return [f"{counted(len(differ), 'request')} with other tokens than the same kernels"] if differ else []
 
 
 def compile_all(arguments: Any) -> int:
     """Compile what is compiled on first use, in a process for each K and model; return how many broke."""
-    served = [name for name in arguments.backends if missing(CASES[name], torch.device(arguments.device)) is None]
+    names = [name for name in arguments.backends if missing(CASES[name], torch.device(arguments.device)) is None]
     each = [["--k", str(k)] for k in DRAFTS]
     if not arguments.tiny_only:
         each += [["--k", str(k), "--large"] for k in (0, 3)]
     begun = []
-    for name, options in itertools.product(served, each):
+    for name, options in itertools.product(names, each):
         command = [sys.executable, __file__, "--short", "--device", arguments.device, "--backends", name]
         begun.append(subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL))
     return sum(process.wait() != 0 for process in begun)
@@ -210,11 +212,11 @@ def main() -> int:
     wrong = {each["backend"]: each["faults"] for each in results if each["faults"]}
     for backend, each in wrong.items():
         CONSOLE.print(f"{backend}: {'; '.join(each)}", highlight=False, markup=False)
-    served = [each for each in results if "skipped" not in each]
+    campaigns = [each for each in results if "skipped" not in each]
     targets = {
-        "nothing differs that must not, and logits are within 2 %": bool(served) and not wrong,
+        "nothing differs that must not, and logits are within 2 %": bool(campaigns) and not wrong,
         f"{arguments.steps} steps of each backend": arguments.short
-        or all(each.get("steps", 0) >= arguments.steps for each in served),
+        or all(each.get("steps", 0) >= arguments.steps for each in campaigns),
     }
     for target, holds in targets.items():
         CONSOLE.print(f"{target}: {verdict(holds)}")
@@ -225,13 +227,13 @@ def main() -> int:
 def show(results: list[dict[str, Any]]) -> None:
     """Print a line for each backend."""
     columns = ("backend", "deployments", "steps", "from graphs", "requests", "differ", "worst logits", "seconds")
-    shown = table("graphs against the same kernels", *columns)
+    summary = table("graphs against the same kernels", *columns)
     for each in results:
         if "steps" not in each:
-            shown.add_row(each["backend"], "-", "-", "-", "-", "-", "-", "-")
+            summary.add_row(each["backend"], "-", "-", "-", "-", "-", "-", "-")
             continue
-        worst = max(found["worst"] for found in each["logits"].values())
-        shown.add_row(
+        worst = max(errors["worst"] for errors in each["logits"].values())
+        summary.add_row(
             each["backend"],
             str(each["deployments"]),
             str(each["steps"]),
@@ -241,7 +243,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{worst:.2%}",
             f"{each['seconds']:.0f}",
         )
-    CONSOLE.print(shown)
+    CONSOLE.print(summary)
 
 
 if __name__ == "__main__":

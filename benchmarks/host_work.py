@@ -72,13 +72,13 @@ def serve(plan: Plan, num_reqs: int, steps: int, *, trust: bool = False) -> list
 
 def full_steps(forwards: Iterable[Forward], num_reqs: int) -> list[float]:
     """Add up the host time of the forwards of each step that decodes all requests."""
-    found: dict[int, float] = {}
+    times: dict[int, float] = {}
     mixed = set()
     for forward in forwards:
-        found[forward.step] = found.get(forward.step, 0.0) + forward.host_seconds * 1e6
+        times[forward.step] = times.get(forward.step, 0.0) + forward.host_seconds * 1e6
         if forward.query_len is None or forward.num_reqs != num_reqs or forward.entry is None:
             mixed.add(forward.step)
-    return [time for step, time in found.items() if step not in mixed]
+    return [time for step, time in times.items() if step not in mixed]
 
 
 def median(plan: Plan, num_reqs: int, arguments: Any, *, trust: bool = False) -> float:
@@ -106,11 +106,11 @@ def main() -> int:
         sizes = sorted({64, *range(1, min(graphs, 64)), *range(65, graphs + 1)})
         many = deployment(256, sizes, speculative=False)
         by_graphs[len(many.roles[0].entries)] = median(many, 64, arguments)
-    shown = table("host us of a decode step (median)", "requests", "plain", "without guards", "with a drafter")
+    summary = table("host us of a decode step (median)", "requests", "plain", "without guards", "with a drafter")
     for num_reqs in REQUESTS:
         row = (by_requests[num_reqs], trusted[num_reqs], drafted[num_reqs])
-        shown.add_row(str(num_reqs), *(f"{time:.0f}" for time in row))
-    CONSOLE.print(shown)
+        summary.add_row(str(num_reqs), *(f"{time:.0f}" for time in row))
+    CONSOLE.print(summary)
     flat = table("host us of a decode step of 64 requests", "graphs", "plain")
     for graphs, time in by_graphs.items():
         flat.add_row(str(graphs), f"{time:.0f}")

@@ -89,12 +89,12 @@ class Mutant:
         return self.module, self.operator, self.occurrence
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """The mutant as a result lists it."""
         return attrs.asdict(self, filter=attrs.filters.exclude("module", "source"))
 
 
-class _Bare(ast.NodeTransformer):
+class _AnnotationRemover(ast.NodeTransformer):
     """Takes annotations away, and whether parameters are given by name."""
 
     def visit(self, node: ast.AST) -> ast.AST:
@@ -116,7 +116,7 @@ def _tree(source: str) -> str | None:
         tree = ast.parse(source)
     except SyntaxError:
         return None
-    return ast.dump(_Bare().visit(tree))
+    return ast.dump(_AnnotationRemover().visit(tree))
 
 
 def mutants(module: str) -> Iterator[Mutant | str]:
@@ -200,7 +200,7 @@ def run_tests(module: str, copy: Path, limit: int | None, *, cached: bool = Fals
 
 def copies_of_the_tree(folder: Path, number: int) -> list[Path]:
     """Copy the checkout, and compile it so that a change of the same size and second is still noticed."""
-    made = []
+    copies = []
     for index in range(number):
         copy = folder / str(index)
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -208,16 +208,16 @@ def copies_of_the_tree(folder: Path, number: int) -> list[Path]:
         subprocess.run(compiled, cwd=copy, check=True)
         where = "import capture_planner; print(capture_planner.__file__)"
         environment = os.environ | {"PYTHONPATH": str(copy)}
-        found = subprocess.check_output([sys.executable, "-c", where], cwd=folder, env=environment, text=True)
-        if not Path(found.strip()).is_relative_to(copy):
-            raise SystemExit(f"the tests would import {found.strip()}, not the copy")
-        made.append(copy)
-    return made
+        location = subprocess.check_output([sys.executable, "-c", where], cwd=folder, env=environment, text=True)
+        if not Path(location.strip()).is_relative_to(copy):
+            raise SystemExit(f"the tests would import {location.strip()}, not the copy")
+        copies.append(copy)
+    return copies
 
 
-def kill(asked: list[Mutant], jobs: int) -> dict[tuple[str, str, int], str]:
+def kill(pending: list[Mutant], jobs: int) -> dict[tuple[str, str, int], str]:
     """Test each mutant, ``jobs`` at a time; return what became of each."""
-    found: dict[tuple[str, str, int], str] = {}
+    outcomes: dict[tuple[str, str, int], str] = {}
     limits: dict[str, int] = {}
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
@@ -233,46 +233,46 @@ def kill(asked: list[Mutant], jobs: int) -> dict[tuple[str, str, int], str]:
 
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder, ThreadPoolExecutor(jobs) as pool:
         pristine, *copies = copies_of_the_tree(Path(folder), jobs + 1)
-        for module in dict.fromkeys(mutant.module for mutant in asked):
+        for module in dict.fromkeys(mutant.module for mutant in pending):
             # In every copy at once: as loaded as it will be, and the tests are compiled in each.
             runs = [pool.submit(run_tests, module, copy, None, cached=True) for copy in copies]
             limits[module] = round(2 + 1.5 * max(run.result()[1] for run in runs))
             CONSOLE.print(f"{module}: at most {limits[module]} s of the processor per mutant")
         for copy in copies:
             free.put(copy)
-        for done in as_completed([pool.submit(one, mutant) for mutant in asked]):
-            mutant, outcome = done.result()
-            found[mutant.key] = outcome
+        for future in as_completed([pool.submit(one, mutant) for mutant in pending]):
+            mutant, outcome = future.result()
+            outcomes[mutant.key] = outcome
             if outcome != "killed":
                 where = f"{mutant.module}:{mutant.line}"
                 CONSOLE.print(f"{outcome} {where} {mutant.operator}: {mutant.after}", markup=False)
-            if len(found) % 100 == 0:
-                CONSOLE.print(f"{len(found)} of {len(asked)}")
-    return found
+            if len(outcomes) % 100 == 0:
+                CONSOLE.print(f"{len(outcomes)} of {len(pending)}")
+    return outcomes
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    made = parser(__doc__)
-    made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
-    made.add_argument("--modules", nargs="+", choices=TESTS, default=list(TESTS), metavar="MODULE")
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
+    options.add_argument("--modules", nargs="+", choices=TESTS, default=list(TESTS), metavar="MODULE")
+    options.add_argument(
         "--again",
         type=Path,
         metavar="RESULT",
         help="test only what survived or timed out in this result, and modules that changed since",
     )
-    return made.parse_args()
+    return options.parse_args()
 
 
 def main() -> int:
     """Mutate, test, print and write; exit code 1 where a module is below the target."""
-    asked = arguments()
-    older = json.loads(asked.again.read_text(encoding="utf-8"))["modules"] if asked.again else {}
+    options = arguments()
+    older = json.loads(options.again.read_text(encoding="utf-8"))["modules"] if options.again else {}
     pending: list[Mutant] = []
     every: dict[str, list[Mutant]] = {}
     skipped: dict[str, Counter[str]] = {}
-    for module in asked.modules:
+    for module in options.modules:
         every[module] = []
         skipped[module] = Counter()
         same = older.get(module, {}).get("digest") == digest(module)
@@ -286,37 +286,37 @@ def main() -> int:
                 pending.append(mutant)
         CONSOLE.print(f"{module}: {len(every[module])} mutants; not counted: {dict(skipped[module])}")
     CONSOLE.print(f"{len(pending)} mutants to test")
-    outcomes = kill(pending, asked.jobs) if pending else {}
+    outcomes = kill(pending, options.jobs) if pending else {}
 
     modules: dict[str, Any] = {}
-    shown = table("mutants", "module", "mutants", "killed", "timed out", "survived", "killed or timed out")
+    summary = table("mutants", "module", "mutants", "killed", "timed out", "survived", "killed or timed out")
     targets: dict[str, bool] = {}
-    for module, made in every.items():
-        by = Counter(outcomes.get(mutant.key, "killed") for mutant in made)
-        share = (by["killed"] + by["timeout"]) / len(made)
+    for module, group in every.items():
+        by = Counter(outcomes.get(mutant.key, "killed") for mutant in group)
+        share = (by["killed"] + by["timeout"]) / len(group)
         modules[module] = {
             "tests": TESTS[module],
             "digest": digest(module),
-            "mutants": len(made),
+            "mutants": len(group),
             "killed": by["killed"],
             "timed_out": by["timeout"],
             "survived": by["survived"],
             "share": round(share, 4),
             "not_counted": dict(skipped[module]),
             "not_killed": [
-                {"outcome": outcome, **mutant.shown}
-                for mutant in made
+                {"outcome": outcome, **mutant.row}
+                for mutant in group
                 if (outcome := outcomes.get(mutant.key, "killed")) != "killed"
             ],
         }
         targets[f"{module}: at least {TARGET:.0%} are noticed"] = share >= TARGET
-        counts = (len(made), by["killed"], by["timeout"], by["survived"])
-        shown.add_row(module, *map(str, counts), f"{share:.1%}")
-    CONSOLE.print(shown)
+        counts = (len(group), by["killed"], by["timeout"], by["survived"])
+        summary.add_row(module, *map(str, counts), f"{share:.1%}")
+    CONSOLE.print(summary)
     for target, holds in targets.items():
         CONSOLE.print(f"{target}: {verdict(holds)}")
     tool = f"cosmic-ray {metadata.version('cosmic-ray')}"
-    finish(asked, {"tool": tool, "modules": modules, "targets": targets})
+    finish(options, {"tool": tool, "modules": modules, "targets": targets})
     return 0 if all(targets.values()) else 1
 
 

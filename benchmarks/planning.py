@@ -1,7 +1,7 @@
 """Time to import, to plan every shipped spec, to plan a large one, and how planning scales.
 
 Import time is taken inside fresh processes. All other times are the best of the repeats, in this
-process. The slope is that of log time over log number of entries, in the upper half of a family
+process. The slope is of log time over log number of entries, in the upper half of a family
 of growing specs, where constant costs no longer hide it: 1 is linear.
 """
 
@@ -70,8 +70,8 @@ def import_seconds(modules: str, repeats: int) -> dict[str, float]:
     times = []
     for _ in range(repeats):
         command = [sys.executable, "-c", _IMPORT.format(modules=modules)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-        times.append(float(done.stdout))
+        process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        times.append(float(process.stdout))
     return {"median": round(statistics.median(times), 4), "best": round(min(times), 4)}
 
 
@@ -91,16 +91,21 @@ def large_spec(spec: Spec, sizes: Sizes) -> Spec:
 
 def steps(plan: Callable[[], Plan], repeats: int) -> dict[str, Any]:
     """Return the time of every step with a plan, from making it to reading it back."""
-    planned, made = best(plan, repeats)
-    text_seconds, text = best(lambda: codec.dumps(made), 1)
-    found: dict[str, Any] = {"entries": made.num_graphs, "plan": planned, "dumps": text_seconds, "bytes": len(text)}
+    plan_seconds, result = best(plan, repeats)
+    text_seconds, text = best(lambda: codec.dumps(result), 1)
+    figures: dict[str, Any] = {
+        "entries": result.num_graphs,
+        "plan": plan_seconds,
+        "dumps": text_seconds,
+        "bytes": len(text),
+    }
     try:
-        found["loads"], again = best(lambda: codec.loads(text, Plan), 1)
-        assert again == made
+        figures["loads"], again = best(lambda: codec.loads(text, Plan), 1)
+        assert again == result
     except CapturePlannerError as error:
-        found["loads"], found["refused"] = None, str(error)[:120]
-    found["lint"], _ = best(lambda: lint(made), repeats)
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in found.items()}
+        figures["loads"], figures["refused"] = None, str(error)[:120]
+    figures["lint"], _ = best(lambda: lint(result), repeats)
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
 
 
 def slope(points: list[tuple[int, float]]) -> float:
@@ -129,10 +134,10 @@ def main() -> int:
     arguments = options.parse_args()
     specs, environments, backends = shipped_specs(), shipped_environments(), registry.load_backends()
     imports = {name: import_seconds(modules, arguments.imports) for name, modules in MODULES.items()}
-    shown = table("import, in a fresh process (no torch, no numpy)", "modules", "median ms", "best ms")
+    summary = table("import, in a fresh process (no torch, no numpy)", "modules", "median ms", "best ms")
     for name, times in imports.items():
-        shown.add_row(name, f"{times['median'] * 1e3:.1f}", f"{times['best'] * 1e3:.1f}")
-    CONSOLE.print(shown)
+        summary.add_row(name, f"{times['median'] * 1e3:.1f}", f"{times['best'] * 1e3:.1f}")
+    CONSOLE.print(summary)
 
     shipped = _shipped(specs, environments, backends, arguments.repeats)
     slowest = max(shipped, key=lambda row: float(row["plan"]))
@@ -171,11 +176,11 @@ def main() -> int:
     CONSOLE.print("log-log slope over entries: " + ", ".join(f"{step} {value}" for step, value in slopes.items()))
     if arguments.profile:
         spec = large_spec(base, Sizes(max_tokens=65_536))
-        made = planner.plan(spec, h100, backends)
-        text = codec.dumps(made)
+        result = planner.plan(spec, h100, backends)
+        text = codec.dumps(result)
         for name, function in {
             "plan": lambda: planner.plan(spec, h100, backends),
-            "lint": lambda: lint(made),
+            "lint": lambda: lint(result),
             "loads": lambda: codec.loads(text, Plan),
         }.items():
             CONSOLE.print(f"{name} of the large spec", profile(function, 12), markup=False, highlight=False)
@@ -200,10 +205,10 @@ def _shipped(
     for name, spec in specs.items():
         for other, environment in environments.items():
             try:
-                seconds, made = best(lambda s=spec, e=environment: planner.plan(s, e, backends), repeats)  # type: ignore[misc]
+                seconds, result = best(lambda s=spec, e=environment: planner.plan(s, e, backends), repeats)  # type: ignore[misc]
             except CapturePlannerError:
                 continue
-            rows.append({"spec": name, "environment": other, "entries": made.num_graphs, "plan": round(seconds, 5)})
+            rows.append({"spec": name, "environment": other, "entries": result.num_graphs, "plan": round(seconds, 5)})
     return rows
 
 

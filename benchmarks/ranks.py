@@ -7,7 +7,7 @@ compatibility, not ``Entry.rejection``), leave no rank with less than its batch,
 the ranks, ignore idle ranks, and be eager for all where one rank has no graph. Exit code 1 on any
 violation, each with the command that repeats it.
 
-Counted beside it: in how many vectors ranks that dispatch their own batches would have gone apart, which
+Also counted: in how many vectors ranks that dispatch their own batches would have gone apart, which
 on a device is a hang or a wrong result.
 """
 
@@ -67,15 +67,15 @@ def plan_of(number: int, seed: int) -> tuple[str, Plan]:
         name = rng.choice(sorted(specs))
         environment = environments[rng.choice(sorted(environments))]
         try:
-            made = planner.plan(changed(specs[name], rng), environment, registry.load_backends())
+            plan = planner.plan(changed(specs[name], rng), environment, registry.load_backends())
         except CapturePlannerError:
             continue
-        if not any(decodes_of(made, role.role) for role in made.roles):
+        if not any(decodes_of(plan, role.role) for role in plan.roles):
             continue  # so few tokens that no decode fits
         if rng.random() < 0.5:
-            made = replace(made, roles=tuple(scattered(role, made, rng) for role in made.roles))
+            plan = replace(plan, roles=tuple(scattered(role, plan, rng) for role in plan.roles))
             name += ", entries scattered"
-        return f"random, from {name}", made
+        return f"random, from {name}", plan
 
 
 def changed(spec: Spec, rng: random.Random) -> Spec:
@@ -102,11 +102,11 @@ def changed(spec: Spec, rng: random.Random) -> Spec:
 
 def scattered(role: RolePlan, plan: Plan, rng: random.Random) -> RolePlan:
     """Return the role with some entries gone, and some that no planner makes."""
-    kept = [entry for entry in role.entries if rng.random() < 0.5]
+    entries = [entry for entry in role.entries if rng.random() < 0.5]
     for _ in range(rng.randint(0, 8)):
         tokens, reqs = rng.randint(1, plan.limits.max_num_tokens), rng.randint(1, plan.limits.max_num_reqs)
         length = rng.choice((None, 1, 2, 3, 4))
-        kept.append(
+        entries.append(
             Entry(
                 mode=rng.choice((GraphMode.FULL, GraphMode.PIECEWISE)),
                 num_tokens=tokens if length is None else reqs * length,
@@ -116,7 +116,7 @@ def scattered(role: RolePlan, plan: Plan, rng: random.Random) -> RolePlan:
                 draft_steps=rng.choice((None, None, 1, 2, 3)),
             )
         )
-    return replace(role, entries=tuple(kept))
+    return replace(role, entries=tuple(entries))
 
 
 # Vectors ---------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def scheduled_k(plan: Plan, num_reqs: int) -> int:
 
 def decodes_of(plan: Plan, role: Role) -> list[tuple[int, int, int]]:
     """Return first and last requests of each range of decodes, with their length; none that never run."""
-    limits, found = plan.limits, []
+    limits, vectors = plan.limits, []
     starts = [first for first, *_ in plan.speculative.schedule] if plan.speculative is not None else []
     starts = [first for first in starts if first <= limits.max_num_reqs] or [1]
     for first, after in itertools.pairwise([*starts, limits.max_num_reqs + 1]):
@@ -143,8 +143,8 @@ def decodes_of(plan: Plan, role: Role) -> list[tuple[int, int, int]]:
         each = 1 if role is Role.DRAFT_DECODE else 1 + k
         last = min(after - 1, limits.max_num_tokens // each)
         if first <= last and (role is not Role.DRAFT_DECODE or k >= 2):
-            found.append((first, last, each))
-    return found
+            vectors.append((first, last, each))
+    return vectors
 
 
 def batch_of(plan: Plan, role: Role, decode: bool, rng: random.Random) -> Batch:
@@ -175,12 +175,12 @@ def vector_of(plan: Plan, rng: random.Random) -> Vector:
     ranks = []
     for _ in range(rng.randint(2, MOST_RANKS)):
         batch = same if alike else batch_of(plan, role.role, rng.random() >= mixed, rng)
-        lost = rng.sample(role.entries, min(len(role.entries), rng.randint(1, 4)))
+        missing = rng.sample(role.entries, min(len(role.entries), rng.randint(1, 4)))
         ranks.append(
             Submission(
                 batch=None if rng.random() < idle else batch,
                 captured=not (without and rng.random() < 0.3),
-                missing=frozenset(lost) if poorer and rng.random() < 0.5 else frozenset(),
+                missing=frozenset(missing) if poorer and rng.random() < 0.5 else frozenset(),
             )
         )
     return Vector(role=role.role, ranks=tuple(ranks))
@@ -208,15 +208,17 @@ def expected(plan: Plan, vector: Vector) -> tuple[Entry | None, Entry | None]:
     if vector.role is Role.DRAFT_DECODE and plan.speculative is not None:
         chain = max(scheduled_k(plan, max(batch.num_reqs for batch in batches)) - 1, 0)
     able = [e for e in plan.role(vector.role).entries if all(serves(e, batch, chain) for batch in batches)]
-    lost = {entry for submitted in vector.ranks for entry in submitted.missing}
-    held = [e for e in able if e not in lost] if all(s.captured for s in vector.ranks) else []
-    return min(held, key=lambda e: e.cost, default=None), min(able, key=lambda e: e.cost, default=None)
+    missing = {entry for submitted in vector.ranks for entry in submitted.missing}
+    usable = [e for e in able if e not in missing] if all(s.captured for s in vector.ranks) else []
+    return min(usable, key=lambda e: e.cost, default=None), min(able, key=lambda e: e.cost, default=None)
 
 
-def wrong(plan: Plan, vector: Vector, found: list[Agreement], own: Dispatcher, rng: random.Random) -> Iterator[str]:
+def wrong(
+    plan: Plan, vector: Vector, agreements: list[Agreement], own: Dispatcher, rng: random.Random
+) -> Iterator[str]:
     """Yield every law that the ranks' answers break."""
-    agreement = found[0]
-    if any(other != agreement for other in found[1:]):
+    agreement = agreements[0]
+    if any(other != agreement for other in agreements[1:]):
         yield "ranks found different answers"
     dispatches = [answer.dispatch for answer in agreement.answers]
     if len({(d.entry, d.reason) for d in dispatches}) != 1 or (agreement.entry is None) == (agreement.reason is None):
@@ -226,11 +228,11 @@ def wrong(plan: Plan, vector: Vector, found: list[Agreement], own: Dispatcher, r
         if agreement.reason is not Reason.IDLE or any(answer.batch for answer in agreement.answers):
             yield "idle ranks alone run something"
         return
-    best, wanted = expected(plan, vector)
+    best, own_best = expected(plan, vector)
     if agreement.entry != best:
         yield f"took {agreement.entry}, a scan finds {best}"
-    if (agreement.reason is Reason.RANK) != (best is None and wanted is not None):
-        yield f"reason {agreement.reason} where the ranks lack {wanted}"
+    if (agreement.reason is Reason.RANK) != (best is None and own_best is not None):
+        yield f"reason {agreement.reason} where the ranks lack {own_best}"
     if any(not submitted.captured for submitted in vector.ranks) and agreement.entry is not None:
         yield "a rank has no graphs, and others replay"
     for submitted, answer in zip(vector.ranks, agreement.answers, strict=True):
@@ -259,19 +261,19 @@ def poor(submitted: Submission) -> bool:
 
 def apart(own: Dispatcher, vector: Vector) -> bool:
     """Say whether ranks that dispatch their own batches, with what they captured, would go apart."""
-    seen = set()
+    answers = set()
     for submitted in vector.ranks:
         if submitted.batch is not None:
             entry = own.dispatch(submitted.batch).entry
-            seen.add(None if entry is None or submitted.lacks(entry) else entry)
-    return len(seen) > 1
+            answers.add(None if entry is None or submitted.lacks(entry) else entry)
+    return len(answers) > 1
 
 
 def check(task: tuple[int, int, int]) -> Outcome:
     """Run all vectors of one plan."""
     number, vectors, seed = task
     name, plan = plan_of(number, seed)
-    done = Outcome(number=number, plan=name)
+    outcome = Outcome(number=number, plan=name)
     rng = random.Random(f"vectors:{seed}:{number}")
     text = codec.dumps(plan)
     # Reading takes a thousand times as long as a step: ranks share five copies, and no dispatcher.
@@ -280,31 +282,31 @@ def check(task: tuple[int, int, int]) -> Outcome:
     scanned = Dispatcher(plan)
     for index in range(vectors):
         vector = vector_of(plan, rng)
-        found = []
+        agreements = []
         for rank in rng.sample(range(len(vector.ranks)), len(vector.ranks)):
             if rng.random() < 0.3:
                 agree(ranks[rank], vector_of(plan, rng))
-            found.append(agree(ranks[rank], vector))
-        broken = list(wrong(plan, vector, found, scanned, rng))
+            agreements.append(agree(ranks[rank], vector))
+        broken = list(wrong(plan, vector, agreements, scanned, rng))
         if broken:
-            done.violations.append(f"vector {index}: {'; '.join(broken)}")
-        agreement = found[0]
-        done.vectors += 1
-        done.answers += len(found)
+            outcome.violations.append(f"vector {index}: {'; '.join(broken)}")
+        agreement = agreements[0]
+        outcome.vectors += 1
+        outcome.answers += len(agreements)
         mode = agreement.answers[0].dispatch.mode.value
-        done.counts[mode if agreement.reason is None else f"{mode}: {agreement.reason}"] += 1
-        done.counts[f"role {vector.role}"] += 1
+        outcome.counts[mode if agreement.reason is None else f"{mode}: {agreement.reason}"] += 1
+        outcome.counts[f"role {vector.role}"] += 1
         idle = sum(submitted.batch is None for submitted in vector.ranks)
-        done.counts["with idle ranks"] += 0 < idle < len(vector.ranks)
-        done.counts["with ranks that lack graphs"] += any(poor(s) for s in vector.ranks)
-        done.counts["with LoRA"] += any(s.batch is not None and s.batch.active_loras for s in vector.ranks)
+        outcome.counts["with idle ranks"] += 0 < idle < len(vector.ranks)
+        outcome.counts["with ranks that lack graphs"] += any(poor(s) for s in vector.ranks)
+        outcome.counts["with LoRA"] += any(s.batch is not None and s.batch.active_loras for s in vector.ranks)
         ks = {scheduled_k(plan, s.batch.num_reqs) for s in vector.ranks if s.batch is not None}
-        done.counts["with ranks whose own K differs"] += len(ks) > 1
-        done.counts["apart, if each rank dispatched alone"] += apart(scanned, vector)
-        done.counts["took the next entry, one being lost"] += (
+        outcome.counts["with ranks whose own K differs"] += len(ks) > 1
+        outcome.counts["apart, if each rank dispatched alone"] += apart(scanned, vector)
+        outcome.counts["took the next entry, one being lost"] += (
             agreement.lost_entry is not None and agreement.entry is not None
         )
-    return done
+    return outcome
 
 
 def main() -> int:
@@ -325,37 +327,37 @@ def main() -> int:
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(tasks))) as pool:
         outcomes = list(pool.imap_unordered(check, tasks))
-    return _report(arguments, sorted(outcomes, key=lambda done: done.number), each, time.perf_counter() - started)
+    return _report(arguments, sorted(outcomes, key=lambda outcome: outcome.number), each, time.perf_counter() - started)
 
 
 def _report(arguments: argparse.Namespace, outcomes: list[Outcome], each: int, wall: float) -> int:
     counts: collections.Counter[str] = collections.Counter()
-    for done in outcomes:
-        counts.update(done.counts)
-    vectors, answers = (sum(getattr(done, name) for done in outcomes) for name in ("vectors", "answers"))
-    shown = table(f"{vectors} vectors, {answers} answers of single ranks", "vectors", "number", "share")
-    for what, count in counts.most_common():
-        shown.add_row(what, str(count), f"{count / vectors:.1%}")
-    CONSOLE.print(shown)
-    bad = [(done, what) for done in outcomes for what in done.violations]
-    for done, what in bad[:20]:
+    for outcome in outcomes:
+        counts.update(outcome.counts)
+    vectors, answers = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("vectors", "answers"))
+    summary = table(f"{vectors} vectors, {answers} answers of single ranks", "vectors", "number", "share")
+    for kind, count in counts.most_common():
+        summary.add_row(kind, str(count), f"{count / vectors:.1%}")
+    CONSOLE.print(summary)
+    bad = [(outcome, kind) for outcome in outcomes for kind in outcome.violations]
+    for outcome, kind in bad[:20]:
         again = f"python benchmarks/ranks.py --seed {arguments.seed} --vectors {arguments.vectors}"
-        again += f" --plans {arguments.plans} --only {done.number}"
-        CONSOLE.print(f"{done.plan}: {what}\n    {again}", markup=False, highlight=False)
+        again += f" --plans {arguments.plans} --only {outcome.number}"
+        CONSOLE.print(f"{outcome.plan}: {kind}\n    {again}", markup=False, highlight=False)
     CONSOLE.print(f"{vectors} vectors in {wall:.0f} s, seed {arguments.seed}")
     CONSOLE.print(f"no violation (found {len(bad)}): {verdict(not bad)}")
     finish(
         arguments,
         {
             "seed": arguments.seed,
-            "plans": {"shipped": sum(done.number < len(LOCKED) for done in outcomes), "all": len(outcomes)},
+            "plans": {"shipped": sum(outcome.number < len(LOCKED) for outcome in outcomes), "all": len(outcomes)},
             "vectors": vectors,
             "vectors_a_plan": each,
             "answers": answers,
             "wall_seconds": round(wall, 1),
             "jobs": arguments.jobs,
             "counts": dict(counts.most_common()),
-            "violations": [{"plan": done.number, "what": what} for done, what in bad],
+            "violations": [{"plan": outcome.number, "what": kind} for outcome, kind in bad],
         },
     )
     return 1 if bad else 0

@@ -1,7 +1,7 @@
 """Worst padding by size policy, and the graphs that no batch can reach.
 
 Padding is the worst padded/real ratio minus one over the batch sizes that a policy covers; sizes
-that it leaves to eager are counted beside it. Reachability is over every admissible batch of every
+that it leaves to eager are counted too. Reachability is over every admissible batch of every
 shipped spec on every shipped environment; vLLM's column is its own rule over the graphs that its
 default sizes capture for the same target and resolved mode, at the same limits.
 """
@@ -68,7 +68,7 @@ def padding(most: int) -> list[dict[str, Any]]:
 
 
 def reachability() -> list[dict[str, Any]]:
-    """Return, for every shipped plan, its graphs and unreachable graphs beside vLLM's."""
+    """Return, for every shipped plan, its graphs and unreachable graphs, and vLLM's."""
     backends = registry.load_backends()
     rows: list[dict[str, Any]] = []
     emulated: dict[tuple[str, GraphMode, int], tuple[int, int]] = {}
@@ -117,14 +117,14 @@ def main() -> int:
     for most in (256, 512):
         results[f"1..{most}"] = padding(most)
         columns = ("policy", "sizes", "largest", "worst padding", "mean padding", "eager")
-        shown = table(f"decodes of 1 to {most} requests", *columns)
+        graphs = table(f"decodes of 1 to {most} requests", *columns)
         for row in results[f"1..{most}"]:
             worst, mean = f"{row['worst_padding']:.1%}", f"{row['mean_padding']:.1%}"
-            shown.add_row(row["policy"], str(row["sizes"]), str(row["largest"]), worst, mean, str(row["eager"]))
-        CONSOLE.print(shown)
+            graphs.add_row(row["policy"], str(row["sizes"]), str(row["largest"]), worst, mean, str(row["eager"]))
+        CONSOLE.print(graphs)
     rows = results["reachability"] = reachability()
     named = ("spec @ environment", "graphs", "unreachable", "uncovered", "target", "vLLM target", "vLLM unreachable")
-    shown = table("graphs of shipped plans", *named)
+    graphs = table("graphs of shipped plans", *named)
     for row in rows:
         keys = (
             "graphs",
@@ -135,15 +135,15 @@ def main() -> int:
             "vllm_target_unreachable",
         )
         cells = ("refused",) if "refused" in row else tuple(str(row[key]) for key in keys)
-        shown.add_row(f"{row['spec']} @ {row['environment']}", *cells)
-    CONSOLE.print(shown)
-    planned = [row for row in rows if "refused" not in row]
-    totals = {key: sum(row[key] for row in planned) for key in ("graphs", "unreachable", "uncovered_cells")}
-    totals |= {key: sum(row[key] for row in planned) for key in ("vllm_target_graphs", "vllm_target_unreachable")}
+        graphs.add_row(f"{row['spec']} @ {row['environment']}", *cells)
+    CONSOLE.print(graphs)
+    planned_rows = [row for row in rows if "refused" not in row]
+    totals = {key: sum(row[key] for row in planned_rows) for key in ("graphs", "unreachable", "uncovered_cells")}
+    totals |= {key: sum(row[key] for row in planned_rows) for key in ("vllm_target_graphs", "vllm_target_unreachable")}
     results["totals"] = totals
     CONSOLE.print(totals)
     targets = {
-        f"no unreachable graph in {len(planned)} shipped plans": not totals["unreachable"],
+        f"no unreachable graph in {len(planned_rows)} shipped plans": not totals["unreachable"],
         "no uncovered batch": not totals["uncovered_cells"],
     }
     for target, holds in targets.items():

@@ -1,6 +1,6 @@
 """vLLM 0.33 for a spec: what it captures, and its dispatcher as the engine holds it, for timing.
 
-Graphs and answers are those of ``capture_planner.engines``. The engine's layout is what takes its time: a
+Graphs and answers come from ``capture_planner.engines``. The engine's layout is what takes its time: a
 list of candidates for each number of tokens and LoRA case, FULL before PIECEWISE, of which the first
 compatible one wins. Microbatches are left out of capture and kept in the key.
 """

@@ -31,7 +31,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from capture_planner import cli
-from support.commands import Ran, Run
+from support.commands import CommandResult, Run
 
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 _UNSHRUNK = (Phase.explicit, Phase.generate)
@@ -74,15 +74,14 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*given: object, **named: object) -> NoReturn:
         raise AssertionError("a model was loaded")
 
-    # By its name: the package has a function that is named as the module.
-    monkeypatch.setattr(importlib.import_module("capture_planner.runtime.launch"), "load_target", load)
+    monkeypatch.setattr(importlib.import_module("capture_planner.runtime.models.huggingface"), "load_target", load)
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
     """Return a function that calls a command in this process, as ``main`` does."""
 
-    def called(*arguments: str, stdin: bytes = b"") -> Ran:
+    def called(*arguments: str, stdin: bytes = b"") -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["capture-planner", *arguments])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         with pytest.raises(SystemExit) as end:
@@ -90,7 +89,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[by
         out, err = (stream.decode() for stream in capsysbinary.readouterr())
         assert "Traceback" not in out + err
         assert isinstance(end.value.code, int)
-        return Ran(end.value.code, out, err)
+        return CommandResult(end.value.code, out, err)
 
     return called
 

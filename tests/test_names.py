@@ -11,6 +11,10 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
     path for folder in ("capture_planner", "engines", "backends") for path in (ROOT / folder).rglob("*.py")
 )
+SCRIPTS = sorted(path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py"))
+"""Tests, benchmarks and tools; only their length is checked."""
+WITH_TEXT = [*SOURCES, *(path for path in SCRIPTS if path.relative_to(ROOT).parts[0] != "tests")]
+"""What users, or readers of results, meet."""
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MAX_LINES = 400
 KEYS = {"mend"}
@@ -21,6 +25,7 @@ WORDS = {
     r"\bheeded\b": "applied",
     r"\bwhoever\b": "name the person or the part",
     r"\bnobody\b": "name what does not: no rank, no caller, nothing",
+    r"\b(?:some|any|every)body\b": "name the person or the part",
     r"\bbeside\b": "next to, and, besides",
     r"\blikewise\b": "also, too",
     r"\bstands? in for\b": "replaces",
@@ -55,7 +60,18 @@ def test_class_names_are_unique() -> None:
     assert {name: sorted(where) for name, where in modules.items() if len(where) > 1} == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_class_names_are_nouns() -> None:
+    """No participle: what a class is, not what was done to it."""
+    classes = {
+        node.name
+        for path in SOURCES + SCRIPTS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name in classes if re.fullmatch(r"_?[A-Z][a-z]+(?:ed|wn|eld)", name)} == set()
+
+
+@pytest.mark.parametrize("path", WITH_TEXT, ids=lambda path: str(path.relative_to(ROOT)))
 def test_strings_use_plain_words(path: Path) -> None:
     """Docstrings, messages and help texts."""
     assert [f"line {line}: {word}" for line, text in texts(path) for word in found_in(text)] == []
@@ -75,6 +91,6 @@ def test_forbidden_words_are_found() -> None:
 
 
 def test_files_are_short() -> None:
-    """A file of a package fits into a reader's head."""
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    """A file fits into a reader's head, in packages, tests, benchmarks and tools; recorded answers are data."""
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES + SCRIPTS}
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}

@@ -42,6 +42,14 @@ class _RunningRequest:
     prompt: int
     output: int
 
+    def read(self, tokens: int) -> None:
+        """Read tokens of the prompt; the last one comes with the first token of the output."""
+        self.prompt -= tokens
+        self.output -= not self.prompt
+
+    def write(self, tokens: int) -> None:
+        self.output -= tokens
+
 
 def batches_of(
     requests: Iterable[Arrival], deployment: Deployment, *, step_seconds: float = STEP_SECONDS
@@ -76,8 +84,7 @@ def batches_of(
                 chunk = min(left, live.prompt)
                 if not chunk:
                     break
-                live.prompt -= chunk
-                live.output -= not live.prompt
+                live.read(chunk)
                 left -= chunk
                 counts.append(chunk)
             steps = 1
@@ -98,7 +105,7 @@ def batches_of(
                 running = deque([*(live for live in running if id(live) not in served), *decoding])
             prompting = []
         for live in decoding:
-            live.output -= steps
+            live.write(steps)
         met[_batch(counts, prompts=bool(prompting))] += steps
         clock += steps * step_seconds
         running = deque(live for live in running if live.prompt or live.output > 0)

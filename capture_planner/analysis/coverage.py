@@ -73,6 +73,11 @@ class Coverage:
         """Cells with neither entry nor waiver."""
         return tuple(cell for cell in self.cells if cell.answer.reason is Reason.UNCOVERED)
 
+    @property
+    def covered(self) -> bool:
+        """Whether every cell has an entry or a waiver."""
+        return not self.uncovered
+
     def reached(self, role: Role) -> frozenset[Entry]:
         """Return the entries of a role that some admissible batch is dispatched to."""
         return frozenset(cell.entry for cell in self.cells if cell.role is role and cell.entry is not None)

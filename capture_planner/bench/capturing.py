@@ -26,7 +26,7 @@ from capture_planner.records.text import counted
 from capture_planner.runtime.capture import begin
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Captured
+from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.runner import Runner
 
 
@@ -39,7 +39,7 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
     for _ in range(rig.effort.runs if rig.device.type == "cuda" else 0):
         cost, captured = _ours(rig, advance)
         ours.append(cost)
-        bare.append(_bare(rig, advance))
+        bare.append(_bare_cost(rig, advance))
     return CaptureFigure(
         graphs=rig.plan.num_graphs,
         first_seconds=first.seconds,
@@ -72,7 +72,7 @@ def pools_of(runner: Runner) -> int:
     return sum(pool.memory for pool in pools.values())
 
 
-def refuse_dropped(captured: Sequence[Captured]) -> None:
+def refuse_dropped(captured: Sequence[GraphCapture]) -> None:
     """Raise ``RunError`` if a graph did not fit, so that captures would not be comparable."""
     dropped = [graph for graph in captured if graph.waiver is not None]
     if dropped:
@@ -82,10 +82,10 @@ def refuse_dropped(captured: Sequence[Captured]) -> None:
         )
 
 
-def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[CaptureCost, tuple[Captured, ...]]:
+def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[CaptureCost, tuple[GraphCapture, ...]]:
     with rig.runner(rig.plan) as runner:
         before = _unaccounted(rig)
-        runner.capture(progress=lambda done: advance(f"{done.role.value} {done.entry}"))
+        runner.capture(progress=lambda graph: advance(f"{graph.role.value} {graph.entry}"))
         captured = tuple(runner.session.captured)
         refuse_dropped(captured)
         return _cost(rig, runner, runner.session.capture_seconds, before), captured
@@ -97,7 +97,7 @@ def _cost(rig: Rig, runner: Runner, seconds: float, before: int) -> CaptureCost:
     return CaptureCost(seconds=seconds, pool=pools_of(runner), driver=driver)
 
 
-def _bare(rig: Rig, advance: Callable[[str], None]) -> CaptureCost:
+def _bare_cost(rig: Rig, advance: Callable[[str], None]) -> CaptureCost:
     grapher = BareGraphs()
     with rig.runner(rig.plan, grapher=grapher) as runner:
         before = _unaccounted(rig)
@@ -130,10 +130,10 @@ def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
     memory, tokens = {}, {}
     for pool in Pool:
         with rig.runner(replace(rig.plan, pool=pool)) as runner:
-            runner.capture(progress=lambda done: advance(f"{done.role.value} {done.entry}"))
+            runner.capture(progress=lambda graph: advance(f"{graph.role.value} {graph.entry}"))
             refuse_dropped(runner.session.captured)
             memory[pool] = pools_of(runner)
-            tokens[pool] = {served.name: served.tokens for served in runner.serve(requests)}
+            tokens[pool] = {request.name: request.tokens for request in runner.serve(requests)}
     return Pools(
         shared=memory[Pool.SHARED],
         per_role=memory[Pool.PER_ROLE],
@@ -151,8 +151,8 @@ class BarePool:
     @property
     def memory(self) -> int:
         """Bytes of the segments that the allocator holds for this pool."""
-        found = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(part["total_size"] for part in found if tuple(part["segment_pool_id"]) == tuple(self.handle))
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self.handle))
 
     def poison(self) -> None:
         """Do nothing: these graphs are never replayed."""

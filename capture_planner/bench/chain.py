@@ -46,15 +46,15 @@ def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[ChainTiming, ...]:
     possible = _sizes(rig.plan)
     sizes = tuple(size for size in rig.sizes if size in possible)
     if not sizes:
-        measured = ", ".join(map(str, rig.sizes))
+        captured_sizes = ", ".join(map(str, rig.sizes))
         raise Absence(
             f"a chain is measured at up to {MOST} requests, where two or more draft decodes are scheduled, and "
-            f"--requests is {measured}; name one of {', '.join(map(str, possible))}"
+            f"--requests is {captured_sizes}; name one of {', '.join(map(str, possible))}"
         )
-    single = _measured(rig, with_single_steps(rig.plan), sizes, advance)
+    single = _timings(rig, with_single_steps(rig.plan), sizes, advance)
     fused_plan = with_chains(rig.plan, rig.registry)
-    fused = {} if fused_plan is None else _measured(rig, fused_plan, sizes, advance)
-    eager = _measured(rig, without_graphs(rig.plan), sizes, advance)
+    fused = {} if fused_plan is None else _timings(rig, fused_plan, sizes, advance)
+    eager = _timings(rig, without_graphs(rig.plan), sizes, advance)
     assert rig.plan.speculative is not None, "there are draft decodes"
     return tuple(
         ChainTiming(
@@ -111,7 +111,7 @@ def _with(plan: Plan, entries: Iterable[Entry]) -> Plan:
     )
 
 
-def _measured(rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]) -> dict[int, _Timing]:
+def _timings(rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]) -> dict[int, _Timing]:
     """Return the median times of a chain at each number of requests."""
     results = {}
     with rig.runner(trimmed(plan, sizes, (Role.DRAFT_DECODE,))) as runner:
@@ -133,9 +133,9 @@ def host_seconds(rig: Rig, forwards: Sequence[Forward], size: int) -> float | No
     On a CPU the replay is the forward itself, and does not count. None if no graph was replayed.
     """
     seconds = [
-        (done.seconds if rig.device.type == "cuda" else done.host_seconds) / done.repeats
-        for done in forwards
-        if done.role is Role.DRAFT_DECODE and done.num_reqs == size and done.entry is not None
+        (forward.seconds if rig.device.type == "cuda" else forward.host_seconds) / forward.repeats
+        for forward in forwards
+        if forward.role is Role.DRAFT_DECODE and forward.num_reqs == size and forward.entry is not None
     ]
     return statistics.median(seconds) if seconds else None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import attrs
 
-from capture_planner.bench.record import Decode, Replayed
+from capture_planner.bench.record import Decode, GraphReplays
 from capture_planner.bench.rig import Absence, Decoding, Rig, trimmed
 from capture_planner.records.text import counted
 from capture_planner.runtime.plan_variants import without_graphs
@@ -30,19 +30,19 @@ def decode(rig: Rig, advance: Callable[[str], None]) -> tuple[Decode, ...]:
         runner.capture()
         for size in rig.sizes:
             with rig.trying("decode"):
-                results[size] = _measured(rig, runner, size, count, graphs=True)
+                results[size] = _row(rig, runner, size, count, graphs=True)
                 advance(counted(size, "request"))
     with rig.runner(without_graphs(rig.plan)) as runner:
         for size, result in results.items():
             with rig.trying("decode"):
                 # An eager step takes several times as long, and fewer windows tell as much.
-                eager = _measured(rig, runner, size, max(2, count // 2), graphs=False)
+                eager = _row(rig, runner, size, max(2, count // 2), graphs=False)
                 results[size] = attrs.evolve(result, eager=eager.step)
                 advance(f"{counted(size, 'request')}, eager")
     return tuple(results.values())
 
 
-def _measured(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -> Decode:
+def _row(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -> Decode:
     """Measure up to ``count`` windows, with one of bare replays after each if there are graphs.
 
     Raises ``Absence`` if not even one window fits.
@@ -58,7 +58,7 @@ def _measured(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) 
                 break
             steps.append(seconds)
             if graphs:
-                replays.append(bare(rig, runner, replayed))
+                replays.append(bare_replay(rig, runner, replayed))
         host = decoding.host_seconds(len(steps) * effort.steps)
     if not steps:
         raise Absence(
@@ -86,7 +86,7 @@ def window(rig: Rig, decoding: Decoding) -> float | None:
     return seconds / rig.effort.steps if complete[0] else None
 
 
-def bare(rig: Rig, runner: Runner, graphs: tuple[Replayed, ...]) -> float:
+def bare_replay(rig: Rig, runner: Runner, graphs: tuple[GraphReplays, ...]) -> float:
     """Return the seconds of one replay of all ``graphs``, on the staged values."""
     sequence = [runner.parts.roles[each.role].graphs[each.entry] for each in graphs for _ in range(each.times)]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -17,7 +17,7 @@ from capture_planner.bench.capturing import capture, pool_lengths, pools
 from capture_planner.bench.chain import HOST_STEPS, MOST, chain
 from capture_planner.bench.decode import WARM, decode
 from capture_planner.bench.preparation import preparation
-from capture_planner.bench.record import FIGURES, Absent, BenchReport
+from capture_planner.bench.record import FIGURES, AbsentFigure, BenchReport
 from capture_planner.bench.rig import QUICK, Effort, Rig, clock_of, decoding_lengths, served_sizes
 from capture_planner.bench.throughput import Load, throughput
 from capture_planner.errors import RunError
@@ -25,9 +25,12 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
-from capture_planner.runtime.models.huggingface import HuggingFaceModel
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.serving.kv import PageFormat
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6
@@ -107,7 +110,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
         model=model,
         drafter=drafter,
         registry=registry,
-        grapher=launch.grapher_for(device),
+        grapher=grapher_for(device),
         device=device,
         pages=PageFormat(page_size=page_size, num_pages=1 + pages),
         clock=clock_of(device),
@@ -150,19 +153,19 @@ def _figures(rig: Rig, bench: Bench, progress: launch.Progress) -> tuple[dict[st
                 results[pending[0]] = figure(advance)
             del pending[0]
     except KeyboardInterrupt:
-        rig.absent.extend(Absent(figure=name, says="interrupted before it was measured") for name in pending)
+        rig.absent.extend(AbsentFigure(figure=name, says="interrupted before it was measured") for name in pending)
     return results, bool(pending)
 
 
 def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int) -> int:
     """Return the pages for the whole load and for the ``longest`` figure, within a GPU's memory."""
     drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
-    served = min(load.requests, plan.limits.max_num_reqs)
-    wanted = max(64, served * -(-(load.prompt + load.output + drafts) // page_size), longest)
+    num_reqs = min(load.requests, plan.limits.max_num_reqs)
+    pages = max(64, num_reqs * -(-(load.prompt + load.output + drafts) // page_size), longest)
     if device.type != "cuda":
-        return wanted
+        return pages
     page = launch.page_memory(plan, model, page_size)
-    return max(1, min(wanted, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
+    return max(1, min(pages, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 
 def _facts(bench: Bench) -> dict[str, str]:
@@ -202,13 +205,13 @@ def page_needs(
         return -(-min(prompt + output + k, plan.model.max_model_len) // page_size)
 
     chained = tuple(size for size in sizes if size <= MOST) if k else ()
-    for figure, steps, measured in (
+    for figure, steps, sizes_of_figure in (
         ("decode", effort.windows * (effort.steps + WARM), sizes),
         ("preparation", effort.prepared, sizes),
         ("chain", HOST_STEPS, chained),
     ):
         if figure in only:
-            for size in measured:
+            for size in sizes_of_figure:
                 number = size * pages(*decoding_lengths(plan, size, steps))
                 yield f"{figure} of {counted(size, 'request')}", number
     if "throughput" in only:

@@ -40,29 +40,29 @@ def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, 
             steps = min(rig.effort.prepared, longest - rig.prompt - query_len(rig.plan, size))
             if steps < 1:
                 raise Absence(f"a model of {counted(longest, 'token')} has no room for a decode")
-            served: Mapping[Role, float] = {}
+            by_role: Mapping[Role, float] = {}
             with rig.trying("preparation"):
-                served = _served(rig, runner, size, steps)
+                by_role = _prepare_seconds(rig, runner, size, steps)
             for role in runner.parts.roles.values():
                 entry = serving_entry(runner.dispatcher, rig.plan, role.role, size)
-                if entry is not None and role.role in served:
+                if entry is not None and role.role in by_role:
                     with rig.trying("preparation"):
-                        rows.append(_measured(rig, role, timer, entry, size, steps, served[role.role]))
+                        rows.append(_row(rig, role, timer, entry, size, steps, by_role[role.role]))
             advance(counted(size, "request"))
     return tuple(rows)
 
 
-def _served(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping[Role, float]:
+def _prepare_seconds(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping[Role, float]:
     """Return the mean preparation seconds of each role in a decode that is served."""
     with rig.decoding(runner, size, steps) as decoding:
         forwards = decoding.forwards(steps)
-    spent: dict[Role, list[float]] = {}
+    by_role: dict[Role, list[float]] = {}
     for forward in forwards:
-        spent.setdefault(forward.role, []).append(forward.preparation / forward.repeats)
-    return {role: statistics.mean(times) for role, times in spent.items()}
+        by_role.setdefault(forward.role, []).append(forward.preparation / forward.repeats)
+    return {role: statistics.mean(times) for role, times in by_role.items()}
 
 
-def _measured(
+def _row(
     rig: Rig, role: RoleRun, timer: PrepareTimer, entry: Entry, size: int, steps: int, step_seconds: float
 ) -> Preparation:
     query = 1 if role.role is Role.DRAFT_DECODE else query_len(rig.plan, size)
@@ -134,6 +134,10 @@ class PrepareTimer:
     calls: list[tuple[Executor, Metadata]] = attrs.Factory(list)
     """Each executor that prepared, with its argument."""
 
+    def add(self, seconds: float, executor: Executor, metadata: Metadata) -> None:
+        self.seconds += seconds
+        self.calls.append((executor, metadata))
+
     def clear(self) -> None:
         self.seconds = 0.0
         self.calls.clear()
@@ -194,5 +198,4 @@ class _TimedExecutor:
     def prepare(self, metadata: Metadata) -> None:
         started = perf_counter()
         self._executor.prepare(metadata)
-        self._timer.seconds += perf_counter() - started
-        self._timer.calls.append((self._executor, metadata))
+        self._timer.add(perf_counter() - started, self._executor, metadata)

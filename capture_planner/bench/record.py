@@ -10,7 +10,7 @@ import attrs
 from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.ledger import Captured
+from capture_planner.runtime.ledger import GraphCapture
 
 FIGURES = ("decode", "preparation", "chain", "throughput", "capture", "pools")
 """The figures of a bench, in the order of measuring."""
@@ -22,7 +22,7 @@ def ratio(part: float | None, whole: float | None) -> float | None:
 
 
 @attrs.frozen(kw_only=True)
-class Replayed:
+class GraphReplays:
     """A graph that a step replays, and how often."""
 
     role: Role
@@ -35,7 +35,7 @@ class Decode:
     """One decode step of the runner, everything included, against its graphs alone."""
 
     num_reqs: int
-    graphs: tuple[Replayed, ...]
+    graphs: tuple[GraphReplays, ...]
     """The graphs of the step: the target's and, with a drafter, the drafter's."""
     windows: int
     steps: int
@@ -150,7 +150,7 @@ class CaptureFigure:
     ours: CaptureCost
     bare: CaptureCost | None
     """None without a CUDA device."""
-    captured: tuple[Captured, ...]
+    captured: tuple[GraphCapture, ...]
     """Each graph, as the runner captured it."""
 
     @property
@@ -178,7 +178,7 @@ class Pools:
 
 
 @attrs.frozen(kw_only=True)
-class Absent:
+class AbsentFigure:
     """A figure that was not measured, with the reason."""
 
     figure: str
@@ -227,10 +227,10 @@ class BenchReport:
     throughput: Throughput | None = None
     capture: CaptureFigure | None = None
     pools: Pools | None = None
-    absent: tuple[Absent, ...] = ()
+    absent: tuple[AbsentFigure, ...] = ()
     interrupted: bool = False
     """Whether it was stopped before all figures were measured."""
 
     @property
-    def failed(self) -> tuple[Absent, ...]:
+    def failed(self) -> tuple[AbsentFigure, ...]:
         return tuple(absent for absent in self.absent if absent.failed)

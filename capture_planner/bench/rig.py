@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 import torch
 
-from capture_planner.bench.record import Absent, Replayed
+from capture_planner.bench.record import AbsentFigure, GraphReplays
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError, RunError
 from capture_planner.modes import Role
@@ -25,12 +26,14 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
-from capture_planner.runtime.models.huggingface import HuggingFaceModel
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 REQUESTS = (1, 8, 64, 256)
 """Default numbers of requests."""
@@ -104,7 +107,7 @@ class Rig:
     effort: Effort
     sizes: tuple[int, ...]
     """Numbers of requests, each served by a graph."""
-    absent: list[Absent] = attrs.Factory(list)
+    absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
 
     @contextmanager
@@ -129,12 +132,12 @@ class Rig:
         try:
             yield
         except Absence as absence:
-            self.absent.append(Absent(figure=figure, says=str(absence)))
+            self.absent.append(AbsentFigure(figure=figure, says=str(absence)))
         except Exception as error:
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
             # Any error: it must not cost the GPU time that the other figures took.
-            self.absent.append(Absent(figure=figure, says=_describe(error), failed=True))
+            self.absent.append(AbsentFigure(figure=figure, says=_describe(error), failed=True))
 
     def repeated(self, runner: Runner, work: Callable[[], object]) -> float:
         """Return the seconds of ``work``, from ``effort.steps`` calls in a row on the staged values.
@@ -224,7 +227,7 @@ class Decoding:
                 break
         return self._session.forwards[before:]
 
-    def replayed(self) -> tuple[Replayed, ...]:
+    def replayed(self) -> tuple[GraphReplays, ...]:
         """Return the graphs of the last complete step. Raises ``Absence`` if one of its forwards was eager."""
         last = self._session.steps[-1].index
         graphs = []
@@ -235,7 +238,7 @@ class Decoding:
                         f"the plan has no graph for the {forward.role.value} of {counted(self._count, 'request')}: "
                         f"{forward.reason.value if forward.reason else 'it ran eager'}"
                     )
-                graphs.append(Replayed(role=forward.role, entry=forward.entry, times=forward.repeats))
+                graphs.append(GraphReplays(role=forward.role, entry=forward.entry, times=forward.repeats))
         return tuple(graphs)
 
     def host_seconds(self, steps: int) -> float:
@@ -303,24 +306,24 @@ def served_sizes(plan: Plan, stated: tuple[int, ...] | None) -> tuple[int, ...]:
             f"--requests names {max(stated)}, but the plan is for at most {counted(most, 'request')}; name "
             "fewer, or plan for more (limits.max_num_reqs)"
         )
-    wanted = sorted({min(size, most) for size in stated or REQUESTS})
-    served = tuple(n for n in wanted if serving_entry(dispatcher, plan, Role.TARGET, n) is not None)
-    missing = [size for size in wanted if size not in served]
-    if not served or (stated and missing):
+    candidates = sorted({min(size, most) for size in stated or REQUESTS})
+    sizes = tuple(n for n in candidates if serving_entry(dispatcher, plan, Role.TARGET, n) is not None)
+    missing = [size for size in candidates if size not in sizes]
+    if not sizes or (stated and missing):
         requests = f"{', '.join(map(str, missing))} request{'s' if missing != [1] else ''}"
         raise RunError(
             f"the plan has no graph that serves a decode of {requests} (at most {most}), so there is nothing to "
             "measure; plan decode graphs, or name other --requests"
         )
-    return served
+    return sizes
 
 
 def trimmed(plan: Plan, sizes: tuple[int, ...], roles: tuple[Role, ...] = tuple(Role)) -> Plan:
     """Return the plan with only the graphs of these decodes in ``roles``; everything else runs eager."""
     dispatcher, eager = Dispatcher(plan), without_graphs(plan)
-    kept = []
+    trimmed_roles = []
     for before, after in zip(plan.roles, eager.roles, strict=True):
         serving = {serving_entry(dispatcher, plan, before.role, size) for size in sizes}
         entries = tuple(entry for entry in before.entries if entry in serving and before.role in roles)
-        kept.append(replace(before, entries=entries, waivers=after.waivers) if entries else after)
-    return replace(plan, roles=tuple(kept))
+        trimmed_roles.append(replace(before, entries=entries, waivers=after.waivers) if entries else after)
+    return replace(plan, roles=tuple(trimmed_roles))

@@ -29,23 +29,25 @@ OF_BARE_LOOP = 1.1
 def verdicts(report: BenchReport) -> Iterator[TargetVerdict]:
     """Yield a verdict for each target whose figure was measured."""
     for decode in report.decode:
-        what = f"step of {counted(decode.num_reqs, 'request')} by its bare graphs"
-        yield _at_most("decode", what, STEP_OF_BARE, decode.overhead)
+        subject = f"step of {counted(decode.num_reqs, 'request')} by its bare graphs"
+        yield _at_most("decode", subject, STEP_OF_BARE, decode.overhead)
     if report.throughput is not None and report.throughput.gain is not None:
-        what = "tokens per second by those of transformers"
-        yield _at_least("throughput", what, OF_TRANSFORMERS, report.throughput.gain)
+        subject = "tokens per second by those of transformers"
+        yield _at_least("throughput", subject, OF_TRANSFORMERS, report.throughput.gain)
     for row in report.preparation:
         if row.role is Role.TARGET and row.of_stock is not None:
-            what = f"preparation of {counted(row.num_reqs, 'request')} by a stock plan call"
-            yield _at_most("preparation", what, OF_STOCK, row.of_stock)
+            subject = f"preparation of {counted(row.num_reqs, 'request')} by a stock plan call"
+            yield _at_most("preparation", subject, OF_STOCK, row.of_stock)
         elif row.role is Role.TARGET and row.num_reqs == MANY:
-            what = f"preparation of {MANY} requests"
-            yield _at_most("preparation", what, PREPARATION * 1e6, row.step * 1e6, unit="us")
+            subject = f"preparation of {MANY} requests"
+            yield _at_most("preparation", subject, PREPARATION * 1e6, row.step * 1e6, unit="us")
     for chain in report.chain:
         if chain.over_single is not None:
-            what = f"chain of {counted(chain.steps, 'draft decode')}, {counted(chain.num_reqs, 'request')}"
-            yield _at_least("chain", f"{what}: times faster than single steps replayed", OVER_SINGLE, chain.over_single)
-            yield _at_least("chain", f"{what}: times faster than eager", OVER_EAGER, chain.over_eager)
+            subject = f"chain of {counted(chain.steps, 'draft decode')}, {counted(chain.num_reqs, 'request')}"
+            yield _at_least(
+                "chain", f"{subject}: times faster than single steps replayed", OVER_SINGLE, chain.over_single
+            )
+            yield _at_least("chain", f"{subject}: times faster than eager", OVER_EAGER, chain.over_eager)
     if report.capture is not None:
         ratios = {"seconds": report.capture.of_seconds, "MiB per graph": report.capture.of_memory}
         for unit, ratio in ratios.items():
@@ -53,9 +55,9 @@ def verdicts(report: BenchReport) -> Iterator[TargetVerdict]:
                 yield _at_most("capture", f"{unit} by a bare torch.cuda.graph loop", OF_BARE_LOOP, ratio)
 
 
-def _at_most(figure: str, what: str, wanted: float, reached: float, unit: str = "") -> TargetVerdict:
-    return TargetVerdict(figure=figure, what=what, wanted=wanted, reached=reached, at_most=True, unit=unit)
+def _at_most(figure: str, subject: str, target: float, reached: float, unit: str = "") -> TargetVerdict:
+    return TargetVerdict(figure=figure, what=subject, wanted=target, reached=reached, at_most=True, unit=unit)
 
 
-def _at_least(figure: str, what: str, wanted: float, reached: float) -> TargetVerdict:
-    return TargetVerdict(figure=figure, what=what, wanted=wanted, reached=reached, at_most=False)
+def _at_least(figure: str, subject: str, target: float, reached: float) -> TargetVerdict:
+    return TargetVerdict(figure=figure, what=subject, wanted=target, reached=reached, at_most=False)

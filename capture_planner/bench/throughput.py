@@ -6,19 +6,20 @@ import copy
 import inspect
 import statistics
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
-from capture_planner.runtime.models.huggingface import HuggingFaceModel
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 ATTENTION = "sdpa"
 """The attention that needs no other package; transformers makes it paged."""
@@ -70,9 +71,9 @@ def throughput(rig: Rig, load: Load, advance: Callable[[str], None], *, compare:
         for run in range(rig.effort.runs + 1):
             requests = rig.requests(load.requests, load.prompt, load.output, seed=run)
             started = perf_counter()
-            served = runner.serve(requests)
+            answers = runner.serve(requests)
             seconds = perf_counter() - started
-            rates.append(sum(done.output_tokens for done in served) / seconds)
+            rates.append(sum(answer.output_tokens for answer in answers) / seconds)
             advance("ours")
     other, reason = None, "skipped by --no-compare"
     if compare:
@@ -114,7 +115,7 @@ def _transformers(rig: Rig, load: Load, advance: Callable[[str], None]) -> float
 
 def description() -> str:
     """Return version and attention, for the report."""
-    return f"transformers {transformers.__version__}, continuous batching, {ATTENTION}"
+    return f"transformers {metadata.version('transformers')}, continuous batching, {ATTENTION}"
 
 
 def copied(target: HuggingFaceModel) -> Any:
@@ -122,6 +123,8 @@ def copied(target: HuggingFaceModel) -> Any:
 
     Raises ``Absence`` if transformers cannot make one, or it has other weights.
     """
+    from transformers import AutoModelForCausalLM
+
     decoder: Any = target._decoder
     config = copy.deepcopy(decoder.config)
     weights = {name: getattr(module, attribute) for name, module, attribute in target.weights()}
@@ -143,6 +146,8 @@ def copied(target: HuggingFaceModel) -> Any:
 
 def config_of() -> Any:
     """Return its configuration, without the options that the installed version does not know."""
+    from transformers import ContinuousBatchingConfig
+
     options: dict[str, Any] = {
         "use_cuda_graph": True,
         # A batch must not reuse the cached prompts of an earlier one.
@@ -150,8 +155,8 @@ def config_of() -> Any:
         # It might download the attention that it switches to.
         "auto_switch_to_flash": False,
     }
-    known = inspect.signature(transformers.ContinuousBatchingConfig).parameters
-    return transformers.ContinuousBatchingConfig(**{name: value for name, value in options.items() if name in known})
+    known = inspect.signature(ContinuousBatchingConfig).parameters
+    return ContinuousBatchingConfig(**{name: value for name, value in options.items() if name in known})
 
 
 def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], output_tokens: int) -> list[float]:
@@ -160,6 +165,8 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     CUDA graphs are as in versions 5.17 to 5.23; the times include neither capture nor compilation.
     Decoding is greedy, with exactly ``output_tokens`` per prompt; raises ``Absence`` for other results.
     """
+    from transformers import GenerationConfig
+
     generation = GenerationConfig(  # type: ignore[no-untyped-call, unused-ignore]
         max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -168,7 +175,7 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     try:
         for number, prompts in enumerate((first, *timed)):
             started = perf_counter()
-            done = model.generate_batch(
+            answers = model.generate_batch(
                 inputs=[list(prompt) for prompt in prompts],
                 generation_config=generation,
                 continuous_batching_config=options,
@@ -176,7 +183,7 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
                 persistent_manager=True,
             )
             seconds = perf_counter() - started
-            _refuse_incomplete(done, len(prompts), output_tokens)
+            _refuse_incomplete(answers, len(prompts), output_tokens)
             if number:
                 rates.append(len(prompts) * output_tokens / seconds)
     finally:
@@ -184,14 +191,14 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     return rates
 
 
-def _refuse_incomplete(done: dict[str, Any], requests: int, output_tokens: int) -> None:
+def _refuse_incomplete(answers: dict[str, Any], requests: int, output_tokens: int) -> None:
     """Raise ``Absence`` if a result has an error or is missing: the library logs errors and returns the rest."""
-    errors = sorted({str(result.error) for result in done.values() if result.error is not None})
+    errors = sorted({str(result.error) for result in answers.values() if result.error is not None})
     if errors:
         raise Absence(f"transformers' continuous batching failed: {errors[0][:300]}")
-    lengths = sorted({len(result.generated_tokens) for result in done.values()})
-    if len(done) != requests or lengths != [output_tokens]:
+    lengths = sorted({len(result.generated_tokens) for result in answers.values()})
+    if len(answers) != requests or lengths != [output_tokens]:
         raise Absence(
-            f"transformers' continuous batching answered {len(done)} of {counted(requests, 'request')} with "
+            f"transformers' continuous batching answered {len(answers)} of {counted(requests, 'request')} with "
             f"{lengths} tokens each, instead of {output_tokens}"
         )

@@ -15,15 +15,15 @@ from capture_planner.cli.common import (
     INTERRUPTED,
     emit,
     emit_file,
+    plan_document,
     plan_of,
-    planned,
     prepare_torch,
     progress_bars,
     read_document,
     refuse_outputs,
     to_json,
 )
-from capture_planner.cli.options import FILE, NUMBERS, Parsed, dashed, flag, option
+from capture_planner.cli.options import FILE, NUMBERS, ParsedText, dashed, flag, option
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
 
@@ -38,11 +38,11 @@ LOAD = ("load_requests", "prompt_tokens", "output_tokens")
 
 def _figures(text: str) -> tuple[str, ...]:
     """Return the names, each once, in the order in which they are measured."""
-    given = [part.strip() for part in text.split(",")]
-    for name in given:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
         if name not in FIGURES:
             raise ValueError(f"{name!r} is not a figure; choose from {', '.join(FIGURES)}.")
-    return tuple(name for name in FIGURES if name in given)
+    return tuple(name for name in FIGURES if name in names)
 
 
 @click.command(short_help="Measure a plan on this machine.")
@@ -50,7 +50,7 @@ def _figures(text: str) -> tuple[str, ...]:
 @options.model
 @click.option(
     "--only",
-    type=Parsed("FIGURE,...", _figures),
+    type=ParsedText("FIGURE,...", _figures),
     default=",".join(FIGURES),
     help=f"Figures to measure: {', '.join(FIGURES)}.",
 )
@@ -86,24 +86,24 @@ def _figures(text: str) -> tuple[str, ...]:
 @options.progress
 @options.environment
 @options.formats()
-def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
+def bench(plan_file: str, environment: str | None, form: str, **values: Any) -> None:
     """Measure a plan on this machine, each figure against a baseline from the same run.
 
     Figures: a decode step against its graphs alone and against eager; the host time of a step; a draft chain in one
     graph; tokens per second; the capture of the plan; a shared pool. Times are medians, from CUDA events on a GPU.
     Without --environment, a spec is planned for this machine. Ctrl-C ends with a record of the figures measured so far.
     """
-    refuse_outputs(plan_file, {"--output": given["output"], "--page": given["page"]})
-    _refuse_unused(given)
+    refuse_outputs(plan_file, {"--output": values["output"], "--page": values["page"]})
+    _refuse_unused(values)
     refuse_missing()
-    report = _measure(_plan(plan_file, environment), given)
+    report = _measure(_plan(plan_file, environment), values)
     from capture_planner.report.bench import bench_report
     from capture_planner.report.page import page
     from capture_planner.report.terminal import tables
 
     emit(form, lambda: report, lambda: tables(bench_report(report)))
-    emit_file(form, given["output"], lambda: to_json(report) + "\n")
-    emit_file(form, given["page"], lambda: page(bench_report(report)))
+    emit_file(form, values["output"], lambda: to_json(report) + "\n")
+    emit_file(form, values["page"], lambda: page(bench_report(report)))
     if report.interrupted:
         click.get_current_context().exit(INTERRUPTED)
     if report.failed:
@@ -111,11 +111,11 @@ def bench(plan_file: str, environment: str | None, form: str, **given: Any) -> N
         click.get_current_context().exit(1)
 
 
-def _refuse_unused(given: dict[str, Any]) -> None:
-    if "throughput" in given["only"]:
+def _refuse_unused(values: dict[str, Any]) -> None:
+    if "throughput" in values["only"]:
         return
-    unused = [dashed(name) for name in LOAD if given[name] is not None]
-    unused += [] if given["compare"] else ["--no-compare"]
+    unused = [dashed(name) for name in LOAD if values[name] is not None]
+    unused += [] if values["compare"] else ["--no-compare"]
     if unused:
         raise click.UsageError(f"{unused[0]} goes with throughput, which --only leaves out.")
 
@@ -133,22 +133,22 @@ def _plan(file: str, environment: str | None) -> Plan:
         click.echo("note: no --environment given; using cpu", err=True)
         return plan_of(document, "cpu")
     click.echo("note: no --environment given; using this machine", err=True)
-    return planned(document, this_environment("here"))
+    return plan_document(document, this_environment("here"))
 
 
-def _measure(plan: Plan, given: dict[str, Any]) -> BenchReport:
+def _measure(plan: Plan, values: dict[str, Any]) -> BenchReport:
     from capture_planner.bench import Bench, measure
     from capture_planner.bench.measure import default_load
 
-    prepare_torch(given["threads"])
-    load = {name: given[name] for name in LOAD if given[name] is not None}
+    prepare_torch(values["threads"])
+    load = {name: values[name] for name in LOAD if values[name] is not None}
     same = ("model", "seed", "requests", "page_size", "pages", "only", "compare", "quick")
-    chosen = Bench(
-        **{name: given[name] for name in (*same, "any_environment", "any_plan")},
-        load=default_load(quick=given["quick"], **load),
+    settings = Bench(
+        **{name: values[name] for name in (*same, "any_environment", "any_plan")},
+        load=default_load(quick=values["quick"], **load),
         command=shlex.join(["capture-planner", *map(_named, sys.argv[1:])]),
     )
-    return measure(plan, registry.load_backends(), chosen, progress_bars(given["progress"]))
+    return measure(plan, registry.load_backends(), settings, progress_bars(values["progress"]))
 
 
 def _named(argument: str) -> str:

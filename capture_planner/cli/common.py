@@ -31,14 +31,14 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell gives it."""
 
 
-def show_text(shown: RenderableType) -> None:
+def show_text(renderable: RenderableType) -> None:
     """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
     # No markup: sentences come from plans, and a plan may say "[/b]".
     terminal = Console(markup=False)
     plain_text = Console(width=120, color_system=None, markup=False)
     console = terminal if terminal.is_terminal else plain_text
     with console.capture() as capture:
-        console.print(shown)
+        console.print(renderable)
     lines = capture.get().splitlines()
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
 
@@ -48,11 +48,11 @@ def environment_named(name: str | None, output: str | None = None) -> Environmen
     in_name = catalog.environment_of_output(output)
     if name is not None and in_name not in (None, name):
         click.echo(f"note: {output} is named for {in_name}, but the plan is for {name}", err=True)
-    chosen = in_name if name is None else name
-    if chosen is None:
-        chosen = catalog.DEFAULT_ENVIRONMENT
-        click.echo(f"note: no --environment given; using {chosen}", err=True)
-    return catalog.find_environment(chosen)
+    environment = in_name if name is None else name
+    if environment is None:
+        environment = catalog.DEFAULT_ENVIRONMENT
+        click.echo(f"note: no --environment given; using {environment}", err=True)
+    return catalog.find_environment(environment)
 
 
 def emulated(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
@@ -76,7 +76,7 @@ def read_document(path: str) -> Document:
 def plan_of(document: Document, environment: str | None) -> Plan:
     """Return the plan of a document: a plan itself, or what its spec is planned as."""
     if not document.is_plan:
-        return planned(document, environment_named(environment))
+        return plan_document(document, environment_named(environment))
     plan = document.load(Plan)
     if environment is not None:
         raise click.UsageError(
@@ -85,7 +85,7 @@ def plan_of(document: Document, environment: str | None) -> Plan:
     return plan
 
 
-def planned(document: Document, environment: Environment) -> Plan:
+def plan_document(document: Document, environment: Environment) -> Plan:
     """Plan a spec; problems that planning finds have their place in the file too."""
     try:
         return make_plan(document.load(Spec), environment, registry.load_backends())
@@ -93,12 +93,12 @@ def planned(document: Document, environment: Environment) -> Plan:
         raise InvalidDocument(document.place(error.problems)) from None
 
 
-def emit(form: str, value: Callable[[], Any], shown: Callable[[], RenderableType]) -> None:
+def emit(form: str, value: Callable[[], Any], text: Callable[[], RenderableType]) -> None:
     """Print a value as JSON, or what people are shown of it."""
     if form == "json":
         click.echo(to_json(value()))
     else:
-        show_text(shown())
+        show_text(text())
 
 
 def to_json(value: Any) -> str:
@@ -118,7 +118,7 @@ def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subje
 
     Nor may they overwrite each other or the ``source`` that is read, which messages call ``subject``.
     """
-    taken = {} if source is None else {subject: Path(source)}
+    files = {} if source is None else {subject: Path(source)}
     for name, file in outputs.items():
         if file is None:
             continue
@@ -127,14 +127,14 @@ def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subje
         if file.is_dir():
             raise click.UsageError(f"{name} {file} is a folder; name a file.")
         try:
-            same = [other for other, path in taken.items() if path.resolve() == file.resolve()]
+            same = [other for other, path in files.items() if path.resolve() == file.resolve()]
             _try_to_write(file.resolve())
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise click.UsageError(f"{name} {file} cannot be written: {reason}.") from None
         if same:
             raise click.UsageError(f"{name} {file} is also the file of {same[0]}; name another.")
-        taken[name] = file
+        files[name] = file
 
 
 def _try_to_write(target: Path) -> None:
@@ -147,26 +147,24 @@ def _try_to_write(target: Path) -> None:
 
 
 def prepare_torch(threads: int) -> None:
-    """Set the threads of an operator, and silence the progress bars of transformers."""
+    """Set the threads of an operator."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
-    disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def progress_bars(wanted: bool | None) -> Any:
+def progress_bars(visible: bool | None) -> Any:
     """Return progress bars on standard error: shown on a terminal, unless ``wanted`` decides."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    shown = sys.stderr.isatty() if wanted is None else wanted
+    enabled = sys.stderr.isatty() if visible is None else visible
 
     @contextmanager
     def task(description: str, total: int) -> Iterator[Callable[[str], None]]:
         name, now = TextColumn("{task.description:12}"), TextColumn("{task.fields[now]}")
         columns = (name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), now)
-        with Progress(*columns, console=console, disable=not shown, transient=not wanted) as bars:
+        with Progress(*columns, console=console, disable=not enabled, transient=not visible) as bars:
             bar = bars.add_task(description, total=total, now="")
             yield lambda now: bars.update(bar, advance=1, now=now)
 

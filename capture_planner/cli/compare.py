@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from capture_planner.cli import options
-from capture_planner.cli.common import emit, emulated, environment_named, planned, read_document
+from capture_planner.cli.common import emit, emulated, environment_named, plan_document, read_document
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
 from capture_planner.engines import engines
@@ -89,7 +89,7 @@ def _document(letter: str, argument: str) -> Document | None:
 
 def _deployment(letter: str, argument: str, document: Document | None, machine: Environment | None) -> Plan | Emulation:
     assert machine is not None  # Only plans and observations need none.
-    return _emulated(letter, argument, machine) if document is None else planned(document, machine)
+    return _emulated(letter, argument, machine) if document is None else plan_document(document, machine)
 
 
 def _emulated(letter: str, argument: str, environment: Environment) -> Emulation:

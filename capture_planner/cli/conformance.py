@@ -13,7 +13,7 @@ import click
 from capture_planner._extras import refuse_without_hypothesis
 from capture_planner.cli import options
 from capture_planner.cli.common import FINDINGS, INTERRUPTED, emit, emit_file, prepare_torch, refuse_outputs, to_json
-from capture_planner.cli.options import FILE, Parsed, dashed, flag, option, stated, whole_numbers
+from capture_planner.cli.options import FILE, ParsedText, dashed, flag, option, stated, whole_numbers
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records._base import replace
 
@@ -75,7 +75,7 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
 @click.option("--steps", type=click.IntRange(1, 1000), help="Maximum steps per scene. Default: the profile's.")
 @options.seed
 @click.option("--dtype", type=click.Choice(DTYPES), multiple=True, help="Data type to test; repeatable.")
-@click.option("--heads", type=Parsed("Q:KV", _heads), multiple=True, help="Query and KV heads to test; repeatable.")
+@click.option("--heads", type=ParsedText("Q:KV", _heads), multiple=True, help="Query and KV heads to test; repeatable.")
 @click.option("--head-dim", type=click.IntRange(1, 1024), multiple=True, help="Head dimension; repeatable.")
 @click.option("--page-size", type=click.IntRange(1, 1024), multiple=True, help="Tokens per KV-cache page; repeatable.")
 @click.option("--max-model-len", type=click.IntRange(8, 1 << 14), multiple=True, help="Longest sequence; repeatable.")
@@ -84,7 +84,7 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
     default=None,
     help="Give half of the layers a sliding window of one page plus one token, or none. Default: try both.",
 )
-@click.option("--drafts", type=Parsed("K,...", _drafts), help="Numbers of draft tokens K. Default: 0,1,2,3,5.")
+@click.option("--drafts", type=ParsedText("K,...", _drafts), help="Numbers of draft tokens K. Default: 0,1,2,3,5.")
 @option("--shrink/--no-shrink", default=True, help="Minimize a failing case.")
 @option("--audits/--no-audits", default=True, help="Attack each declared field on its own.")
 @click.option("--case", metavar="TEXT|@FILE", help="Rerun one printed case; exit code 2 if it still fails.")
@@ -96,7 +96,7 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
 @options.progress
 @options.environment
 @options.formats()
-def conformance(backend: str, environment: str | None, form: str, **given: Any) -> None:
+def conformance(backend: str, environment: str | None, form: str, **values: Any) -> None:
     """Test whether the backend NAME is correct under captured graphs, on this machine and these versions.
 
     Random deployments are captured and serve random batches, from graphs and eager, with garbage in
@@ -106,25 +106,27 @@ def conformance(backend: str, environment: str | None, form: str, **given: Any) 
 
     By default all shapes that the backend supports here are tried; options that name a shape replace them.
     """
-    _refuse_unused(given)
-    case = given["case"]
+    _refuse_unused(values)
+    case = values["case"]
     file = case[1:] if case is not None and case.startswith("@") else None
-    refuse_outputs(file, {"--output": given["output"], "--html": given["html"]}, "the case")
+    refuse_outputs(file, {"--output": values["output"], "--html": values["html"]}, "the case")
     refuse_without_hypothesis("the suite")
-    prepare_torch(given["threads"])
+    prepare_torch(values["threads"])
     from capture_planner.cli.conformance_suite import run_suite
     from capture_planner.report.conformance import conformance_report
     from capture_planner.report.page import page
     from capture_planner.report.terminal import tables
 
     text = case if file is None else _read(file)
-    report = run_suite(backend, environment, given, text, tuple(_words(given)), partial(shapes_named, given=given))
+    report = run_suite(
+        backend, environment, values, text, tuple(_words(values)), partial(shapes_named, parameters=values)
+    )
     emit(form, lambda: report, lambda: tables(conformance_report(report)))
     if form == "text":
         _show_commands(report)
-    emit_file(form, given["output"], lambda: to_json(report) + "\n")
-    emit_file(form, given["html"], lambda: page(conformance_report(report, commands=True)))
-    _end(report, strict=given["strict"])
+    emit_file(form, values["output"], lambda: to_json(report) + "\n")
+    emit_file(form, values["html"], lambda: page(conformance_report(report, commands=True)))
+    _end(report, strict=values["strict"])
 
 
 def _end(report: Conformance, *, strict: bool) -> None:
@@ -143,17 +145,17 @@ def _show_commands(report: Conformance) -> None:
         click.echo(f"\nto reproduce:\n\n{command}")
 
 
-def _refuse_unused(given: dict[str, Any]) -> None:
+def _refuse_unused(values: dict[str, Any]) -> None:
     """Refuse options that would have no effect, or that contradict each other."""
-    if given["case"] is None and given["attack"] is not None:
+    if values["case"] is None and values["attack"] is not None:
         raise click.UsageError("--attack goes with --case.")
-    if given["case"] is not None:
+    if values["case"] is not None:
         for name in (*SEARCHES, *SHAPES):
             if stated(name):
                 raise click.UsageError(f"{dashed(name)} goes with a search, so without --case.")
-    if given["thorough"] and stated("profile") and given["profile"] != "thorough":
-        raise click.UsageError(f"--thorough and --profile {given['profile']}: give one.")
-    if given["strict"] and not given["audits"]:
+    if values["thorough"] and stated("profile") and values["profile"] != "thorough":
+        raise click.UsageError(f"--thorough and --profile {values['profile']}: give one.")
+    if values["strict"] and not values["audits"]:
         raise click.UsageError("--strict goes with audits, which --no-audits leaves out.")
 
 
@@ -165,9 +167,9 @@ def _read(file: str) -> str:
         raise CapturePlannerError(f"--case @{file}: {reason}") from None
 
 
-def _words(given: dict[str, Any]) -> Iterator[str]:
+def _words(values: dict[str, Any]) -> Iterator[str]:
     for name in SHAPES:
-        value = given[name]
+        value = values[name]
         if name == "window":
             yield from [] if value is None else ["--window" if value else "--no-window"]
         else:
@@ -175,9 +177,9 @@ def _words(given: dict[str, Any]) -> Iterator[str]:
                 yield from (dashed(name), ":".join(map(str, each)) if name == "heads" else str(each))
 
 
-def shapes_named(candidates: tuple[Shape, ...], given: dict[str, Any]) -> tuple[Shape, ...]:
+def shapes_named(candidates: tuple[Shape, ...], parameters: dict[str, Any]) -> tuple[Shape, ...]:
     """Return the candidates with every named value in place of theirs, without duplicates."""
-    values = given | {"window": () if given["window"] is None else (given["window"],)}
+    values = parameters | {"window": () if parameters["window"] is None else (parameters["window"],)}
     named = {field: values[name] for name, field in SHAPES.items() if values[name]}
     combined = [dict(zip(named, each, strict=True)) for each in itertools.product(*named.values())]
     for changes in combined:

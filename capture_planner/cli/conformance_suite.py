@@ -17,10 +17,11 @@ from capture_planner import conformance as suite
 from capture_planner.cli.common import progress_bars
 from capture_planner.codec import shipped as catalog
 from capture_planner.conformance import conform
-from capture_planner.conformance.audit import Attack, AuditResult, attack_case
+from capture_planner.conformance.audit import AuditResult, attack_case
 from capture_planner.conformance.failure import Failure
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.suite import DRAFTS
+from capture_planner.conformance.tampering import Attack
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.records.environment import DeviceKind
@@ -31,28 +32,28 @@ from capture_planner.runtime.host import differences, facts
 def run_suite(
     backend: str,
     environment: str | None,
-    given: dict[str, Any],
+    values: dict[str, Any],
     case: str | None,
     words: tuple[str, ...],
     named: Callable[[tuple[suite.Shape, ...]], tuple[suite.Shape, ...]],
 ) -> Conformance:
     """Run the suite, or one printed case, and return what was asked with the outcome.
 
-    ``given``: the other options of the command. ``words``: the options that name shapes; ``named`` puts
+    ``values``: the other options of the command. ``words``: the options that name shapes; ``named`` puts
     their values into candidate shapes.
     """
     tested = _tested(backend, environment)
-    choices = _choices(given)
+    choices = _choices(values)
     interrupted = False
     left_out: tuple[int, ...] = ()
     if case is None:
         sets: list[tuple[suite.Shape, ...]] = list(dict.fromkeys(map(named, CANDIDATES))) if words else [()]
-        outcome, interrupted = _search(tested, choices, sets, given["progress"])
+        outcome, interrupted = _search(tested, choices, sets, values["progress"])
     else:
-        outcome, left_out = _again(tested, case, given["attack"])
+        outcome, left_out = _again(tested, case, values["attack"])
     registered = tested.registry[tested.backend]
     options = [] if environment is None else ["-e", environment]
-    options += [] if given["threads"] == 1 else ["--threads", str(given["threads"])]
+    options += [] if values["threads"] == 1 else ["--threads", str(values["threads"])]
     return Conformance(
         backend=registered.name,
         distribution=registered.distribution,
@@ -60,39 +61,39 @@ def run_suite(
         environment=tested.environment,
         differences=() if environment is None else differences(tested.environment),
         host=facts(),
-        seed=given["seed"],
+        seed=values["seed"],
         profile=choices.profile if case is None else None,
         drafts=choices.drafts if case is None else (),
         base=("capture-planner", "conformance", backend, *options),
         named=words,
         outcome=outcome,
         interrupted=interrupted,
-        attack=given["attack"] or "",
+        attack=values["attack"] or "",
         left_out=left_out,
     )
 
 
 def _tested(backend: str, environment: str | None) -> suite.Subject:
-    planned = None if environment is None else catalog.find_environment(environment)
-    if planned is not None and planned.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
+    machine = None if environment is None else catalog.find_environment(environment)
+    if machine is not None and machine.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
         raise RunError(
-            f"{planned.name} is {planned.device.name}, and this machine has no CUDA device; "
+            f"{machine.name} is {machine.device.name}, and this machine has no CUDA device; "
             "omit --environment, or run it there"
         )
-    return suite.under_test(backend, environment=planned)
+    return suite.under_test(backend, environment=machine)
 
 
-def _choices(given: dict[str, Any]) -> suite.SuiteOptions:
-    profile = suite.THOROUGH if given["thorough"] or given["profile"] == "thorough" else suite.DEFAULT
-    examples, steps = given["examples"], given["steps"]
+def _choices(values: dict[str, Any]) -> suite.SuiteOptions:
+    profile = suite.THOROUGH if values["thorough"] or values["profile"] == "thorough" else suite.DEFAULT
+    examples, steps = values["examples"], values["steps"]
     if examples is not None or steps is not None:
         profile = suite.Profile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
     return suite.SuiteOptions(
         profile=profile,
-        seed=given["seed"],
-        drafts=DRAFTS if given["drafts"] is None else given["drafts"],
-        shrink=given["shrink"],
-        audits=given["audits"],
+        seed=values["seed"],
+        drafts=DRAFTS if values["drafts"] is None else values["drafts"],
+        shrink=values["shrink"],
+        audits=values["audits"],
     )
 
 
@@ -104,8 +105,8 @@ def _search(
     with _temporary_home(), _Bars(progress, choices.profile.examples) as bars:
         for number, shapes in enumerate(sets, 1):
             try:
-                wanted = attrs.evolve(choices, shapes=shapes)
-                return conform(tested, wanted, bars.scene, bars.attack), False
+                narrowed = attrs.evolve(choices, shapes=shapes)
+                return conform(tested, narrowed, bars.scene, bars.attack), False
             except RunError:
                 # None of these shapes runs here; the last set says why.
                 if number == len(sets):
@@ -144,9 +145,9 @@ def _temporary_home() -> Iterator[None]:
 class _Bars(ExitStack):
     """A bar of scenes, and after it one of attacks."""
 
-    def __init__(self, wanted: bool | None, scenes: int) -> None:
+    def __init__(self, visible: bool | None, scenes: int) -> None:
         super().__init__()
-        self._task, self._scenes, self._stage = progress_bars(wanted), scenes, ""
+        self._task, self._scenes, self._stage = progress_bars(visible), scenes, ""
         self.log: suite.Log | None = None
 
     def scene(self, log: suite.Log) -> None:
@@ -181,11 +182,11 @@ def _attacked(tested: suite.Subject, text: str, named: str) -> tuple[AuditResult
     role, _, rest = named.partition(" ")
     field, _, attack = rest.partition(" ")
     try:
-        wanted = Role(role), field, Attack(attack)
+        tampering = Role(role), field, Attack(attack)
     except ValueError:
         raise click.UsageError(
             f"--attack {named!r}: give a role ({', '.join(Role)}), a field and an attack "
             f"({', '.join(each.value for each in Attack)}), as in 'target seq_lens stale tail'."
         ) from None
-    found = attack_case(tested, suite.loads(text), *wanted)
-    return () if found is None else (found,)
+    failure = attack_case(tested, suite.loads(text), *tampering)
+    return () if failure is None else (failure,)

@@ -31,14 +31,14 @@ class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return find_engine(value).name
 
 
-class OrEngine(OwnOptions):
+class FileOrEngineCommand(OwnOptions):
     """A command about files, or with ``--engine`` about the flags of an engine."""
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         return any(word.partition("=")[0] == "--engine" for word in args)
 
 
-class OfAnEngine(OwnOptions):
+class EngineCommand(OwnOptions):
     """A command about one engine; its help lists the flags of the engine that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -73,7 +73,7 @@ environment_option = click.option(
 )
 
 
-@click.command(cls=OfAnEngine, short_help="Show what an engine captures with its own flags.")
+@click.command(cls=EngineCommand, short_help="Show what an engine captures with its own flags.")
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches
@@ -100,7 +100,7 @@ def check_engine(name: str, flags: Sequence[str], environment: str | None, form:
     if form not in ("text", "json"):
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
     emulation = emulated(name, flags, environment_named(environment))
-    found = check(emulation)
-    emit(form, lambda: {"findings": found}, partial(findings_text, emulation, found))
-    if any(strict or each.severity is not Severity.NOTE for each in found):
+    findings = check(emulation)
+    emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings))
+    if any(strict or each.severity is not Severity.NOTE for each in findings):
         click.get_current_context().exit(FINDINGS)

@@ -26,11 +26,11 @@ def environment(output: Path | None, name: str, form: str) -> None:
     refuse_missing("describing this machine", ("torch",))
     from capture_planner.runtime.host import notes, this_environment
 
-    found = this_environment(name)
+    machine = this_environment(name)
     for note in notes():
         click.echo(f"note: {note}", err=True)
-    emit_file(form, output, lambda: codec.dumps(found))
+    emit_file(form, output, lambda: codec.dumps(machine))
     if form == "json":
-        click.echo(to_json(found))
+        click.echo(to_json(machine))
     elif output is None:
-        click.echo(codec.dumps(found), nl=False)
+        click.echo(codec.dumps(machine), nl=False)

@@ -32,10 +32,10 @@ def export(plan_file: str, name: str, output: Path | None, strict: bool, environ
     """
     refuse_outputs(plan_file, {"--output": output})
     plan = plan_of(read_document(plan_file), environment)
-    made = prove(find_engine(name).export(plan), plan, partial(emulate, name))
+    result = prove(find_engine(name).export(plan), plan, partial(emulate, name))
     if form == "text":
-        click.echo(f"{export_command(made, output)}\n")
-    emit(form, lambda: made, partial(export_table, made, output))
-    emit_file(form, output, lambda: made.file)
-    if made.proof is None or (strict and not made.proof.exact):
+        click.echo(f"{export_command(result, output)}\n")
+    emit(form, lambda: result, partial(export_table, result, output))
+    emit_file(form, output, lambda: result.file)
+    if result.proof is None or (strict and not result.proof.exact):
         click.get_current_context().exit(FINDINGS)

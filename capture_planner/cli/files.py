@@ -17,8 +17,8 @@ from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, emit, environment_named, plan_of, planned, read_document, to_json
-from capture_planner.cli.engine import EngineName, OrEngine, check_engine
+from capture_planner.cli.common import FINDINGS, emit, environment_named, plan_document, plan_of, read_document, to_json
+from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
 from capture_planner.cli.options import POSITIVE, flag, option
@@ -52,19 +52,19 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     """
     if output is not None:
         _refuse_to_replace(output, spec)
-    made = planned(read_document(spec), environment_named(environment, output))
+    result = plan_document(read_document(spec), environment_named(environment, output))
     if output is not None:
-        codec.write(output, to_json(made) + "\n" if Path(output).suffix == ".json" else codec.dumps(made))
+        codec.write(output, to_json(result) + "\n" if Path(output).suffix == ".json" else codec.dumps(result))
     if form == "text" and output is None:
-        click.echo(codec.dumps(made), nl=False)
+        click.echo(codec.dumps(result), nl=False)
     else:
-        emit(form, lambda: made, partial(tables.plan_summary, made))
+        emit(form, lambda: result, partial(tables.plan_summary, result))
     if output is not None:
         click.echo(f"written to {output}", err=form == "json")
 
 
 def _refuse_to_replace(output: str, spec: str) -> None:
-    """Keep --output from replacing anything but a plan: a slip must not cost somebody a spec."""
+    """Keep --output from replacing anything but a plan: a typing error must not overwrite a spec."""
     if not output:
         raise click.UsageError("--output needs the name of a file.")
     target = Path(output)
@@ -94,8 +94,8 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
         observation = observation_of(document, environment)
         emit(form, lambda: observation, partial(observation_tables, observation))
         return
-    shown = plan_of(document, environment)
-    emit(form, lambda: shown, partial(tables.plan_tables, shown))
+    plan = plan_of(document, environment)
+    emit(form, lambda: plan, partial(tables.plan_tables, plan))
 
 
 @click.command(short_help="Explain which graph serves a batch, and why.")
@@ -113,7 +113,7 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 @options.environment
 @options.formats()
 def explain(
-    plan_file: str, whole: bool, batches: IO[bytes] | None, environment: str | None, form: str, **given: Any
+    plan_file: str, whole: bool, batches: IO[bytes] | None, environment: str | None, form: str, **values: Any
 ) -> None:
     """Explain which graph serves a batch, and why; or what serves every admissible batch.
 
@@ -122,11 +122,11 @@ def explain(
     Each line of --batches is {"role", "num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras"}; each
     answer is {"mode", "num_tokens", "num_reqs", "query_len", "active_loras", "reason"}.
     """
-    if (given["num_reqs"] is not None) + whole + (batches is not None) != 1:
+    if (values["num_reqs"] is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
     document = read_document(plan_file)
     if document.is_observation:
-        single = _batch(**given) if given["num_reqs"] is not None else None
+        single = _batch(**values) if values["num_reqs"] is not None else None
         explain_observation(observation_of(document, environment), single, batches, form)
         return
     plan = plan_of(document, environment)
@@ -139,7 +139,7 @@ def explain(
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
             click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
-    explained = explain_batch(dispatcher, _batch(**given))
+    explained = explain_batch(dispatcher, _batch(**values))
     emit(form, lambda: explained, partial(tables.explanation_table, explained))
 
 
@@ -156,7 +156,7 @@ def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | No
     return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
 
 
-@click.command(cls=OrEngine, short_help="Check plans, specs, observations or an engine's flags.")
+@click.command(cls=FileOrEngineCommand, short_help="Check plans, specs, observations or an engine's flags.")
 @click.argument("files", metavar="PLAN|SPEC|OBSERVATION...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")
@@ -234,7 +234,7 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
     plan = document.load(Plan)
-    for change in difference.diff(plan, planned(spec, plan.environment)):
+    for change in difference.diff(plan, plan_document(spec, plan.environment)):
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 

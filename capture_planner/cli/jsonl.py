@@ -94,12 +94,12 @@ def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
     if not isinstance(data, list) or not data:
         raise _wrong("expected a list with a batch, or null, for each rank")
     problems: list[Problem] = []
-    ranks, lost = [], set()
+    ranks, missing = [], set()
     for rank, item in enumerate(data):
         try:
             submitted, is_missing = _submission(item, roles)
             ranks.append(submitted)
-            lost |= {rank} if is_missing else set()
+            missing |= {rank} if is_missing else set()
         except InvalidValue as error:
             problems += [problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems]
     if problems:
@@ -113,7 +113,7 @@ def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
     if not MIN_RANKS <= len(ranks) <= most:
         raise _wrong(f"expected {MIN_RANKS} to {most} ranks, got {len(ranks)}")
     vector = Vector(role=present[0] if present else roles[0], ranks=tuple(ranks))
-    return without_agreed_entry(dispatcher, vector, lost) if lost else vector
+    return without_agreed_entry(dispatcher, vector, missing) if missing else vector
 
 
 def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
@@ -130,8 +130,8 @@ def _submission(data: Any, roles: Sequence[Role]) -> tuple[Submission, bool]:
 def _line(data: Any, kind: type[Line], roles: Sequence[Role]) -> Line:
     line = codec.structure(data, kind)
     if line.role not in roles:
-        planned = ", ".join(role.value for role in roles)
-        raise _wrong(f"expected one of {planned}, got {line.role.value!r}", "role")
+        roles_of_plan = ", ".join(role.value for role in roles)
+        raise _wrong(f"expected one of {roles_of_plan}, got {line.role.value!r}", "role")
     return line
 
 

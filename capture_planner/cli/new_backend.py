@@ -55,10 +55,10 @@ def refuse_name(name: str) -> None:
         if (wrong := rule.problem(name)) is not None:
             raise CapturePlannerError(f"the name of a backend {wrong}")
     installed = registry.load_backends()
-    for taken in installed:
-        if slug(taken) == slug(name):
-            shared = "" if taken == name else f", and both are the module {module_of(name)}"
-            reason = f"a backend named {taken!r} is installed, from {installed[taken].distribution}{shared}"
+    for other in installed:
+        if slug(other) == slug(name):
+            shared = "" if other == name else f", and both are the module {module_of(name)}"
+            reason = f"a backend named {other!r} is installed, from {installed[other].distribution}{shared}"
             raise CapturePlannerError(f"{reason}; choose another name")
     if importlib.util.find_spec(module_of(name)) is not None:
         reason = f"the module {module_of(name)} is installed, and a backend named {name!r} would be that module too"
@@ -68,11 +68,11 @@ def refuse_name(name: str) -> None:
 def template_files() -> dict[str, str]:
     """Return the text of each file of the template, by its path in it."""
     folder = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
-    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     # Not what tools leave behind after work in the template.
     return {
         name.as_posix(): path.read_text("utf-8")
-        for name, path in found.items()
+        for name, path in files.items()
         if not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
     }
 
@@ -114,7 +114,7 @@ def _whose(folder: Path, name: str) -> str:
         text = (folder / "src" / module_of(name) / "backend.py").read_text("utf-8")
     except (OSError, ValueError):
         return ""
-    found = re.search(r'^    name = "(.*)"$', text, re.MULTILINE)
-    if found is None or found[1] == name:
+    match = re.search(r'^    name = "(.*)"$', text, re.MULTILINE)
+    if match is None or match[1] == name:
         return ""
-    return f", for the backend {found[1]!r}: {name!r} gives the same folder"
+    return f", for the backend {match[1]!r}: {name!r} gives the same folder"

@@ -88,7 +88,7 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class ParsedText(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A value that a function reads from text; it raises ``ValueError`` or ``InvalidValue`` with the message."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -125,11 +125,11 @@ def _range(text: str) -> tuple[int, ...]:
     return ends
 
 
-NUMBERS = Parsed("N,...", _numbers)
+NUMBERS = ParsedText("N,...", _numbers)
 """Comma-separated whole numbers of at least 1: each once, in ascending order."""
 
-RANGE = Parsed("N|LOW:HIGH", _range)
+RANGE = ParsedText("N|LOW:HIGH", _range)
 """Two bounds, whole numbers of at least 1."""
 
-SIZE = Parsed("SIZE", codec.parse_bytes)
+SIZE = ParsedText("SIZE", codec.parse_bytes)
 """A number of bytes, such as ``512MiB``."""

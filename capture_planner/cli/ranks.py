@@ -62,5 +62,5 @@ def ranks(
         return
     shown_role = plan.role(role or Role.TARGET).role
     count = num_ranks or (min(data, MAX_RANKS) if data > 1 else DEFAULT_RANKS)
-    shown = cases(dispatcher, shown_role, count)
-    emit(form, partial(cases_json, shown), partial(cases_table, shown, shown_role))
+    reports = cases(dispatcher, shown_role, count)
+    emit(form, partial(cases_json, reports), partial(cases_table, reports, shown_role))

@@ -81,17 +81,17 @@ if TYPE_CHECKING:
 @options.progress
 @options.environment
 @options.formats()
-def run(plan_file: str, environment: str | None, form: str, **given: Any) -> None:
+def run(plan_file: str, environment: str | None, form: str, **values: Any) -> None:
     """Execute a plan: reserve memory, capture graphs, serve requests, and report.
 
     Without a GPU, graphs are recorded operator by operator and replayed on the same storage. Requests are
     generated, or read from a trace or a file of prompts. Ctrl-C ends with a complete report of what ran.
     """
-    _refuse_contradictions(given)
-    refuse_outputs(plan_file, {"--html": given["html"]})
-    _refuse_unused(given)
+    _refuse_contradictions(values)
+    refuse_outputs(plan_file, {"--html": values["html"]})
+    _refuse_unused(values)
     refuse_missing()
-    outcome = _launch(_plan(plan_file, environment), given)
+    outcome = _launch(_plan(plan_file, environment), values)
     from capture_planner.report.page import page
     from capture_planner.report.plain import plain
     from capture_planner.report.run import run_report
@@ -99,7 +99,7 @@ def run(plan_file: str, environment: str | None, form: str, **given: Any) -> Non
 
     report = outcome.report
     emit(form, lambda: plain(report) | {"differing": outcome.differing}, lambda: tables(run_report(report)))
-    emit_file(form, given["html"], lambda: page(run_report(report)))
+    emit_file(form, values["html"], lambda: page(run_report(report)))
     _end(outcome, as_json=form == "json")
 
 
@@ -109,7 +109,7 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
     if comparison is not None:
         click.echo(comparison.says, err=as_json)
     if outcome.differing is not None:
-        compared = [served for served in outcome.report.served if served.tokens]
+        compared = [request for request in outcome.report.served if request.tokens]
         total, cut_off = counted(len(compared), "request"), sum(each.finished is None for each in compared)
         message = f"verified: {total}, each the same as plain greedy decoding"
         if outcome.differing:
@@ -134,35 +134,37 @@ def _plan(file: str, environment: str | None) -> Plan:
     return plan_of(document, environment)
 
 
-def _launch(plan: Plan, given: dict[str, Any]) -> Outcome:
+def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
     from capture_planner.runtime.launch import Choices, launch
     from capture_planner.runtime.options import Options
 
-    prepare_torch(given["threads"])
-    source, decode = _workload(given)
+    prepare_torch(values["threads"])
+    source, decode = _workload(values)
     same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify")
     checks = ("trust", "debug", "poison", "strict", "compare")
     choices = Choices(
-        **{name: given[name] for name in (*same, "any_environment", "any_plan")},
-        drafter=_drafter(given["drafter"]),
-        step_seconds=given["step_time"],
-        options=Options(**{name: given[name] for name in checks}),
+        **{name: values[name] for name in (*same, "any_environment", "any_plan")},
+        drafter=_drafter(values["drafter"]),
+        step_seconds=values["step_time"],
+        options=Options(**{name: values[name] for name in checks}),
     )
-    return launch(plan, registry.load_backends(), source, choices, progress_bars(given["progress"]), decode=decode)
+    return launch(plan, registry.load_backends(), source, choices, progress_bars(values["progress"]), decode=decode)
 
 
-def _workload(given: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
+def _workload(values: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
     """Return what makes the requests for a vocabulary, and what turns tokens into text."""
     from capture_planner.runtime.serving.workload import from_prompts, from_trace, generated
 
-    seed, limit = given["seed"], given["requests"]
-    if given["prompts"] is not None:
-        requests, decode = from_prompts(given["prompts"], given["tokenizer"], max_new_tokens=given["output_tokens"][1])
+    seed, limit = values["seed"], values["requests"]
+    if values["prompts"] is not None:
+        requests, decode = from_prompts(
+            values["prompts"], values["tokenizer"], max_new_tokens=values["output_tokens"][1]
+        )
         return lambda vocab_size: requests[:limit], decode
-    lengths = {name: given[name] for name in ("rate", "prompt_tokens", "output_tokens")}
+    lengths = {name: values[name] for name in ("rate", "prompt_tokens", "output_tokens")}
     read: Callable[..., Sequence[Request]] = partial(generated, 16 if limit is None else limit, **lengths)
-    if given["trace"] is not None:
-        read = partial(from_trace, given["trace"], limit=limit, speed=given["speed"])
+    if values["trace"] is not None:
+        read = partial(from_trace, values["trace"], limit=limit, speed=values["speed"])
     return lambda vocab_size: read(seed=seed, vocab_size=vocab_size), None
 
 
@@ -173,29 +175,29 @@ def _drafter(name: str) -> Drafting:
     return name if name in _DRAFTERS else Path(name)  # type: ignore[return-value]
 
 
-def _refuse_contradictions(given: dict[str, Any]) -> None:
-    if given["trace"] is not None and given["prompts"] is not None:
+def _refuse_contradictions(values: dict[str, Any]) -> None:
+    if values["trace"] is not None and values["prompts"] is not None:
         raise click.UsageError("Give one of --trace and --prompts.")
-    if (given["prompts"] is None) != (given["tokenizer"] is None):
+    if (values["prompts"] is None) != (values["tokenizer"] is None):
         raise click.UsageError("--prompts and --tokenizer go together.")
-    if given["trust"] and given["debug"]:
+    if values["trust"] and values["debug"]:
         raise click.UsageError("--trust removes checks and --debug adds them; give one.")
-    if given["drafter"] not in _DRAFTERS and not Path(given["drafter"]).exists():
+    if values["drafter"] not in _DRAFTERS and not Path(values["drafter"]).exists():
         raise click.UsageError(
-            f"--drafter {given['drafter']}: no such folder; give a folder or one of {', '.join(_DRAFTERS)}."
+            f"--drafter {values['drafter']}: no such folder; give a folder or one of {', '.join(_DRAFTERS)}."
         )
     for name in ("step_time", "chance", "rate"):
-        if given[name] is not None and not math.isfinite(given[name]):
-            raise click.UsageError(f"{dashed(name)} is {given[name]}; give a finite number.")
+        if values[name] is not None and not math.isfinite(values[name]):
+            raise click.UsageError(f"{dashed(name)} is {values[name]}; give a finite number.")
 
 
-_CAPTURES = ("captures, so without --eager", lambda given: not given["eager"])
-_GRAPHS = ("graphs, so without --eager", lambda given: not given["eager"])
-_GENERATED = ("generated requests", lambda given: given["trace"] is None and given["prompts"] is None)
+_CAPTURES = ("captures, so without --eager", lambda values: not values["eager"])
+_GRAPHS = ("graphs, so without --eager", lambda values: not values["eager"])
+_GENERATED = ("generated requests", lambda values: values["trace"] is None and values["prompts"] is None)
 _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
-    "chance": ("--drafter chance", lambda given: given["drafter"] == "chance"),
-    "speed": ("--trace", lambda given: given["trace"] is not None),
-    "output_tokens": ("generated requests or --prompts", lambda given: given["trace"] is None),
+    "chance": ("--drafter chance", lambda values: values["drafter"] == "chance"),
+    "speed": ("--trace", lambda values: values["trace"] is not None),
+    "output_tokens": ("generated requests or --prompts", lambda values: values["trace"] is None),
     "strict": _CAPTURES,
     "graph_memory": _CAPTURES,
     "trust": _GRAPHS,
@@ -205,7 +207,7 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
 }
 
 
-def _refuse_unused(given: dict[str, Any]) -> None:
+def _refuse_unused(values: dict[str, Any]) -> None:
     for name, (where, applies) in _APPLIES.items():
-        if stated(name) and not applies(given):
+        if stated(name) and not applies(values):
             raise click.UsageError(f"{dashed(name)} goes with {where}.")

@@ -7,7 +7,7 @@ their JSON is the data of the file (``to_data``), which leaves out defaults and 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -31,13 +31,13 @@ def plain(value: Any) -> Any:
     return label(value) if isinstance(value, enum.Enum) else _CONVERTER.unstructure(value)
 
 
-def plain_fields(value: Any, *properties: str, **keys: str) -> dict[str, Any]:
-    """Return every field of a record, and then the properties that are named.
+def plain_fields(value: Any, *properties: str, omit: Collection[str] = (), **keys: str) -> dict[str, Any]:
+    """Return every field of a record except ``omit``, and then the properties that are named.
 
     The key of a field is its key in files (``key_of``), or what ``keys`` has for it: ``message="says"``.
     """
-    known = {field.name: key_of(field) for field in attrs.fields(type(value))}
-    names = known | {name: name for name in properties} | keys
+    fields = {field.name: key_of(field) for field in attrs.fields(type(value)) if field.name not in omit}
+    names = fields | {name: name for name in properties} | keys
     return {key: plain(getattr(value, name)) for name, key in names.items()}
 
 
@@ -60,9 +60,14 @@ def json_of(*kinds: type) -> Callable[[Hook], Hook]:
     return register
 
 
-def json_fields(kind: type, *properties: str, **keys: str) -> None:
-    """Register ``plain_fields`` with these properties and keys as the JSON of a class."""
-    json_of(kind)(lambda value: plain_fields(value, *properties, **keys))
+def json_fields(kind: type, *properties: str, omit: Collection[str] = (), **keys: str) -> None:
+    """Register ``plain_fields`` with these arguments as the JSON of a class."""
+    json_of(kind)(lambda value: plain_fields(value, *properties, omit=omit, **keys))
+
+
+def json_some(kind: type, *names: str) -> None:
+    """Register ``plain_some`` with these names, in this order, as the JSON of a class."""
+    json_of(kind)(lambda value: plain_some(value, *names))
 
 
 _CONVERTER.register_unstructure_hook_func(attrs.has, plain_fields)

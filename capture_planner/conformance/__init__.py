@@ -7,7 +7,7 @@
 ``capture_planner.conformance.pytest_plugin`` from pytest.
 """
 
-from capture_planner.conformance.audit import Attack, AuditResult, Verdict, attack_case, audit, verdicts
+from capture_planner.conformance.audit import AuditResult, Verdict, attack_case, audit, verdicts
 from capture_planner.conformance.failure import Check, Failure, Violation
 from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play, scenes
 from capture_planner.conformance.scene import Case, Scene, Shape, dumps, loads
@@ -25,6 +25,7 @@ from capture_planner.conformance.suite import (
     search,
     with_causes,
 )
+from capture_planner.conformance.tampering import Attack
 
 __all__ = [
     "DEFAULT",

@@ -9,41 +9,19 @@ costs a copy at every step.
 from __future__ import annotations
 
 import enum
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import attrs
-import numpy as np
-import torch
 
 from capture_planner.conformance.machine import play
 from capture_planner.conformance.scene import Arrive, Case, RunBatch, Scene, Shape, dumps
 from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.subject import Subject
-from capture_planner.errors import RunError
+from capture_planner.conformance.tampering import Attack, Tampering, attackable
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records._base import replace
-from capture_planner.records.backend import Axis, Bound
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.execution.fields import FieldBuffer, poison
-from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
-from capture_planner.runtime.execution.padding import Write
-from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
-from capture_planner.runtime.runner import Runner
-
-
-class Attack(enum.Enum):
-    """One way in which a runner could break what a field's declaration promises."""
-
-    STALE_TAIL = "stale tail"
-    """The padding holds values of an earlier, larger batch."""
-    OTHER_FILL = "other fill"
-    """The padding holds another value that is in range."""
-    OTHER_AXIS = "other axis"
-    """A field of requests extends along tokens, or vice versa."""
-    SHRUNK = "shrunk"
-    """The buffer ends at the real extent; other memory follows."""
+from capture_planner.runtime.execution.role import RoleRun
 
 
 class Verdict(enum.Enum):
@@ -113,7 +91,7 @@ def audit(
                 attack=attack,
             )
             for role in stage.runner.parts.roles.values()
-            for key, buffer in _attackable(role).items()
+            for key, buffer in attackable(role).items()
             if not fields or buffer.field.name in fields
             for attack in Attack
         ]
@@ -133,21 +111,11 @@ def attack_case(subject: Subject, case: Case, role: Role, field: str, attack: At
 
 
 def _attacked(subject: Subject, case: Case, record: AuditResult) -> AuditResult | None:
-    errors: list[Exception] = []
-
-    def tamper(runner: Runner) -> None:
-        # An error here is the attack's own fault, and no evidence about the field.
-        try:
-            _tamper(runner, role=record.role, key=record.field, attack=record.attack)
-        except Exception as error:
-            errors.append(error)
-            raise
-
+    tampering = Tampering(record.role, record.field, record.attack)
     # Draft outputs stay in range: on a device, one invalid token id ends the process.
-    spared = (record.field, "outputs")
-    failure = play(subject, case, spared=spared, trusting=True, tamper=tamper).failure
-    if errors:
-        raise errors[0]
+    failure = play(subject, case, spared=(record.field, "outputs"), tampering=tampering).failure
+    if tampering.error is not None:
+        raise tampering.error
     if failure is None:
         return None
     return attrs.evolve(
@@ -201,73 +169,6 @@ def _cases(shape: Shape, seed: int) -> Iterator[Case]:
         yield Case(scene=scene, steps=(*before, large, uneven))
 
 
-def _attackable(role: RoleRun) -> dict[str, FieldBuffer]:
-    """Return the fields that a step writes, by key."""
-    return {
-        buffer.key: buffer for buffer in role.fields if not buffer.is_frozen and buffer.field.axis is not Axis.SCALAR
-    }
-
-
 def _declarer(role: RoleRun, key: str, backend: str) -> str:
     names = {field.name for group in role.plan.groups for field in group.padding.fields}
     return backend if "." in key or key in names else "runner"
-
-
-# How each promise is broken.
-
-
-def _tamper(runner: Runner, *, role: Role, key: str, attack: Attack) -> None:
-    if role not in runner.parts.roles:
-        raise RunError(f"the case has no role {role}; it has {', '.join(runner.parts.roles)}")
-    run = runner.parts.roles[role]
-    fields = _attackable(run)
-    if key not in fields:
-        raise RunError(f"{role} has no field {key!r} to attack; it has {', '.join(fields)}")
-    buffer = fields[key]
-    match attack:
-        case Attack.STALE_TAIL:
-            run.writes = functools.partial(_without_fill, run.writes, buffer)  # type: ignore[method-assign]
-        case Attack.OTHER_FILL:
-            buffer.constant = _another(runner, buffer)
-        case Attack.OTHER_AXIS:
-            along = Axis.REQUEST if buffer.field.axis is Axis.TOKEN else Axis.TOKEN
-            buffer.field = replace(buffer.field, axis=along)
-        case Attack.SHRUNK:
-            run.replay_or_run = functools.partial(_cut, run.replay_or_run, buffer, run)  # type: ignore[method-assign]
-
-
-def _without_fill(inner: Callable[[StepInputs], list[Write]], buffer: FieldBuffer, inputs: StepInputs) -> list[Write]:
-    writes = inner(inputs)
-    for write in writes:
-        if write.buffer is buffer:
-            write.rows = 0 if write.real is None else len(write.real)
-            write.columns = 1 if write.real is None or write.real.ndim == 1 else write.real.shape[1]
-    return writes
-
-
-def _another(runner: Runner, buffer: FieldBuffer) -> int:
-    """Return a fill that is in range and differs from the declared one."""
-    if buffer.field.indexes is Bound.SLOTS:
-        return runner.pages.page_size  # The first slot of the first page that a request owns.
-    return 1 if buffer.constant is None or buffer.constant != 1 else 0
-
-
-def _cut(
-    inner: Callable[..., ForwardTimes], buffer: FieldBuffer, role: RoleRun, step: ForwardStep, started: float
-) -> ForwardTimes:
-    """Overwrite what follows the real extent: on a host with anything, on a device within bounds."""
-    tail = buffer.tensor[step.real.rows(buffer.field) : step.extents.rows(buffer.field)]
-    if tail.numel():
-        if tail.device.type == "cpu":
-            poison(tail)
-        elif buffer.field.axis is not Axis.REQUEST_PLUS_ONE:
-            # Wrong offsets would have a kernel read anywhere: not on a device.
-            indexes, bounds = buffer.field.indexes, role.bounds
-            # Slots are those of the null page.
-            below = {None: bounds.positions, Bound.SLOTS: bounds.slots // bounds.pages, Bound.TOKENS: 2}.get(indexes)
-            if below is None and indexes is not None:
-                below = bounds.of(indexes, step.extents)
-            draw = np.random.default_rng(len(tail)).integers(0, below, tuple(tail.shape))
-            tail.copy_(torch.from_numpy(draw).to(tail))
-        buffer.spoil()
-    return inner(step, started)

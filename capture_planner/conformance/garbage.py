@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,7 +12,6 @@ from capture_planner.modes import Role
 from capture_planner.runtime.eager_check.agreement import INTEGERS
 from capture_planner.runtime.execution.fields import Extents, poison, tensor_of
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.executor import Scoring
 
 SOURCES = ("outputs", "pool", "workspace", "null page", "free pages")
 """Places of garbage, in addition to the fields, which go by their keys. Pages are the world's."""
@@ -71,9 +70,15 @@ class Outputs:
     def __init__(self) -> None:
         self._copies: dict[tuple[Role, int], torch.Tensor] = {}
 
-    def watch(self, role: RoleRun) -> None:
-        """Wrap the attention of a role; call it before the capture."""
-        role.attention.attend = functools.partial(self._attend, role, role.attention.attend)  # type: ignore[method-assign]
+    @contextmanager
+    def marked(self, role: RoleRun, layer: int, out: torch.Tensor) -> Iterator[None]:
+        """Mark an output before attention, and copy it afterwards; in a graph, at each replay."""
+        out.view(INTEGERS[out.itemsize]).fill_(mark(out))
+        yield
+        key = role.role, layer
+        if key not in self._copies:
+            self._copies[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
+        self._copies[key][: len(out)].copy_(out.flatten(1))
 
     def of(self, role: RoleRun) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield, for each layer that attended, its output ``[rows, width]`` of the last forward."""
@@ -81,24 +86,6 @@ class Outputs:
         for (of, layer), copy in self._copies.items():
             if of is role.role:
                 yield layer, copy[:rows]
-
-    def _attend(
-        self,
-        role: RoleRun,
-        inner: Callable[..., None],
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        scoring: Scoring,
-    ) -> None:
-        out.view(INTEGERS[out.itemsize]).fill_(mark(out))
-        inner(layer, query, keys, values, out, scoring)
-        key = role.role, layer
-        if key not in self._copies:
-            self._copies[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
-        self._copies[key][: len(out)].copy_(out.flatten(1))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

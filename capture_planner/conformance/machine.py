@@ -34,6 +34,7 @@ from capture_planner.conformance.scene import (
 from capture_planner.conformance.stage import Stage
 from capture_planner.conformance.steps import admits, run_step
 from capture_planner.conformance.subject import Subject
+from capture_planner.conformance.tampering import Tampering
 from capture_planner.conformance.watch import Watch
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import GraphMode
@@ -63,7 +64,7 @@ def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(
     tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(st.one_of(tight, roomy))
     explicit = draw(st.integers(0, 3)) > 0
-    # Sizes of mixed batches close to those of decodes, so that the nearest graph is not always the best.
+    # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
     close = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
     near = st.sampled_from([size for size in close if 1 <= size <= num_tokens])
     some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
@@ -113,6 +114,15 @@ class Log:
     on_change: Callable[[Log], None] = lambda log: None
     """Called at each example."""
 
+    def begin(self) -> None:
+        """Count an example."""
+        self.examples += 1
+        self.on_change(self)
+
+    def fail(self, violation: Violation) -> None:
+        """Note the last violation."""
+        self.violation = violation
+
     def add(self, watch: Watch) -> None:
         self.forwards.update(watch.ran)
         self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
@@ -139,8 +149,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
         """Reserve the backend, and capture all entries of a random plan."""
-        self.log.examples += 1
-        self.log.on_change(self.log)
+        self.log.begin()
         self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
         with self._recorded():
             self._stage = Stage(self.subject, self._scene)
@@ -255,8 +264,9 @@ class ConformanceMachine(RuleBasedStateMachine):
             yield
         except Exception as error:
             case = dumps(Case(scene=self._scene, steps=tuple(self._steps)))
-            self.log.violation = Violation.of(error, case=case)
-            raise self.log.violation from error
+            violation = Violation.of(error, case=case)
+            self.log.fail(violation)
+            raise violation from error
 
 
 def _lengths(scene: Scene) -> SearchStrategy[int]:
@@ -279,11 +289,11 @@ class PlayResult:
     """Steps that did not apply, counted from 1."""
 
 
-def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), **options: object) -> PlayResult:
-    """Run a case from its beginning, up to the first failure; options are those of ``Stage``."""
+def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), tampering: Tampering | None = None) -> PlayResult:
+    """Run a case from its beginning, up to the first failure; ``spared`` and ``tampering`` as of ``Stage``."""
     log, skipped, failure = Log(examples=1), [], None
     try:
-        with Stage(subject, case.scene, spared=spared, **options) as stage:  # type: ignore[arg-type]
+        with Stage(subject, case.scene, spared=spared, tampering=tampering) as stage:
             try:
                 for number, step in enumerate(case.steps, 1):
                     if run_step(stage, step):

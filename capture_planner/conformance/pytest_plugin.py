@@ -142,7 +142,7 @@ class ConformanceTests:
         groups = (group for role in declared_plan(subject, shapes[0]).roles for group in role.groups)
         fields = frozenset(field.name for group in groups for field in group.padding.fields)
         seed = suite_options(request.config).seed
-        # An empty ``fields`` would attack those of the runner too.
+        # An empty ``fields`` would attack the runner's fields too.
         audited = audit(subject, shapes, seed=seed, fields=fields) if fields else ()
         found = verdicts(audited).items()
         over = [f"  {role.value} {field}" for (role, field), each in found if each is Verdict.OVER_DECLARED]

@@ -21,7 +21,7 @@ from capture_planner.conformance.search_settings import search_settings
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
 from capture_planner.planning import planner
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Batch, Entry
@@ -67,7 +67,7 @@ def plans() -> tuple[Plan, ...]:
     """Return plans with and without drafts, of one K and of two, with and without adapters."""
     support = dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="always"))
     backend = FakeBackend(name="b", supports=support, refreshes=Refresh.IN_GRAPH)
-    registry = Registry([Registered(backend=backend, distribution="b", version="1")])
+    registry = Registry([RegisteredBackend(backend=backend, distribution="b", version="1")])
     machine = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="cpu", memory=1 << 34))
     plain = Spec(
         model=Model(name="m", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=512),

@@ -60,7 +60,7 @@ class Scene:
     num_tokens: Count = 16
     layers: Count = 1
     size_tokens: tuple[NonNegative, ...] = (16,)
-    """Captured sizes of mixed batches, in tokens; empty: those of the default policy."""
+    """Captured sizes of mixed batches, in tokens; empty: the default policy's."""
     size_reqs: tuple[NonNegative, ...] = (3,)
     """Captured sizes of uniform decodes, in requests."""
     drafts: NonNegative = 0

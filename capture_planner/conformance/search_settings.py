@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 
 
 def search_settings(examples: int, *, steps: int = 50, shrink: bool = True) -> settings:
-    """Return settings for so many examples; ``steps`` bounds those of a state machine."""
+    """Return settings for so many examples; ``steps`` bounds a state machine's steps."""
     return settings(
         max_examples=examples,
         database=None,

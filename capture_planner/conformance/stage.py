@@ -9,10 +9,10 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.conformance.failure import Check, Violation
-from capture_planner.conformance.garbage import Outputs
 from capture_planner.conformance.probe import AttentionShape, ProbeDrafter, ProbeTarget, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject
+from capture_planner.conformance.tampering import Tampering
 from capture_planner.conformance.watch import EAGER, Watch
 from capture_planner.conformance.world import ModelCache, World
 from capture_planner.modes import Role
@@ -30,25 +30,19 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2
 """Relative error of a row's norm: more than kernels of that type round, far less than one wrong key."""
 
 SPARE_REQS = 2
-"""Requests whose pages are free in addition to those of all places."""
+"""Requests whose pages are free in addition to the pages of all places."""
 
 
 class Stage:
     """One scene. Use it as a context: leaving releases the backend."""
 
     def __init__(
-        self,
-        subject: Subject,
-        scene: Scene,
-        *,
-        spared: Sequence[str] = (),
-        trusting: bool = False,
-        tamper: Callable[[Runner], None] = lambda runner: None,
+        self, subject: Subject, scene: Scene, *, spared: Sequence[str] = (), tampering: Tampering | None = None
     ) -> None:
         """Plan, assemble and capture; raises ``Violation`` for a failure that this shows.
 
-        ``spared`` are sources of garbage that are left clean. ``tamper`` is called before the capture: an
-        audit changes there how the runner treats a field. It is ``trusting`` then: fields are not checked.
+        :param spared: sources of garbage that are left clean.
+        :param tampering: how an audit treats a field. Fields are not checked then.
         """
         self.scene, self.subject = scene, subject
         self._eager_first = True
@@ -61,6 +55,7 @@ class Stage:
         self.target, self.drafter = _models(scene, self.plan, device)
         each = -(-shape.longest // shape.page_size)
         pages = PageFormat(page_size=shape.page_size, num_pages=1 + (scene.num_reqs + SPARE_REQS) * each)
+        self.watch = Watch(spared, tampering)
         self.runner = Runner(
             self.plan,
             self.target,
@@ -70,17 +65,16 @@ class Stage:
             pages=pages,
             device=device,
             options=Options(run_ahead=scene.ahead, drafts_on_device=scene.ahead),
+            observer=self.watch,
         )
         try:
-            tamper(self.runner)
-            outputs = Outputs()
-            for role in self.runner.parts.roles.values():
-                outputs.watch(role)
+            if tampering is not None:
+                tampering.begin(self.runner)
             self.runner.capture()
             self.world = World(tuple(self._caches()), pages, scene, spared)
             self.live = self.world.live
             """The live requests by number."""
-            self.watch = Watch(self.runner, self.world, spared, trusting=trusting, outputs=outputs)
+            self.watch.begin(self.runner, self.world)
         except BaseException:
             self.close()
             raise

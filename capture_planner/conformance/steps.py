@@ -69,7 +69,7 @@ def _run_batch(stage: Stage, step: RunBatch) -> bool:
     if stage.drafter is not None and k and all(count for _, count, _ in rows):
         check_drafts(stage, stage.drafter, batch, made, k)
     for live, count, accepted in rows:
-        live.computed += batch.settled(live, count, accepted)
+        live.advance(batch.settled(live, count, accepted))
     for live, _, _ in rows:
         stage.world.compute(live)
     return True

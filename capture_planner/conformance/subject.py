@@ -10,9 +10,9 @@ from capture_planner.plugins.hookspecs import hookimpl
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Backend
 from capture_planner.records.environment import DeviceKind, Environment
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import device_of, this_environment
-from capture_planner.runtime.launch import grapher_for
 
 
 @attrs.frozen(kw_only=True)

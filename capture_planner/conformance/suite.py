@@ -56,7 +56,7 @@ class SuiteOptions:
     profile: Profile = DEFAULT
     seed: int = 0
     shapes: tuple[Shape, ...] = ()
-    """Shapes to test; empty: those of ``shapes.CANDIDATES`` that the backend runs."""
+    """Shapes to test; empty: all of ``shapes.CANDIDATES`` that the backend runs."""
     drafts: tuple[int, ...] = DRAFTS
     shrink: bool = True
     """Minimize a failing case. It takes longer than finding it."""
@@ -94,9 +94,9 @@ def conform(
     ``progress`` is called at each scene, ``on_attack`` before each attack of an audit, with its name and the
     number of all. Raises ``RunError`` if the backend runs no shape here, or no forward ran: nothing was tested.
     """
-    options, started, log = options or SuiteOptions(), perf_counter(), Log(on_change=progress)
+    options, started = options or SuiteOptions(), perf_counter()
     shapes, refused = usable_shapes(subject, options.shapes)
-    log.shapes = shapes
+    log = Log(shapes=shapes, on_change=progress)
     failures = check_declared(subject, shapes)
     if not failures and (failure := search(subject, shapes, options, log)) is not None:
         failures.append(with_causes(subject, failure) if options.blame else failure)
@@ -149,11 +149,11 @@ def _minimized(
     for result in minimize(failure, lambda case: play(subject, case).failure, shapes, options.drafts, plays):
         results.append(result)
         failure = result or failure
-        log.violation = Violation(failure)
+        log.fail(Violation(failure))
         log.on_change(log)
     if not reproduced or results[0] is None or results[-1] is None:
         failure = attrs.evolve(failure, message=f"(not at every run) {failure.message}")
-        log.violation = Violation(failure)
+        log.fail(Violation(failure))
     return failure
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.backend import Fill
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.fields import FieldBuffer, tensor_of
-from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
-from capture_planner.runtime.execution.padding import out_of_bounds
-from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
+from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.padding import Write, out_of_bounds
+from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.execution.updates import LENGTHS
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.runner import Runner
@@ -31,22 +31,31 @@ FieldValues = Mapping[str, np.ndarray[Any, Any]]
 """Values of the fields by key, as far as a forward reads."""
 
 
-class Watch:
-    """Around every forward of a runner: garbage before it, checks on both sides."""
+class Watch(ForwardObserver):
+    """Around every forward of a runner: garbage before it, checks on both sides.
 
-    def __init__(
-        self, runner: Runner, world: World, spared: Iterable[str] = (), *, trusting: bool = False, outputs: Outputs
-    ) -> None:
-        self.runner, self.world, self._trusting, self._outputs = runner, world, trusting, outputs
-        self._garbage = Garbage(spared)
+    Hand it to the runner, whose graphs it marks outputs in, and call ``begin`` before the first forward.
+
+    :param spared: sources of garbage that are left clean.
+    :param tampering: what an audit does to a field, whose values are not checked then.
+    """
+
+    runner: Runner
+    world: World
+    _persistent: list[tuple[str, int]]
+
+    def __init__(self, spared: Iterable[str] = (), tampering: ForwardObserver | None = None) -> None:
         self.ran: Counter[str] = Counter()
         """Forwards by role and mode: the mode of the graph, or NONE."""
         self.largest = (0, 0)
         """The most requests and the most tokens of a batch; not always of the same."""
+        self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
+        self._garbage, self._outputs = Garbage(spared), Outputs()
         self._filled = False
-        for role in runner.parts.roles.values():
-            role.run = functools.partial(self._run, role, role.run)  # type: ignore[method-assign]
-            role.replay_or_run = functools.partial(self._forward, role, role.replay_or_run)  # type: ignore[method-assign]
+
+    def begin(self, runner: Runner, world: World) -> None:
+        """Watch the forwards of a runner that has captured, on the requests of a world."""
+        self.runner, self.world = runner, world
         self._persistent = self._pointers()
 
     def sources(self) -> tuple[str, ...]:
@@ -56,29 +65,36 @@ class Watch:
 
     # Around one forward.
 
-    def _run(
-        self,
-        role: RoleRun,
-        inner: Callable[..., ForwardTimes],
-        batch: Batch,
-        dispatch: Dispatch,
-        inputs: StepInputs,
-        started: float,
-        *,
-        filled: bool = False,
-    ) -> ForwardTimes:
+    @contextmanager
+    def run(self, role: RoleRun, batch: Batch, dispatch: Dispatch, *, filled: bool) -> Iterator[None]:
+        """Write garbage before the fields are filled, and check the dispatch afterwards."""
         self._filled = filled
         self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
         self._garbage.before(role, filled=filled)
         with located(batch, dispatch.entry):
-            times = inner(batch, dispatch, inputs, started, filled=filled)
+            yield
             if dispatch is not EAGER:
                 self._check_dispatch(batch, dispatch)
-        return times
 
-    def _forward(
-        self, role: RoleRun, inner: Callable[..., ForwardTimes], step: ForwardStep, started: float
-    ) -> ForwardTimes:
+    def writes(self, role: RoleRun, writes: list[Write]) -> list[Write]:
+        """Let an audit change them."""
+        return self._inner.writes(role, writes)
+
+    def attention(
+        self,
+        role: RoleRun,
+        number: int,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> AbstractContextManager[None]:
+        """Mark the output, in graphs too."""
+        return self._outputs.marked(role, layer, out)
+
+    def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
+        """Run a step between garbage and checks."""
         mode = GraphMode.NONE if step.entry is None else step.entry.mode
         self.ran[f"{role.role.value} {mode.value}"] += 1
         with located(step.batch, step.entry):
@@ -91,7 +107,7 @@ class Watch:
             caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
             draft = self.runner.parts.state
             state = {} if draft is None else {name: getattr(draft, name).clone() for name in _STATE}
-            times = inner(step, started)
+            times = self._inner.forward(role, step, started)
             if not self._trusting:
                 self._check_moved(role, step)
             self._check_written(role)
@@ -173,7 +189,7 @@ class Watch:
                 )
 
     def _own_slots(self, role: RoleRun, step: ForwardStep) -> Slots:
-        """Return the slots that the batch may write: those of its tokens, and the null page."""
+        """Return the slots that the batch may write: its tokens' slots, and the null page."""
         entry, inputs = step.entry, step.inputs
         mine = None if inputs.slot_mapping is None else set(inputs.slot_mapping.tolist())
         table, positions = inputs.block_table, inputs.positions

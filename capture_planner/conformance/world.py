@@ -30,6 +30,9 @@ class LiveRequest:
     """Tokens whose keys and values are final."""
     pages: list[int]
 
+    def advance(self, tokens: int) -> None:
+        self.computed += tokens
+
 
 @attrs.define(eq=False)
 class ModelCache:
@@ -38,7 +41,7 @@ class ModelCache:
     tables: Tables
     layers: Sequence[LayerCache]
     shift: int
-    """Distance from a row's position to that of its token: 0 for a target, 1 for a drafter."""
+    """Distance from a row's position to its token's position: 0 for a target, 1 for a drafter."""
 
     def flat(self) -> Iterator[torch.Tensor]:
         """Yield keys and values of each layer, ``[slots, kv_heads * dim]``."""

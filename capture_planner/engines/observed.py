@@ -59,6 +59,11 @@ class ObservedCoverage:
         """Cells without a graph: an engine has no waivers."""
         return tuple(cell for cell in self.cells if cell.entry is None)
 
+    @property
+    def covered(self) -> bool:
+        """Whether every cell has a graph."""
+        return not self.uncovered
+
 
 def coverage_of(emulation: Emulation) -> ObservedCoverage:
     """Return the cells of every role; of mixed batches, those with the most requests."""

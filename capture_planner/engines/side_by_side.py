@@ -1,7 +1,7 @@
 """Two deployments side by side: what each captures, what it serves, and where only one runs eager.
 
 Each is a plan or the emulation of an engine: a plan answers by our dispatcher, an emulation as the engine
-does. Every admissible batch is dispatched, or those of a trace. For what changes where one plan replaces
+does. Every admissible batch is dispatched, or every batch of a trace. For what changes where one plan replaces
 another, see ``capture_planner.analysis.diff``.
 """
 
@@ -112,7 +112,7 @@ class SideBySide:
     """What the first is called."""
     b: str
     from_traffic: bool
-    """Whether batches are those of a trace; else all that are admissible."""
+    """Whether batches come from a trace; else all admissible ones."""
     modes: tuple[Modes, ...]
     graphs: tuple[GraphCounts, ...]
     families: tuple[Pair, ...]
@@ -128,7 +128,7 @@ def compare(
     *,
     names: tuple[str, str] | None = None,
 ) -> SideBySide:
-    """Compare two deployments over all batches that each admits, or over those of a trace.
+    """Compare two deployments over all batches that each admits, or over a trace's batches.
 
     Figures of a side are over its own batches: those are what it meets. Holes are over the batches of
     both. ``names`` is what the sides are called, where not as they call themselves.
@@ -158,7 +158,7 @@ def compare(
             for mode in (GraphMode.FULL, GraphMode.PIECEWISE)
             if a_graphs[role, mode] or b_graphs[role, mode]
         ),
-        families=tuple(Pair(family=family, a=_served(left, family), b=_served(right, family)) for family in families),
+        families=tuple(Pair(family=family, a=_service(left, family), b=_service(right, family)) for family in families),
         holes=tuple(
             hole
             for role, kind in dict.fromkeys((family.role, family.kind) for family in families)
@@ -223,7 +223,7 @@ class _Side:
             self.name = f"{deployment.model.name} on {deployment.environment.name}"
             self.emulation = emulation_of_plan(deployment)
         else:
-            self.name, self.emulation = f"{deployment.engine} {deployment.version}", deployment
+            self.name, self.emulation = f"{deployment.engine} {deployment.version}".rstrip(), deployment
         self.answers: dict[BatchClass, dict[_Key, _Answer]] = {}
         self.unknown = 0
 
@@ -256,7 +256,7 @@ class _Side:
         self.answers.setdefault(batch_class, {})[key] = _Answer(batch, times, answer)
 
 
-def _served(side: _Side, family: BatchClass) -> Service | None:
+def _service(side: _Side, family: BatchClass) -> Service | None:
     answers = side.answers.get(family)
     if answers is None:
         return None

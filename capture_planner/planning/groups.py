@@ -9,7 +9,7 @@ import attrs
 from capture_planner.errors import BackendError, PlanningError, Problem
 from capture_planner.modes import Role
 from capture_planner.planning.resolve import GroupSupport
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records.backend import Attention, Support
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import GroupSpec, Spec
@@ -20,7 +20,7 @@ class Group:
     """An attention group while it is planned."""
 
     spec: GroupSpec
-    registered: Registered
+    registered: RegisteredBackend
     attention: Attention
     support: Support
 
@@ -43,7 +43,7 @@ def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Reg
     return tuple(groups)
 
 
-def _backend(spec: Spec, role: Role, index: int, group: GroupSpec, registry: Registry) -> Registered:
+def _backend(spec: Spec, role: Role, index: int, group: GroupSpec, registry: Registry) -> RegisteredBackend:
     """Return a group's backend; where it is unknown, the error points to the place that names it."""
     wanted = spec.roles.of(role)
     path: tuple[str | int, ...]

@@ -13,6 +13,6 @@ Engines have a hook of their own, ``capture_planner_engines``: see ``capture_pla
 """
 
 from capture_planner.plugins.hookspecs import capture_planner_backends, hookimpl
-from capture_planner.plugins.registry import Registered, Registry, load_backends
+from capture_planner.plugins.registry import RegisteredBackend, Registry, load_backends
 
-__all__ = ["Registered", "Registry", "capture_planner_backends", "hookimpl", "load_backends"]
+__all__ = ["RegisteredBackend", "Registry", "capture_planner_backends", "hookimpl", "load_backends"]

@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 @attrs.frozen(kw_only=True)
-class Registered:
+class RegisteredBackend:
     """A backend with the distribution that brought it, asked under guard.
 
     What a backend raises, or returns of a wrong type, becomes a ``BackendError`` that names it.
@@ -63,18 +63,18 @@ class Registered:
         return answer
 
 
-class Registry(Mapping[str, Registered]):
+class Registry(Mapping[str, RegisteredBackend]):
     """Backends by name, in the order of their names."""
 
-    def __init__(self, backends: Iterable[Registered] = ()) -> None:
-        by_name: dict[str, Registered] = {}
+    def __init__(self, backends: Iterable[RegisteredBackend] = ()) -> None:
+        by_name: dict[str, RegisteredBackend] = {}
         for item in backends:
             if item.name in by_name:
                 raise BackendError(duplicate("backend", item.name, by_name[item.name].distribution, item.distribution))
             by_name[item.name] = item
         self._by_name = dict(sorted(by_name.items()))
 
-    def __getitem__(self, name: str) -> Registered:
+    def __getitem__(self, name: str) -> RegisteredBackend:
         if name not in self._by_name:
             raise BackendError(unknown("backend", name, self._by_name))
         return self._by_name[name]
@@ -95,7 +95,7 @@ def load_backends(*plugins: object, installed: bool = True) -> Registry:
     return Registry([_registered(item.value, item.distribution, item.version) for item in values])
 
 
-def _registered(backend: object, distribution: str, version: str) -> Registered:
+def _registered(backend: object, distribution: str, version: str) -> RegisteredBackend:
     """Accept one backend: it has all the methods, and a name that a spec can write."""
     if not isinstance(backend, Backend):
         raise BackendError(
@@ -106,4 +106,4 @@ def _registered(backend: object, distribution: str, version: str) -> Registered:
     for rule in constraints(Name):
         if (wrong := rule.problem(name)) is not None:
             raise BackendError(f"{distribution}: the name of a backend {wrong}")
-    return Registered(backend=backend, distribution=distribution, version=version)
+    return RegisteredBackend(backend=backend, distribution=distribution, version=version)

@@ -20,7 +20,7 @@ STOPPED = "the bench was stopped before all figures were measured"
 def bench_report(report: BenchReport) -> Report:
     """Return the report of a bench for ``terminal.tables`` and ``page.page``."""
 
-    def drawn() -> tuple[Chart, ...]:
+    def charts() -> tuple[Chart, ...]:
         from capture_planner.report.bench_charts import bench_charts
 
         return bench_charts(report)
@@ -29,18 +29,18 @@ def bench_report(report: BenchReport) -> Report:
     if report.failed:
         broken = dict.fromkeys(absent.figure for absent in report.failed)
         alerts.append(f"INCOMPLETE: failed in {', '.join(broken)}")
-    parts = (_what, _targets, _decode, _preparation, _chain, _throughput, _capture, _pools)
+    parts = (_subject, _targets, _decode, _preparation, _chain, _throughput, _capture, _pools)
     return Report(
         kind="bench",
         title=f"Bench of {report.plan.model.name}",
         alert="; ".join(alerts) or None,
         sections=tuple(part(report) for part in parts),
-        charts=drawn,
+        charts=charts,
         spec=report.plan.spec_digest,
     )
 
 
-def _what(report: BenchReport) -> Section:
+def _subject(report: BenchReport) -> Section:
     plan = report.plan
     facts = [
         ("plan", f"{plan.model.name} on {plan.environment.name}, {counted(plan.num_graphs, 'graph')}"),
@@ -117,7 +117,7 @@ def _value(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if unit else times(value)
 
 
-def _graphs(graphs: Iterable[record.Replayed]) -> str:
+def _graphs(graphs: Iterable[record.GraphReplays]) -> str:
     return " + ".join(f"{each.role}{f' x {each.times}' if each.times > 1 else ''} ({each.entry})" for each in graphs)
 
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import EngFormatter
 
 from capture_planner.bench.record import BenchReport, Preparation
 from capture_planner.modes import GraphMode, Role
-from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, chart, draw_marks, drawn, new_figure
+from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, chart, charts_of, draw_marks, new_figure
 from capture_planner.report.writing import Chart
 
 GRAPH, STEP, EAGER = COLORS[GraphMode.FULL], COLORS[GraphMode.PIECEWISE], COLORS[GraphMode.NONE]
@@ -20,7 +20,7 @@ Series = tuple[str, str, Sequence[float | None]]
 
 def bench_charts(report: BenchReport) -> tuple[Chart, ...]:
     """Return the pictures of a bench; those that would be empty are left out."""
-    return drawn(report, (_decode, _preparation, _chain, _capture))
+    return charts_of(report, (_decode, _preparation, _chain, _capture))
 
 
 def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], title: str = "") -> None:
@@ -28,9 +28,9 @@ def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], title: st
     width = 0.8 / len(series)
     for number, (label, color, heights) in enumerate(series):
         shift = (number - (len(series) - 1) / 2) * width
-        shown = [(index + shift, height) for index, height in enumerate(heights) if height is not None]
-        if shown:
-            places, heights = zip(*shown, strict=True)
+        points = [(index + shift, height) for index, height in enumerate(heights) if height is not None]
+        if points:
+            places, heights = zip(*points, strict=True)
             plot.bar(places, heights, width * 0.92, color=color, label=label, linewidth=0)
     plot.set_xticks(range(len(groups)), labels=groups)
     plot.set_xlim(-0.6, max(len(groups), 3) - 0.4)
@@ -48,11 +48,11 @@ def _decode(report: BenchReport) -> Chart | None:
         return None
     figure, ((left, right),) = new_figure(1, 2, 2.8)
     groups = [str(row.num_reqs) for row in report.decode]
-    bare: Series = ("bare graphs", GRAPH, [row.bare for row in report.decode])
+    bare_series: Series = ("bare graphs", GRAPH, [row.bare for row in report.decode])
     step: Series = ("step", STEP, [row.step for row in report.decode])
     eager: Series = ("eager step", EAGER, [row.eager for row in report.decode])
-    _bars(left, groups, (bare, step), "step and its graphs")
-    _bars(right, groups, (bare, step, eager), "and eager")
+    _bars(left, groups, (bare_series, step), "step and its graphs")
+    _bars(right, groups, (bare_series, step, eager), "and eager")
     return chart(
         figure,
         "decode",
@@ -114,9 +114,9 @@ def _capture(report: BenchReport) -> Chart | None:
         graphs = [graph for graph in report.capture.captured if graph.entry.mode is mode]
         graphs = graphs[:: -(-len(graphs) // MAX_POINTS) or 1]
         draw_marks(plot, [(graph.entry.num_tokens, graph.seconds) for graph in graphs], mode, 4)
-    bare = report.capture.bare
-    if bare is not None:
-        plot.axhline(bare.seconds / report.capture.graphs, color=INK, linestyle=":", linewidth=1)
+    reference = report.capture.bare
+    if reference is not None:
+        plot.axhline(reference.seconds / report.capture.graphs, color=INK, linestyle=":", linewidth=1)
     plot.set_xscale("log", base=2)
     plot.xaxis.set_major_formatter("{x:g}")
     plot.set_xlabel("tokens of the graph")

@@ -18,14 +18,14 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.report.summary import first_token_times, nearest_rank, padding, per_token_times, size
 from capture_planner.report.writing import CAPTURED_MODES, MODES, Chart
-from capture_planner.runtime.ledger import Captured, Forward, RunReport
+from capture_planner.runtime.ledger import Forward, GraphCapture, RunReport
 
 _DASHES = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
 
 
 def charts(report: RunReport) -> tuple[Chart, ...]:
     """Return the pictures of a run; those that would be empty are left out."""
-    return drawing.drawn(report, (_memory, _batches, _paddings, _steps, _acceptance, _latency))
+    return drawing.charts_of(report, (_memory, _batches, _paddings, _steps, _acceptance, _latency))
 
 
 _AXES = ("tokens", "requests")
@@ -37,14 +37,14 @@ def _extents(forward: Forward, axis: str) -> tuple[int, int]:
     return forward.num_reqs, forward.num_reqs + forward.padded_reqs
 
 
-def _ladders(graphs: Iterable[Captured], axis: str) -> list[tuple[GraphMode, list[int]]]:
+def _ladders(graphs: Iterable[GraphCapture], axis: str) -> list[tuple[GraphMode, list[int]]]:
     """Return the ascending sizes of each mode and query length."""
-    found: dict[tuple[GraphMode, int | None], set[int]] = {}
+    ladders: dict[tuple[GraphMode, int | None], set[int]] = {}
     for graph in graphs:
         extent = graph.entry.num_tokens if axis == "tokens" else graph.entry.num_reqs
         if extent is not None:
-            found.setdefault((graph.entry.mode, graph.entry.query_len), set()).add(extent)
-    return [(mode, sorted(sizes)) for (mode, _), sizes in found.items()]
+            ladders.setdefault((graph.entry.mode, graph.entry.query_len), set()).add(extent)
+    return [(mode, sorted(sizes)) for (mode, _), sizes in ladders.items()]
 
 
 def _batches(report: RunReport) -> Chart | None:
@@ -71,7 +71,7 @@ def _batches(report: RunReport) -> Chart | None:
     )
 
 
-def _scatter(plot: Axes, forwards: Sequence[Forward], graphs: Sequence[Captured], axis: str) -> None:
+def _scatter(plot: Axes, forwards: Sequence[Forward], graphs: Sequence[GraphCapture], axis: str) -> None:
     top = max(_extents(forward, axis)[1] for forward in forwards)
     for mode, sizes in _ladders(graphs, axis):
         sizes = sizes[:: -(-len(sizes) // drawing.MAX_POINTS)] + sizes[-1:]
@@ -114,15 +114,15 @@ def _scale(plot: Axes, extents: Sequence[int]) -> None:
 
 
 def _paddings(report: RunReport) -> Chart | None:
-    served = [forward for forward in report.forwards if forward.entry is not None]
-    if not served:
+    replays = [forward for forward in report.forwards if forward.entry is not None]
+    if not replays:
         return None
     figure, axes = drawing.new_figure(1, 2, 2.6)
     for plot, axis in zip(axes[0], _AXES, strict=True):
         for role, mode in product(Role, CAPTURED_MODES):
             shares = [
                 padding(real, computed - real)
-                for forward in served
+                for forward in replays
                 if forward.role is role and forward.mode is mode
                 for real, computed in (_extents(forward, axis),)
                 for _ in range(forward.repeats)
@@ -151,8 +151,8 @@ def _paddings(report: RunReport) -> Chart | None:
 
 def _memory(report: RunReport) -> Chart | None:
     captured = [graph for graph in report.captured if graph.waiver is None]
-    found = {kind: [g for g in captured if (g.role, g.entry.mode) == kind] for kind in product(Role, CAPTURED_MODES)}
-    kinds = [(role, mode, graphs) for (role, mode), graphs in found.items() if graphs]
+    by_kind = {kind: [g for g in captured if (g.role, g.entry.mode) == kind] for kind in product(Role, CAPTURED_MODES)}
+    kinds = [(role, mode, graphs) for (role, mode), graphs in by_kind.items() if graphs]
     if not kinds:
         return None
     figure, axes = drawing.new_figure(-(-len(kinds) // 2), 2, 1.9)
@@ -176,15 +176,15 @@ def _memory(report: RunReport) -> Chart | None:
     )
 
 
-def _bars(plot: Axes, mode: GraphMode, graphs: Sequence[Captured]) -> None:
+def _bars(plot: Axes, mode: GraphMode, graphs: Sequence[GraphCapture]) -> None:
     width = -(-len(graphs) // drawing.MAX_POINTS)
     groups = [graphs[start : start + width] for start in range(0, len(graphs), width)]
     unit, shift = _unit(max(max(graph.alone, graph.memory) for graph in graphs))
     for name, alpha in (("alone", 0.35), ("memory", 1.0)):
         heights = [sum(getattr(graph, name) for graph in group) / len(group) / (1 << shift) for group in groups]
         plot.bar(range(len(groups)), heights, color=drawing.COLORS[mode], alpha=alpha, width=0.8)
-    shown = sorted({round(i * (len(groups) - 1) / 9) for i in range(10)})
-    plot.set_xticks(shown, labels=[_label(groups[i][-1].entry) for i in shown])
+    ticks = sorted({round(i * (len(groups) - 1) / 9) for i in range(10)})
+    plot.set_xticks(ticks, labels=[_label(groups[i][-1].entry) for i in ticks])
     plot.set_xlim(-0.6, max(len(groups), 8) - 0.4)
     plot.yaxis.set_major_locator(MaxNLocator(4))
     plot.set_ylabel(unit)
@@ -240,10 +240,10 @@ def _acceptance(report: RunReport) -> Chart | None:
         return None
     figure, ((plot,),) = drawing.new_figure(1, 1, 1.9)
     buckets = drawing.Buckets.of(report.steps)
-    tried, kept = (
+    drafted_means, accepted_means = (
         buckets.means((step.index, getattr(step, name)) for step in report.steps) for name in ("drafted", "accepted")
     )
-    rates = [good / all_ if all_ else math.nan for good, all_ in zip(kept, tried, strict=True)]
+    rates = [good / all_ if all_ else math.nan for good, all_ in zip(accepted_means, drafted_means, strict=True)]
     plot.stairs(rates, buckets.edges, baseline=None, color=drawing.INK)
     plot.set_xlim(buckets.edges[0], buckets.edges[-1])
     mean = sum(step.accepted for step in report.steps) / drafted

@@ -20,7 +20,7 @@ def conformance_report(report: Conformance, *, commands: bool = False) -> Report
     ``commands``: with the commands that reproduce findings, for a page; a terminal would break their lines.
     """
 
-    def drawn() -> tuple[Chart, ...]:
+    def charts() -> tuple[Chart, ...]:
         from capture_planner.report.conformance_charts import conformance_charts
 
         return conformance_charts(report)
@@ -33,13 +33,13 @@ def conformance_report(report: Conformance, *, commands: bool = False) -> Report
         title=f"Conformance of {report.backend}: {report.says}",
         alert=alert,
         sections=tuple(_sections(report, commands=commands)),
-        charts=drawn,
+        charts=charts,
     )
 
 
 def _sections(report: Conformance, *, commands: bool) -> Iterator[Section]:
     """Yield the parts of the report in the order in which they are read."""
-    yield _what(report)
+    yield _subject(report)
     for number, finding in enumerate(report.outcome.failures, 1):
         yield _finding(number, finding, report.command(finding.case) if commands else "")
     if not report.attack:
@@ -48,16 +48,16 @@ def _sections(report: Conformance, *, commands: bool) -> Iterator[Section]:
     yield from _audits(report)
 
 
-def _what(report: Conformance) -> Section:
+def _subject(report: Conformance) -> Section:
     profile = report.profile
-    tried = "one printed case"
+    extent = "one printed case"
     if profile is not None:
         scenes, steps = counted(profile.examples, "scene"), counted(profile.steps, "step")
-        tried = f"{profile.name} profile: {scenes} of up to {steps}"
+        extent = f"{profile.name} profile: {scenes} of up to {steps}"
     facts = [
         ("backend", f"{report.backend}, of {report.distribution} {report.version}"),
         ("environment", f"{report.environment.name}, {report.environment.device.name}"),
-        ("tried", tried),
+        ("tried", extent),
         *([] if profile is None else [("seed", str(report.seed)), ("K", ", ".join(map(str, report.drafts)))]),
         *report.host.items(),
     ]
@@ -97,7 +97,7 @@ PER_FORWARD = frozenset({Check.DISPATCHED, Check.FILLED, Check.BOUNDED, Check.UN
 """Checks around every forward; most of the others compare the rows of a step."""
 
 
-def tried(check: Check, log: Log, shapes: int) -> tuple[int, str]:
+def attempts(check: Check, log: Log, shapes: int) -> tuple[int, str]:
     """Return on how many of what a check was tried."""
     if check in PER_FORWARD:
         return sum(log.forwards.values()), "forward"
@@ -116,11 +116,11 @@ def _checks(report: Conformance) -> Section:
     broken = {finding.check for finding in report.outcome.failures}
     rows = []
     for check in Check:
-        count, what = tried(check, report.log, len(report.outcome.shapes))
+        count, unit = attempts(check, report.log, len(report.outcome.shapes))
         if check is Check.AGREED and check not in broken:
             continue  # One rank alone.
-        held = "broken" if check in broken else "held" if count else "not tried"
-        rows.append((check.value, held, counted(count, what), check.law))
+        verdict = "broken" if check in broken else "held" if count else "not tried"
+        rows.append((check.value, verdict, counted(count, unit), check.law))
     note = "the search ends with the first finding; the numbers are without the cases that made it small"
     grid = Grid.of(("check", "", "tried on", "law"), rows)
     return Section(name="checks", grid=grid, notes=(note,) if broken else ())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from capture_planner.modes import Role
 from capture_planner.report.conformance_record import Conformance
-from capture_planner.report.drawing import COLORS, INK, chart, draw_rows, drawn, new_figure
+from capture_planner.report.drawing import COLORS, INK, chart, charts_of, draw_rows, new_figure
 from capture_planner.report.writing import MODES, Chart
 
 
 def conformance_charts(report: Conformance) -> tuple[Chart, ...]:
     """Return the pictures; those that would be empty are left out."""
-    return drawn(report, (_forwards, _steps))
+    return charts_of(report, (_forwards, _steps))
 
 
 def _forwards(report: Conformance) -> Chart | None:
@@ -19,8 +19,8 @@ def _forwards(report: Conformance) -> Chart | None:
     if not roles:
         return None
     figure, axes = new_figure(1, 1, 0.7 + 0.45 * len(roles))
-    shown = tuple(mode for mode in MODES if any(counts[role, mode] for role in roles))
-    parts = [(COLORS[mode], [counts[role, mode] for role in roles]) for mode in shown]
+    used_modes = tuple(mode for mode in MODES if any(counts[role, mode] for role in roles))
+    parts = [(COLORS[mode], [counts[role, mode] for role in roles]) for mode in used_modes]
     draw_rows(axes[0][0], [role.value for role in roles], parts, "forwards")
     return chart(
         figure,
@@ -28,7 +28,7 @@ def _forwards(report: Conformance) -> Chart | None:
         alt="Bars by role: how many forwards ran from whole graphs, from graphs in pieces, and eager.",
         caption="What was checked, by what ran it. A short bar of a mode that matters to you means that little was "
         "tried of it: more examples, or a shape of your own, try more.",
-        modes=shown,
+        modes=used_modes,
     )
 
 

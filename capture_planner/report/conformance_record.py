@@ -68,18 +68,18 @@ class Conformance:
     @property
     def over_declared(self) -> tuple[tuple[Role, str], ...]:
         """Fields that the backend declared and that no attack made matter: by role and name."""
-        found = verdicts(self.outcome.audited)
-        return tuple(field for field, verdict in found.items() if verdict is Verdict.OVER_DECLARED)
+        fields = verdicts(self.outcome.audited)
+        return tuple(field for field, verdict in fields.items() if verdict is Verdict.OVER_DECLARED)
 
     @property
     def says(self) -> str:
         """The result in a few words."""
-        found = self.outcome.failures
-        if found:
-            return counted(len(found), "finding")
+        failures = self.outcome.failures
+        if failures:
+            return counted(len(failures), "finding")
         if self.attack:
-            what = "changes real rows" if self.outcome.audited else "changes no real row of this case"
-            return f"the attack {self.attack!r} {what}"
+            effect = "changes real rows" if self.outcome.audited else "changes no real row of this case"
+            return f"the attack {self.attack!r} {effect}"
         return "stopped before its end, nothing found until then" if self.interrupted else "passed"
 
 

@@ -61,7 +61,7 @@ _WIDTH = 9.8
 Of = TypeVar("Of")
 
 
-def drawn(report: Of, drawers: Iterable[Callable[[Of], Chart | None]]) -> tuple[Chart, ...]:
+def charts_of(report: Of, drawers: Iterable[Callable[[Of], Chart | None]]) -> tuple[Chart, ...]:
     """Return the pictures of a report in one style; those that would be empty are left out."""
     with matplotlib.rc_context(STYLE):
         return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
@@ -104,10 +104,10 @@ def draw_marks(plot: Axes, points: Sequence[tuple[float, float]], mode: GraphMod
 
 def draw_rows(plot: Axes, names: Sequence[str], parts: Iterable[tuple[str, Sequence[int]]], xlabel: str) -> None:
     """Draw a horizontal bar for each name, of parts in their colours, from the top down."""
-    left = [0] * len(names)
+    starts = [0] * len(names)
     for color, widths in parts:
-        plot.barh(range(len(names)), widths, 0.7, left=left, color=color, linewidth=0)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+        plot.barh(range(len(names)), widths, 0.7, left=starts, color=color, linewidth=0)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
     plot.set_yticks(range(len(names)), labels=names)
     plot.invert_yaxis()
     plot.set_xlabel(xlabel)
@@ -162,10 +162,10 @@ class Buckets:
         """Lay buckets over at least one step."""
         first, last = min(step.index for step in steps), max(step.index for step in steps)
         width = -(-(last - first + 1) // MAX_POINTS)
-        taken = [0] * -(-(last - first + 1) // width)
+        counts = [0] * -(-(last - first + 1) // width)
         for step in steps:
-            taken[(step.index - first) // width] += 1
-        return cls(first=first, width=width, steps=tuple(taken))
+            counts[(step.index - first) // width] += 1
+        return cls(first=first, width=width, steps=tuple(counts))
 
     @property
     def edges(self) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from capture_planner.modes import Role
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Grid, Section
-from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSeen, shown
+from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, shown
 
 MAX_VALUES = 8
 """Values of a field that are shown; the rest is counted."""
@@ -33,13 +33,13 @@ def comparison_sections(comparison: Comparison | None) -> Iterator[Section]:
         )
     rows = [
         (
-            seen.tensor,
-            f"{seen.error:.1e}" if seen.error else "0",
-            f"{seen.tolerance:g}",
-            seen.role.value,
-            "" if seen.layer is None else str(seen.layer),
+            error.tensor,
+            f"{error.error:.1e}" if error.error else "0",
+            f"{error.tolerance:g}",
+            error.role.value,
+            "" if error.layer is None else str(error.layer),
         )
-        for seen in comparison.largest
+        for error in comparison.largest
     ]
     columns = ("tensor", "largest error", "allowed", "role", "layer")
     grid = Grid(columns=columns, right=frozenset({"largest error", "allowed"}), rows=tuple(rows))
@@ -78,8 +78,8 @@ def _difference(difference: Difference) -> Section:
     )
 
 
-def _metadata(fields: Sequence[FieldSeen]) -> Section:
-    rows = ((seen.name, _short(seen.real), _short(seen.padding or ())) for seen in fields)
+def _metadata(fields: Sequence[FieldSnapshot]) -> Section:
+    rows = ((field.name, _short(field.real), _short(field.padding or ())) for field in fields)
     grid = Grid.of(("field", "batch", "padding"), rows)
     return Section(name="metadata", title="Metadata of that forward", grid=grid)
 

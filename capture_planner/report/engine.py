@@ -20,14 +20,14 @@ from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 def emulation_table(emulation: Emulation) -> RenderableType:
     """The whole emulation: modes, graphs by kind, what serves which batches, and what decided it."""
-    asked = walk(emulation)
+    answers = walk(emulation)
     parts: list[RenderableType] = [
         Text(f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"),
         Text(shlex.join(emulation.command) or "(no flags: all as by default)", style="dim"),
         Text(f"sizes: {sizes_text(emulation.sizes)}"),
     ]
     for manager in emulation.managers:
-        parts += [Text(), *_role(manager.role, manager.mode, manager.graphs, asked)]
+        parts += [Text(), *_role(manager.role, manager.mode, manager.graphs, answers)]
     if emulation.decisions:
         rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
         table = table_of("role", "rule", "before", "after", "because", rows=rows)
@@ -38,7 +38,7 @@ def emulation_table(emulation: Emulation) -> RenderableType:
 
 
 def _role(
-    role: Role, mode: GraphMode, graphs: Sequence[CapturedGraph], asked: Sequence[BatchAnswer]
+    role: Role, mode: GraphMode, graphs: Sequence[CapturedGraph], answers: Sequence[BatchAnswer]
 ) -> Iterator[RenderableType]:
     yield Text.assemble((f"{role} ", "bold"), mode_text(mode), f", {counted(len(graphs), 'graph')}")
     if graphs:
@@ -51,7 +51,7 @@ def _role(
         for (name, of, loras), sizes in kinds.items():
             table.add_row(name, of, str(loras) if loras else "", sizes_text(sorted(set(sizes))))
         yield table
-    yield _served([one for one in asked if one.batch.role is role])
+    yield _batches([one for one in answers if one.batch.role is role])
 
 
 def _of(graph: CapturedGraph) -> str:
@@ -66,39 +66,39 @@ MOST_RANGES = 6
 """Ranges of batches that a row names; of more, only their number."""
 
 
-def _served(asked: Sequence[BatchAnswer]) -> RenderableType:
+def _batches(answers: Sequence[BatchAnswer]) -> RenderableType:
     """Which batches run how, a row for each kind and mode, and how far they are padded."""
     table = table_of("batches", "run", "requests or tokens", "LoRA", "padding", "why", right=("padding",))
     rows: dict[tuple[str, GraphMode, str], list[BatchAnswer]] = {}
-    for one in asked:
+    for one in answers:
         decode = one.batch.kind is Kind.DECODE
-        what = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
+        batches = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
         why = "" if one.answer.reason is None else str(one.answer.reason)
-        rows.setdefault((what, one.answer.mode, why), []).append(one)
-    for (what, mode, why), found in rows.items():
-        loras = sorted({one.batch.active_loras for one in found})
+        rows.setdefault((batches, one.answer.mode, why), []).append(one)
+    for (batches, mode, why), group in rows.items():
+        loras = sorted({one.batch.active_loras for one in group})
         of_loras = "" if loras == [0] else sizes_text(loras)
-        table.add_row(what, ran_text(mode), _ranges(found), of_loras, _padding(found), why)
+        table.add_row(batches, ran_text(mode), _ranges(group), of_loras, _padding(group), why)
     return table
 
 
-def _ranges(asked: Sequence[BatchAnswer]) -> str:
+def _ranges(answers: Sequence[BatchAnswer]) -> str:
     """Write which batches they are, whatever adapters they have: ``1..16, 18, 20..32``."""
     ends: list[list[int]] = []
-    for one in sorted(asked, key=lambda one: one.extent):
+    for one in sorted(answers, key=lambda one: one.extent):
         if ends and one.extent <= ends[-1][1] + 1:
             ends[-1][1] = max(ends[-1][1], one.last)
         else:
             ends.append([one.extent, one.last])
-    shown = ", ".join(f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES])
+    text = ", ".join(f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES])
     more = len(ends) - MOST_RANGES
     count = sum(last - first + 1 for first, last in ends)
-    return f"{shown}, and {more} more ranges, {count} in all" if more > 0 else shown
+    return f"{text}, and {more} more ranges, {count} in all" if more > 0 else text
 
 
-def _padding(asked: Sequence[BatchAnswer]) -> str:
-    computed = sum(one.answer.entry.num_tokens for one in asked if one.answer.entry is not None)
-    padded = sum(one.answer.padded_tokens for one in asked)
+def _padding(answers: Sequence[BatchAnswer]) -> str:
+    computed = sum(one.answer.entry.num_tokens for one in answers if one.answer.entry is not None)
+    padded = sum(one.answer.padded_tokens for one in answers)
     return f"{padded / computed:.0%}" if computed else ""
 
 
@@ -124,15 +124,15 @@ def sizes_text(sizes: Sequence[int]) -> str:
     return " ".join(parts) or "none"
 
 
-def findings_text(emulation: Emulation, found: Sequence[EngineFinding]) -> RenderableType:
+def findings_text(emulation: Emulation, findings: Sequence[EngineFinding]) -> RenderableType:
     """One finding a paragraph: what, which flag fixes it, and where it was seen."""
     parts: list[RenderableType] = []
-    for each in found:
+    for each in findings:
         rule = each.rule
         parts += [
             Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"),
             Text(f"  fix: {each.fix}"),
             Text(f"  seen: {', '.join(rule.threads)}"),
         ]
-    total = counted(len(found), "finding") if found else "nothing to report"
+    total = counted(len(findings), "finding") if findings else "nothing to report"
     return Group(*parts, Text(f"{emulation.engine} {emulation.version}: {total}"))

@@ -19,30 +19,30 @@ MOST_DIFFERENCES = 12
 """Ranges of batches that are shown; ``--format json`` has all of them."""
 
 
-def export_command(made: Export, output: Path | None) -> str:
+def export_command(export: Export, output: Path | None) -> str:
     """Return the flags as a shell takes them, on one line, which a table would break."""
-    return shlex.join(made.command(str(output or made.file_name)))
+    return shlex.join(export.command(str(output or export.file_name)))
 
 
-def export_table(made: Export, output: Path | None) -> RenderableType:
+def export_table(export: Export, output: Path | None) -> RenderableType:
     """What the flags lose, with what it costs, and what the engine makes of them."""
     parts: list[RenderableType] = []
-    if made.by_file and output is None:
-        parts += [Text(f"{made.file_name}:", style="bold"), Text(made.file.rstrip()), Text()]
-    parts += _losses(made)
-    if made.proof is not None:
-        parts += [Text(), *_proof(made.proof)]
+    if export.by_file and output is None:
+        parts += [Text(f"{export.file_name}:", style="bold"), Text(export.file.rstrip()), Text()]
+    parts += _losses(export)
+    if export.proof is not None:
+        parts += [Text(), *_proof(export.proof)]
     else:
-        parts += [Text(), Text(f"not proved: {made.unproved}", style="bold red")]
+        parts += [Text(), Text(f"not proved: {export.unproved}", style="bold red")]
     return Group(*parts)
 
 
-def _losses(made: Export) -> Iterator[RenderableType]:
-    if not made.losses:
-        if made.proof is not None:
+def _losses(export: Export) -> Iterator[RenderableType]:
+    if not export.losses:
+        if export.proof is not None:
             yield Text("nothing of the plan is lost", style="green")
         return
-    rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in made.losses)
+    rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in export.losses)
     yield table_of("lost", "meaning", "cost in its scope", rows=rows)
 
 

@@ -72,8 +72,8 @@ def _by_graph(numbers: RunSummary) -> Iterator[Section]:
         return
     listed = graphs[:MAX_GRAPHS]
     rest = len(numbers.graphs) - len(listed)
-    taken = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
+    memory = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
     rows = [(g.role, g.entry.mode, extent(g.entry), size(g.memory), size(g.driver), size(g.alone)) for g in listed]
     grid = Grid.of(("graph of", "mode", "size", "allocator", "driver", "alone"), rows, text=3)
-    notes = (f"and {counted(rest, 'other graph')}, which took {size(taken)}",) if rest else ()
+    notes = (f"and {counted(rest, 'other graph')}, which took {size(memory)}",) if rest else ()
     yield Section(name="memory-by-graph", title="Memory by graph", grid=grid, notes=notes)

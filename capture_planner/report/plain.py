@@ -13,7 +13,7 @@ from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.diff import Change
 from capture_planner.analysis.explain import Explanation, NearMiss
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
-from capture_planner.codec.plain import plain_some
+from capture_planner.codec.plain import json_some, plain_some
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
@@ -26,18 +26,13 @@ from capture_planner.modes import GraphMode, Reason
 __all__ = ["plain"]
 
 
-def _without(value: Any, *names: str) -> dict[str, Any]:
-    return {name: item for name, item in plain_fields(value).items() if name not in names}
-
-
-_EXPORTED = "engine", "flags", "file", "sizes", "losses", "proof", "unproved"
-
 json_fields(Change, subject="what", message="says")
 json_fields(NearMiss, message="says")
 json_fields(Service, "coverage")
-json_of(Coverage, ObservedCoverage)(lambda walked: {"covered": not walked.uncovered, "cells": plain(walked.cells)})
-json_of(Export)(lambda export: plain_some(export, *_EXPORTED))
-json_of(Loss)(lambda loss: _without(loss, "scope"))
+json_fields(Loss, omit={"scope"})
+json_some(Coverage, "covered", "cells")
+json_some(ObservedCoverage, "covered", "cells")
+json_some(Export, "engine", "flags", "file", "sizes", "losses", "proof", "unproved")
 
 
 @json_of(Explanation)
@@ -52,7 +47,7 @@ def _explanation(explained: Explanation) -> dict[str, Any]:
 
 @json_of(Cell)
 def _cell(cell: Cell) -> dict[str, Any]:
-    return _without(cell, "answer") | {
+    return plain_fields(cell, omit={"answer"}) | {
         "mode": cell.answer.mode.value,
         "entry": plain(cell.entry),
         "reason": plain(cell.answer.reason),
@@ -80,16 +75,16 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "graphs": plain(emulation.graphs),
         "mode": plain(emulation.modes),
         "decisions": [
-            {name: found[name] for name in ("rule", "role", "before", "after", "says")}
-            for found in map(plain_fields, emulation.decisions)
+            {name: fields[name] for name in ("rule", "role", "before", "after", "says")}
+            for fields in map(plain_fields, emulation.decisions)
         ],
         "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
         "notes": plain(emulation.notes),
         "batches": [
             plain_some(run.batch, "role", "kind", "query_len", "active_loras")
             | {"first": run.first, "last": run.last, "mode": mode.value, "reason": plain(reason)}
-            for (mode, reason), asked in rows.items()
-            for run in runs(asked)
+            for (mode, reason), answers in rows.items()
+            for run in runs(answers)
         ],
     }
 
@@ -141,9 +136,9 @@ def _difference(difference: BatchDifference) -> dict[str, Any]:
 
 @json_of(SideBySide)
 def _side_by_side(compared: SideBySide) -> dict[str, Any]:
-    found = plain_fields(compared)
-    batches = "traffic" if found.pop("from_traffic") else "admissible"
-    return {"a": found.pop("a"), "b": found.pop("b"), "batches": batches, **found}
+    fields = plain_fields(compared)
+    batches = "traffic" if fields.pop("from_traffic") else "admissible"
+    return {"a": fields.pop("a"), "b": fields.pop("b"), "batches": batches, **fields}
 
 
 @json_of(Pair, Hole)

@@ -17,7 +17,7 @@ __all__ = ["run_report", "summary"]
 def run_report(report: RunReport) -> Report:
     """Return the report of a run for ``terminal.tables`` and ``page.page``."""
 
-    def drawn() -> tuple[Chart, ...]:
+    def charts() -> tuple[Chart, ...]:
         from capture_planner.report.charts import charts
 
         return charts(report)
@@ -29,7 +29,7 @@ def run_report(report: RunReport) -> Report:
         alert=alert(report, numbers),
         alert_in_tables=True,
         sections=sections(report, numbers),
-        charts=drawn,
+        charts=charts,
         spec=report.plan.spec_digest,
     )
 

@@ -12,7 +12,7 @@ from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
 from capture_planner.report.summary import CapturedKind, Fallback, Percentiles, RunSummary
 from capture_planner.report.writing import Grid, Section, extent, percent, seconds, size
-from capture_planner.runtime.ledger import Captured, RunReport
+from capture_planner.runtime.ledger import GraphCapture, RunReport
 
 MAX_FALLBACKS = 10
 """Shapes of eager forwards that are listed; the rest is counted."""
@@ -29,12 +29,13 @@ UNKNOWN = "unknown"
 
 def alert(report: RunReport, numbers: RunSummary) -> str | None:
     """Return what must not be overlooked: that the run was stopped, and by what. None where it was not."""
-    told = report.comparison and report.comparison.difference
+    difference = report.comparison and report.comparison.difference
     if report.interrupted:
-        done = f"{numbers.finished} of {counted(len(report.served), 'request')} finished"
-        return f"INTERRUPTED: the run was stopped before all requests were served; {done}"
-    if told:
-        return f"DIFFERENT: {told.role.value}, {told.entry}: {told.where} is not what eager has; stopped there"
+        progress = f"{numbers.finished} of {counted(len(report.served), 'request')} finished"
+        return f"INTERRUPTED: the run was stopped before all requests were served; {progress}"
+    if difference:
+        place = f"{difference.role.value}, {difference.entry}: {difference.where}"
+        return f"DIFFERENT: {place} is not what eager has; stopped there"
     return None
 
 
@@ -65,15 +66,15 @@ def _run(report: RunReport) -> Section:
     return Section(name="run", title=report.model, grid=Grid.facts(facts))
 
 
-def _dropped(dropped: Iterable[Captured]) -> Iterator[str]:
+def _dropped(dropped: Iterable[GraphCapture]) -> Iterator[str]:
     """Say what was not captured, a line for each role and mode: its largest graph stands for the rest."""
-    kinds: dict[tuple[str, str], list[Captured]] = {}
+    kinds: dict[tuple[str, str], list[GraphCapture]] = {}
     for graph in dropped:
         kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
     for (role, mode), graphs in kinds.items():
-        says = graphs[0].waiver.message if graphs[0].waiver else ""
+        reason = graphs[0].waiver.message if graphs[0].waiver else ""
         rest = f" and {counted(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
-        yield f"not captured: {role} {mode} of {extent(graphs[0].entry)}{rest}: {says}"
+        yield f"not captured: {role} {mode} of {extent(graphs[0].entry)}{rest}: {reason}"
 
 
 def _captured(report: RunReport, numbers: RunSummary) -> Section:
@@ -159,10 +160,10 @@ def _causes(numbers: RunSummary) -> Iterator[str]:
     causes: dict[tuple[str, str], list[Fallback]] = {}
     for fallback in numbers.fallbacks:
         causes.setdefault((fallback.role, fallback.reason or UNKNOWN), []).append(fallback)
-    for (role, reason), found in causes.items():
-        tokens = [fallback.num_tokens for fallback in found]
+    for (role, reason), fallbacks in causes.items():
+        tokens = [fallback.num_tokens for fallback in fallbacks]
         span = f"{min(tokens):,}" + (f" to {max(tokens):,}" if max(tokens) > min(tokens) else "")
-        yield f"{role}, {reason}: {counted(sum(f.forwards for f in found), 'forward')} of {span} tokens"
+        yield f"{role}, {reason}: {counted(sum(f.forwards for f in fallbacks), 'forward')} of {span} tokens"
 
 
 def _graphs(numbers: RunSummary) -> Section:
@@ -191,22 +192,22 @@ def _steps(report: RunReport) -> Section:
 
 
 def _acceptance(numbers: RunSummary) -> Iterator[Section]:
-    found = numbers.acceptance
-    if found is None:
+    acceptance = numbers.acceptance
+    if acceptance is None:
         return
-    line = f"accepted {_part(found.accepted, found.drafted)} drafted tokens"
-    if found.drafted == 0:
+    line = f"accepted {_part(acceptance.accepted, acceptance.drafted)} drafted tokens"
+    if acceptance.drafted == 0:
         line = "none: no draft token was verified"
-    elif found.length is not None:
-        line += f"; a decode gained {found.length:.2f} tokens a step, its own included"
+    elif acceptance.length is not None:
+        line += f"; a decode gained {acceptance.length:.2f} tokens a step, its own included"
     yield Section(name="acceptance", lines=(line,))
 
 
 def _latency(report: RunReport, numbers: RunSummary) -> Section:
     rate = NONE if numbers.tokens_per_second is None else f"{numbers.tokens_per_second:,.1f} tokens/s"
     names = ("to first token", "per output token", "to last token", "step", "host, per forward")
-    measured = zip(names, attrs.astuple(numbers.latency, recurse=False), strict=True)
-    rows = ((name, *_percentiles(found)) for name, found in measured)
+    percentiles = zip(names, attrs.astuple(numbers.latency, recurse=False), strict=True)
+    rows = ((name, *_percentiles(values)) for name, values in percentiles)
     lines = (
         f"output tokens: {numbers.output_tokens:,} in {seconds(report.serve_seconds)}, {rate}",
         f"requests: {numbers.finished:,} finished, {numbers.cut_off:,} cut off",
@@ -215,7 +216,7 @@ def _latency(report: RunReport, numbers: RunSummary) -> Section:
     return Section(name="latency", lines=lines, grid=grid)
 
 
-def _percentiles(found: Percentiles | None) -> tuple[str, ...]:
-    if found is None:
+def _percentiles(values: Percentiles | None) -> tuple[str, ...]:
+    if values is None:
         return ("0", *[NONE] * 4)
-    return (f"{found.count:,}", *map(seconds, (found.p50, found.p90, found.p99, found.max)))
+    return (f"{values.count:,}", *map(seconds, (values.p50, values.p90, values.p99, values.max)))

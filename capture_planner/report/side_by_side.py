@@ -30,8 +30,8 @@ def side_by_side_table(compared: SideBySide) -> RenderableType:
         says = f"{compared.unknown:,} batches are not counted: the engine that was observed was not asked about them"
         parts += [Text(""), Text(says, style="yellow")]
     if compared.from_traffic:
-        says = f"of the trace: each step takes {STEP_SECONDS * 1000:.0f} ms, and no draft is accepted"
-        parts += [Text(""), Text(says, style="dim")]
+        pace = f"of the trace: each step takes {STEP_SECONDS * 1000:.0f} ms, and no draft is accepted"
+        parts += [Text(""), Text(pace, style="dim")]
     return Group(*parts)
 
 
@@ -50,8 +50,8 @@ def _mode(mode: GraphMode | None) -> Text:
 
 
 def _families(compared: SideBySide) -> Table:
-    what = "steps of the trace" if compared.from_traffic else "batches"
-    figures = (what, "with a graph", "mean", "worst")
+    unit = "steps of the trace" if compared.from_traffic else "batches"
+    figures = (unit, "with a graph", "mean", "worst")
     table = table_of("role", "kind", "", *figures, right=figures)
     for pair in compared.families:
         table.add_row(pair.family.role.value, _kind(pair.family), "A", *_figures(pair.a))
@@ -63,12 +63,12 @@ def _kind(family: BatchClass) -> str:
     return "mixed" if family.kind is Kind.MIXED else f"decodes of {family.query_len}"
 
 
-def _figures(served: Service | None) -> tuple[str, ...]:
-    if served is None:
+def _figures(service: Service | None) -> tuple[str, ...]:
+    if service is None:
         return ("none", "", "", "")
-    share = f"{100 * served.coverage:.1f}%"
-    padding = (f"{served.mean:.3f}x", f"{served.worst:.2f}x") if served.graphed else ("", "")
-    return (f"{served.batches:,}", share, *padding)
+    share = f"{100 * service.coverage:.1f}%"
+    padding = (f"{service.mean:.3f}x", f"{service.worst:.2f}x") if service.graphed else ("", "")
+    return (f"{service.batches:,}", share, *padding)
 
 
 def _holes(holes: list[Hole], eager: str, other: str, *, often: bool) -> Iterable[RenderableType]:

@@ -13,7 +13,7 @@ import attrs
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
 from capture_planner.report.writing import MODES
-from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport, Step
+from capture_planner.runtime.ledger import Accounts, Forward, GraphCapture, RunReport, Step
 
 
 @attrs.frozen(kw_only=True)
@@ -118,7 +118,7 @@ class Fallback:
 class GraphUse:
     """One captured graph, and how many forwards it served."""
 
-    graph: Captured
+    graph: GraphCapture
     forwards: int
 
 
@@ -164,7 +164,7 @@ class RunSummary:
     planned: int
     """Graphs that the plan wanted."""
     captured: tuple[CapturedKind, ...]
-    dropped: tuple[Captured, ...]
+    dropped: tuple[GraphCapture, ...]
     """Graphs that could not be captured."""
     accounts: Accounts | None
     """Where the device's memory went during capture; None where no device was read."""
@@ -184,7 +184,7 @@ class RunSummary:
     cut_off: int
 
     @property
-    def unused(self) -> tuple[Captured, ...]:
+    def unused(self) -> tuple[GraphCapture, ...]:
         """Captured graphs that served no forward, in capture order."""
         return tuple(used.graph for used in self.graphs if not used.forwards)
 
@@ -192,8 +192,8 @@ class RunSummary:
 def summary(report: RunReport) -> RunSummary:
     """Return the numbers of a run, of any length: also of one that stopped before anything ran."""
     captured = [graph for graph in report.captured if graph.waiver is None]
-    output_tokens = sum(served.output_tokens for served in report.served)
-    finished = sum(served.finished is not None for served in report.served)
+    output_tokens = sum(request.output_tokens for request in report.served)
+    finished = sum(request.finished is not None for request in report.served)
     return RunSummary(
         planned=report.plan.num_graphs,
         captured=tuple(_captured(captured)),
@@ -217,7 +217,7 @@ def size(entry: Entry) -> tuple[int, int, int, int]:
     return entry.num_tokens, entry.num_reqs or 0, entry.active_loras, entry.draft_steps or 0
 
 
-def _captured(graphs: Sequence[Captured]) -> Iterable[CapturedKind]:
+def _captured(graphs: Sequence[GraphCapture]) -> Iterable[CapturedKind]:
     for role, mode in product(Role, MODES):
         kind = [graph for graph in graphs if graph.role is role and graph.entry.mode is mode]
         if kind:
@@ -243,7 +243,7 @@ def _later(report: RunReport) -> int | None:
 def _served_from(report: RunReport) -> Iterable[ServedRole]:
     for role in Role:
         forwards = [forward for forward in report.forwards if forward.role is role]
-        if forwards or any(planned.role is role for planned in report.plan.roles):
+        if forwards or any(role_plan.role is role for role_plan in report.plan.roles):
             decodes = [forward for forward in forwards if forward.query_len is not None]
             total = _total(forwards)
             yield ServedRole(
@@ -281,12 +281,18 @@ def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
     return tuple(Fallback(**dict(zip(names, key, strict=True)), forwards=count) for key, count in counts.most_common())
 
 
-def _used(captured: Iterable[Captured], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
+def _used(captured: Sequence[GraphCapture], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
     uses: Counter[tuple[Role, Entry]] = Counter()
     for forward in forwards:
         if forward.entry is not None:
             uses[forward.role, forward.entry] += forward.repeats
-    used = [GraphUse(graph=graph, forwards=uses[graph.role, graph.entry]) for graph in captured]
+    # Of an entry that a plan lists twice (lint finds it), the later capture replaced the earlier one.
+    latest = {(graph.role, graph.entry): graph for graph in captured}
+    used = [
+        GraphUse(graph=graph, forwards=uses[key] if latest[key] is graph else 0)
+        for graph in captured
+        for key in [(graph.role, graph.entry)]
+    ]
     return tuple(sorted(used, key=lambda graph: -graph.forwards))
 
 
@@ -301,15 +307,15 @@ def _acceptance(steps: Iterable[Step]) -> Acceptance:
 
 def first_token_times(report: RunReport) -> list[float]:
     """Return each request's time to its first token, in seconds."""
-    return [served.first_token for served in report.served if served.first_token is not None]
+    return [request.first_token for request in report.served if request.first_token is not None]
 
 
 def per_token_times(report: RunReport) -> list[float]:
     """Return each finished request's mean time of a token after the first, in seconds."""
     return [
-        (served.finished - served.first_token) / (served.output_tokens - 1)
-        for served in report.served
-        if served.finished is not None and served.first_token is not None and served.output_tokens > 1
+        (request.finished - request.first_token) / (request.output_tokens - 1)
+        for request in report.served
+        if request.finished is not None and request.first_token is not None and request.output_tokens > 1
     ]
 
 
@@ -318,7 +324,7 @@ def _latency(report: RunReport) -> Latency:
     return Latency(
         first_token=Percentiles.of(first_token_times(report)),
         per_token=Percentiles.of(per_token_times(report)),
-        finished=Percentiles.of(served.finished for served in report.served if served.finished is not None),
+        finished=Percentiles.of(request.finished for request in report.served if request.finished is not None),
         step=Percentiles.of(step.seconds for step in report.steps),
         forward_host=Percentiles.of(host),
     )

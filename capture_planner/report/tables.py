@@ -120,15 +120,15 @@ def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
         mode = ran_text(first.answer.mode)
         if first.answer.reason is not None:
             mode.append(f" ({first.answer.reason})")
-        served, loras = [cell for cell in run if cell.entry is not None], max(cell.max_loras for cell in run)
+        replayed, loras = [cell for cell in run if cell.entry is not None], max(cell.max_loras for cell in run)
         table.add_row(
             first.role,
             f"{first.first} to {last.last} {unit}",
             f"{min(c.min_loras for c in run)} to {loras}" if loras else "",
             mode,
-            str(len({cell.entry for cell in served})) if served else "",
-            f"{share_padded(served):.1%}" if served else "",
-            f"{max(cell.worst for cell in served) - 1:.0%}" if served else "",
+            str(len({cell.entry for cell in replayed})) if replayed else "",
+            f"{share_padded(replayed):.1%}" if replayed else "",
+            f"{max(cell.worst for cell in replayed) - 1:.0%}" if replayed else "",
         )
     return table
 

@@ -9,7 +9,7 @@ import torch
 
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records.backend import Attention
 from capture_planner.records.model import DataType
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
@@ -20,9 +20,9 @@ from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
 from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
-from capture_planner.runtime.execution.role import ExecutionContext, RoleRun
+from capture_planner.runtime.execution.role import ExecutionContext, ForwardObserver, RoleRun
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
-from capture_planner.runtime.executor import LayerCache, Reservation, Runnable
+from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
@@ -55,10 +55,13 @@ def assemble(
     pages: kv.PageFormat,
     device: torch.device,
     options: Options,
+    observer: ForwardObserver,
 ) -> Parts:
     """Allocate everything that the plan needs, once, and reserve its backends.
 
     Raises ``RunError`` where the plan, the model and the installed backends do not belong together.
+
+    :param observer: of all roles; where graphs are compared, an ``EagerCheck`` of each role instead.
     """
     refuse_planning_backends(plan, registry)
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
@@ -118,8 +121,8 @@ def assemble(
         mine = fields[role.role]
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
-        observer = None if comparison is None else EagerCheck(comparison, largest)
-        roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, observer)
+        watching = observer if comparison is None else EagerCheck(comparison, largest)
+        roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, watching)
     return Parts(
         policy=policy,
         roles=roles,
@@ -206,7 +209,7 @@ def _reserved(
     """Reserve the backend of one group. Raises ``BackendError`` with its name where it breaks."""
     registered = registry[group.backend]
     backend, label = registered.backend, _label(registered)
-    assert isinstance(backend, Runnable), "refuse_planning_backends comes first"
+    assert isinstance(backend, RunnableBackend), "refuse_planning_backends comes first"
     size = group.workspace.device
     workspace = kv.allocated((size,), torch.uint8, device, f"the workspace that {label} declares")
     reservation = Reservation(
@@ -239,7 +242,7 @@ def _reserved(
     return GroupRun(plan=group, executor=executor, caches=caches, workspace=workspace, label=label)
 
 
-def _label(registered: Registered) -> str:
+def _label(registered: RegisteredBackend) -> str:
     return f"the backend {registered.name!r} ({registered.distribution} {registered.version})"
 
 
@@ -268,7 +271,7 @@ def refuse_planning_backends(plan: Plan, registry: Registry) -> None:
     for role in plan.roles:
         for group in role.groups:
             registered = registry[group.backend]
-            if not isinstance(registered.backend, Runnable):
+            if not isinstance(registered.backend, RunnableBackend):
                 raise RunError(
                     f"{_label(registered)} plans and does not execute: it has no reserve; see "
                     "docs/extending/backend-contract.md"

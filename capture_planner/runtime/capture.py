@@ -18,12 +18,12 @@ from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import Captured
+from capture_planner.runtime.ledger import GraphCapture
 
 
 def capture_all(
     plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, *, strict: bool, memory: int | None = None
-) -> Iterator[Captured]:
+) -> Iterator[GraphCapture]:
     """Capture all entries of ``plan``, and yield what each cost.
 
     ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``.
@@ -43,7 +43,7 @@ def begin(
     return sorted(work, key=lambda item: item[1].capture_order)
 
 
-def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> Captured:
+def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> GraphCapture:
     """Capture one entry; the device is read before, between and after, so that growth has one cause."""
     started = perf_counter()
     memory, alone, waiver = 0, 0, None
@@ -62,7 +62,7 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> Cap
     if waiver is not None and warm and after:
         # Nothing but the graph grew in between: this is what it left behind in its pool.
         memory = max(after.held - warm.held, 0)
-    return Captured(
+    return GraphCapture(
         role=role.role,
         entry=entry,
         seconds=perf_counter() - started,

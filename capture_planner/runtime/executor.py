@@ -32,7 +32,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.models.protocols import Scoring
 
-__all__ = ["NULL_PAGE", "NULL_SLOT", "Executor", "LayerCache", "Metadata", "Reservation", "Runnable", "Scoring"]
+__all__ = ["NULL_PAGE", "NULL_SLOT", "Executor", "LayerCache", "Metadata", "Reservation", "RunnableBackend", "Scoring"]
 
 NULL_PAGE = 0
 """The page that no request owns: padded rows of a block table name it."""
@@ -146,7 +146,7 @@ class Executor(Protocol):
 
 
 @runtime_checkable
-class Runnable(Backend, Protocol):
+class RunnableBackend(Backend, Protocol):
     """A backend that executes what it plans."""
 
     def reserve(self, reservation: Reservation) -> Executor:

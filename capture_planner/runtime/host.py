@@ -20,12 +20,15 @@ LEAST_MEMORY = 0.95
 """A device with less than this share of the planned memory is another one; drivers keep a little back."""
 
 
-def this_environment(name: str) -> Environment:
-    """Return the facts of this machine: its first CUDA device, or its processor. ``notes`` says more."""
-    found = {package: _installed(package) for package in PACKAGES}
+def this_environment(name: str, *, gpu: bool = True) -> Environment:
+    """Return the facts of this machine: its first CUDA device, or its processor. ``notes`` says more.
+
+    ``gpu``: False describes the processor, also where there is a CUDA device.
+    """
+    versions = {package: _installed(package) for package in PACKAGES}
     # Without local labels: 2.11.0+cu130 is 2.11.0.
-    packages = {package: version.partition("+")[0] for package, version in found.items() if version is not None}
-    if not torch.cuda.is_available():
+    packages = {package: version.partition("+")[0] for package, version in versions.items() if version is not None}
+    if not (gpu and torch.cuda.is_available()):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = Device(kind=DeviceKind.CPU, name=platform.machine(), memory=memory)
         return Environment(name=name, device=device, packages=packages)

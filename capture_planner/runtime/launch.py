@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import attrs
 import torch
@@ -20,12 +20,9 @@ from capture_planner.records.text import counted
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.execution.fields import tensor_of
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.ledger import RunReport, Served
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
-from capture_planner.runtime.models.huggingface import differences as model_differences
+from capture_planner.runtime.ledger import RequestResult, RunReport
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
@@ -33,6 +30,9 @@ from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Decode, Request, admit
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 CACHE_MEMORY = 1 << 30
 """Most bytes of the KV cache where its number of pages is not given."""
@@ -43,7 +43,7 @@ Drafting = Literal["copy", "miss", "chance", "random"] | Path
 class Progress(Protocol):
     """Shows how far a run is."""
 
-    def __call__(self, what: str, total: int) -> AbstractContextManager[Callable[[str], None]]:
+    def __call__(self, task: str, total: int) -> AbstractContextManager[Callable[[str], None]]:
         """Show a task of ``total`` parts; what it yields is called after each, with its name."""
 
 
@@ -147,7 +147,7 @@ def launch(
     return Outcome(report=report, differing=differing)
 
 
-def _agrees(served: Served, request: Request, answer: tuple[int, ...]) -> bool:
+def _agrees(served: RequestResult, request: Request, answer: tuple[int, ...]) -> bool:
     """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
     expected = request.cut(answer[len(request.prompt) :])
     return served.tokens == (expected if served.finished is not None else expected[: len(served.tokens)])
@@ -158,8 +158,11 @@ def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int
 
     Raises ``RunError`` where that cannot be executed, or is another model than was planned for.
     """
+    # Here, since transformers takes seconds to import, and what is refused before needs none of it.
+    from capture_planner.runtime.models.huggingface import differences, load_target
+
     model = load_target(source, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=seed)
-    if wrong := model_differences(model, plan.model):
+    if wrong := differences(model, plan.model):
         raise RunError(
             f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
         )
@@ -172,6 +175,8 @@ def drafter_of(
     """Return the drafter that was chosen, sized for the plan; None for a plan without one. ``seed`` is the model's."""
     if plan.speculative is None:
         return None
+    from capture_planner.runtime.models.auxiliary import choose_drafter
+
     states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
     return choose_drafter(
         choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
@@ -184,15 +189,6 @@ def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
     layers = model.num_layers + (plan.speculative.model.num_layers if plan.speculative else 0)
     width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
     return 2 * layers * page_size * each.num_kv_heads * each.head_dim * width
-
-
-def grapher_for(device: torch.device, *, accounts: bool = True) -> Grapher:
-    """Return what captures on a device; ``accounts``: and reads a GPU's memory around each capture."""
-    if device.type == "cuda":
-        from capture_planner.runtime.graphs.cuda import CudaGraphs
-
-        return CudaGraphs(device, accounts=accounts)
-    return RecordedGraphs()
 
 
 @attrs.frozen
@@ -250,7 +246,9 @@ class _Run:
         used = {group.backend for role in self.plan.roles for group in role.groups}
         entered = {done.name for done in session.served}
         served = session.served + [
-            Served(name=each.name, prompt_tokens=len(each.prompt), output_tokens=0, first_token=None, finished=None)
+            RequestResult(
+                name=each.name, prompt_tokens=len(each.prompt), output_tokens=0, first_token=None, finished=None
+            )
             for each in self.requests
             if each.name not in entered
         ]

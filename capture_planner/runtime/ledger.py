@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 
 import attrs
 
@@ -14,7 +16,7 @@ from capture_planner.runtime.graphs.reading import Reading
 
 
 @attrs.frozen(kw_only=True)
-class Captured:
+class GraphCapture:
     """One graph that was captured, or could not be."""
 
     role: Role
@@ -81,7 +83,7 @@ class Accounts:
         return abs(self.unexplained) / most if most else 0.0
 
     @classmethod
-    def of(cls, captured: Sequence[Captured]) -> Accounts | None:
+    def of(cls, captured: Sequence[GraphCapture]) -> Accounts | None:
         """Add up what was captured, in order; None where no device was read."""
         read = [(graph, graph.readings) for graph in captured if graph.readings is not None]
         if not read:
@@ -146,7 +148,7 @@ class Step:
 
 
 @attrs.frozen(kw_only=True)
-class Served:
+class RequestResult:
     """One request. Times are in seconds of wall clock from when it entered the queue."""
 
     name: str
@@ -165,12 +167,32 @@ class Served:
 class Session:
     """What has happened so far; complete at every moment, so that an interruption loses nothing."""
 
-    captured: list[Captured] = attrs.Factory(list)
+    captured: list[GraphCapture] = attrs.Factory(list)
     forwards: list[Forward] = attrs.Factory(list)
     steps: list[Step] = attrs.Factory(list)
-    served: list[Served] = attrs.Factory(list)
+    served: list[RequestResult] = attrs.Factory(list)
     capture_seconds: float = 0.0
+    """Of the last capture."""
     serve_seconds: float = 0.0
+    """Of all requests that were served to their end."""
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Time a capture, also one that breaks off."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.capture_seconds = perf_counter() - started
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Add the time of serving, also where that breaks off."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self.serve_seconds += perf_counter() - started
 
 
 @attrs.frozen(kw_only=True)
@@ -184,10 +206,10 @@ class RunReport:
     """Name and version of each backend that executed."""
     host: dict[str, str]
     """Machine and versions: device, torch, python."""
-    captured: tuple[Captured, ...]
+    captured: tuple[GraphCapture, ...]
     forwards: tuple[Forward, ...]
     steps: tuple[Step, ...]
-    served: tuple[Served, ...]
+    served: tuple[RequestResult, ...]
     buffers: int
     """Bytes of persistent buffers: fields, outputs, workspaces."""
     kv_cache: int

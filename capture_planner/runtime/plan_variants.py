@@ -10,16 +10,16 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
-from capture_planner.runtime.ledger import Captured
+from capture_planner.runtime.ledger import GraphCapture
 
 
-def as_captured(plan: Plan, captured: Sequence[Captured]) -> Plan:
+def as_captured(plan: Plan, captured: Sequence[GraphCapture]) -> Plan:
     """Return the plan without what could not be captured, each with its waiver."""
     lost = [item for item in captured if item.waiver is not None]
     return replace(plan, roles=tuple(_without(role, lost) for role in plan.roles)) if lost else plan
 
 
-def _without(role: RolePlan, lost: Sequence[Captured]) -> RolePlan:
+def _without(role: RolePlan, lost: Sequence[GraphCapture]) -> RolePlan:
     gone = {item.entry: item.waiver for item in lost if item.role is role.role and item.waiver is not None}
     waivers = list(role.waivers)
     for entry, waiver in gone.items():

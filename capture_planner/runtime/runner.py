@@ -17,8 +17,9 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import capture_all
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import Captured, Served, Session
+from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
@@ -29,7 +30,11 @@ from capture_planner.runtime.serving.workload import Request
 
 
 class Runner:
-    """Executes one plan on one model. Use it as a context: leaving releases the backends."""
+    """Executes one plan on one model. Use it as a context: leaving releases the backends.
+
+    :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``; not with
+        ``Options.compare``, which is an observer itself.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,11 @@ class Runner:
         pages: PageFormat,
         device: torch.device | None = None,
         options: Options | None = None,
+        observer: ForwardObserver | None = None,
     ) -> None:
+        options = options or Options()
+        if observer is not None and options.compare:
+            raise RunError("options.compare watches the forwards, and an observer is given too; use one or the other")
         if (plan.speculative is None) != (drafter is None):
             raise RunError(
                 "the plan has a drafter and none was given"
@@ -54,7 +63,15 @@ class Runner:
         self.device = device or torch.device("cpu")
         self.session = Session()
         self.parts = assemble(
-            plan, model, drafter, registry, grapher, pages=pages, device=self.device, options=options or Options()
+            plan,
+            model,
+            drafter,
+            registry,
+            grapher,
+            pages=pages,
+            device=self.device,
+            options=options,
+            observer=observer or ForwardObserver(),
         )
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
@@ -74,7 +91,7 @@ class Runner:
             for role in reversed(tuple(self.parts.roles.values())):
                 releases.callback(role.release)
 
-    def capture(self, *, memory: int | None = None, progress: Callable[[Captured], None] | None = None) -> None:
+    def capture(self, *, memory: int | None = None, progress: Callable[[GraphCapture], None] | None = None) -> None:
         """Capture every entry; what does not fit into memory is waived from here on.
 
         ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises
@@ -85,15 +102,11 @@ class Runner:
             self.dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
-        started = perf_counter()
-        try:
-            with torch.no_grad():
-                for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
-                    self.session.captured.append(done)
-                    if progress is not None:
-                        progress(done)
-        finally:
-            self.session.capture_seconds = perf_counter() - started
+        with self.session.capturing(), torch.no_grad():
+            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
+                self.session.captured.append(done)
+                if progress is not None:
+                    progress(done)
         self.dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
 
     def serve(
@@ -102,8 +115,8 @@ class Runner:
         *,
         answers: Answers | None = None,
         step_seconds: float = 0.01,
-        progress: Callable[[Served], None] | None = None,
-    ) -> list[Served]:
+        progress: Callable[[RequestResult], None] | None = None,
+    ) -> list[RequestResult]:
         """Serve all requests and return them in the order in which they finished.
 
         Arrivals are on a clock of steps: each step takes ``step_seconds`` of it, and idle time is skipped, so that the
@@ -111,18 +124,16 @@ class Runner:
         """
         serving = self.start(requests, answers=answers, progress=progress)
         scheduler = serving.scheduler
-        started = perf_counter()
         now = 0.0
-        try:
+        with contextlib.ExitStack() as end:
+            end.callback(serving.cut_off)
+            end.enter_context(self.session.serving())
             while not serving.done:
                 scheduler.arrive(now, perf_counter())
                 if not serving.step() and scheduler.next_arrival is not None:
                     now = scheduler.next_arrival
                 else:
                     now += step_seconds
-        finally:
-            self.session.serve_seconds += perf_counter() - started
-            serving.cut_off()
         return serving.served
 
     def start(
@@ -130,7 +141,7 @@ class Runner:
         requests: Sequence[Request] = (),
         *,
         answers: Answers | None = None,
-        progress: Callable[[Served], None] | None = None,
+        progress: Callable[[RequestResult], None] | None = None,
     ) -> Serving:
         """Begin to serve, for callers that step by hand; ``serve`` does it to the end.
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from capture_planner.analysis.lint import RULES, Severity, lint
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Reason, Refresh, Role
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry, Kind
@@ -30,7 +30,7 @@ def made(level=GraphSupport.ALWAYS, *, reqs=16, tokens=512, refresh=Refresh.HOST
     """Plan for a backend of one level."""
     told = dict.fromkeys(Role, Support(level=level, reason="told"))
     backend = FakeBackend(name="alpha", supports=told, refreshes=refresh)
-    registry = Registry([Registered(backend=backend, distribution="d", version="1")])
+    registry = Registry([RegisteredBackend(backend=backend, distribution="d", version="1")])
     limits = Limits(max_num_reqs=reqs, max_num_tokens=tokens)
     return plan(Spec(model=MODEL, limits=limits, backend="alpha", **changes), MACHINE, registry)
 

@@ -14,7 +14,7 @@ from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Runnable, Scoring
+from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, RunnableBackend, Scoring
 from capture_planner_reference import Reference
 
 LENGTHS = [5, 2, 0]
@@ -63,7 +63,7 @@ def eager(step, **host):
 
 def test_reference_is_runnable_and_has_no_layout(reservation, step):
     """By the runtime's own protocol; it has no layout after a step either."""
-    assert isinstance(Reference(), Runnable)
+    assert isinstance(Reference(), RunnableBackend)
     runs = Reference().reserve(reservation)
     runs.prepare(step)
     assert runs.layout() is None

@@ -20,7 +20,7 @@ from capture_planner.errors import RunError  # noqa: E402
 from capture_planner.modes import GraphMode, Reason  # noqa: E402
 from capture_planner.records.batch import Kind  # noqa: E402
 from capture_planner.records.plan import Waiver  # noqa: E402
-from capture_planner.runtime.ledger import Captured  # noqa: E402
+from capture_planner.runtime.ledger import GraphCapture  # noqa: E402
 from support.tiny import planned, rigged  # noqa: E402
 
 
@@ -96,7 +96,7 @@ def test_bare_loop_captures_the_plan_in_the_same_order() -> None:
     named: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capturing.torch, "cuda", device)
-        cost = capturing._bare(rig, named.append)
+        cost = capturing._bare_cost(rig, named.append)
     entries = [entry for role in plan.roles for entry in role.entries]
     assert len(named) == len(entries)
     pieces = sum(1 if entry.mode is GraphMode.FULL else 2 for entry in entries)
@@ -111,7 +111,7 @@ def test_captures_with_dropped_graphs_are_not_compared() -> None:
     graph = capture(rigged(planned(0)), lambda now: None).captured[0]
     refuse_dropped([graph])
     waiver = Waiver(kind=Kind.DECODE, first=1, last=1, reason=Reason.MEMORY, message="no room")
-    lost: Captured = attrs.evolve(graph, waiver=waiver)
+    lost: GraphCapture = attrs.evolve(graph, waiver=waiver)
     with pytest.raises(RunError, match="1 of 2 graphs did not fit"):
         refuse_dropped([graph, lost])
 

@@ -64,7 +64,7 @@ def test_incomplete_results_of_transformers_are_rejected(
 def test_errors_of_transformers_become_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is: our own figure stays, and the sentence names the library."""
 
-    class Broken:
+    class BrokenBatching:
         def generate_batch(self, **given: object) -> dict[str, object]:
             raise AttributeError("no such thing")
 
@@ -73,7 +73,7 @@ def test_errors_of_transformers_become_the_reason(monkeypatch: pytest.MonkeyPatc
 
     rig = rigged(planned(0))
     compared = module._transformers
-    monkeypatch.setattr(module, "copied", lambda target: Broken())
+    monkeypatch.setattr(module, "copied", lambda target: BrokenBatching())
     # All but the comparison runs on the CPU; it alone asks which device this is.
     monkeypatch.setattr(
         module, "_transformers", lambda rig, *rest: compared(attrs.evolve(rig, device=torch.device("cuda")), *rest)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 from capture_planner.analysis.lint import Severity, lint  # noqa: E402
 from capture_planner.bench import Bench, measure, verdicts  # noqa: E402
 from capture_planner.bench.chain import chain, host_seconds, with_chains, with_single_steps  # noqa: E402
-from capture_planner.bench.decode import bare, decode  # noqa: E402
+from capture_planner.bench.decode import bare_replay, decode  # noqa: E402
 from capture_planner.bench.preparation import inputs_at, preparation  # noqa: E402
 from capture_planner.bench.rig import Absence, Decoding, serving_entry, trimmed  # noqa: E402
 from capture_planner.bench.throughput import Load  # noqa: E402
@@ -25,7 +25,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher  # noqa: E402
 from capture_planner.errors import RunError  # noqa: E402
 from capture_planner.modes import GraphMode, Role  # noqa: E402
 from capture_planner.plugins import registry  # noqa: E402
-from capture_planner.plugins.registry import Registered, Registry  # noqa: E402
+from capture_planner.plugins.registry import RegisteredBackend, Registry  # noqa: E402
 from capture_planner.runtime.ledger import Forward  # noqa: E402
 from support.tiny import MOST, planned, quiet, rigged  # noqa: E402
 
@@ -45,7 +45,7 @@ def tokens(rig: Any, disturbed: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
             if decoding.serving.done:
                 break
             if step in disturbed and not decoding.serving.served:
-                bare(rig, runner, decoding.replayed())
+                bare_replay(rig, runner, decoding.replayed())
             decoding.serving.step()
         return {served.name: served.tokens for served in decoding.serving.served}
 
@@ -137,7 +137,7 @@ def test_chain_is_measured_fused_single_and_eager() -> None:
             chain(rigged(planned(k)), ignore)
 
 
-class Standing:
+class StockReference:
     """The reference backend, with a library's own plan call to compare with, or with one that breaks."""
 
     def __init__(self, backend: Any, *, breaks_after: int | None = None) -> None:
@@ -171,14 +171,14 @@ class Standing:
         return executor
 
 
-def standing(**given: Any) -> tuple[Standing, Registry]:
+def standing(**given: Any) -> tuple[StockReference, Registry]:
     """Return the backend, and a registry with it alone."""
     found = registry.load_backends()["reference"]
-    backend = Standing(found.backend, **given)
+    backend = StockReference(found.backend, **given)
     backend.padding = found.backend.padding  # type: ignore[method-assign]
     backend.refresh = found.backend.refresh  # type: ignore[method-assign]
     backend.workspace = found.backend.workspace  # type: ignore[method-assign]
-    made = Registered(backend=backend, distribution=found.distribution, version=found.version)
+    made = RegisteredBackend(backend=backend, distribution=found.distribution, version=found.version)
     return backend, Registry([made])
 
 

@@ -25,7 +25,7 @@ from capture_planner.report.bench import bench_report  # noqa: E402
 from capture_planner.report.page import page  # noqa: E402
 from capture_planner.report.plain import plain  # noqa: E402
 from capture_planner.report.terminal import tables  # noqa: E402
-from capture_planner.runtime.ledger import Captured  # noqa: E402
+from capture_planner.runtime.ledger import GraphCapture  # noqa: E402
 from support.tiny import planned  # noqa: E402
 
 PLAN = planned(4, GraphMode.FULL_AND_PIECEWISE)
@@ -44,11 +44,11 @@ def lists(element: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object,
 
 
 graphs = st.sampled_from(ENTRIES).flatmap(
-    lambda found: st.builds(record.Replayed, role=st.just(found[0]), entry=st.just(found[1]), times=counts)
+    lambda found: st.builds(record.GraphReplays, role=st.just(found[0]), entry=st.just(found[1]), times=counts)
 )
 captured = st.sampled_from(ENTRIES).flatmap(
     lambda found: st.builds(
-        Captured,
+        GraphCapture,
         role=st.just(found[0]),
         entry=st.just(found[1]),
         seconds=seconds,
@@ -110,7 +110,7 @@ capturings = st.builds(
 pools = st.builds(
     record.Pools, shared=sizes, per_role=sizes, requests=counts, differing=st.lists(words, max_size=3).map(tuple)
 )
-absences = st.builds(record.Absent, figure=st.sampled_from(record.FIGURES), says=words, failed=st.booleans())
+absences = st.builds(record.AbsentFigure, figure=st.sampled_from(record.FIGURES), says=words, failed=st.booleans())
 reports = st.builds(
     BenchReport,
     plan=st.just(PLAN),

@@ -124,9 +124,9 @@ def test_interruption_keeps_earlier_figures(case: tuple[list[str], int]) -> None
     stopped = only[count // 2]
 
     @contextmanager
-    def stopping(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def stopping(task: str, total: int) -> Iterator[Callable[[str], None]]:
         def advance(now: str) -> None:
-            if what == stopped:
+            if task == stopped:
                 raise KeyboardInterrupt
 
         yield advance

@@ -31,7 +31,7 @@ FEW = ("plan.yaml", "--requests", "3", "--prompt-tokens", "1:9", "--output-token
 
 
 @attrs.frozen
-class Ran:
+class CommandResult:
     """What one command did."""
 
     code: int
@@ -39,7 +39,7 @@ class Ran:
     err: str
 
 
-Run = Callable[..., Ran]
+Run = Callable[..., CommandResult]
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +56,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.Ca
     monkeypatch.chdir(tmp_path)
     Path("spec.yaml").write_text(SPEC, "utf-8")
 
-    def call(*arguments: str, command: str = "run") -> Ran:
+    def call(*arguments: str, command: str = "run") -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["capture-planner", command, *arguments])
         with pytest.raises(SystemExit) as end:
             cli.main()
         out, err = (stream.decode() for stream in capsysbinary.readouterr())
         assert isinstance(end.value.code, int)
-        return Ran(end.value.code, out, err)
+        return CommandResult(end.value.code, out, err)
 
     assert call("spec.yaml", "-e", "cpu", "-o", "plan.yaml", command="plan").code == 0
     return call

@@ -21,90 +21,29 @@ from hypothesis import strategies as st
 from capture_planner import conformance
 from capture_planner.cli import cli
 from capture_planner.cli.conformance import DTYPES, SHAPES, shapes_named
-from capture_planner.conformance.audit import Attack
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.stage import TOLERANCE
-from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.conformance.tampering import Attack
+from capture_planner.modes import GraphSupport, Role
 from capture_planner.plugins import registry
-from capture_planner.plugins.hookspecs import hookimpl
-from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Support
-from capture_planner_reference import Reference
+from capture_planner.records.backend import Support
+from support import conformance_command
 from support.commands import Run
+from support.conformance_command import CASE, FEW, ONE, PLAIN, TWO_THEN_ONE, FaultyBackends, Unread
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parent.parent.parent
-FEW = ("--examples", "3", "--steps", "5", "--no-audits")
-ONE = ("--dtype", "float32", "--heads", "2:1", "--head-dim", "4", "--page-size", "4", "--max-model-len", "16")
-PLAIN = ("--examples", "20", "--steps", "4", *ONE, "--no-window", "--drafts", "0")
-CASE = (
-    '{"scene":{"shape":{"dtype":"float32","heads":2,"kv_heads":1,"head_dim":4,"page_size":4,"longest":16},'
-    '"num_reqs":2,"num_tokens":4,"size_tokens":[4],"size_reqs":[2]},'
-    '"steps":[{"do":"arrive","prompt":3,"computed":3},{"do":"forward","rows":[[0,1,0]]}]}'
-)
-TWO_THEN_ONE = (
-    "--case",
-    CASE.replace('"steps":[', '"steps":[{"do":"arrive","prompt":3,"computed":3},').replace(
-        "[[0,1,0]]", '[[0,1,0],[1,1,0]]},{"do":"forward","rows":[[0,1,0]]'
-    ),
-    "--attack",
-)
-"""A large batch, and a small one after it."""
-
-
-class Baked(Reference):
-    """Reads the longest length while it is captured: a graph keeps it."""
-
-    name = "baked"
-
-    def reserve(self, reservation: Any) -> Any:
-        from capture_planner_reference.executor import ReferenceExecutor
-
-        class Executor(ReferenceExecutor):
-            def attend(self, layer: int, query: Any, out: Any, scoring: Any, metadata: Any) -> None:
-                longest = int(metadata.host["seq_lens"].max())
-                lengths = metadata.fields["seq_lens"].clamp(max=longest)
-                fields = {**metadata.fields, "seq_lens": lengths}
-                super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
-
-        return Executor(reservation)
-
-
-class Greedy(Reference):
-    """Declares a field that it never reads."""
-
-    name = "greedy"
-
-    def padding(self, *asked: object) -> PaddingContract:
-        field = MetadataField(name="wanted", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
-        return PaddingContract(fields=(field,))
-
-
-class Moody(Reference):
-    """Says something else each time that it is asked."""
-
-    name = "moody"
-    asked = 0
-
-    def refresh(self, *given: object) -> Any:
-        Moody.asked += 1
-        return Refresh.IN_GRAPH if Moody.asked % 2 else Refresh.HOST
-
-
-class Brought:
-    """A plugin with the backends of this file."""
-
-    @hookimpl
-    def capture_planner_backends(self) -> tuple[Any, ...]:
-        return (Baked(), Greedy(), Moody())
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Run) -> Iterator[Run]:
-    """Return a function that calls ``conformance`` in an empty folder, with the backends of this file."""
+    """Return a function that calls ``conformance`` in an empty folder, with faulty backends installed."""
     load, before = registry.load_backends, torch.get_num_threads()
-    monkeypatch.setattr(registry, "load_backends", lambda *plugins, **options: load(Brought(), *plugins, **options))
+    monkeypatch.setattr(
+        registry, "load_backends", lambda *plugins, **options: load(FaultyBackends(), *plugins, **options)
+    )
     monkeypatch.chdir(tmp_path)
     yield partial(call, "conformance")
     torch.set_num_threads(before)
@@ -254,14 +193,14 @@ def test_an_over_declared_field_is_a_warning_and_with_strict_a_finding(
 ) -> None:
     """The audits are told to look at that field alone, which takes long enough."""
     audit = importlib.import_module("capture_planner.conformance.audit")
-    attackable = audit._attackable
+    attackable = audit.attackable
 
     def few(role: Any) -> dict[str, Any]:
         return {
             key: field for key, field in attackable(role).items() if role.role is Role.TARGET and key.endswith("wanted")
         }
 
-    monkeypatch.setattr(audit, "_attackable", few)
+    monkeypatch.setattr(audit, "attackable", few)
     one_scene = (*PLAIN, "--examples", "1", "--audits", "--progress")
     ran = run("greedy", *one_scene)
     assert ran.code == 0
@@ -370,7 +309,7 @@ def test_a_backend_that_runs_nothing_here_is_an_error_with_its_reasons(
 ) -> None:
     """It neither passes nor fails."""
     never = Support(level=GraphSupport.NEVER, reason="It is tired of this processor.")
-    monkeypatch.setattr(Greedy, "support", lambda self, *asked: never)
+    monkeypatch.setattr(Unread, "support", lambda self, *asked: never)
     ran = run("greedy", *FEW, *named)
     assert (ran.code, ran.out) == (1, "")
     assert "It is tired of this processor." in ran.err
@@ -409,9 +348,9 @@ def test_a_shape_can_be_named_in_every_dtype_that_is_compared() -> None:
     assert set(DTYPES) == set(TOLERANCE)
 
 
-def test_every_option_is_tried_here() -> None:
+def test_every_option_of_conformance_has_a_test() -> None:
     """A new option needs a test."""
-    text = Path(__file__).read_text("utf-8")
+    text = "".join(Path(file).read_text("utf-8") for file in (__file__, conformance_command.__file__))
     command = cli.commands["conformance"]
     options = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))

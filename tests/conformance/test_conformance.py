@@ -26,7 +26,7 @@ from capture_planner.conformance.scene import Arrive, Depart, Move, RunBatch
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner_reference import Reference
-from support.faulty import Declaring, Doubling, Impure, Never, OwnerReader, TailReader
+from support.faulty import DoubledOutput, ImpureSupport, NoGraphs, OwnerReader, TailReader, UnreadFields
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = Profile(name="short", examples=15, steps=15)
@@ -72,7 +72,7 @@ def test_a_finding_names_the_field_and_is_small_and_comes_again(backend, field, 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_kernel_that_is_wrong_without_a_graph_is_not_called_a_wrong_graph(seed):
     """Whichever of the two ran first: the law that is named is that of eager steps, whatever the mode."""
-    put = under_test(Doubling())
+    put = under_test(DoubledOutput())
     (finding,) = conform(put, SuiteOptions(profile=SHORT, seed=seed, shrink=False, blame=False)).failures
     assert finding.check is Check.EAGER
     case = loads(finding.case)
@@ -88,7 +88,7 @@ def test_a_contract_that_is_kept_is_in_order():
 
 def test_declarations_that_change_are_found():
     """Asked twice, a backend must say the same."""
-    outcome = conform(under_test(Impure()), SuiteOptions(profile=SHORT))
+    outcome = conform(under_test(ImpureSupport()), SuiteOptions(profile=SHORT))
     assert {finding.check for finding in outcome.failures} <= {Check.DECLARED}
     assert outcome.failures
 
@@ -96,7 +96,7 @@ def test_declarations_that_change_are_found():
 def test_a_backend_that_runs_nowhere_is_refused_with_its_reason():
     """There is nothing to say about it: an error, and no pass."""
     with pytest.raises(RunError, match="there is no kernel for this machine"):
-        conform(under_test(Never()))
+        conform(under_test(NoGraphs()))
 
 
 def test_what_is_no_case_is_refused():
@@ -132,7 +132,7 @@ def test_steps_that_do_not_apply_are_said():
 @pytest.fixture(scope="module")
 def audited():
     """Every attack on a backend with a field that nothing reads."""
-    put = under_test(Declaring())
+    put = under_test(UnreadFields())
     return put, audit(put, usable_shapes(put)[0], fields={"skips", "slot_mapping"})
 
 

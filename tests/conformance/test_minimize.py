@@ -199,7 +199,7 @@ def test_a_wrong_token_is_told_by_the_step_that_makes_it(scene: Scene, requests:
     assert last.check is Check.ROWS
 
 
-class Skipping(ReferenceExecutor):
+class EmptyRowFault(ReferenceExecutor):
     """Goes wrong where a row without a token stands between others."""
 
     def prepare(self, metadata: Any) -> None:
@@ -211,7 +211,7 @@ class Skipping(ReferenceExecutor):
             raise TypeError("a row without a token")
 
 
-class Broken(Reference):
+class FaultyReference(Reference):
     """The reference backend with one fault."""
 
     name = "broken"
@@ -223,7 +223,7 @@ class Broken(Reference):
 
 def test_rows_without_a_token_come_down_to_three_requests() -> None:
     """Five requests with rows of 2, 2, 0, 1 and 0 tokens show no more than three do."""
-    tested = under_test(Broken(reserve=Skipping))
+    tested = under_test(FaultyReference(reserve=EmptyRowFault))
     scene = Scene(shape=SMALL[0], num_reqs=5, num_tokens=12, size_tokens=(12,), size_reqs=(5,), layers=2)
     arrivals = tuple(Arrive(prompt=6, computed=number) for number in range(5))
     rows = tuple((number, count, 0) for number, count in enumerate((2, 2, 0, 1, 0)))
@@ -250,7 +250,7 @@ def test_what_fails_now_and_then_is_said_to(shrink: bool) -> None:
             if Once.runs == 40:
                 raise TypeError("now and then")
 
-    tested = under_test(Broken(reserve=Once))
+    tested = under_test(FaultyReference(reserve=Once))
     log = Log()
     profile = Profile(name="few", examples=20, steps=6)
     found = search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), log)
@@ -263,7 +263,7 @@ def test_what_fails_now_and_then_is_said_to(shrink: bool) -> None:
 
 def test_what_always_fails_is_not_doubted() -> None:
     """With or without making it small."""
-    tested = under_test(Broken(reserve=Skipping))
+    tested = under_test(FaultyReference(reserve=EmptyRowFault))
     profile = Profile(name="some", examples=60, steps=10)
     kept, small = (
         search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), Log()) for shrink in (False, True)

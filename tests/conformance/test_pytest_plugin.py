@@ -49,7 +49,7 @@ class TestReference(ConformanceTests):
             monkeypatch.setenv("CONFORMANCE_EXAMPLES", "6")
 
 
-class Broken(Reference):
+class FaultyReference(Reference):
     """The reference backend with one fault."""
 
     name = "broken"
@@ -83,7 +83,7 @@ def failed(test: Callable[[], None]) -> str:
     return str(found.value)
 
 
-class Stale(ReferenceExecutor):
+class StaleMask(ReferenceExecutor):
     """Attends, and counts what stands behind a sequence too: a mask that is left out."""
 
     def _visible(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Stale(ReferenceExecutor):
 
 def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() -> None:
     """The command's case shows the same alone; with the fault mended it shows nothing."""
-    broken = Broken(reserve=Stale)
+    broken = FaultyReference(reserve=StaleMask)
     text = failed(
         lambda: ConformanceTests().test_replays_compute_attention(
             conformance.under_test(broken), (SHAPE,), asked(examples="20")
@@ -115,7 +115,7 @@ def test_a_finding_says_the_law_the_place_and_a_command_that_shows_it_again() ->
 def test_an_impure_declaration_is_found_alone() -> None:
     """It has a test of its own, and needs no run."""
     answers = iter(range(1 << 20))
-    broken = Broken(workspace=lambda *asked: Workspace(device=next(answers)))
+    broken = FaultyReference(workspace=lambda *asked: Workspace(device=next(answers)))
     text = failed(
         lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(conformance.under_test(broken), (SHAPE,))
     )
@@ -142,7 +142,7 @@ def test_a_declared_field_that_nothing_reads_is_named(read: bool, monkeypatch: p
 
     monkeypatch.setattr(conformance, "audit", audit_of)
     splits = MetadataField(name="splits", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
-    broken = Broken(padding=lambda *asked: PaddingContract(fields=(splits,)))
+    broken = FaultyReference(padding=lambda *asked: PaddingContract(fields=(splits,)))
 
     def audit() -> None:
         ConformanceTests().test_every_declared_field_matters(conformance.under_test(broken), (SHAPE,), asked())
@@ -158,7 +158,7 @@ def test_a_declared_field_that_nothing_reads_is_named(read: bool, monkeypatch: p
 NOWHERE = Support(level=GraphSupport.NEVER, reason="Broken's kernels need a GPU.")
 
 
-def shapes_of(broken: Broken) -> tuple[Shape, ...]:
+def shapes_of(broken: FaultyReference) -> tuple[Shape, ...]:
     """Return what the fixture gives for a backend."""
     fixture = ConformanceTests.shapes
     return fixture.__wrapped__(ConformanceTests(), conformance.under_test(broken))  # type: ignore[attr-defined, no-any-return]
@@ -167,7 +167,7 @@ def shapes_of(broken: Broken) -> tuple[Shape, ...]:
 def test_a_backend_that_says_it_runs_nowhere_here_is_skipped_with_its_reason() -> None:
     """In its own words."""
     with pytest.raises(pytest.skip.Exception, match="Broken's kernels need a GPU"):
-        shapes_of(Broken(support=lambda *asked: NOWHERE))
+        shapes_of(FaultyReference(support=lambda *asked: NOWHERE))
 
 
 def test_a_backend_that_refuses_what_it_is_reserved_for_is_skipped_with_its_reason() -> None:
@@ -177,7 +177,7 @@ def test_a_backend_that_refuses_what_it_is_reserved_for_is_skipped_with_its_reas
         raise BackendError("broken: its library is not installed")
 
     with pytest.raises(pytest.skip.Exception, match="its library is not installed"):
-        shapes_of(Broken(reserve=reserve))
+        shapes_of(FaultyReference(reserve=reserve))
 
 
 def test_a_backend_that_breaks_is_not_skipped() -> None:
@@ -186,7 +186,7 @@ def test_a_backend_that_breaks_is_not_skipped() -> None:
     def reserve(reservation: object) -> None:
         raise TypeError("a slip")
 
-    broken = Broken(reserve=reserve)
+    broken = FaultyReference(reserve=reserve)
     text = failed(
         lambda: ConformanceTests().test_replays_compute_attention(
             conformance.under_test(broken), shapes_of(broken), asked(examples="2")

@@ -101,7 +101,7 @@ def test_the_template_says_what_the_reference_says(
     spec = (ROOT / "plans" / "specs" / "tiny-reference-cpu.yaml").read_text("utf-8")
 
     @contextmanager
-    def quiet(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def quiet(task: str, total: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: None
 
     def answers(backend: str) -> dict[str, tuple[int, ...]]:

@@ -64,7 +64,7 @@ def by_code(found):
 
 
 @pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
-def test_published_schedules_show_what_they_miss(schedule):
+def test_check_counts_missed_graphs_of_published_schedules(schedule):
     """20, 44 and 80 of 256 batch sizes beside a graph of their own, and the graphs that nothing reaches."""
     k = max(k for _, _, k in schedule)
     sizes = vllm_tokens(
@@ -83,7 +83,7 @@ def test_published_schedules_show_what_they_miss(schedule):
 
 
 @pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
-def test_fix_of_missed_graphs_works(schedule):
+def test_fix_of_missed_graphs_leaves_no_miss(schedule):
     """Given to the engine, no batch misses a graph any more, and no more full graphs are captured."""
     k = max(k for _, _, k in schedule)
     tiers = [(1 + tier, last) for _, last, tier in schedule]
@@ -100,7 +100,7 @@ def test_fix_of_missed_graphs_works(schedule):
 
 
 @pytest.mark.parametrize("schedule", PUBLISHED, ids=lambda tiers: "/".join(str(k) for _, _, k in tiers))
-def test_fix_of_missed_graphs_works_with_a_drafter(schedule):
+def test_fix_of_missed_graphs_leaves_no_miss_of_the_drafter(schedule):
     """The whole command line, with the list that is named: neither target nor drafter misses a graph."""
     k = max(k for _, _, k in schedule)
     drafter = {"method": "eagle3", "model": "d", "num_speculative_tokens": k}
@@ -130,7 +130,7 @@ def emulations(draw):
 
 
 @given(emulations())
-def test_every_admissible_batch_is_asked_and_answered_by_the_engine(emulated):
+def test_walk_answers_every_admissible_batch_as_the_engine(emulated):
     """Decodes of each size that the schedule has, mixed batches of each number of tokens, once each."""
     asked = walk(emulated)
     limits = emulated.limits
@@ -153,7 +153,7 @@ def test_every_admissible_batch_is_asked_and_answered_by_the_engine(emulated):
 
 
 @given(emulations())
-def test_what_stands_for_more_than_one_batch_is_answered_alike(emulated):
+def test_walk_range_of_batches_has_one_answer(emulated):
     """Beyond the largest graph one batch is asked for all that are larger."""
     for each in walk(emulated):
         if each.last > each.extent:
@@ -169,7 +169,7 @@ def test_what_stands_for_more_than_one_batch_is_answered_alike(emulated):
 
 
 @given(emulations())
-def test_a_miss_is_a_graph_that_fits_and_is_not_found(emulated):
+def test_missed_graphs_equal_brute_force(emulated):
     """The count of EN002 is what the manager itself says of each decode and mixed batch."""
     (manager,) = emulated.managers
     found = by_code(check(emulated)).get("EN002")
@@ -181,7 +181,7 @@ def test_a_miss_is_a_graph_that_fits_and_is_not_found(emulated):
 
 
 @given(emulations())
-def test_a_graph_is_unreached_if_no_batch_is_answered_with_it(emulated):
+def test_unreached_graphs_equal_brute_force(emulated):
     """By force: every decode and every number of tokens, one by one, with the fewest and the most requests."""
     (manager,) = emulated.managers
     limits = emulated.limits
@@ -196,14 +196,14 @@ def test_a_graph_is_unreached_if_no_batch_is_answered_with_it(emulated):
 
 
 @given(emulations())
-def test_the_best_graph_is_the_cheapest_that_serves(emulated):
+def test_best_graph_is_the_cheapest_compatible_one(emulated):
     """As looking at every graph finds it."""
     for asked in walk(emulated):
         serving = [g.entry for g in emulated.graphs if g.rejection(asked.batch) is None]
         assert asked.best == min(serving, key=lambda entry: entry.cost, default=None)
 
 
-def test_runs_join_what_follows_each_other():
+def test_runs_join_consecutive_batches():
     """Neighbours of one kind are one run; a gap begins another."""
     asked = [a for a in walk(emulation((), (8,), seqs=8, tokens=8)) if a.batch.kind is Kind.DECODE]
     joined = [(run.first, run.last) for run in runs(asked[:3] + asked[5:])]
@@ -220,7 +220,7 @@ ASKED = {
 
 @pytest.mark.parametrize("engine", ASKED)
 @given(st.lists(st.sampled_from([4, 8, 16]), min_size=1, max_size=3, unique=True), st.booleans())
-def test_a_size_that_is_asked_for_and_not_captured_is_named(engine, sizes, beyond):
+def test_check_counts_requested_sizes_that_are_not_captured(engine, sizes, beyond):
     """Of a list each size that is dropped is counted, whichever engine drops it; of a whole list none."""
     words, dropped = ASKED[engine]
     asked = sorted([*sizes, dropped] if beyond else sizes)
@@ -261,7 +261,7 @@ LIMITED = {
 
 @settings(max_examples=max(settings.default.max_examples // 3, 5))
 @given(st.sampled_from(sorted(LIMITED)), st.integers(1, 700), st.sets(st.integers(1, 400), max_size=4))
-def test_fixes_work_word_for_word(engine, seqs, sizes):
+def test_fix_flags_remove_their_findings(engine, seqs, sizes):
     """Decodes without a graph, and those that are padded far, have one close by once the flags are followed."""
     flags = [word.format(seqs) for word in LIMITED[engine]]
     flags = [*flags, *map(str, sorted(sizes))] if sizes else flags[:-1]
@@ -276,13 +276,13 @@ def test_fixes_work_word_for_word(engine, seqs, sizes):
     assert not decodes, seen
 
 
-def test_a_list_that_serves_everything_has_no_finding():
+def test_check_has_no_finding_for_a_complete_size_list():
     """One token a request, every size up to the limits."""
     assert check(emulation((), tuple(range(1, 9)), seqs=8, tokens=8)) == ()
 
 
 @pytest.mark.parametrize("code", ENGINE_RULES)
-def test_a_rule_is_explained_and_was_seen(code):
+def test_rule_has_an_explanation_a_thread_and_fixes(code):
     """It says what it means, where it was seen, and what to set in each engine."""
     rule = ENGINE_RULES[code]
     assert rule.code == code

@@ -49,7 +49,7 @@ def problem(engine, name, *flags):
     return found
 
 
-def test_every_known_model_has_its_source_and_the_facts_that_rules_read():
+def test_known_models_have_sources_and_facts():
     """Names are a hub's, in order; heads, widths, lengths and words are whole numbers; a source is named."""
     text = (checkpoints.resources.files("capture_planner.engines") / "known_models.json").read_text()
     entries = json.loads(text)
@@ -65,7 +65,7 @@ def test_every_known_model_has_its_source_and_the_facts_that_rules_read():
 
 
 @EVERY
-def test_known_facts_are_what_transformers_makes_of_them(name):
+def test_known_facts_equal_transformers_configuration(name):
     """Transformers' own configuration class, given the fields, has the numbers that vLLM is emulated with."""
     config = dict(checkpoints.known()[name])
     # Kimi K2 ships the code of its class, which is DeepSeek-V3's; the factors of a long rope are not kept.
@@ -89,7 +89,7 @@ def test_known_facts_are_what_transformers_makes_of_them(name):
 
 
 @EVERY
-def test_every_known_model_is_emulated(name):
+def test_known_models_are_emulated(name):
     """Both engines take it with their default flags, SGLang but for latent attention; nothing is assumed."""
     for engine, sourced in SETTINGS.items():
         if engine == "sglang" and "kv_lora_rank" in checkpoints.known()[name]:
@@ -102,7 +102,7 @@ def test_every_known_model_is_emulated(name):
 
 
 @given(st.sampled_from(KNOWN), st.sampled_from(MACHINES))
-def test_a_folder_with_the_same_config_is_the_same_model(tmp_path_factory, name, machine):
+def test_model_folder_equals_known_model_with_the_same_config(tmp_path_factory, name, machine):
     """Only where the facts come from differs, on any machine."""
     environment = find_environment(machine)
     place = folder(tmp_path_factory.mktemp("m"), **checkpoints.known()[name])
@@ -111,7 +111,7 @@ def test_a_folder_with_the_same_config_is_the_same_model(tmp_path_factory, name,
     assert ran.model.source == "known"
 
 
-def test_a_folder_wins_over_a_known_model_of_its_name(tmp_path, monkeypatch):
+def test_model_folder_overrides_known_model(tmp_path, monkeypatch):
     """An engine looks for a folder first."""
     (tmp_path / "Qwen").mkdir()
     folder(tmp_path / "Qwen" / "Qwen3-8B", **TEXT)
@@ -121,7 +121,7 @@ def test_a_folder_wins_over_a_known_model_of_its_name(tmp_path, monkeypatch):
         assert (found[sourced[0]].value, found[sourced[0]].source) == (1000, "model")
 
 
-def test_deepseek_runs_with_a_backend_for_latent_attention():
+def test_deepseek_takes_an_mla_backend():
     """A known model with MLA takes FLASHMLA; a name without facts is refused, and told that it is assumed."""
     found = settings("vllm", "deepseek-ai/DeepSeek-V3", "--attention-backend", "FLASHMLA")
     assert (found["attention_backend"].value, found["attention_backend"].source) == ("FLASHMLA", "flag")
@@ -132,7 +132,7 @@ def test_deepseek_runs_with_a_backend_for_latent_attention():
     assert "folder with its config.json" in refused.remedy
 
 
-def test_only_refusals_that_rest_on_the_assumption_say_so():
+def test_refusals_mention_assumed_facts_only_if_they_depend_on_them():
     """A length that a flag gives is not the model's; a known model's length is no assumption."""
     short = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "1000")
     assert "counts as" in problem("vllm", "some/model", *short).message
@@ -143,7 +143,7 @@ def test_only_refusals_that_rest_on_the_assumption_say_so():
     assert settings("sglang", "Qwen/Qwen3-8B", *eagle)["speculative_num_steps"].value == 3
 
 
-def test_a_note_says_what_rests_on_an_assumption():
+def test_assumed_facts_have_a_note():
     """It names the model, the settings that say assumed, and what to do; the drafter has one of its own."""
     for engine, sourced in SETTINGS.items():
         emulation = emulate(engine, [MODEL[engine], "some/model"], H100)
@@ -184,7 +184,7 @@ def test_a_note_says_what_rests_on_an_assumption():
         ({"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}}, 1000, 1000, 8000),
     ],
 )  # fmt: skip
-def test_the_longest_sequence_is_derived_as_the_engine_does(tmp_path, config, vllm, asked, sglang):
+def test_max_model_len_is_derived_as_in_the_engine(tmp_path, config, vllm, asked, sglang):
     """Scaled lengths are scaled once; vLLM stays within what a long rope was trained for unless asked."""
     place = folder(tmp_path / "m", **{**TEXT, **config})
     model = read_model("--model", place)
@@ -195,7 +195,7 @@ def test_the_longest_sequence_is_derived_as_the_engine_does(tmp_path, config, vl
         assert settings("sglang", place)["context_length"].value == sglang
 
 
-def test_latent_attention_goes_by_the_type_of_model(tmp_path):
+def test_mla_depends_on_model_type(tmp_path):
     """MLA is for the types that vLLM lists; another model with a latent rank has ordinary heads."""
     latent = {**TEXT, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     model = read_model("--model", folder(tmp_path / "a", **{**latent, "model_type": "deepseek_v2"}))
@@ -205,7 +205,7 @@ def test_latent_attention_goes_by_the_type_of_model(tmp_path):
     assert not read_model("--model", folder(tmp_path / "c", **{**TEXT, "model_type": "deepseek_v2"})).mla
 
 
-def test_flashinfer_is_passed_over_where_it_lacks_the_head_size():
+def test_flashinfer_is_not_selected_for_unsupported_head_size():
     """On a B200, where it comes first, heads of 96 run on FlashAttention."""
     b200 = find_environment("b200")
     found = {name: resolve([name], b200)[0].backend for name in checkpoints.known()}
@@ -219,7 +219,7 @@ def test_flashinfer_is_passed_over_where_it_lacks_the_head_size():
 @pytest.mark.parametrize(
     ("machine", "chosen"), [("h100", "fa3"), ("b200", "trtllm_mha"), ("a100", "triton"), ("l40s", "triton")]
 )
-def test_sglang_runs_attention_sinks_on_what_has_them(machine, chosen):
+def test_sglang_selects_a_backend_with_attention_sinks(machine, chosen):
     """gpt-oss never runs on FlashInfer, which SGLang refuses."""
     environment = find_environment(machine)
     name = ["--model-path", "openai/gpt-oss-20b"]
@@ -234,14 +234,14 @@ def test_sglang_runs_attention_sinks_on_what_has_them(machine, chosen):
 
 @pytest.mark.parametrize("engine", sorted(MODEL))
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"num_attention_heads": {}, "max_position_embeddings": []}'])
-def test_a_broken_folder_is_refused(tmp_path, engine, text):
+def test_broken_model_folder_is_refused(tmp_path, engine, text):
     """Nothing falls back to an assumption where a folder is named."""
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     assert problem(engine, tmp_path).path == (MODEL[engine],)
 
 
-def test_assumed_facts_are_those_of_a_dense_decoder():
+def test_assumed_facts_describe_a_dense_decoder():
     """What the note says is what the emulation does."""
     model = read_model("--model", "some/model")
     assert (model.known, model.mla, model.experts, model.max_len) == (False, False, 0, ASSUMED_LENGTH)
@@ -249,13 +249,13 @@ def test_assumed_facts_are_those_of_a_dense_decoder():
 
 
 @pytest.mark.parametrize(("engine", "flag"), [("vllm", "--model"), ("sglang", "--model-path")])
-def test_a_plan_is_no_model(engine, flag):
+def test_plan_file_as_model_is_refused(engine, flag):
     """A file that is given to ``check --engine`` by mistake is refused, whether it is there or not."""
     with pytest.raises(FlagError, match="checked without --engine"):
         emulate(engine, [flag, "plans/none.yaml"], find_environment("h100"))
 
 
-def test_a_name_that_is_nearly_known_names_the_one_that_is():
+def test_misspelled_model_name_suggests_known_model():
     """Another spelling, or a quantized variant."""
     for name in ("qwen/qwen3-32b", "Qwen/Qwen3-32B-FP8"):
         assert "(Qwen/Qwen3-32B is one)" in checkpoints.assumption(name, "x")

@@ -14,8 +14,7 @@ from capture_planner.analysis import arrivals as traffic
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
-from capture_planner.engines.emulation import CapturedGraph, Emulation
-from capture_planner.engines.side_by_side import compare
+from capture_planner.engines.side_by_side import compare, emulation_of_plan
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
@@ -30,7 +29,7 @@ SMALL = {"max_reqs": 16, "max_tokens": 64}
 
 
 @attrs.frozen
-class Deployed:
+class TraceLimits:
     """What batches come from, and nothing else."""
 
     limits: Limits
@@ -40,51 +39,12 @@ class Deployed:
 
 
 @attrs.frozen
-class Asked:
+class TraceRequest:
     """A request of a trace."""
 
     arrival: float
     prompt: int
     output: int
-
-
-@attrs.frozen
-class FromPlan:
-    """A manager that answers as a plan does."""
-
-    role: Role
-    mode: GraphMode
-    graphs: tuple[CapturedGraph, ...]
-    _dispatcher: Dispatcher
-
-    def dispatch(self, batch):
-        return self._dispatcher.dispatch(batch)
-
-
-def emulating(plan):
-    """An emulation that does what a plan does."""
-    dispatcher = Dispatcher(plan)
-    return Emulation(
-        engine="planned",
-        version="1",
-        command=(),
-        settings=(),
-        sizes=(),
-        managers=tuple(
-            FromPlan(
-                role.role,
-                role.mode,
-                tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
-                dispatcher,
-            )
-            for role in plan.roles
-        ),
-        decisions=(),
-        limits=plan.limits,
-        speculative=plan.speculative,
-        lora=plan.lora,
-        parallel=plan.parallel,
-    )
 
 
 def without(plan, dropped):
@@ -114,21 +74,21 @@ def text_of(compared):
 
 
 @given(plans(**SMALL))
-def test_a_plan_beside_itself(plan):
+def test_plan_compared_with_itself_has_no_difference(plan):
     """Both sides are the same, nothing is a hole, and an emulation of it is no other thing."""
     compared = compare(plan, plan)
     assert not compared.holes
     assert all(pair.a == pair.b for pair in compared.families)
     assert all(captured.a == captured.b for captured in compared.graphs)
     assert all(modes.a is modes.b for modes in compared.modes)
-    emulated = compare(emulating(plan), plan)
+    emulated = compare(emulation_of_plan(plan), plan)
     assert attrs.evolve(emulated, a=compared.a) == compared
-    assert emulated.a == "planned 1"
+    assert emulated.a == "capture-planner"
 
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(arbitrary_plans(max_tokens=64))
-def test_figures_by_brute_force(plan):
+def test_comparison_figures_equal_brute_force(plan):
     """Each admissible batch by the definition of compatibility: counts, shares, and both ratios."""
     compared = compare(plan, plan)
     for pair in compared.families:
@@ -154,7 +114,7 @@ def test_figures_by_brute_force(plan):
 
 
 @given(plans(**SMALL), plans(**SMALL))
-def test_sides_can_be_swapped(one, other):
+def test_comparison_is_symmetric(one, other):
     """Whichever comes first."""
     forth = plain(compare(one, other, names=("x", "y")))
     back = swapped(plain(compare(other, one, names=("y", "x"))))
@@ -164,7 +124,7 @@ def test_sides_can_be_swapped(one, other):
 
 
 @given(plans(**SMALL), st.integers(0, 5))
-def test_holes_are_what_lost_its_graph(plan, seed):
+def test_holes_are_batches_without_their_graph(plan, seed):
     """A plan beside one with fewer graphs: each batch that is eager there, once, and no other."""
     fewer = without(plan, lambda entry: hash((entry.num_tokens, seed)) % 3 == 0)
     compared = compare(fewer, plan)
@@ -185,7 +145,7 @@ def test_holes_are_what_lost_its_graph(plan, seed):
 
 
 @given(plans(**SMALL), plans(**SMALL))
-def test_it_can_be_written(one, other):
+def test_comparison_is_written_as_json_and_tables(one, other):
     """As JSON, and as tables that name both sides and count every hole."""
     compared = compare(one, other, names=("left", "right"))
     data = json.loads(json.dumps(plain(compared)))
@@ -202,7 +162,7 @@ def test_it_can_be_written(one, other):
 
 def traces():
     """Short traces of short requests."""
-    request = st.builds(Asked, arrival=st.floats(0, 3), prompt=st.integers(1, 40), output=st.integers(1, 30))
+    request = st.builds(TraceRequest, arrival=st.floats(0, 3), prompt=st.integers(1, 40), output=st.integers(1, 30))
     return st.lists(request, min_size=1, max_size=12)
 
 
@@ -215,7 +175,7 @@ def deployed(draw):
         schedule = draw(st.sampled_from(((), ((1, last, 3), (last + 1, 99, 1)))))
         speculative = Speculative(method=Method.EAGLE, num_tokens=3, schedule=schedule)
     most = draw(st.integers(1, 8))
-    return Deployed(Limits(max_num_reqs=most, max_num_tokens=draw(st.integers(most, 48))), speculative)
+    return TraceLimits(Limits(max_num_reqs=most, max_num_tokens=draw(st.integers(most, 48))), speculative)
 
 
 def step_by_step(requests, deployment, seconds):
@@ -260,7 +220,7 @@ def step_by_step(requests, deployment, seconds):
 
 
 @given(traces(), deployed(), st.sampled_from((0.0625, 0.25)))
-def test_traffic_is_that_of_single_steps(requests, deployment, seconds):
+def test_traffic_batches_equal_single_steps(requests, deployment, seconds):
     """Jumping over steps that are alike changes nothing. Times are binary fractions: sums are exact."""
     requests = [attrs.evolve(each, arrival=round(each.arrival * 16) / 16) for each in requests]
     met = traffic.batches_of(requests, deployment, step_seconds=seconds)
@@ -268,7 +228,7 @@ def test_traffic_is_that_of_single_steps(requests, deployment, seconds):
 
 
 @given(traces(), deployed())
-def test_traffic_serves_every_token(requests, deployment):
+def test_traffic_batches_compute_every_token(requests, deployment):
     """Prompts whole, and each output but its last token, by batches that the limits admit."""
     met = traffic.batches_of(requests, deployment)
     limits = deployment.limits
@@ -280,7 +240,7 @@ def test_traffic_serves_every_token(requests, deployment):
 
 
 @given(traces(), deployed())
-def test_drafters_follow_the_target(requests, deployment):
+def test_traffic_has_draft_batches_after_the_targets(requests, deployment):
     """Draft prefill on the same batches, and k - 1 decodes of one token after each."""
     met = traffic.batches_of(requests, deployment)
     prefill = traffic.for_role(met, Role.DRAFT_PREFILL, ())
@@ -293,7 +253,7 @@ def test_drafters_follow_the_target(requests, deployment):
 
 
 @given(plans(**SMALL), plans(**SMALL), traces())
-def test_over_a_trace(one, other, requests):
+def test_comparison_over_a_trace_counts_steps(one, other, requests):
     """Figures count steps; holes are among the batches that both meet, and the side that is eager counts them."""
     compared = compare(one, other, requests)
     assert compared.from_traffic
@@ -311,7 +271,7 @@ def test_over_a_trace(one, other, requests):
 
 
 @given(plans(**SMALL), traces())
-def test_a_trace_shows_no_worse_than_the_whole_space(plan, requests):
+def test_comparison_over_a_trace_has_no_worse_ratio_than_all_batches(plan, requests):
     """What traffic meets of decodes is admissible: its worst ratio is none that the space does not have."""
     assume(plan.parallel.tensor == 1)
     whole = {pair.family: pair.a for pair in compare(plan, plan).families}
@@ -321,7 +281,7 @@ def test_a_trace_shows_no_worse_than_the_whole_space(plan, requests):
             assert pair.a.coverage == 1 or whole[pair.family].coverage < 1
 
 
-def test_decodes_of_other_widths_are_the_same_ones():
+def test_comparison_matches_decodes_by_requests():
     """Where drafts cost large batches their graphs, that is a hole: requests are compared, not widths."""
     machine = find_environment("h100")
     drafts = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']

@@ -10,7 +10,7 @@ SIZES = st.lists(st.integers(0, 999))
 
 
 @given(st.lists(st.tuples(SIZES | st.none() | st.booleans(), SIZES.map(tuple) | st.integers())))
-def test_steps_are_kept_in_order(steps):
+def test_decisions_keep_their_order(steps):
     """With their values as text, of the target unless another role is named."""
     decisions = Decisions()
     for number, (before, after) in enumerate(steps):
@@ -22,7 +22,7 @@ def test_steps_are_kept_in_order(steps):
 
 
 @given(SIZES)
-def test_a_list_is_written_with_its_ends(sizes):
+def test_decision_shortens_long_lists(sizes):
     """All of up to twelve, and none as such; of more the first six and the last three."""
     words = written(sizes).split(", ")
     assert written(tuple(sizes)) == written(sizes)
@@ -35,6 +35,6 @@ def test_a_list_is_written_with_its_ends(sizes):
         assert list(map(int, words)) == sizes[:6] + sizes[-3:]
 
 
-def test_nothing_and_truths_are_words():
+def test_decision_writes_none_and_booleans_as_yaml():
     """As a file would have them."""
     assert [written(value) for value in (None, True, False, 0)] == ["none", "true", "false", "0"]

@@ -6,15 +6,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.engines import engines, find_engine
-from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import Effect, compared, prove
 from capture_planner.engines.export.export import DRAFT_MODEL, graph_scope
 from capture_planner.engines.export.proof import effect, emulated
 from capture_planner.engines.parsing import as_words
+from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.errors import DispatchError, FlagError, Problem
-from capture_planner.modes import GraphMode, Refresh, Role
+from capture_planner.modes import GraphMode, Reason, Refresh, Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import decode_families, decode_tiers, is_admissible
 from capture_planner.records.model import Method, Speculative
@@ -22,7 +22,7 @@ from capture_planner.records.spec import Policy, Sizes
 from capture_planner.report.plain import plain
 from capture_planner.testing import batches, plans
 from support.export_plans import SCHEDULES, made
-from support.small_engines import EMULATORS, Searched, vllm_table
+from support.small_engines import EMULATORS, vllm_table
 
 NAMES = st.sampled_from(sorted(engines()))
 PLANS = plans(max_reqs=16, max_tokens=96)
@@ -50,53 +50,28 @@ def proved(engine, planned):
     return prove(find_engine(engine).export(planned), planned, EMULATORS[engine])
 
 
-def itself(planned):
-    """Return the plan as an emulation: what an engine would be that executes plans."""
-    dispatcher = Dispatcher(planned)
-    managers = tuple(
-        Searched(
-            role=role.role,
-            mode=role.mode,
-            graphs=tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
-            rule=lambda batch: dispatcher.dispatch(batch).entry,
-        )
-        for role in planned.roles
-    )
-    return Emulation(
-        engine="ours",
-        version="1",
-        command=(),
-        settings=(),
-        sizes=(),
-        managers=managers,
-        decisions=(),
-        limits=planned.limits,
-    )
-
-
 @given(PLANS)
-def test_a_plan_equals_itself(planned):
+def test_proof_of_an_exact_engine_has_no_difference(planned):
     """Nothing differs from an engine that executes the plan."""
-    proof = compared(planned, itself(planned))
+    proof = compared(planned, emulation_of_plan(planned))
     assert proof.exact
     assert len(proof.same) == planned.num_graphs
 
 
 @given(PLANS, st.data())
-def test_a_graph_that_is_gone_is_seen(planned, data):
+def test_proof_names_a_missing_graph_and_its_batches(planned, data):
     """Without one of its graphs, the proof names it, and the batches that it served if it served any."""
-    graphs = [graph for manager in itself(planned).managers for graph in manager.graphs]
-    assume(graphs)
-    gone = data.draw(st.sampled_from(graphs))
-    whole = itself(planned)
+    whole = emulation_of_plan(planned)
+    assume(whole.graphs)
+    gone = data.draw(st.sampled_from(whole.graphs))
+
+    def dispatch(batch):
+        answer = whole.dispatch(batch)
+        lost = batch.role is gone.role and answer.entry == gone.entry
+        return Dispatch(None, reason=Reason.SIZES) if lost else answer
+
     managers = tuple(
-        attrs.evolve(
-            manager,
-            graphs=tuple(graph for graph in manager.graphs if graph != gone),
-            rule=lambda batch, rule=manager.rule, role=manager.role: (
-                None if role is gone.role and rule(batch) == gone.entry else rule(batch)
-            ),
-        )
+        attrs.evolve(manager, graphs=tuple(graph for graph in manager.graphs if graph != gone), dispatch=dispatch)
         for manager in whole.managers
     )
     proof = compared(planned, attrs.evolve(whole, managers=managers))
@@ -107,7 +82,7 @@ def test_a_graph_that_is_gone_is_seen(planned, data):
 
 
 @given(NAMES, PLANS, st.data())
-def test_a_proof_is_true_of_every_batch(engine, planned, data):
+def test_proof_holds_for_every_batch(engine, planned, data):
     """An admissible batch differs exactly where the proof says so, and as it says."""
     export = find_engine(engine).export(planned)
     emulation = emulated(export, planned.environment, EMULATORS[engine])
@@ -136,7 +111,7 @@ def test_a_proof_is_true_of_every_batch(engine, planned, data):
 
 
 @given(NAMES, PLANS)
-def test_graphs_are_counted_once(engine, planned):
+def test_proof_counts_each_graph_once(engine, planned):
     """What both have and what one has make up each side; losses cost what differs in their scope."""
     export = find_engine(engine).export(planned)
     assert all(loss.cost is None and loss.says for loss in export.losses)
@@ -151,7 +126,7 @@ def test_graphs_are_counted_once(engine, planned):
 
 
 @given(NAMES, PLANS)
-def test_every_loss_has_a_name(engine, planned):
+def test_export_names_every_loss(engine, planned):
     """Where a batch or a graph is lost, the export had said so before it was tried."""
     export = proved(engine, planned)
     said = {scope for loss in export.losses for scope in loss.scope}
@@ -161,7 +136,7 @@ def test_every_loss_has_a_name(engine, planned):
 
 
 @given(NAMES, PLANS)
-def test_the_file_says_what_the_flags_say(engine, planned):
+def test_export_file_equals_export_flags(engine, planned):
     """The file is YAML, and gives the same words; where the flags refer to it, they hold nothing else."""
     export = find_engine(engine).export(planned)
     data = YAML(typ="safe", pure=True).load(export.file)
@@ -177,7 +152,7 @@ def test_the_file_says_what_the_flags_say(engine, planned):
 
 
 @given(PLANS)
-def test_vllm_keeps_every_full_decode(planned):
+def test_vllm_export_keeps_full_decodes(planned):
     """Every target decode with a FULL graph has one in vLLM, whatever the schedule and the sizes.
 
     Not so where the schedule is dropped, or alignment pads a graph beyond the limits.
@@ -189,7 +164,7 @@ def test_vllm_keeps_every_full_decode(planned):
 
 
 @given(deployed(tiers=0), st.booleans())
-def test_vllm_keeps_a_plan_of_one_list(planned, full):
+def test_vllm_export_of_one_size_list_is_exact(planned, full):
     """Where one list is what the plan has, vLLM has the same graphs and answers alike."""
     if full:
         planned = made(reqs=planned.limits.max_num_reqs, tokens=512, mode=GraphMode.FULL)
@@ -201,14 +176,14 @@ def test_vllm_keeps_a_plan_of_one_list(planned, full):
 
 
 @given(deployed(tiers=0) | deployed(tiers=1))
-def test_sglang_keeps_the_decodes_of_one_width(planned):
+def test_sglang_export_keeps_decodes_of_one_query_length(planned):
     """Without a schedule, target decodes are answered as planned."""
     proof = proved("sglang", planned).proof
     assert not [d for d in proof.differences if (d.role, d.kind) == (Role.TARGET, Kind.DECODE)]
 
 
 @given(deployed(tiers=0) | deployed(tiers=1) | deployed(tiers=2) | deployed(tiers=3))
-def test_tensorrt_llm_keeps_the_decodes_of_a_falling_schedule(planned):
+def test_tensorrt_llm_export_keeps_decodes_of_a_falling_schedule(planned):
     """Target decodes keep their graphs and are padded no further: each length has its last batch."""
     proof = proved("tensorrt-llm", planned).proof
     for lost in (Effect.EAGER, Effect.WEAKER, Effect.PADDED):
@@ -216,7 +191,7 @@ def test_tensorrt_llm_keeps_the_decodes_of_a_falling_schedule(planned):
     assert set(proof.unrun) == {role.role for role in planned.roles} - {Role.TARGET}
 
 
-def test_a_schedule_that_rises_is_a_loss():
+def test_rising_schedule_is_a_loss():
     """SGLang takes none, TensorRT-LLM none that rises; both say so, and how many batches it costs."""
     planned = made(((1, 4, 1), (5, 16, 3)), reqs=16)
     for engine in ("sglang", "tensorrt-llm"):
@@ -228,7 +203,7 @@ def test_a_schedule_that_rises_is_a_loss():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", [Policy.VLLM, Policy.DEFAULT, Policy.POWERS_OF_TWO])
-def test_published_schedules_get_other_sizes(schedule, policy):
+def test_export_of_published_schedules_misses_no_batch(schedule, policy):
     """With vLLM's own sizes and with ours, no batch of the published schedules loses its graph."""
     planned = made(schedule, sizes=Sizes(policy=policy))
     export = proved("vllm", planned)
@@ -241,7 +216,7 @@ def test_published_schedules_get_other_sizes(schedule, policy):
     assert names["sizes-replaced"].cost.weaker == 0
 
 
-def test_own_sizes_would_have_missed():
+def test_plan_sizes_given_to_vllm_miss_batches():
     """The plan's own sizes, given to vLLM as they are, do miss batches: the other list is needed."""
     for schedule in SCHEDULES:
         planned = made(schedule, sizes=Sizes(policy=Policy.VLLM))
@@ -257,21 +232,21 @@ def test_own_sizes_would_have_missed():
 
 
 @pytest.mark.parametrize("engine", sorted(engines()))
-def test_a_plan_without_graphs(engine):
+def test_export_of_a_plan_without_graphs_is_exact(engine):
     """NONE stays NONE: nothing is captured, nothing differs."""
     proof = proved(engine, made(mode=GraphMode.NONE)).proof
     assert (proof.same, proof.lacks, proof.adds, proof.differences) == ((), (), (), ())
 
 
 @pytest.mark.parametrize("engine", sorted(engines()))
-def test_a_plan_without_target_cannot_be_exported(engine):
+def test_export_refuses_a_plan_without_target(engine):
     """There is nothing to serve."""
     planned = made(SCHEDULES[0])
     with pytest.raises(DispatchError, match="no role target"):
         find_engine(engine).export(attrs.evolve(planned, roles=planned.roles[1:]))
 
 
-def test_a_backend_that_the_engine_has_not_is_a_loss():
+def test_unknown_backend_is_a_loss():
     """VLLM and SGLang name theirs; another one is a loss with a sentence."""
     planned = made()
     for engine, name in (("vllm", "FLASH_ATTN"), ("sglang", "fa3")):
@@ -297,7 +272,7 @@ def refusing(engine, *flags):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_backend_that_the_engine_refuses_is_left_out(engine):
+def test_refused_backend_is_a_loss_and_not_exported(engine):
     """It is a loss with the engine's reason; flags and file are without it, and what is left is proved."""
     planned = made()
     export = find_engine(engine).export(planned)
@@ -315,7 +290,7 @@ def test_a_backend_that_the_engine_refuses_is_left_out(engine):
 
 
 @pytest.mark.parametrize("engine", sorted(engines()))
-def test_flags_that_the_engine_refuses_are_not_proved(engine):
+def test_refused_flags_have_no_proof(engine):
     """They are there, with no proof, and the engine's reason in its place; losses have no cost."""
     planned = made()
     export = find_engine(engine).export(planned)
@@ -325,7 +300,7 @@ def test_flags_that_the_engine_refuses_are_not_proved(engine):
     assert (plain(found)["proof"], plain(found)["unproved"]) == (None, found.unproved)
 
 
-def test_a_refused_file_has_the_name_it_is_written_under():
+def test_refused_file_has_its_output_name():
     """Not that of the file that lay on disk for the proof."""
     planned = made()
 

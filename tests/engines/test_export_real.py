@@ -26,7 +26,7 @@ def lost(proof, role, *effects):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", [Policy.VLLM, Policy.DEFAULT])
-def test_vllm_misses_no_batch_of_a_published_schedule(schedule, policy):
+def test_vllm_export_of_a_published_plan_misses_no_batch(schedule, policy):
     """Of 256 batch sizes none loses its graph, of the target nor of the drafter."""
     export = proved("vllm", made(schedule, sizes=Sizes(policy=policy)))
     assert [lost(export.proof, role, *LOST) for role in Role] == [0, 0, 0]
@@ -34,7 +34,7 @@ def test_vllm_misses_no_batch_of_a_published_schedule(schedule, policy):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tensorrt_llm_follows_a_published_schedule(schedule):
+def test_tensorrt_llm_export_of_a_published_plan_keeps_target_decodes(schedule):
     """Every target decode is answered as planned; drafts run inside the target's graphs."""
     proof = proved("tensorrt-llm", made(schedule)).proof
     assert [lost(proof, Role.TARGET, effect) for effect in Effect] == [0] * len(Effect)
@@ -42,7 +42,7 @@ def test_tensorrt_llm_follows_a_published_schedule(schedule):
 
 
 @pytest.mark.parametrize("method", [None, *Method])
-def test_sglang_has_a_plan_of_one_width(method):
+def test_sglang_export_of_a_plan_without_schedule_is_exact(method):
     """Without a schedule SGLang has all graphs of the plan, and answers every batch alike."""
     options = {} if method is None else {"speculative": Speculative(method=method, num_tokens=2)}
     assert proved("sglang", made(**options)).proof.exact
@@ -50,7 +50,7 @@ def test_sglang_has_a_plan_of_one_width(method):
 
 @pytest.mark.parametrize("engine", sorted(engines()))
 @pytest.mark.parametrize("method", [None, *Method])
-def test_no_engine_loses_a_decode_of_one_width(engine, method):
+def test_exports_of_a_plan_without_schedule_keep_full_decodes(engine, method):
     """Every decode of the target, and of the drafter where it runs, keeps its full graph."""
     options = {} if method is None else {"speculative": Speculative(method=method, num_tokens=3)}
     proof = proved(engine, made(**options)).proof
@@ -58,6 +58,6 @@ def test_no_engine_loses_a_decode_of_one_width(engine, method):
 
 
 @pytest.mark.parametrize("engine", sorted(engines()))
-def test_every_engine_that_is_emulated_can_be_exported_to(engine):
+def test_emulated_engines_have_an_export(engine):
     """The names are the same on both sides."""
     assert find_engine(engine).name == engine

@@ -119,7 +119,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("engine", "command", "where", "says"), WRONG)
-def test_a_wrong_command_line(engine, command, where, says):
+def test_wrong_flag_has_one_problem_with_a_remedy(engine, command, where, says):
     """One problem: its path ends at the place, and text and remedy say what to do."""
     (problem,) = problems(engine, *(command.split() if isinstance(command, str) else command))
     assert problem.path[-1] == where
@@ -150,7 +150,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("engine", "text", "line", "says"), FILES)
-def test_a_wrong_file(engine, text, line, says, tmp_path):
+def test_wrong_file_value_has_its_line_and_flag(engine, text, line, says, tmp_path):
     """The file, the line and the flag that named it; nothing is printed beside the error."""
     file = tmp_path / "flags.yaml"
     for flag in ("--config", "--extra_llm_api_options") if engine == "tensorrt-llm" else ("--config",):
@@ -164,7 +164,7 @@ def test_a_wrong_file(engine, text, line, says, tmp_path):
 
 
 @pytest.mark.parametrize("engine", engines())
-def test_a_file_that_is_not_there(engine, tmp_path):
+def test_missing_file_has_its_name_and_reason(engine, tmp_path):
     """Its name and the system's reason, without numbers of errors."""
     (problem,) = problems(engine, *FRONT[engine], "--config", str(tmp_path / "no.yaml"))
     assert problem.file == str(tmp_path / "no.yaml")
@@ -172,7 +172,7 @@ def test_a_file_that_is_not_there(engine, tmp_path):
     assert "Errno" not in str(problem)
 
 
-def test_the_command_line_is_not_said_to_be_in_the_file(tmp_path):
+def test_wrong_flag_that_is_also_in_the_file_has_no_line(tmp_path):
     """A flag that stands in both is read from the command line, so that it has no line."""
     file = tmp_path / "flags.yaml"
     file.write_text("max-num-seqs: 8\ntensor-parallel-size: 2\n", "utf-8")
@@ -182,7 +182,7 @@ def test_the_command_line_is_not_said_to_be_in_the_file(tmp_path):
 
 
 @given(st.sampled_from(sorted((e, f) for e in engines() for f in find_engine(e).flags if f[:2] == "--")), st.data())
-def test_a_slip_is_understood(drawn, data):
+def test_misspelled_flag_suggests_a_real_one(drawn, data):
     """Of a flag with a letter too few, twice, or two swapped, or the other dashes, a real one is named."""
     engine, flag = drawn
     at = data.draw(st.integers(2, len(flag) - 2))
@@ -207,7 +207,7 @@ def test_a_slip_is_understood(drawn, data):
 
 
 @pytest.mark.parametrize("engine", engines())
-def test_renamed_flags(engine):
+def test_renamed_flags_suggest_a_real_one(engine):
     """What is given in place of an old or foreign flag is one of the engine's, and the old one is not."""
     for old, new in RENAMED[engine].items():
         assert old not in KNOWN[engine]

@@ -53,7 +53,7 @@ EMULATIONS = [emulate(name, words, H100) for name, words in LINES]
 
 
 @pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda each: each.engine)
-def test_what_is_walked_can_be_sent(emulation):
+def test_walked_batches_can_be_sent(emulation):
     """No batch of the walk over all admissible batches is said to be impossible."""
     walked = walk(emulation)
     assert walked
@@ -61,7 +61,7 @@ def test_what_is_walked_can_be_sent(emulation):
 
 
 @pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda each: each.engine)
-def test_every_role_meets_its_graphs(emulation):
+def test_walked_decodes_have_captured_query_lengths(emulation):
     """What is walked of a role has a width that its decode graphs are captured for, and is answered."""
     for manager in emulation.managers:
         asked = [one for one in walk(emulation) if one.batch.role is manager.role]
@@ -76,7 +76,7 @@ REQUESTS = [Request(arrival=n / 50, prompt=5 * n + 1, output=8) for n in range(3
 
 
 @pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda each: each.engine)
-def test_a_trace_meets_no_decode_that_there_is_not(emulation):
+def test_trace_has_admissible_decodes_only(emulation):
     """Each role's decodes over a trace are among those of the whole space."""
     families = [
         {pair.family for pair in compare(emulation, emulation, requests).families if pair.a is not None}
@@ -97,7 +97,7 @@ def test_a_trace_meets_no_decode_that_there_is_not(emulation):
     st.integers(0, 4),
     st.booleans(),
 )
-def test_it_is_what_the_limits_do_not_admit(emulation, role, reqs, tokens, width, past, loras, fits):
+def test_batches_beyond_the_limits_cannot_be_sent(emulation, role, reqs, tokens, width, past, loras, fits):
     """As for a plan, and a width that does not fit besides; one said to be impossible is not admissible."""
     if fits and width is not None:
         tokens = reqs * width
@@ -111,7 +111,7 @@ def test_it_is_what_the_limits_do_not_admit(emulation, role, reqs, tokens, width
         assert (never is None) == (admissible and not contradicts)
 
 
-def test_the_widths_of_draft_decodes_are_the_engine_s():
+def test_sglang_draft_decodes_have_a_token_for_each_branch():
     """SGLang's have a token for each branch, which no plan has; they can be sent."""
     words = [*SGLANG, *DRAFTS.split(), "4", "--speculative-num-draft-tokens", "8"]
     emulation = emulate("sglang", words, H100)
@@ -121,14 +121,14 @@ def test_the_widths_of_draft_decodes_are_the_engine_s():
     assert "prompt" in why_inadmissible(attrs.evolve(batch, past_prompt=False), emulation)
 
 
-def test_the_schedule_says_where_nothing_is_drafted_after_the_first():
+def test_schedule_of_one_draft_token_has_no_draft_decode():
     """With one draft token for a batch size there is no draft decode."""
     for reqs, sent in ((4, True), (5, False)):
         batch = Batch(role=Role.DRAFT_DECODE, num_reqs=reqs, num_tokens=reqs, query_len=1)
         assert (why_inadmissible(batch, EMULATIONS[0]) is None) == sent
 
 
-def test_a_prompt_without_chunks_may_be_longer_than_a_batch():
+def test_sglang_prompt_without_chunks_may_exceed_the_batch():
     """SGLang takes one such prompt by itself, and no two of them."""
     words = ["--max-running-requests", "12", "--chunked-prefill-size", "-1", "--max-prefill-tokens", "64"]
     emulation = emulate("sglang", words, H100)
@@ -137,7 +137,7 @@ def test_a_prompt_without_chunks_may_be_longer_than_a_batch():
         assert (why_inadmissible(batch, emulation) is None) == sent
 
 
-def test_lines_say_so(call, tmp_path):
+def test_answer_of_an_impossible_batch_has_the_not_admissible_key(call, tmp_path):
     """The answer of an impossible batch has one key more; that of any other is as it was."""
     possible = [{"role": "target", "num_reqs": 4, "num_tokens": 8, "query_len": 2}]
     impossible = [

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(seed=st.integers(0, 1 << 30))
-def test_a_setting_comes_from_a_flag_the_file_a_default_or_a_rule(folder: Path, seed: int) -> None:
+def test_setting_sources_are_a_flag_the_file_a_default_or_a_rule(folder: Path, seed: int) -> None:
     """A rule is one of the decisions, and a file's value is the source only where there is a file."""
     emulation, _ = drawn(seed, folder)
     plain = {"flag", "default"} | ({"file"} if "--config" in emulation.command else set())
@@ -83,14 +83,14 @@ NULL = '{"decode": {"bs": null, "max_bs": null}, "prefill": {"bs": null, "max_bs
         ([], "request_pool", 2048, "default"),
     ],
 )
-def test_where_a_value_comes_from(flags: list[str], name: str, value: object, source: str) -> None:
+def test_setting_source_is_the_flag_or_the_last_rule(flags: list[str], name: str, value: object, source: str) -> None:
     """The flag that gave it, or the rule that wrote it last."""
     emulation = emulate([*BASE, *flags], H100)
     (found,) = (setting for setting in emulation.settings if setting.name == name)
     assert (found.value, found.source) == (value, source)
 
 
-def test_a_null_asks_for_no_sizes() -> None:
+def test_null_sizes_equal_default_sizes() -> None:
     """The list is SGLang's own then, as where no flag is given."""
     null, none = (emulate([*BASE, *flags], H100) for flags in (["--cuda-graph-config", NULL], []))
     assert null.asked_sizes == none.asked_sizes == ()
@@ -98,7 +98,7 @@ def test_a_null_asks_for_no_sizes() -> None:
     assert emulate([*BASE, "--cuda-graph-bs-decode", "8", "2"], H100).asked_sizes == (8, 2)
 
 
-def test_where_a_value_of_the_file_comes_from(tmp_path: Path) -> None:
+def test_setting_source_of_a_file_value(tmp_path: Path) -> None:
     """From the file, and from the flag that wins over it."""
     file = tmp_path / "flags.yaml"
     file.write_text("cuda-graph-bs-decode: [4, 8]\ncuda-graph-max-bs-prefill: 64\n")
@@ -110,7 +110,7 @@ def test_where_a_value_of_the_file_comes_from(tmp_path: Path) -> None:
 
 
 @given(seed=st.integers(0, 1 << 30))
-def test_answer_is_a_graph_that_fits(folder: Path, seed: int) -> None:
+def test_dispatch_returns_a_captured_graph_that_holds_the_batch(folder: Path, seed: int) -> None:
     """An entry is one of those captured, it holds the batch, and its padding is what is left over."""
     emulation, batches = drawn(seed, folder)
     for batch in batches:
@@ -130,7 +130,7 @@ def test_answer_is_a_graph_that_fits(folder: Path, seed: int) -> None:
 
 
 @given(seed=st.integers(0, 1 << 30))
-def test_smallest_size_answers(folder: Path, seed: int) -> None:
+def test_dispatch_returns_the_smallest_graph(folder: Path, seed: int) -> None:
     """No smaller graph of the same runner would hold the batch."""
     emulation, batches = drawn(seed, folder)
     for batch in batches:
@@ -146,7 +146,7 @@ def test_smallest_size_answers(folder: Path, seed: int) -> None:
 
 
 @given(seed=st.integers(0, 1 << 30))
-def test_captured_largest_first_and_once(folder: Path, seed: int) -> None:
+def test_graphs_are_captured_largest_first_and_once(folder: Path, seed: int) -> None:
     """A runner captures each graph once, the largest first, and a prefill runner before a decode one."""
     emulation, _ = drawn(seed, folder)
     for manager in emulation.managers:
@@ -166,7 +166,7 @@ def test_captured_largest_first_and_once(folder: Path, seed: int) -> None:
     alignment=st.integers(1, 8),
     width=st.integers(1, 8),
 )
-def test_decode_sizes_by_their_definition(sizes: list[int], pool: int, alignment: int, width: int) -> None:
+def test_decode_sizes_equal_their_definition(sizes: list[int], pool: int, alignment: int, width: int) -> None:
     """A size is captured that is listed, or the pool's end, and fits the pool and the alignment."""
     found = decode_sizes(sizes, pool=pool, alignment=alignment, width=width)
     end = next(n for n in range(pool, pool + alignment) if n % alignment == 0)
@@ -189,7 +189,7 @@ def test_prefill_sizes_are_multiples(sizes: list[int], most: int, alignment: int
     ranks=st.lists(st.integers(0, 120), min_size=1),
     padding=st.booleans(),
 )
-def test_ranks_replay_one_size(sizes: list[int], ranks: list[int], padding: bool) -> None:
+def test_ranks_replay_the_size_of_the_largest_rank(sizes: list[int], ranks: list[int], padding: bool) -> None:
     """The ranks' size depends on the largest of them only, and holds each of them."""
     found = ranks_bucket(tuple(sizes), ranks, padding=padding)
     assert found == ranks_bucket(tuple(sizes), [max(ranks)], padding=padding)
@@ -218,7 +218,7 @@ def test_flag_that_is_not_emulated_is_named(kind: str) -> None:
         assert [problem.path for problem in caught.value.problems] == [(flag,)]
 
 
-def test_flags_are_those_of_the_parser() -> None:
+def test_engine_flags_equal_the_parsers() -> None:
     """The engine lists each flag that is understood, and none that is refused."""
     refused = {flag for row in TABLE["not_emulated"].values() for flag in row}
     assert {"--cuda-graph-bs-decode", "--enable-dp-attention", "--tensor-parallel-size"} <= set(ENGINE.flags)
@@ -256,7 +256,7 @@ def test_bad_flags_are_refused_by_name(flags: list[str], named: str | None) -> N
         assert caught.value.problems[0].path == (named,)
 
 
-def test_verification_of_another_width_runs_eager() -> None:
+def test_verification_of_another_query_length_runs_eager() -> None:
     """A batch past its prompts with as many tokens each as are drafted has a graph; another width has none."""
     emulation = emulate(EAGLE, H100)
     for width in range(1, 8):
@@ -281,7 +281,7 @@ def test_prefill_graph_is_refused_over_twice_the_tokens() -> None:
     }
 
 
-def test_file_says_the_same_as_the_command_line(tmp_path: Path) -> None:
+def test_config_file_equals_command_line(tmp_path: Path) -> None:
     """Flags in the file of --config are taken as on the command line, which wins."""
     file = tmp_path / "flags.yaml"
     file.write_text("cuda-graph-bs-decode: [1, 4, 9]\ntp-size: 4\ndisable-cuda-graph-padding: true\n")
@@ -296,7 +296,7 @@ def test_file_says_the_same_as_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["enable-dp-attention: true\n", "lora-paths: [a]\n", "- a\n", "{", "no-such-flag: 1\n"]
 )
-def test_bad_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_bad_config_file_is_refused(tmp_path: Path, text: str) -> None:
     """A file that SGLang does not take is refused."""
     file = tmp_path / "flags.yaml"
     file.write_text(text)
@@ -304,14 +304,14 @@ def test_bad_file_is_refused(tmp_path: Path, text: str) -> None:
         emulate([*BASE, "--config", str(file)], H100)
 
 
-def test_abbreviation_is_taken_where_it_fits_one_name() -> None:
+def test_unambiguous_abbreviation_of_a_flag_is_accepted() -> None:
     """A beginning of one name only stands for it, as in SGLang's parser."""
     short = emulate([*BASE, "--cuda-graph-max-bs-d", "24"], H100)
     assert short.graphs == emulate([*BASE, "--cuda-graph-max-bs-decode", "24"], H100).graphs
     assert short.sizes[-1] == 24
 
 
-def test_role_without_a_runner_is_no_question() -> None:
+def test_dispatch_refuses_a_role_without_a_runner() -> None:
     """Without a drafter there is no draft role to ask about."""
     with pytest.raises(DispatchError, match="draft_decode"):
         emulate(BASE, H100).dispatch(Batch(role=Role.DRAFT_DECODE, num_reqs=1, num_tokens=1, query_len=1))

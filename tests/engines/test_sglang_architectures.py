@@ -20,7 +20,7 @@ _RECORDED: dict[str, list[int]] = _GOLDEN["architectures"]
 H100 = drawing.environment("h100")
 
 
-def test_each_architecture_of_the_release_is_of_one_kind() -> None:
+def test_architectures_are_emulated_or_refused() -> None:
     """It is followed or it is not; what has no prefill graphs is followed."""
     kinds = architectures()
     assert kinds["followed"] | kinds["not_followed"] == set(_RECORDED)
@@ -29,7 +29,7 @@ def test_each_architecture_of_the_release_is_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("probe", range(len(drawing.PROBES)))
-def test_sglang_answers_or_we_refuse(tmp_path: Path, probe: int) -> None:
+def test_emulated_architectures_equal_sglang(tmp_path: Path, probe: int) -> None:
     """An emulated architecture has SGLang's own sizes and graphs; any other is refused by its name."""
     device, flags = drawing.PROBES[probe]
     for architecture, recorded in _RECORDED.items():
@@ -44,7 +44,7 @@ def test_sglang_answers_or_we_refuse(tmp_path: Path, probe: int) -> None:
             assert architecture in ours["refused"]
 
 
-def test_a_probe_tells_architectures_apart() -> None:
+def test_refused_architectures_differ_from_a_decoder() -> None:
     """Were none refused, there would be wrong answers: SGLang answers otherwise than for an ordinary decoder."""
     plain = _RECORDED["MistralForCausalLM"]
     for name in ("Olmo2ForCausalLM", "Qwen3Model", "LlavaLlamaForCausalLM", "OPTForCausalLM", "Llama4ForCausalLM"):
@@ -60,7 +60,7 @@ def test_a_probe_tells_architectures_apart() -> None:
         (None, "names no architecture"),
     ],
 )
-def test_what_the_release_does_not_know_is_refused(tmp_path: Path, names: list[str] | None, why: str) -> None:
+def test_unknown_architectures_are_refused(tmp_path: Path, names: list[str] | None, why: str) -> None:
     """SGLang stops without an architecture, asks for any of several, and may run an unknown one all the same."""
     config = {"model_type": "llama", "num_attention_heads": 8, "hidden_size": 64, "architectures": names}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -69,7 +69,7 @@ def test_what_the_release_does_not_know_is_refused(tmp_path: Path, names: list[s
 
 
 @pytest.mark.parametrize("name", sorted(checkpoints.known()))
-def test_known_models_are_followed(name: str) -> None:
+def test_known_models_have_emulated_architectures(name: str) -> None:
     """No known model with heads of its own is refused."""
     config = checkpoints.known()[name]
     if "kv_lora_rank" not in config:

@@ -14,7 +14,7 @@ from engines.generators import sglang_answers as answers
 _CASES: list[list[Any]] = json.loads((Path(__file__).parent / "golden" / "sglang.json").read_text())
 
 
-def test_golden_is_spread() -> None:
+def test_golden_launches_are_many_and_most_start() -> None:
     """The recorded launches are many, and most of them start."""
     started = [case for case in _CASES if case[-1] != "refused"]
     assert len(_CASES) >= 300
@@ -22,7 +22,7 @@ def test_golden_is_spread() -> None:
 
 
 @pytest.mark.parametrize("part", range(8))
-def test_emulation_answers_as_sglang(part: int, tmp_path: Path) -> None:
+def test_golden_launches_equal_sglang(part: int, tmp_path: Path) -> None:
     """Sizes, graphs in order of capture, and answers to batches are SGLang's; so are refusals."""
     for device, model, command, file, batches, ranks, answer in _CASES[part::8]:
         case = drawing.Case(command=tuple(command), model=model, device=device, file=file)

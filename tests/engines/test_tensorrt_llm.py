@@ -45,7 +45,7 @@ def decode(num_reqs, query_len=1, *, past_prompt=True):
     return batch_of((num_reqs, query_len, past_prompt))
 
 
-def test_defaults(emulate):
+def test_default_sizes_run_unpadded(emulate):
     """All up to 32, then 64 and 128; nothing is padded, so 33 runs eager."""
     emulation = emulate()
     assert emulation.sizes == (*range(1, 33), 64, 128)
@@ -60,7 +60,7 @@ def test_defaults(emulate):
     assert emulation.dispatch(decode(0)).reason is Reason.NOT_ADMISSIBLE
 
 
-def test_padding_pads_to_the_next_eight(emulate):
+def test_padding_rounds_batches_up_to_eight(emulate):
     """A dummy request for each place."""
     emulation = emulate(cuda_graph_config={"enable_padding": True})
     assert emulation.sizes == EIGHTS
@@ -68,14 +68,14 @@ def test_padding_pads_to_the_next_eight(emulate):
     assert (answer.entry.num_reqs, answer.padded_reqs, answer.padded_tokens) == (40, 7, 7)
 
 
-def test_without_padding_what_cannot_run_together_is_dropped(emulate):
+def test_sizes_above_the_batch_limit_are_dropped_without_padding(emulate):
     """With it, the most that can takes its place."""
     for padding, sizes in ((False, (4,)), (True, (4, 6))):
         config = {"batch_sizes": [4, 8], "enable_padding": padding}
         assert emulate("--max_batch_size", "6", cuda_graph_config=config).sizes == sizes
 
 
-def test_null_turns_graphs_off(emulate):
+def test_null_cuda_graph_config_turns_graphs_off(emulate):
     """And every batch is eager for its mode."""
     emulation = emulate(cuda_graph_config=None)
     assert (emulation.sizes, emulation.graphs) == ((), ())
@@ -83,7 +83,7 @@ def test_null_turns_graphs_off(emulate):
     assert emulation.dispatch(decode(1)).reason is Reason.MODE
 
 
-def test_a_flag_holds_over_the_file(emulate):
+def test_flag_overrides_the_file(emulate):
     """And it is noted."""
     emulation = emulate("--max_batch_size", "16", max_batch_size=32, max_num_tokens=64)
     assert (emulation.limits.max_num_reqs, emulation.limits.max_num_tokens) == (16, 64)
@@ -93,20 +93,20 @@ def test_a_flag_holds_over_the_file(emulate):
     assert sources["tensor_parallel_size"] == "default"
 
 
-def test_a_model_may_stand_in_the_command(emulate):
+def test_command_accepts_a_model_and_ignored_flags(emulate):
     """And flags that decide nothing about graphs."""
     command = ["some/model", "--tp_size=2", "--trust_remote_code", "--host", "::1"]
     assert emulate(*command).parallel.tensor == 2
 
 
-def test_attention_dp_has_a_rank_for_each_batch(emulate):
+def test_attention_dp_ranks_are_data_parallel(emulate):
     """Its ranks are data-parallel to attention."""
     emulation = emulate("--tp_size", "4", enable_attention_dp="yes")
     assert (emulation.parallel.data, emulation.parallel.tensor) == (4, 1)
     assert emulation.decisions[-1].rule == "ranks-agree"
 
 
-def test_yaml_as_the_engine_reads_it(emulate):
+def test_file_is_read_as_yaml_1_1(emulate):
     """1.1, as PyYAML has it: yes is true, and keys may be numbers."""
     text = """
     cuda_graph_config: {enable_padding: yes, max_batch_size: 8}
@@ -124,7 +124,7 @@ def test_yaml_as_the_engine_reads_it(emulate):
     assert emulate(text="").sizes == emulate().sizes
 
 
-def test_a_schedule_pads_and_captures_its_thresholds(emulate):
+def test_schedule_pads_and_captures_its_thresholds(emulate):
     """Whatever enable_padding says; thresholds above the largest size are left out."""
     config = {
         "decoding_type": "Eagle3",
@@ -144,7 +144,7 @@ def test_a_schedule_pads_and_captures_its_thresholds(emulate):
     ]
 
 
-def test_ngram_above_its_concurrency_has_graphs_without_drafts(emulate):
+def test_ngram_has_graphs_without_drafts_above_its_concurrency(emulate):
     """Each size twice; a schedule changes nothing but padding and sizes."""
     ngram = {"decoding_type": "NGram", "max_draft_len": 2}
     emulation = emulate(cuda_graph_config={"batch_sizes": [8]}, speculative_config=ngram | {"max_concurrency": 4})
@@ -169,7 +169,7 @@ def test_ngram_above_its_concurrency_has_graphs_without_drafts(emulate):
         (None, 4096, None, "generated-sizes"),
     ],
 )
-def test_where_sizes_come_from(emulate, sizes, most, schedule, source):
+def test_sizes_setting_names_its_source(emulate, sizes, most, schedule, source):
     """The file, or the last rule that changed them."""
     config = {} if sizes is None else {"cuda_graph_config": {"batch_sizes": sizes}}
     if schedule is not None:
@@ -196,7 +196,7 @@ def test_where_sizes_come_from(emulate, sizes, most, schedule, source):
         (["--config", "/nowhere/file.yaml"], ("--config",), "cannot be read"),
     ],
 )
-def test_wrong_flags(refused, flags, path, says):
+def test_wrong_flags_are_refused_by_name(refused, flags, path, says):
     """Each names the flag as it was written, the engine's reason first."""
     problem = refused(*flags)
     assert problem.path == path
@@ -213,7 +213,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 2}
     [
         ({"max_batch": 4}, ("max_batch",), "unknown key"),
         ({GRAPHS: {"batch_size": [1]}}, (GRAPHS, "batch_size"), "unknown key"),
-        ({GRAPHS: {"batch_sizes": [1, 8], "max_batch_size": 4}}, (GRAPHS, "max_batch_size"), "the same"),
+        ({GRAPHS: {"batch_sizes": [1, 8], "max_batch_size": 4}}, (GRAPHS, "max_batch_size"), "must be equal"),
         ({GRAPHS: {"max_batch_size": -1}}, (GRAPHS, "max_batch_size"), "at least 0"),
         ({GRAPHS: {"batch_sizes": 8}}, (GRAPHS, "batch_sizes"), "expected a list"),
         ({GRAPHS: {"batch_sizes": [4, "x"]}}, (GRAPHS, "batch_sizes", 1), "expected an integer"),
@@ -224,7 +224,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 2}
         ({GRAPHS: {"mode": "prefill"}}, (GRAPHS, "mode"), "expected decode or encode"),
         ({"prefill_cuda_graph_backend": "piecewise"}, ("prefill_cuda_graph_backend",), "graphs of prompts"),
         ({"tensor_parallel_size": None}, ("tensor_parallel_size",), "null"),
-        ({SPEC: {"decoding_type": "Medusa"}}, (SPEC, "decoding_type"), "knows no"),
+        ({SPEC: {"decoding_type": "Medusa"}}, (SPEC, "decoding_type"), "unknown decoding_type"),
         ({SPEC: {"decoding_type": "SaveState"}}, (SPEC, "decoding_type"), "not emulated"),
         ({SPEC: {"decoding_type": "MTP"}}, (SPEC, "max_draft_len"), "checkpoint"),
         ({SPEC: {"decoding_type": "NGram"}}, (SPEC, "max_draft_len"), "at least one token"),
@@ -237,7 +237,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 2}
             (SPEC, "max_concurrency"),
             "exclude each other",
         ),
-        ({SPEC: MTP | {"use_dynamic_tree": True}}, (SPEC, "dynamic_tree_max_topK"), "needs it"),
+        ({SPEC: MTP | {"use_dynamic_tree": True}}, (SPEC, "dynamic_tree_max_topK"), "needs a value"),
         (
             {SPEC: MTP | {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 5}},
             (SPEC, "max_total_draft_tokens"),
@@ -252,7 +252,7 @@ MTP = {"decoding_type": "MTP", "max_draft_len": 2}
         ({"max_batch_size": 100_000}, ("max_batch_size",), "more than 65536"),
     ],
 )
-def test_wrong_files(refused, config, path, says):
+def test_wrong_file_values_are_refused_with_their_place(refused, config, path, says):
     """Each leads into the file, the engine's reason first."""
     problem = refused(**config)
     assert problem.path == ("--config", *path)
@@ -261,23 +261,23 @@ def test_wrong_files(refused, config, path, says):
 
 
 @pytest.mark.parametrize(("text", "says"), [("[1, 2]", "expected a mapping"), ("a: [", "is not YAML")])
-def test_wrong_yaml(refused, text, says):
+def test_file_without_a_mapping_is_refused(refused, text, says):
     """A file that is no configuration at all."""
     assert says in refused(text=text).message
 
 
-def test_of_a_key_that_is_given_twice_the_last_holds(emulate):
+def test_last_value_of_a_duplicate_key_counts(emulate):
     """As in PyYAML, which the engine reads its file with."""
     assert emulate(text="max_batch_size: 1\nmax_batch_size: 2").limits.max_num_reqs == 2
 
 
-def test_a_schedule_without_sizes_does_not_start(refused):
+def test_schedule_without_sizes_is_refused(refused):
     """Its start-up asks for the largest size."""
     problem = refused("--max_num_tokens", "2", **{SPEC: MTP | {"max_concurrency": 4}})
     assert problem.path == ("--max_num_tokens",)
 
 
-def test_all_problems_at_once(emulate):
+def test_problems_of_flags_and_file_are_reported_together(emulate):
     """Of flags and file alike."""
     with pytest.raises(FlagError) as error:
         emulate("--nope", "--tp_size", "x", unknown=1, **{GRAPHS: {"max_batch_size": -2}})
@@ -303,7 +303,7 @@ def test_ignored_flags_change_nothing(emulate, flags):
         (["--nope"], FlagError),
     ],
 )
-def test_values_that_are_not_emulated_are_no_refusal(emulate, flags, kind):
+def test_unemulated_values_raise_not_emulated(emulate, flags, kind):
     """``NotEmulated``, as long as the engine refuses nothing."""
     with pytest.raises(FlagError) as error:
         emulate(*flags)

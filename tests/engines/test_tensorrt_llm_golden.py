@@ -13,19 +13,19 @@ from engines.generators.tensorrt_llm_answers import emulated, shortened
 RECORDED = json.loads((Path(__file__).parent / "golden" / "tensorrt_llm.json").read_text("utf-8"))
 
 
-def test_recorded_answers(tmp_path):
+def test_golden_answers_are_the_engines(tmp_path):
     """Sizes, graphs in their order, and each answer: alone, and over attention-DP ranks."""
     file = tmp_path / "config.yaml"
     cases = itertools.islice(drawn.cases(RECORDED["seed"]), len(RECORDED["cases"]))
     for case, wanted in zip(cases, RECORDED["cases"], strict=True):
         if "refused" in wanted:
-            with pytest.raises(FlagError, match="none is left"):
+            with pytest.raises(FlagError, match="no size is left"):
                 emulated(case, file)
         else:
             assert shortened(emulated(case, file)) == wanted, case
 
 
-def test_the_cases_reach_what_they_are_for():
+def test_golden_cases_cover_every_kind():
     """Refusals, schedules, hits and misses, and ranks that agree and do not: each many times."""
     answers = [case for case in RECORDED["cases"] if "refused" not in case]
     assert len(answers) >= 300

@@ -27,14 +27,14 @@ def graphs_of(sizes, *, padding=True, most=10_000, drafting=None, schedule=None)
     )
 
 
-def test_graphs_are_a_manager():
+def test_graphs_meet_the_manager_protocol():
     """The contract that every engine's roles meet; without a size there is no mode."""
     manager: Manager = graphs_of((1, 2))
     assert (manager.role, manager.mode) == (Role.TARGET, GraphMode.FULL_DECODE_ONLY)
     assert graphs_of(()).mode is GraphMode.NONE
 
 
-def test_a_batch_is_not_padded_beyond_the_engine():
+def test_padding_stays_within_max_batch_size():
     """More dummies than max_batch_size has places for are not added, where a list was cut without padding."""
     graphs = graphs_of((4, 8), most=6)
     assert graphs.dispatch(batch_of((5, 1, True))).reason is Reason.UNCOVERED
@@ -60,7 +60,7 @@ def drafting(draw):
 
 
 @given(drafting(), st.integers(1, 64))
-def test_width_and_draft_length_are_inverse(spec, width):
+def test_query_length_and_draft_length_are_inverse(spec, width):
     """PARD runs 2K tokens, the others K + 1, and a request without drafts one."""
     assume(spec is not None)
     doubled = spec.decoding_type == "PARD"
@@ -69,7 +69,7 @@ def test_width_and_draft_length_are_inverse(spec, width):
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8).map(sorted), st.integers(0, 60), st.booleans())
-def test_what_can_run_together_has_the_sizes_that_it_had(sizes, most, padding):
+def test_size_limit_leaves_dispatch_of_smaller_batches(sizes, most, padding):
     """Batches of up to ``most`` requests are held as before, by nothing larger, and no other batch is."""
     admitted = rules.admitted_sizes(sizes, most, padding)
     assert list(admitted) == sorted(admitted)
@@ -84,7 +84,7 @@ def test_what_can_run_together_has_the_sizes_that_it_had(sizes, most, padding):
 
 
 @given(drafting(), st.sets(st.integers(1, 50), min_size=1, max_size=8).map(sorted))
-def test_shapes(spec, sizes):
+def test_graph_shapes_follow_the_schedule(spec, sizes):
     """With a schedule a size has one length, and the largest the longest besides; else all lengths."""
     schedule = None if spec is None else spec.schedule
     shapes = graphs_of(sizes, drafting=spec, schedule=schedule).shapes
@@ -109,7 +109,7 @@ def test_shapes(spec, sizes):
     st.integers(0, 6),
     st.booleans(),
 )
-def test_dispatch_by_brute_force(spec, sizes, num_reqs, most, draft_len, padding):
+def test_dispatch_equals_brute_force(spec, sizes, num_reqs, most, draft_len, padding):
     """Padded: the least size with this length, not beyond the engine. Then the graph of just that shape."""
     schedule = None if spec is None else spec.schedule
     # In other schedules the engine's binary search decides; the recorded answers have those.
@@ -140,7 +140,7 @@ def test_dispatch_by_brute_force(spec, sizes, num_reqs, most, draft_len, padding
     st.booleans(),
     st.integers(1, 34),
 )
-def test_ranks_by_brute_force(sizes, ranks, padding, most):
+def test_ranks_equal_brute_force(sizes, ranks, padding, most):
     """All or none has a graph; with one, all have the same, and it is the one for the largest."""
     graphs = graphs_of(sizes, padding=padding, most=most)
     batches = [batch_of((num_reqs, 1, past)) for num_reqs, past in ranks]
@@ -164,7 +164,7 @@ def test_ranks_by_brute_force(sizes, ranks, padding, most):
 
 
 @given(drafting(), st.integers(1, 60), st.integers(1, 400))
-def test_speculative_has_the_widths_that_the_engine_runs(spec, most, tokens):
+def test_speculative_has_the_engines_query_lengths(spec, most, tokens):
     """By batch size: the schedule's, or with and without drafts around a concurrency."""
     assume(spec is not None)
     speculative = spec.speculative(most, tokens)

@@ -58,14 +58,14 @@ def test_flags_accept_underscores():
 
 
 @given(st.integers(0, 10**6), st.sampled_from("kmgtKMGT"))
-def test_short_number_suffixes(number, suffix):
+def test_number_suffixes_are_decimal_or_binary(number, suffix):
     """8k is 8,000 and 8K is 8,192, and so on for m, g and t."""
     power = "kmgt".index(suffix.lower()) + 1
     base = 1000 if suffix.islower() else 1024
     assert short_number(f"{number}{suffix}") == number * base**power
 
 
-def test_leading_variables_are_read():
+def test_leading_environment_variables_are_read():
     """Words as in a shell are read: variables, then the model."""
     words = ["VLLM_USE_V2_MODEL_RUNNER=0", "some/model", "--max-num-seqs", "4"]
     given_ = read(words)
@@ -179,7 +179,7 @@ def test_capture_sizes_given_twice_are_refused():
         (["VLLM_USE_BREAKABLE_CUDAGRAPH=1"], "FULL_AND_PIECEWISE"),
     ],
 )
-def test_modes_after_rewrites(words, mode):
+def test_rewritten_modes_are_vllms(words, mode):
     """What levels, eager mode, compilation and pooling make of the mode on an H100."""
     front = [word for word in words if word.startswith("VLLM")]
     found = resolve([*front, "some/model", *(word for word in words if word not in front)], H100)

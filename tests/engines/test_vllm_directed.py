@@ -63,7 +63,7 @@ def test_without_removes_every_spelling_of_a_flag():
     assert all(IGNORED_FLAGS.values())
 
 
-def test_sizes_below_one_are_refused_if_captured(models):
+def test_capture_sizes_below_one_are_refused(models):
     """A graph of no tokens fails when it is captured; where no mode is left, nothing is captured."""
     sizes = ["--cudagraph-capture-sizes", "0", "1"]
     machine = find_environment("h100")

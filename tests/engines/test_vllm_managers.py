@@ -83,7 +83,7 @@ def test_missed_graph_of_the_published_example() -> None:
     assert alone.dispatch(batch).reason is Reason.SHADOWED
 
 
-def test_published_sizes_of_a_user() -> None:
+def test_published_sizes_1_to_32_give_four_full_graphs() -> None:
     """Sizes 1 to 32 with K = 2 give full graphs of 3, 6, 9 and 18 tokens only."""
     sizes = (1, 2, 4, 8, 16, 32)
     manager = TableManager(
@@ -98,7 +98,7 @@ def test_published_sizes_of_a_user() -> None:
     assert [graph.entry.num_tokens for graph in manager.graphs] == [18, 9, 6, 3]
 
 
-def test_published_ceiling() -> None:
+def test_published_limits_leave_large_batches_without_a_graph() -> None:
     """With K = 3, 256 requests and 512 tokens, batches from 129 requests on are beyond the sizes."""
     manager, _ = of_schedule(((1, 256, 3),), GraphMode.FULL_AND_PIECEWISE)
     answers = [manager.dispatch(decode(reqs, 4)) for reqs in range(1, 257)]
@@ -107,7 +107,7 @@ def test_published_ceiling() -> None:
 
 
 @given(SIZES, st.sets(st.integers(1, 5), min_size=1), st.integers(1, 20), st.booleans(), st.sampled_from(GraphMode))
-def test_table_is_the_rule_in_words(
+def test_dispatch_table_equals_brute_force(
     sizes: tuple[int, ...], widths: set[int], reqs: int, varlen: bool, mode: GraphMode
 ) -> None:
     """Of each mode only the smallest captured size that holds the tokens is looked at, FULL first."""
@@ -149,7 +149,7 @@ def test_table_is_the_rule_in_words(
 
 
 @given(SEEDS)
-def test_reason_comes_without_an_entry(seed: int) -> None:
+def test_dispatch_has_an_entry_or_a_reason(seed: int) -> None:
     """Every batch has an entry or a reason, with padding that leads from the batch to the entry."""
     case = cases.case(1, seed)
     for manager in managers(case.configuration.settings):
@@ -172,7 +172,7 @@ def test_reason_comes_without_an_entry(seed: int) -> None:
         (decode(8, 3), Reason.SIZES),
     ],
 )
-def test_reasons(batch: Batch, reason: Reason) -> None:
+def test_each_reason_has_its_kind_of_batch(batch: Batch, reason: Reason) -> None:
     """Each reason is given for its own kind of batch."""
     manager = TableManager(
         role=Role.TARGET,
@@ -233,7 +233,7 @@ def test_drafter_is_asked_with_the_targets_padding() -> None:
 
 
 @given(SEEDS)
-def test_drafter_managers(seed: int) -> None:
+def test_drafter_managers_capture_the_schedules_chains(seed: int) -> None:
     """Draft decodes are never piecewise; chains are those of the schedule, each at every size."""
     found = cases.case(2, seed).configuration
     runner = found.runner
@@ -296,7 +296,7 @@ def test_ranks_agree(seed: int) -> None:
         assert vllm_ranks.agree(target, batches[:1]) == ((alone[0],), None)
 
 
-def test_no_rank_has_work() -> None:
+def test_idle_ranks_run_nothing() -> None:
     """Where no rank has a token, nothing runs and nothing is agreed."""
     target = managers(cases.case(3, 0).configuration.settings)[0]
     assert isinstance(target, TableManager)
@@ -322,7 +322,7 @@ def test_legacy_sizes_are_multiples(sizes: tuple[int, ...], width: int, mode: Gr
 
 
 @given(SEEDS)
-def test_schedule_carries_forward(seed: int) -> None:
+def test_schedule_gap_uses_the_range_before(seed: int) -> None:
     """Each batch size drafts as its range says, or as the last range before it, and never above K."""
     case = cases.schedule_case(4, seed)
     assume(cases.schedule_answer(case) is not None)

@@ -63,7 +63,7 @@ def test_chosen_backend_is_usable(attention):
 
 
 @given(ATTENTIONS, st.sampled_from(EMULATED))
-def test_layers_lower_backend_support(attention, backend):
+def test_recurrent_and_chunked_layers_lower_backend_support(attention, backend):
     """Recurrent layers take mixed batches away, and attention in chunks takes everything."""
     support = attention.support(backend)
     if attention.model.chunked:
@@ -194,7 +194,7 @@ def test_unemulated_json_parts_are_refused(word):
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model"])
-def test_every_drafter_widens_the_decodes(method):
+def test_drafters_widen_target_decodes(method):
     """Whoever drafts K tokens, the target's decodes have 1 + K, and the walk meets them."""
     config = {"method": method, "num_speculative_tokens": 3, "model": "a/b"}
     found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
@@ -211,7 +211,7 @@ def test_dflash_on_v1_is_not_emulated():
 
 
 @pytest.mark.parametrize(("method", "width"), [("dflash", 8), ("dspark", 7)])
-def test_parallel_drafts_are_one_pass(method, width):
+def test_parallel_drafters_run_one_pass(method, width):
     """DFlash drafts 1 + K tokens a request in one pass, DSpark K; model runner V1 is refused."""
     config = json.dumps({"method": method, "model": "a/b", "num_speculative_tokens": 7})
     found = resolved("-sc", config)
@@ -224,7 +224,7 @@ def test_parallel_drafts_are_one_pass(method, width):
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_walk_includes_parallel_drafts(method, tokens):
+def test_walk_includes_passes_of_parallel_drafters(method, tokens):
     """Every pass of a parallel drafter is asked for in its own width, and its graphs answer."""
     config = {"method": method, "model": "a/b", "num_speculative_tokens": tokens}
     found = emulate(["m", "--max-num-seqs", "8", "-sc", json.dumps(config)], H100)
@@ -275,7 +275,7 @@ def test_draft_with_own_kv_cache_dtype_has_blocks_of_16(cache, tmp_path):
     assert resolve([*words, own, "--block-size", "64"], H100)[0].backend == "FLASHMLA"
 
 
-def test_schedule_rule_applies_to_every_copy(tmp_path):
+def test_schedule_rule_applies_to_every_configuration_copy(tmp_path):
     """Under V1, an encoder-decoder's last copy, for an independent draft, loses FULL to the schedule again."""
     write_models(tmp_path)
     draft = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2, "parallel_drafting": True}

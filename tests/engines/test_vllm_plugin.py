@@ -165,7 +165,7 @@ def test_each_difference_is_one_warning(engine, plan, caplog):
     assert all("\n" not in line for line in lines)
 
 
-def test_strict_raises_into_the_engine(engine, plan, monkeypatch, caplog):
+def test_strict_plugin_raises_differences(engine, plan, monkeypatch, caplog):
     """Every line at once, and only where something differs."""
     monkeypatch.setenv(vllm_plugin.STRICT, "1")
     vllm_plugin.register()
@@ -245,7 +245,7 @@ def test_missing_and_added_sizes_are_listed(plan):
     assert line == f"cudagraph_capture_sizes: vLLM lacks {sizes[0]} and vLLM adds 9999"
 
 
-def test_speculation_differences(plan):
+def test_speculative_differences_are_reported(plan):
     """In being there, in its method, its length and its schedule."""
     config = config_of(plan)
     config.speculative_config = None
@@ -267,7 +267,7 @@ def test_speculation_differences(plan):
 
 
 @given(plans(), st.randoms(use_true_random=False))
-def test_plan_equals_its_own_configuration(plan, random):
+def test_plan_has_no_difference_from_its_own_configuration(plan, random):
     """Whatever it speculates, and however its schedule is written: vLLM takes its ranges in any order."""
     config = config_of(plan)
     assert not said(plan, config)
@@ -287,7 +287,7 @@ CHANGES = {
 
 
 @given(plans(), st.sets(st.sampled_from(sorted(CHANGES))), st.booleans())
-def test_each_changed_value_is_reported(plan, changed, mode_too):
+def test_changed_configuration_values_are_reported(plan, changed, mode_too):
     """A line for each, and none for anything else."""
     config = config_of(plan)
     for name in changed:
@@ -306,7 +306,7 @@ def test_each_changed_value_is_reported(plan, changed, mode_too):
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_schedules_differ_by_draft_tokens(ranges, random):
+def test_schedule_differences_equal_brute_force(ranges, random):
     """Counted by brute force, over ranges with gaps, in any order, that may draft more than there are."""
     first, schedule = 1, []
     for gap, length, k in ranges:

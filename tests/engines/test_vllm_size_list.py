@@ -86,7 +86,7 @@ def any_schedules(draw):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_default_sizes_miss_what_is_known(name):
+def test_default_sizes_miss_the_published_counts(name):
     """20, 44 and 80 of 256 batch sizes miss a captured graph."""
     decodes, sizes = decodes_of(SCHEDULES[name]), default_sizes(SCHEDULES[name])
     missed, _ = examine(decodes, nearest(sizes, [d.query_len for d in decodes], 256))
@@ -151,7 +151,7 @@ def test_size_list_exists_for_every_schedule(case, worst, wider, one_more):
 
 
 @given(any_schedules())
-def test_the_exact_counts_hide_nothing(case):
+def test_exact_counts_miss_nothing(case):
     """Nothing is nearer than the count itself: which is why a list exists for every schedule."""
     decodes, most = case
     sizes = {count * d.query_len for d in decodes for count, _ in d.requests.counts()}
@@ -167,7 +167,7 @@ def test_size_list_keeps_a_number_of_graphs_where_possible():
     assert size_list(decodes, 256, graphs=1) == found[-1]
 
 
-def test_size_list_without_decodes():
-    """Nothing to result."""
+def test_size_list_without_decodes_has_only_wider_sizes():
+    """No decode needs a size."""
     assert size_list((), 8, worst=Fraction(1)).sizes == ()
     assert size_list((), 8, wider=(16,)).sizes == (16,)

@@ -11,9 +11,9 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
-from gallery.core import Mutant
-from gallery.padding import Renamed
-from gallery.paged import SPLITS, Paged, PagedExecutor, Work
+from gallery.core import Mutant, with_field
+from gallery.padding import RenamedReference
+from gallery.paged import SPLITS, PagedBackend, PagedExecutor, Work
 
 
 class PlanNotRefreshed(PagedExecutor):
@@ -47,10 +47,9 @@ class LengthsNotRefreshed(ReferenceExecutor):
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with the copy."""
-        fields = dict(metadata.fields)
         if metadata.is_full and metadata.entry is not None:
-            fields["seq_lens"] = self._lengths[metadata.entry]
-        super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+            metadata = with_field(metadata, "seq_lens", self._lengths[metadata.entry])
+        super().attend(layer, query, out, scoring, metadata)
 
 
 class FreshLengths(ReferenceExecutor):
@@ -63,8 +62,7 @@ class FreshLengths(ReferenceExecutor):
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with it."""
-        fields = {**metadata.fields, "seq_lens": self._lengths}
-        super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+        super().attend(layer, query, out, scoring, with_field(metadata, "seq_lens", self._lengths))
 
 
 class GrowsWorkspace(PagedExecutor):
@@ -82,21 +80,12 @@ class GrowsWorkspace(PagedExecutor):
             self._list = self._list.new_zeros(pages)
         self._list[:pages].copy_(metadata.fields["paged_kv_indices"][:pages])
 
-    def run(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        work: Work,
-        partials: tuple[torch.Tensor, torch.Tensor],
-        scoring: Scoring,
-        metadata: Metadata,
-    ) -> None:
+    def inputs(self, work: Work, metadata: Metadata) -> tuple[Work, Metadata]:
         """Read the copy."""
-        fields = {**metadata.fields, "paged_kv_indices": self._list}
-        super().run(layer, query, work, partials, scoring, attrs.evolve(metadata, fields=fields))
+        return work, with_field(metadata, "paged_kv_indices", self._list)
 
 
-class SharesStaging(Paged):
+class SharesStaging(PagedBackend):
     """Gives the same pinned memory to all groups."""
 
     def __init__(self) -> None:
@@ -139,10 +128,9 @@ class OffsetsOfEagerSteps(PagedExecutor):
 
     def ends(self, metadata: Metadata, request: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Read what is bound."""
-        fields = dict(metadata.fields)
         if metadata.is_full:
-            fields["paged_kv_indptr"] = self._bound[metadata.entry]
-        return super().ends(attrs.evolve(metadata, fields=fields), request, name)
+            metadata = with_field(metadata, "paged_kv_indptr", self._bound[metadata.entry])
+        return super().ends(metadata, request, name)
 
 
 class KeepsMask(PagedExecutor):
@@ -245,28 +233,28 @@ MUTANTS = (
         threads=("TRT-LLM#18769",),
         bug_class=F,
         says="A graph's plan is made at its capture and used again for every batch",
-        backend=lambda: Paged(PlanNotRefreshed),
+        backend=lambda: PagedBackend(PlanNotRefreshed),
     ),
     Mutant(
         name="lengths-not-refreshed",
         threads=("vllm#38311",),
         bug_class=F,
         says="A graph's copy of the lengths is not refreshed before it is replayed",
-        backend=lambda: Renamed(LengthsNotRefreshed),
+        backend=lambda: RenamedReference(LengthsNotRefreshed),
     ),
     Mutant(
         name="fresh-lengths",
         threads=("vllm#37363",),
         bug_class=F,
         says="Every step makes a new tensor, and graphs read the address of an old one",
-        backend=lambda: Renamed(FreshLengths),
+        backend=lambda: RenamedReference(FreshLengths),
     ),
     Mutant(
         name="grows-workspace",
         threads=("flashinfer#4399", "flashinfer#4553"),
         bug_class=F,
         says="A step that needs more workspace replaces it, and graphs that are there read the old one",
-        backend=lambda: Paged(GrowsWorkspace),
+        backend=lambda: PagedBackend(GrowsWorkspace),
     ),
     Mutant(
         name="shares-staging",
@@ -280,48 +268,48 @@ MUTANTS = (
         threads=("sglang#37975",),
         bug_class=F,
         says="Page offsets are rebuilt in the buffer of eager steps, and not in the one that graphs read",
-        backend=lambda: Paged(OffsetsOfEagerSteps),
+        backend=lambda: PagedBackend(OffsetsOfEagerSteps),
     ),
     Mutant(
         name="keeps-mask",
         threads=(),
         bug_class=F,
         says="A step without a mask runs with the bits of the last one that had one",
-        backend=lambda: Paged(KeepsMask),
+        backend=lambda: PagedBackend(KeepsMask),
     ),
     Mutant(
         name="split-of-first-batch",
         threads=("vllm#20301",),
         bug_class=F,
         says="The split of sequences is chosen at capture, and later plans split otherwise",
-        backend=lambda: Paged(SplitOfFirstBatch),
+        backend=lambda: PagedBackend(SplitOfFirstBatch),
     ),
     Mutant(
         name="grid-of-batch",
         threads=("vllm#20301",),
         bug_class=F,
         says="A graph launches as many blocks as the batch of its capture needed",
-        backend=lambda: Paged(GridOfBatch),
+        backend=lambda: PagedBackend(GridOfBatch),
     ),
     Mutant(
         name="layout-of-batch",
         threads=("TRT-LLM#18002",),
         bug_class=F,
         says="The layout of a plan follows the batch, so that no other batch can be replayed",
-        backend=lambda: Paged(LayoutOfBatch),
+        backend=lambda: PagedBackend(LayoutOfBatch),
     ),
     Mutant(
         name="longest-of-batch",
         threads=("vllm#19106",),
         bug_class=F,
         says="The longest sequence of the batch is baked in, instead of the model's",
-        backend=lambda: Paged(LongestOfBatch),
+        backend=lambda: PagedBackend(LongestOfBatch),
     ),
     Mutant(
         name="reads-lengths",
         threads=(),
         bug_class=F,
         says="A length is read on the host while the graph is captured",
-        backend=lambda: Renamed(ReadsLengths),
+        backend=lambda: RenamedReference(ReadsLengths),
     ),
 )

@@ -14,15 +14,15 @@ from capture_planner.records.backend import Attention, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
+from capture_planner.runtime.executor import Metadata, Reservation
 from gallery.core import Mutant
-from gallery.paged import Paged, PagedExecutor, Sizes, Work
+from gallery.paged import PagedBackend, PagedExecutor, Sizes, Work
 
 FIXED_TOKENS = 8
 """Tokens that a workspace of a fixed size was thought to be enough for."""
 
 
-class FixedWorkspace(Paged):
+class FixedWorkspace(PagedBackend):
     """Declares a workspace of a fixed size for partial results, whatever is captured."""
 
     def workspace(
@@ -51,19 +51,11 @@ class MergeByRequest(PagedExecutor):
             offsets = self.cut(self.ints).merge
             self._merge[: len(offsets)].copy_(offsets)
 
-    def run(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        work: Work,
-        partials: tuple[torch.Tensor, torch.Tensor],
-        scoring: Scoring,
-        metadata: Metadata,
-    ) -> None:
+    def inputs(self, work: Work, metadata: Metadata) -> tuple[Work, Metadata]:
         """Read the buffer in a graph."""
         if metadata.is_full:
             work = attrs.evolve(work, merge=self._merge[: metadata.num_tokens + 1])
-        super().run(layer, query, work, partials, scoring, metadata)
+        return work, metadata
 
 
 class ListOfFirstBatch(PagedExecutor):
@@ -98,13 +90,13 @@ MUTANTS = (
         threads=(),
         bug_class=E,
         says="A buffer along tokens is sized for the most requests, which is enough for one token each",
-        backend=lambda: Paged(MergeByRequest),
+        backend=lambda: PagedBackend(MergeByRequest),
     ),
     Mutant(
         name="list-of-first-batch",
         threads=(),
         bug_class=E,
         says="The page list has room for what the capture had, not for the longest sequences",
-        backend=lambda: Paged(ListOfFirstBatch),
+        backend=lambda: PagedBackend(ListOfFirstBatch),
     ),
 )

@@ -8,12 +8,14 @@ from typing import Any
 from unittest import mock
 
 import attrs
+import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.conformance import DEFAULT, Failure, Profile, SuiteOptions, conform, under_test
 from capture_planner.records.backend import Backend
 from capture_planner.records.plan import Plan
+from capture_planner.runtime.executor import Metadata
 
 
 @attrs.frozen(kw_only=True)
@@ -98,6 +100,11 @@ def detect(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, minimiz
         return None
     found = outcome.failures[0]
     return Detection(mutant=mutant, by=found.check.value, says=str(found), case=found.case, finding=found)
+
+
+def with_field(metadata: Metadata, name: str, tensor: torch.Tensor) -> Metadata:
+    """Return the metadata with another tensor for one field."""
+    return attrs.evolve(metadata, fields={**metadata.fields, name: tensor})
 
 
 @contextmanager

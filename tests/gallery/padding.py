@@ -17,12 +17,12 @@ from capture_planner.records.spec import Limits
 from capture_planner.runtime.executor import Executor, Metadata, Reservation, Scoring
 from capture_planner_reference.backend import Reference
 from capture_planner_reference.executor import ReferenceExecutor
-from gallery.core import Mutant
-from gallery.paged import SPLITS, Paged, PagedExecutor, Work
-from gallery.scheduled import METADATA, Scheduled, ScheduledExecutor
+from gallery.core import Mutant, with_field
+from gallery.paged import SPLITS, PagedBackend, PagedExecutor, Work
+from gallery.scheduled import METADATA, ScheduledExecutor, ScheduledReference
 
 
-class Renamed(Reference):
+class RenamedReference(Reference):
     """The reference under a name of its own, prepared on the host; ``executor`` is what it runs."""
 
     name = "renamed"
@@ -39,7 +39,7 @@ class Renamed(Reference):
         return self._executor(reservation)
 
 
-class CopiesTable(Renamed):
+class CopiesTable(RenamedReference):
     """Keeps a block table of its own in the workspace."""
 
     def workspace(
@@ -67,8 +67,8 @@ class StalePageIndices(ReferenceExecutor):
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend over the copy."""
-        fields = {**metadata.fields, "block_table": self._table[: metadata.num_reqs]}
-        super().attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+        metadata = with_field(metadata, "block_table", self._table[: metadata.num_reqs])
+        super().attend(layer, query, out, scoring, metadata)
 
 
 class PaddedBlocksRun(PagedExecutor):
@@ -146,7 +146,7 @@ class OffsetsByToken(PagedExecutor):
         return (request, request + 1) if metadata.is_full and name == "qo_indptr" else (begin, end)
 
 
-class ZeroFilledOffsets(Renamed):
+class ZeroFilledOffsets(RenamedReference):
     """Declares that offsets are padded with 0."""
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
@@ -192,35 +192,35 @@ MUTANTS = (
         threads=("flashinfer#4002", "flashinfer#5176", "sglang#34190"),
         bug_class=D,
         says="Blocks launched beyond the plan are not masked, and read plan entries that were never written",
-        backend=lambda: Paged(PaddedBlocksRun),
+        backend=lambda: PagedBackend(PaddedBlocksRun),
     ),
     Mutant(
         name="merges-unwritten-partials",
         threads=(),
         bug_class=D,
         says="The merge reads partial results that no block wrote, which is right in a fresh workspace alone",
-        backend=lambda: Paged(MergesUnwritten),
+        backend=lambda: PagedBackend(MergesUnwritten),
     ),
     Mutant(
         name="each-block-writes",
         threads=("flashinfer#4161",),
         bug_class=D,
         says="Each block of a split sequence writes the output, and a late one overwrites the merged row",
-        backend=lambda: Paged(EachBlockWrites),
+        backend=lambda: PagedBackend(EachBlockWrites),
     ),
     Mutant(
         name="stale-tile-counts",
         threads=("vllm#35918",),
         bug_class=D,
         says="Scheduler metadata is made for the real requests, and its tail keeps those of a larger batch",
-        backend=lambda: Scheduled(StaleTileCounts),
+        backend=lambda: ScheduledReference(StaleTileCounts),
     ),
     Mutant(
         name="offsets-by-token",
         threads=(),
         bug_class=D,
         says="Query offsets are read along tokens instead of requests",
-        backend=lambda: Paged(OffsetsByToken),
+        backend=lambda: PagedBackend(OffsetsByToken),
     ),
     Mutant(
         name="zero-filled-offsets",
@@ -234,6 +234,6 @@ MUTANTS = (
         threads=(),
         bug_class=D,
         says="The output's padded rows keep what was in their memory",
-        backend=lambda: Paged(PaddedRowsUnwritten),
+        backend=lambda: PagedBackend(PaddedRowsUnwritten),
     ),
 )

@@ -115,7 +115,7 @@ class Sizes:
         return cls(ints=-(-ints // 4) * 4, rows=tokens * SPLITS + 1)
 
 
-class Paged:
+class PagedBackend:
     """Work items planned on the host; ``executor`` is what runs them."""
 
     name = "paged"
@@ -240,7 +240,8 @@ class PagedExecutor:
         if scoring.sinks is not None or scoring.softcap is not None:
             raise BackendError("paged: it has no sinks and no softcap; name another backend")
         work, partials = self.cut(self.ints), self.partials(len(query))
-        self.run(layer, query, work, partials, scoring, metadata)
+        inputs, step = self.inputs(work, metadata)
+        self.run(layer, query, inputs, partials, scoring, step)
         out.copy_(self.merged(work.merge, *partials))
 
     def partials(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,6 +263,10 @@ class PagedExecutor:
     def valid(self, work: Work) -> torch.Tensor:
         """Return ``bool[items]``: which of the launched items have work."""
         return torch.ne(work.valid, 0)
+
+    def inputs(self, work: Work, metadata: Metadata) -> tuple[Work, Metadata]:
+        """Return the plan and the metadata that ``run`` reads: these."""
+        return work, metadata
 
     def run(
         self,
@@ -373,4 +378,4 @@ def _range(length: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(length, device=like.device, dtype=torch.int32)
 
 
-__all__ = ["FIELDS", "SPLITS", "TILE", "Grid", "Paged", "PagedExecutor", "Sizes", "Work"]
+__all__ = ["FIELDS", "SPLITS", "TILE", "Grid", "PagedBackend", "PagedExecutor", "Sizes", "Work"]

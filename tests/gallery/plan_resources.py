@@ -18,7 +18,14 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Decision, Plan, RolePlan
 from capture_planner.records.spec import Budget, Lora, Policy, Roles, RoleSpec, Spec
 from gallery.core import replaced
-from gallery.planned import Deployed, Planted, deployed, on_role, planted, with_sizes
+from gallery.planned import PlanCase, PlanMutant, deployed, on_role, planted, with_sizes
+
+
+def _in_mode(role: RolePlan, mode: GraphMode, rule: str, message: str) -> RolePlan:
+    """Return a role in another mode, with the decision that says so."""
+    step = Decision(rule=rule, before=role.mode.value, after=mode.value, role=role.role, message=message)
+    return replace(role, mode=mode, decisions=(*role.decisions, step))
+
 
 # G, mode resolution ----------------------------------------------------------------------------
 
@@ -29,15 +36,9 @@ def _piecewise_draft_decode() -> Plan:
     """The draft decode takes the target's mixed mode."""
 
     def piecewise(role: RolePlan) -> RolePlan:
-        graphs = tuple(Entry(mode=GraphMode.PIECEWISE, num_tokens=e.num_tokens) for e in role.entries)
-        step = Decision(
-            rule="mode-of-the-target",
-            before=role.mode.value,
-            after=GraphMode.PIECEWISE.value,
-            role=role.role,
-            message="as the target's mixed batches",
-        )
-        return replace(role, mode=GraphMode.PIECEWISE, entries=tuple(set(graphs)), decisions=(*role.decisions, step))
+        graphs = {Entry(mode=GraphMode.PIECEWISE, num_tokens=e.num_tokens) for e in role.entries}
+        role = _in_mode(role, GraphMode.PIECEWISE, "mode-of-the-target", "as the target's mixed batches")
+        return replace(role, entries=tuple(graphs))
 
     return on_role(_DRAFTED.plan(), Role.DRAFT_DECODE, piecewise)
 
@@ -45,8 +46,8 @@ def _piecewise_draft_decode() -> Plan:
 _FIVE_LAYERS = deployed(reqs=32, tokens=512, drafts=3, roles=Roles(draft_prefill=RoleSpec(backend="narrow")))
 
 
-def _weakest_of_all_models(told: bool) -> Plan:
-    """The mode is resolved over every attention group there is, those of the drafter with the target's."""
+def _weakest_of_all_models(recorded: bool) -> Plan:
+    """The mode is resolved over every attention group, the drafter's with the target's."""
     drafter = ask_backends(_FIVE_LAYERS.spec, Role.DRAFT_PREFILL, _FIVE_LAYERS.environment, _FIVE_LAYERS.registry)
 
     def over_all(resolve: Callable[..., tuple[GraphMode, ResolvedMode]]) -> Callable[..., object]:
@@ -54,9 +55,9 @@ def _weakest_of_all_models(told: bool) -> Plan:
             spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
         ) -> tuple[GraphMode, ResolvedMode]:
             every = (*groups, *drafter) if role is Role.TARGET else groups
-            requested, found = resolve(spec, role, every, target)
-            quiet = role is Role.TARGET and not told
-            return requested, attrs.evolve(found, decisions=()) if quiet else found
+            requested, resolution = resolve(spec, role, every, target)
+            quiet = role is Role.TARGET and not recorded
+            return requested, attrs.evolve(resolution, decisions=()) if quiet else resolution
 
         return resolved
 
@@ -97,7 +98,7 @@ _MEMORY = deployed(reqs=256, tokens=4096, drafts=3, budget=Budget(memory=1 << 30
 _SECONDS = deployed(reqs=256, tokens=4096, drafts=3, budget=Budget(memory=4 << 30, seconds=10))
 
 
-def _budgeted(bounded: Deployed, allowed: Callable[[Budget], int]) -> Plan:
+def _budgeted(bounded: PlanCase, allowed: Callable[[Budget], int]) -> Plan:
     """Plan with another idea of what the budget allows."""
     with replaced(Budget, "allowed_graphs", lambda _: lambda budget: (allowed(budget), "the estimate")):
         return bounded.plan()
@@ -148,14 +149,7 @@ def _captured_never_dispatched() -> Plan:
     """The drafter's graphs are captured, and its dispatcher never gets their keys."""
 
     def without_keys(role: RolePlan) -> RolePlan:
-        step = Decision(
-            rule="keys-of-other-drafters",
-            before=role.mode.value,
-            after=GraphMode.NONE.value,
-            role=role.role,
-            message="keys are made for the other methods",
-        )
-        return replace(role, mode=GraphMode.NONE, decisions=(*role.decisions, step))
+        return _in_mode(role, GraphMode.NONE, "keys-of-other-drafters", "keys are made for the other methods")
 
     return on_role(_DRAFTED.plan(), Role.DRAFT_PREFILL, without_keys)
 
@@ -177,7 +171,7 @@ def _requests_are_tokens() -> Plan:
 
 # All -------------------------------------------------------------------------------------------
 
-PLANTED: tuple[Planted, ...] = (
+PLANTED: tuple[PlanMutant, ...] = (
     planted(
         "piecewise-draft-decode",
         BugClass.G,
@@ -192,7 +186,7 @@ PLANTED: tuple[Planted, ...] = (
         "vllm#49547",
         says="the backend of the drafter's few layers takes the target's full graphs away",
         healthy=_FIVE_LAYERS,
-        plan=lambda: _weakest_of_all_models(told=True),
+        plan=lambda: _weakest_of_all_models(recorded=True),
     ),
     planted(
         "drafter-decides-in-silence",
@@ -200,7 +194,7 @@ PLANTED: tuple[Planted, ...] = (
         "vllm#50619",
         says="the same, and no decision says so",
         healthy=_FIVE_LAYERS,
-        plan=lambda: _weakest_of_all_models(told=False),
+        plan=lambda: _weakest_of_all_models(recorded=False),
     ),
     planted(
         "doubling-sizes",

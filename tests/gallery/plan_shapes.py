@@ -10,7 +10,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.records.spec import Policy
-from gallery.planned import Planted, deployed, on_role, planted, with_sizes
+from gallery.planned import PlanMutant, deployed, on_role, planted, with_sizes
 
 # A, coverage -----------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ def _cheap_padding_refused() -> Plan:
 
 # All -------------------------------------------------------------------------------------------
 
-PLANTED: tuple[Planted, ...] = (
+PLANTED: tuple[PlanMutant, ...] = (
     planted(
         "list-ends-below-the-ceiling",
         BugClass.A,

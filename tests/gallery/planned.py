@@ -11,7 +11,7 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.codec.shipped import find_environment
 from capture_planner.modes import GraphSupport, Role
 from capture_planner.planning import planner
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.environment import Environment
@@ -25,7 +25,7 @@ MODEL = Model(name="m", num_layers=93, num_heads=32, num_kv_heads=8, head_dim=12
 
 
 @attrs.frozen(kw_only=True)
-class Deployed:
+class PlanCase:
     """A spec, the machine it is for, and backends ``wide`` and ``narrow``: the latter has no full graphs."""
 
     spec: Spec
@@ -46,10 +46,10 @@ def deployed(
     schedule: tuple[tuple[int, int, int], ...] = (),
     max_graphs: int | None = None,
     **changes: object,
-) -> Deployed:
+) -> PlanCase:
     """Return a deployment of so many requests and tokens; ``max_graphs`` is what the backend can hold."""
     registry = Registry(
-        Registered(
+        RegisteredBackend(
             backend=FakeBackend(
                 name=name, supports=dict.fromkeys(Role, Support(level=level, reason="told", max_graphs=max_graphs))
             ),
@@ -61,10 +61,10 @@ def deployed(
     speculative = Speculative(method=Method.EAGLE3, num_tokens=drafts, schedule=schedule) if drafts else None
     limits = Limits(max_num_reqs=reqs, max_num_tokens=tokens)
     plain = Spec(model=MODEL, limits=limits, backend="wide", speculative=speculative)
-    return Deployed(spec=replace(plain, **changes), environment=find_environment(machine), registry=registry)
+    return PlanCase(spec=replace(plain, **changes), environment=find_environment(machine), registry=registry)
 
 
-def with_sizes(deployment: Deployed, **sizes: Any) -> Deployed:
+def with_sizes(deployment: PlanCase, **sizes: Any) -> PlanCase:
     """Return the deployment with sizes chosen otherwise."""
     return attrs.evolve(deployment, spec=replace(deployment.spec, sizes=Sizes(**sizes)))
 
@@ -75,7 +75,7 @@ def on_role(plan: Plan, role: Role, change: Callable[[RolePlan], RolePlan]) -> P
 
 
 @attrs.frozen(kw_only=True)
-class Planted:
+class PlanMutant:
     """A mutant of a plan with its healthy twin."""
 
     mutant: Mutant
@@ -88,11 +88,11 @@ def planted(
     bug_class: BugClass,
     *threads: str,
     says: str,
-    healthy: Deployed | Callable[[], Plan],
+    healthy: PlanCase | Callable[[], Plan],
     plan: Callable[[], Plan],
-) -> Planted:
+) -> PlanMutant:
     """Return a mutant whose ``plan`` has the bug, and whose twin is ``healthy``."""
-    return Planted(
+    return PlanMutant(
         mutant=Mutant(name=name, threads=threads, bug_class=bug_class, says=says, plan=plan),
-        healthy=healthy.plan if isinstance(healthy, Deployed) else healthy,
+        healthy=healthy.plan if isinstance(healthy, PlanCase) else healthy,
     )

@@ -17,35 +17,40 @@ from capture_planner.runtime.serving.launching import StepLauncher
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 
-Ask = Callable[[Dispatcher, Batch], Dispatch]
+DispatchMethod = Callable[[Dispatcher, Batch], Dispatch]
 
 
-def _asked(change: Callable[[Dispatcher, Batch], Batch]) -> Patch:
-    """Return a patch with which dispatch is asked about another batch than runs."""
+def _other_batch(change: Callable[[Dispatcher, Batch], Batch]) -> Patch:
+    """Return a patch with which dispatch answers for another batch than runs."""
 
-    def make(original: Ask) -> Ask:
+    def make(original: DispatchMethod) -> DispatchMethod:
         return lambda dispatcher, batch: original(dispatcher, change(dispatcher, batch))
 
     return patched((Dispatcher, "dispatch", make))
 
 
-def _chosen(choose: Callable[[Dispatcher, Batch, list[Entry]], Entry | None]) -> Patch:
-    """Return a patch with which the entry is chosen otherwise, of those that serve the batch."""
+def _other_answer(change: Callable[[Dispatcher, Batch, Dispatch], Dispatch]) -> Patch:
+    """Return a patch with which dispatch gives another answer."""
 
-    def make(original: Ask) -> Ask:
-        def dispatch(dispatcher: Dispatcher, batch: Batch) -> Dispatch:
-            answer = original(dispatcher, batch)
-            if answer.entry is None:
-                return answer
-            entry = choose(dispatcher, batch, list(_serving(dispatcher, batch)))
-            if entry is None:
-                return Dispatch(None, reason=Reason.SIZES)
-            padded_reqs = max((entry.num_reqs or 0) - batch.num_reqs, 0)
-            return Dispatch(entry, entry.num_tokens - batch.num_tokens, padded_reqs)
-
-        return dispatch
+    def make(original: DispatchMethod) -> DispatchMethod:
+        return lambda dispatcher, batch: change(dispatcher, batch, original(dispatcher, batch))
 
     return patched((Dispatcher, "dispatch", make))
+
+
+def _other_entry(choose: Callable[[Dispatcher, Batch, list[Entry]], Entry | None]) -> Patch:
+    """Return a patch with which dispatch chooses another one of the entries that can serve the batch."""
+
+    def change(dispatcher: Dispatcher, batch: Batch, answer: Dispatch) -> Dispatch:
+        if answer.entry is None:
+            return answer
+        entry = choose(dispatcher, batch, list(_serving(dispatcher, batch)))
+        if entry is None:
+            return Dispatch(None, reason=Reason.SIZES)
+        padded_reqs = max((entry.num_reqs or 0) - batch.num_reqs, 0)
+        return Dispatch(entry, entry.num_tokens - batch.num_tokens, padded_reqs)
+
+    return _other_answer(change)
 
 
 def _entries(dispatcher: Dispatcher, batch: Batch) -> tuple[Entry, ...]:
@@ -141,12 +146,8 @@ def _graphs_noted(original: Callable[..., None]) -> Callable[..., None]:
     return note
 
 
-def _without_reason(original: Ask) -> Ask:
-    def dispatch(dispatcher: Dispatcher, batch: Batch) -> Dispatch:
-        answer = original(dispatcher, batch)
-        return answer if answer.entry is not None else Dispatch(None)
-
-    return dispatch
+def _without_reason(dispatcher: Dispatcher, batch: Batch, answer: Dispatch) -> Dispatch:
+    return answer if answer.entry is not None else Dispatch(None)
 
 
 DISPATCH_MUTANTS: tuple[Mutant, ...] = (
@@ -156,14 +157,14 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.B,
         says="A batch whose last request is short is taken for a uniform decode, because its tokens, rounded "
         "up to a multiple of 1 + K, give its number of requests",
-        patch=_asked(_rounded),
+        patch=_other_batch(_rounded),
     ),
     Mutant(
         name="prompt-taken-for-a-decode",
         threads=("vllm#28207",),
         bug_class=BugClass.B,
         says="A prompt of exactly 1 + K tokens has the shape of a decode and is sent to a decode's graph",
-        patch=_asked(_past_any_prompt),
+        patch=_other_batch(_past_any_prompt),
     ),
     Mutant(
         name="targets-formula-for-the-drafter",
@@ -171,7 +172,7 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.B,
         says="The query length of a draft decode is worked out as the target's is, as 1 + (k - K), so that no "
         "graph fits where the schedule lowers k",
-        patch=_asked(_by_the_targets_formula),
+        patch=_other_batch(_by_the_targets_formula),
     ),
     Mutant(
         name="chain-one-step-too-long",
@@ -186,7 +187,7 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.C,
         says="The captured size that is nearest decides, so that a PIECEWISE graph hides a compatible FULL "
         "graph which is a little larger",
-        patch=_chosen(_nearest_of_any_mode),
+        patch=_other_entry(_nearest_of_any_mode),
     ),
     Mutant(
         name="tiers-shadow-each-other",
@@ -194,14 +195,14 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.C,
         says="With dynamic K the nearest uniform size decides, and where it belongs to another query length "
         "the batch falls back to what is not uniform",
-        patch=_chosen(_nearest_of_any_tier),
+        patch=_other_entry(_nearest_of_any_tier),
     ),
     Mutant(
         name="padding-capped-at-twice",
         threads=("sglang#31487", "sglang#40253"),
         bug_class=BugClass.C,
         says="A graph of more than twice the batch's tokens is refused, also where it is small and cheap",
-        patch=_chosen(_within_twice),
+        patch=_other_entry(_within_twice),
     ),
     Mutant(
         name="full-key-of-real-requests",
@@ -209,21 +210,21 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.C,
         says="The key of a FULL graph has padded requests at capture and real ones at dispatch, so that only "
         "batches without padding find it",
-        patch=_chosen(_of_as_many_requests),
+        patch=_other_entry(_of_as_many_requests),
     ),
     Mutant(
         name="draft-graphs-never-dispatched",
         threads=("vllm#47460",),
         bug_class=BugClass.J,
         says="The drafter's graphs are captured, and every batch of it runs eager",
-        patch=_chosen(_never_for_drafts),
+        patch=_other_entry(_never_for_drafts),
     ),
     Mutant(
         name="eager-without-a-reason",
         threads=("vllm#47460", "vllm#36165"),
         bug_class=BugClass.J,
         says="A batch for which there is no graph runs eager, and nothing says why",
-        patch=patched((Dispatcher, "dispatch", _without_reason)),
+        patch=_other_answer(_without_reason),
     ),
     Mutant(
         name="eager-steps-not-counted",

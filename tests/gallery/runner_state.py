@@ -24,10 +24,10 @@ from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.execution.updates import TokenFields, Updates
-from capture_planner.runtime.executor import Executor, Metadata, Reservation, Runnable, Scoring
+from capture_planner.runtime.executor import Executor, Metadata, Reservation, RunnableBackend, Scoring
 from capture_planner.runtime.graphs import pool as pool_module
 from capture_planner.runtime.graphs.pool import Block, Layout
-from gallery.core import Mutant
+from gallery.core import Mutant, with_field
 from gallery.patching import GUARDS_OFF, patched
 
 
@@ -41,7 +41,7 @@ class Planning:
 
     def __init__(self) -> None:
         beneath = load_backends()["reference"].backend
-        assert isinstance(beneath, Runnable), "the reference runs"
+        assert isinstance(beneath, RunnableBackend), "the reference runs"
         self._beneath = beneath
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
@@ -64,11 +64,11 @@ class Planning:
 
     def reserve(self, reservation: Reservation) -> Executor:
         """Reserve the reference, and a length for each row."""
-        return _Planned(self._beneath.reserve(reservation), torch.zeros_like(reservation.fields["seq_lens"]))
+        return _PlannedExecutor(self._beneath.reserve(reservation), torch.zeros_like(reservation.fields["seq_lens"]))
 
 
 @attrs.frozen(eq=False)
-class _Planned:
+class _PlannedExecutor:
     """The executor of one group."""
 
     beneath: Executor
@@ -84,8 +84,8 @@ class _Planned:
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend to as many keys as were planned."""
-        fields = {**metadata.fields, "seq_lens": self.lengths[: metadata.num_reqs]}
-        self.beneath.attend(layer, query, out, scoring, attrs.evolve(metadata, fields=fields))
+        metadata = with_field(metadata, "seq_lens", self.lengths[: metadata.num_reqs])
+        self.beneath.attend(layer, query, out, scoring, metadata)
 
     def layout(self) -> tuple[int, ...] | None:
         """None: no number of a plan is baked in."""

@@ -26,7 +26,7 @@ METADATA = MetadataField(
 """A semaphore, then four numbers a request, requests rounded up to four; the first is the tile count."""
 
 
-class Scheduled:
+class ScheduledReference:
     """Tiles counted before the launch; ``executor`` is what counts and launches them."""
 
     name = "scheduled"

@@ -10,15 +10,15 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.records.backend import Backend
 from gallery.backends import MUTANTS
 from gallery.core import LATE, Mutant, detect
-from gallery.padding import CopiesTable, Renamed
-from gallery.paged import Paged
-from gallery.scheduled import Scheduled
+from gallery.padding import CopiesTable, RenamedReference
+from gallery.paged import PagedBackend
+from gallery.scheduled import ScheduledReference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = conformance.Profile(name="few", examples=4, steps=12)
 
 
-@pytest.mark.parametrize("brought", [Paged, Scheduled, Renamed, CopiesTable])
+@pytest.mark.parametrize("brought", [PagedBackend, ScheduledReference, RenamedReference, CopiesTable])
 def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     """What a mutant does wrong is its own: without its one change nothing is found."""
     outcome = conformance.conform(

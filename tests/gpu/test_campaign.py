@@ -8,7 +8,8 @@ import sys
 
 import gpu_equality
 import pytest
-from _deployments import CASES, CYCLE, DRAFTS, MODES, Deployment, tiny
+import torch
+from _deployments import CASES, CYCLE, DRAFTS, MODES, Deployment, missing, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,7 +22,7 @@ def run(monkeypatch, tmp_path, *arguments):
     return code, json.loads(output.read_text(encoding="utf-8"))
 
 
-def test_a_cycle_has_every_k_in_every_mode():
+def test_campaign_cycle_has_every_k_in_every_mode():
     """On every backend, whatever is drawn beside them."""
     for case in CASES.values():
         specs = [tiny(case, index, random.Random(index)) for index in range(CYCLE)]
@@ -29,7 +30,7 @@ def test_a_cycle_has_every_k_in_every_mode():
         assert seen == {(k, mode) for k in DRAFTS for mode in MODES}
 
 
-def test_a_campaign_ends_well_and_says_what_it_served(monkeypatch, tmp_path):
+def test_campaign_counts_what_it_serves_and_skips_missing_backends(monkeypatch, tmp_path):
     """Steps of all deployments are counted; a backend that is not there is skipped with its reason."""
     monkeypatch.setattr(gpu_equality, "CYCLE", 4)
     arguments = ("--backends", "reference", "triton", "--tiny-only", "--steps", "1", "--requests", "2")
@@ -45,7 +46,14 @@ def test_a_campaign_ends_well_and_says_what_it_served(monkeypatch, tmp_path):
     assert "interpreter" in skipped["skipped"]
 
 
-def test_tokens_that_differ_end_it_with_1(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"reference"}))
+def test_gpu_backends_are_missing_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch, name):
+    """The GPU next to it changes nothing: a plan for the CPU is made for the processor."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert missing(CASES[name], torch.device("cpu")) is not None
+
+
+def test_campaign_fails_if_tokens_differ(monkeypatch, tmp_path):
     """A graph that gives other tokens than its kernels is a fault of the backend, in the results."""
     serve = Deployment.serve
 
@@ -62,7 +70,7 @@ def test_tokens_that_differ_end_it_with_1(monkeypatch, tmp_path):
     assert found["results"][0]["faults"] == ["1 request with other tokens than the same kernels"]
 
 
-def test_a_backend_that_breaks_does_not_keep_others_from_being_served(monkeypatch, tmp_path):
+def test_campaign_continues_after_a_broken_backend(monkeypatch, tmp_path):
     """Its error is in the results."""
     monkeypatch.setattr(gpu_equality, "missing", lambda case, device: None)
     code, found = run(monkeypatch, tmp_path, "--short", "--backends", "flashinfer", "reference")
@@ -72,7 +80,7 @@ def test_a_backend_that_breaks_does_not_keep_others_from_being_served(monkeypatc
     assert served["faults"] == []
 
 
-def test_nothing_served_is_no_success(monkeypatch, tmp_path):
+def test_campaign_fails_if_no_backend_is_served(monkeypatch, tmp_path):
     """On a machine without the backends that were asked for."""
     code, _ = run(monkeypatch, tmp_path, "--short", "--backends", "flashinfer")
     assert code == 1

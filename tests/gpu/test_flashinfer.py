@@ -107,7 +107,7 @@ def test_replays_equal_dense_attention(setting: Setting, steps: Steps) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @property_of
 @given(steps=checks.changes())
-def test_replays_depend_on_nothing_that_is_poisoned(setting: Setting, steps: Steps) -> None:
+def test_replays_do_not_depend_on_poisoned_buffers(setting: Setting, steps: Steps) -> None:
     """Fields, plans, counters and partial results of an earlier step have no part in the next."""
     checks.check_poisoned(rig_of(setting), steps)
 
@@ -115,7 +115,7 @@ def test_replays_depend_on_nothing_that_is_poisoned(setting: Setting, steps: Ste
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @property_of
 @given(steps=checks.changes())
-def test_pages_may_hold_nan_after_the_sequence(setting: Setting, steps: Steps) -> None:
+def test_nan_after_the_sequence_is_not_read(setting: Setting, steps: Steps) -> None:
     """What an earlier request left in the rest of a last page is not read."""
     checks.check_replays(rig_of(setting), steps, tail=float("nan"))
 
@@ -129,17 +129,17 @@ def test_eager_steps_equal_dense_attention(setting: Setting, requests: list[tupl
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_plan_is_made_only_where_one_is_needed(setting: Setting) -> None:
+def test_host_plans_only_after_page_counts_or_workspace_change(setting: Setting) -> None:
     """The host plans when page counts change, and after the workspace was overwritten."""
     checks.check_plan_counts(rig_of(setting))
 
 
 TESTS: tuple[Any, ...] = (
-    test_a_plan_is_made_only_where_one_is_needed,
+    test_host_plans_only_after_page_counts_or_workspace_change,
     test_replays_equal_dense_attention,
-    test_replays_depend_on_nothing_that_is_poisoned,
+    test_replays_do_not_depend_on_poisoned_buffers,
     test_eager_steps_equal_dense_attention,
-    test_pages_may_hold_nan_after_the_sequence,
+    test_nan_after_the_sequence_is_not_read,
 )
 
 

@@ -20,7 +20,7 @@ from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.ledger import Accounts, Captured
+from capture_planner.runtime.ledger import Accounts, GraphCapture
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.runner import Runner
@@ -101,14 +101,14 @@ def check_pools(runner: Runner, pool: Pool) -> None:
         assert {taken.total()} == set(held.values())
 
 
-def written(captured: list[Captured]) -> str:
+def written(captured: list[GraphCapture]) -> str:
     """Write the accounts, for whoever reads a failure."""
     return f"{Accounts.of(captured)}, readings {[graph.readings for graph in captured]}"
 
 
 @pytest.mark.parametrize("pool", list(Pool))
 @pytest.mark.parametrize("chain", list(Chain))
-def test_the_ledger_reconciles_with_the_device(grapher: Grapher, pool: Pool, chain: Chain) -> None:
+def test_ledger_reconciles_with_the_device(grapher: Grapher, pool: Pool, chain: Chain) -> None:
     """By graph and by role it is what pools hold; in all, what the device lost, within 5 %."""
     with runner_of(spec_of(pool, chain), grapher) as runner:
         first = grapher.reading()
@@ -130,7 +130,7 @@ def test_the_ledger_reconciles_with_the_device(grapher: Grapher, pool: Pool, cha
         assert all(graph.alone > 0 for graph in captured)
 
 
-def test_graphs_that_are_dropped_are_in_the_ledger(grapher: Grapher) -> None:
+def test_ledger_includes_dropped_graphs(grapher: Grapher) -> None:
     """What they leave in the pool is counted, and the rest still reconciles."""
     with runner_of(spec_of(Pool.SHARED), grapher) as runner:
         runner.capture()
@@ -145,7 +145,7 @@ def test_graphs_that_are_dropped_are_in_the_ledger(grapher: Grapher) -> None:
         assert accounts.apart <= WITHIN, written(captured)
 
 
-def test_a_graph_is_as_large_as_its_tensors_that_are_alive_at_once(grapher: Grapher) -> None:
+def test_graph_memory_is_the_peak_of_its_live_tensors(grapher: Grapher) -> None:
     """Alone it is that, and what torch keeps for random numbers; its pool grows by segments, and by none
     for a smaller graph.
     """
@@ -173,7 +173,7 @@ def test_a_graph_is_as_large_as_its_tensors_that_are_alive_at_once(grapher: Grap
         assert (target[: 2 * MEBI] == 3).all()
 
 
-def test_a_pool_that_refused_a_graph_still_takes_one_that_fits(grapher: Grapher) -> None:
+def test_pool_accepts_a_graph_after_it_refused_one(grapher: Grapher) -> None:
     """And what was refused is given back."""
     source = torch.zeros(32 * MEBI, dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)

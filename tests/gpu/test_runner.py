@@ -21,7 +21,7 @@ from _logits import errors, in_float32
 from capture_planner.modes import Chain, Pool
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method, Speculative
-from capture_planner.runtime.launch import grapher_for
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.plan_variants import without_speculation
 
@@ -58,7 +58,7 @@ def indices(place):
 
 
 @everywhere
-def test_graphs_give_the_tokens_of_the_same_kernels(case, place):
+def test_graphs_give_the_tokens_of_eager_kernels(case, place):
     """Poisoned before each forward, indices checked; float32 also those of plain greedy decoding."""
     device_for(case, place)
     for index in indices(place):
@@ -69,7 +69,7 @@ def test_graphs_give_the_tokens_of_the_same_kernels(case, place):
 
 @everywhere
 @pytest.mark.parametrize("poison", [False, True])
-def test_steps_that_are_launched_ahead_have_the_same_tokens(case, place, poison):
+def test_steps_launched_ahead_give_the_same_tokens(case, place, poison):
     """Launched before the tokens of the step before are read; what is poisoned was read by then."""
     spec = small(case, 0)
     seen = check(made_of(case, place, spec, 1), poison=poison, run_ahead=True)
@@ -79,7 +79,7 @@ def test_steps_that_are_launched_ahead_have_the_same_tokens(case, place, poison)
 
 @everywhere
 @pytest.mark.parametrize("on_device", [False, True])
-def test_drafts_are_verified_on_the_device_as_on_the_host(case, place, on_device):
+def test_device_verification_equals_host_verification(case, place, on_device):
     """Graphs and the same kernels agree, wherever tokens are settled."""
     seen = check(made_of(case, place, small(case, 3), 7), poison=True, drafts_on_device=on_device)
     assert faults(seen) == [], seen
@@ -97,7 +97,7 @@ def test_running_ahead_changes_no_token(case, place):
 
 
 @everywhere
-def test_a_shared_pool_changes_no_token_and_takes_less(case, place):
+def test_shared_pool_changes_no_token_and_takes_less_memory(case, place):
     """Compared with a pool for each role, with three roles that have graphs."""
     seen = check(made_of(case, place, replace(small(case, 3), pool=Pool.SHARED), 3), other_pool=True)
     assert faults(seen) == [], seen
@@ -106,7 +106,7 @@ def test_a_shared_pool_changes_no_token_and_takes_less(case, place):
 
 @pytest.mark.parametrize(("case", "place"), EXACT)
 @pytest.mark.parametrize("kind", ["random", "copy"])
-def test_a_fused_chain_proposes_what_single_steps_propose(case, place, kind):
+def test_fused_chain_proposes_the_tokens_of_single_steps(case, place, kind):
     """Every token that the target is given to verify is the same, right or not."""
     found = []
     for chain in Chain:
@@ -132,7 +132,7 @@ def test_a_fused_chain_proposes_what_single_steps_propose(case, place, kind):
 
 
 @pytest.mark.parametrize("k", [0, 2, 7])
-def test_every_position_of_every_answer_is_watched(k):
+def test_watching_covers_every_position_of_every_answer(k):
     """The sequences are the requests with what they were given; each position stands there once or more."""
     case = CASES["reference"]
     made = made_of(case, "cpu", small(case, k), 5)
@@ -145,7 +145,7 @@ def test_every_position_of_every_answer_is_watched(k):
         assert {at for sequence, at in rows if sequence == index} >= set(range(len(whole)))
 
 
-def test_logits_of_other_weights_are_far_off():
+def test_logits_check_detects_other_weights():
     """And those of the same weights are not: the error is one of the forward."""
     case, device = CASES["reference"], torch.device("cpu")
     made = made_of(case, "cpu", small(case, 2), 6)
@@ -157,7 +157,7 @@ def test_logits_of_other_weights_are_far_off():
         assert (error.median < TOLERANCE["bfloat16"]) is is_near
 
 
-def test_a_request_with_another_token_is_found():
+def test_token_check_names_the_request_that_differs():
     """By its name, wherever the token is."""
     tokens = {"a": (1, 2, 3), "b": (1, 2, 3)}
     assert differing(tokens, tokens | {"b": (1, 2, 4)}) == ["b"]

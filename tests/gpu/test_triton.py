@@ -267,7 +267,7 @@ def batches(draw, setup):
 
 @EXAMPLES
 @given(st.data())
-def test_a_graph_serves_any_batch(data):
+def test_graph_serves_any_batch(data):
     """Captured empty; then large, small and large again, with garbage around the batch."""
     torch.backends.cuda.matmul.allow_tf32 = False
     setup = data.draw(setups())
@@ -286,7 +286,7 @@ def test_a_graph_serves_any_batch(data):
 
 @EXAMPLES
 @given(st.data())
-def test_an_eager_step_equals_the_graph(data):
+def test_eager_step_equals_the_graph(data):
     """At real extents, where keys are split as far as the workspace goes."""
     setup = data.draw(setups())
     rig = Rig(setup)
@@ -310,7 +310,7 @@ def test_an_eager_step_equals_the_graph(data):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_holds_its_own_precision(dtype):
+def test_output_has_the_precision_of_its_dtype(dtype):
     """A decode and a prompt in one batch."""
     rig = Rig(Setup(dtype=dtype, num_reqs=3, num_tokens=300, query_len=None))
     queries, lengths = [1, 255, 1], [900, 300, 1]

@@ -16,7 +16,8 @@ from _deployments import CASES, REGISTRY, deployment, missing, small
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.errors import GuardError, RunError
 from capture_planner.modes import Role
-from capture_planner.runtime.launch import Choices, grapher_for, launch
+from capture_planner.runtime.graphs.choice import grapher_for
+from capture_planner.runtime.launch import Choices, launch
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.runner import Runner
 from support.by_hand import with_piecewise_draft_decode
@@ -67,7 +68,7 @@ def bits(tensor):
     return bytes(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def test_it_is_found_by_the_lint_and_not_launched(made):
+def test_unpadded_requests_are_a_lint_finding_and_not_launched(made):
     """The plan as it was made is clean; by hand it has the rule's finding, and a launch repeats it."""
     assert not [f for f in lint(made.plan) if f.rule.severity is Severity.ERROR]
     (finding,) = [f for f in lint(by_hand(made.plan)) if f.rule.code == "CP030"]
@@ -76,14 +77,14 @@ def test_it_is_found_by_the_lint_and_not_launched(made):
     assert str(finding) in str(caught.value)
 
 
-def test_forced_through_a_launch_ends_with_the_threads_number(made):
+def test_unpadded_requests_forced_fail_with_the_thread_number(made):
     """Whatever the lint said: before any request is served."""
     choices = Choices(any_environment=True, any_plan=True, page_size=made.pages.page_size)
     with pytest.raises(GuardError, match=r"draft_decode: PIECEWISE .*vllm#39773"):
         launch(by_hand(made.plan), REGISTRY, lambda _: made.requests, choices, silent)
 
 
-def test_it_is_stopped_before_a_stale_index_is_read(made):
+def test_unpadded_requests_are_refused_before_a_stale_index_is_read(made):
     """No forward of it runs, not even to warm up: its fields hold what was there, and it has no graph."""
     with runner_of(made, by_hand(made.plan)) as runner:
         role = runner.parts.roles[Role.DRAFT_DECODE]
@@ -95,7 +96,7 @@ def test_it_is_stopped_before_a_stale_index_is_read(made):
         assert not role.graphs
 
 
-def test_the_device_captures_and_serves_after_the_refusal(made):
+def test_device_captures_and_serves_after_unpadded_requests_are_refused(made):
     """What was refused left no capture open: the plan as it was made has the same kernels' tokens."""
     with runner_of(made, by_hand(made.plan)) as runner, pytest.raises(GuardError):
         runner.capture()

@@ -8,7 +8,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Reason, Refresh, Role
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import digest, replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Batch
@@ -29,7 +29,7 @@ def made(level=GraphSupport.ALWAYS, refresh=Refresh.IN_GRAPH, caps=(None, None),
     support = Support(level=level, reason="told", max_num_reqs=caps[0], max_graphs=caps[1])
     told = dict.fromkeys(Role, support)
     backend = FakeBackend(name="alpha", supports=told, refreshes=refresh, windowed=GraphSupport.UNIFORM_BATCH)
-    registry = Registry([Registered(backend=backend, distribution="d", version="1")])
+    registry = Registry([RegisteredBackend(backend=backend, distribution="d", version="1")])
     return plan(replace(spec, **changes), MACHINE, registry)
 
 

@@ -11,7 +11,7 @@ from capture_planner.modes import GraphSupport, Role
 from capture_planner.planning.planner import plan
 from capture_planner.plugins import hookspecs
 from capture_planner.plugins.hookspecs import hookimpl
-from capture_planner.plugins.registry import Registered, Registry, load_backends
+from capture_planner.plugins.registry import RegisteredBackend, Registry, load_backends
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.environment import Device, DeviceKind, Environment
@@ -84,7 +84,7 @@ def test_an_empty_registry_says_none():
         Registry()["alpha"]
 
 
-class Broken:
+class BrokenEntryPoint:
     """An entry point whose module does not import."""
 
     value = "broken:plugin"
@@ -96,7 +96,9 @@ class Broken:
 
 def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch):
     """With the cause, and what to do."""
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [Broken()] if group == hookspecs.PROJECT else [])
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: [BrokenEntryPoint()] if group == hookspecs.PROJECT else []
+    )
     with pytest.raises(
         BackendError, match="ModuleNotFoundError: No module named 'kernels'; report it to its authors, or uninstall it"
     ):
@@ -150,7 +152,9 @@ def test_an_error_of_ours_that_a_backend_raises_is_still_the_backends():
 
 def _plan_with(method, behaviour):
     kind = type("Odd", (FakeBackend,), {method: lambda self, *args: behaviour(*args)})
-    registry = Registry([Registered(backend=kind(name="alpha", supports=TOLD), distribution="dist", version="1")])
+    registry = Registry(
+        [RegisteredBackend(backend=kind(name="alpha", supports=TOLD), distribution="dist", version="1")]
+    )
     return plan(replace(SPEC), CPU, registry)
 
 

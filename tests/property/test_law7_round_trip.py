@@ -104,7 +104,7 @@ def test_the_order_of_registration_changes_nothing(deployment, data):
 @given(deployments(max_reqs=64), backends("stranger"))
 def test_unused_backend_changes_nothing(deployment, stranger):
     """Law 7: a backend is chosen by name, whatever else is installed."""
-    item = registry.Registered(backend=stranger, distribution="stranger", version="1")
+    item = registry.RegisteredBackend(backend=stranger, distribution="stranger", version="1")
     larger = registry.Registry([item, *deployment.registry.values()])
     more = PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=larger)
     assert _plan_of(more) == _plan_of(deployment)

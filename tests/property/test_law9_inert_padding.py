@@ -14,7 +14,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from support.worlds import LONGEST, VOCABULARY, bits, caches_of, requests_of, serve, spec_of, watched, world_of, worlds
+from support.worlds import LONGEST, VOCABULARY, Watcher, bits, caches_of, requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
@@ -122,10 +122,11 @@ def test_real_rows_do_not_depend_on_padding(world, seed):
     requests = requests_of(world, seed)
     answers = answers_of(world, requests)
     seen = []
-    with world.runner() as runner:
+    watcher = Watcher()
+    with world.runner(observer=watcher) as runner:
         runner.capture()
         for garbage in (lambda _: None, Garbage(seed), Garbage(seed + 1)):
-            with watched(runner, garbage) as rows:
+            with watcher.watching(runner, garbage) as rows:
                 assert serve(runner, requests, answers) == output(answers, requests)
             seen.append(rows)
         for role in {forward.role for forward in runner.session.forwards if forward.padded_tokens}:
@@ -180,9 +181,10 @@ def test_only_slots_and_rows_of_the_batch_are_written(world, seed, is_spoiled):
             now = getattr(moment.runner.parts.state, name)
             assert bits(now[others]) == bits(tensor[others]), (name, moment.entry)
 
-    with world.runner() as runner:
+    watcher = Watcher()
+    with world.runner(observer=watcher) as runner:
         runner.capture()
-        with watched(runner, before, after):
+        with watcher.watching(runner, before, after):
             assert serve(runner, requests, answers) == output(answers, requests)
 
 
@@ -194,9 +196,10 @@ def test_large_small_large_replays_equal_eager(world, seed):
     answers = answers_of(world, requests)
     found = {}
     for kind, plan in (("graph", world.plan), ("eager", without_graphs(world.plan))):
-        with world.runner(plan) as runner:
+        watcher = Watcher()
+        with world.runner(plan, observer=watcher) as runner:
             runner.capture()
-            with watched(runner) as rows:
+            with watcher.watching(runner) as rows:
                 assert serve(runner, requests, answers) == output(answers, requests)
             sizes = [step.num_reqs for step in runner.session.steps]
             found[kind] = (rows, sizes)

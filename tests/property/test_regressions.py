@@ -8,7 +8,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.planning.planner import plan
 from capture_planner.planning.sizing import engine_lists as engines
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry
@@ -22,7 +22,7 @@ GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 3
 MACHINE = Environment(name="h100", device=GPU)
 SUPPORT = Support(level=GraphSupport.ALWAYS, reason="told")
 ALPHA = FakeBackend(name="alpha", supports=dict.fromkeys(Role, SUPPORT))
-REGISTRY = Registry([Registered(backend=ALPHA, distribution="d", version="1")])
+REGISTRY = Registry([RegisteredBackend(backend=ALPHA, distribution="d", version="1")])
 MODEL = Model(name="m", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=4096)
 
 

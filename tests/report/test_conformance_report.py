@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from capture_planner import conformance as suite
-from capture_planner.conformance.audit import Attack, AuditResult, Verdict, verdicts
+from capture_planner.conformance.audit import AuditResult, Verdict, verdicts
 from capture_planner.conformance.case_text import describe_case
 from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve
 from capture_planner.conformance.shapes import CANDIDATES, RefusedShape
+from capture_planner.conformance.tampering import Attack
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.report.conformance import conformance_report, tried
+from capture_planner.report.conformance import attempts, conformance_report
 from capture_planner.report.conformance_record import Conformance
 from capture_planner.report.page import page
 from capture_planner.report.plain import plain
@@ -195,7 +196,7 @@ def test_a_check_counts_what_it_was_tried_on(log: suite.Log) -> None:
         "shape": 1,
     }
     for check in suite.Check:
-        count, unit = tried(check, log, 1)
+        count, unit = attempts(check, log, 1)
         drafts = sum(n for name, n in log.forwards.items() if name.startswith("draft_"))
         assert count == (drafts if check is suite.Check.STATE else counts[unit]), check
 

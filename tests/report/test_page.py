@@ -20,7 +20,7 @@ from capture_planner.report.run import run_report
 from capture_planner.report.sections import sections
 from capture_planner.report.summary import summary
 from capture_planner.report.writing import printable, ran
-from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
+from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, RunReport, Step
 from support import ledgers
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -92,7 +92,7 @@ def run_of(name, *, steps=0, requests=0, captured=True, **changes):
             )
         )
     served = tuple(
-        Served(
+        RequestResult(
             name=f"r{index}",
             prompt_tokens=9,
             output_tokens=5,
@@ -107,7 +107,7 @@ def run_of(name, *, steps=0, requests=0, captured=True, **changes):
         backends={"reference": "0.1.0"},
         host={"device": "cpu"},
         captured=tuple(
-            Captured(role=role, entry=entry, seconds=0.1, memory=0, alone=entry.num_tokens << 10)
+            GraphCapture(role=role, entry=entry, seconds=0.1, memory=0, alone=entry.num_tokens << 10)
             for role, entry in graphs
         ),
         forwards=tuple(forwards),

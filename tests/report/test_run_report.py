@@ -24,7 +24,7 @@ from capture_planner.report.summary import Percentiles
 from capture_planner.report.terminal import tables
 from capture_planner.report.writing import percent, seconds, size
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Accounts, Captured, Forward, RunReport
+from capture_planner.runtime.ledger import Accounts, Forward, GraphCapture, RunReport
 from support import ledgers
 
 REPORTS = ledgers.reports()
@@ -77,6 +77,20 @@ def test_forwards_are_counted_once(report):
         mine = [f for f in report.forwards if f.role is role.role and f.query_len is not None]
         assert role.decodes == sum(f.repeats for f in mine)
         assert role.covered == sum(f.repeats for f in mine if f.entry)
+
+
+@given(ledgers.captures(EMPTY.plan), st.integers(1, 7))
+def test_an_entry_that_is_captured_twice_serves_from_the_later_capture(captured, repeats):
+    """A plan can list an entry twice: lint finds it, and ``--any-plan`` runs it. Its forwards count once."""
+    assume(captured)
+    twice = [attrs.evolve(graph, waiver=None) for graph in (*captured, captured[0])]
+    role, entry = captured[0].role, captured[0].entry
+    batch = {"num_reqs": entry.num_reqs or 1, "num_tokens": entry.num_tokens, "query_len": entry.query_len}
+    ran = Forward(step=0, role=role, entry=entry, reason=None, repeats=repeats, **batch)
+    numbers = summary(attrs.evolve(EMPTY, captured=tuple(twice), forwards=(ran,)))
+    assert numbers.graphs[0].graph is twice[-1]
+    assert [used.forwards for used in numbers.graphs] == [repeats] + [0] * (len(twice) - 1)
+    assert numbers.unused == tuple(twice[:-1])
 
 
 @given(REPORTS, st.integers(0, 2 * MAX_FALLBACKS))
@@ -225,7 +239,7 @@ def test_what_a_device_lost_after_the_last_capture_is_told_apart(used, more):
     plan = ledgers.LOCKED["tiny-reference-cpu.cpu"]
     role = plan.roles[0]
     at = Reading(used=used, held=0)
-    graph = Captured(role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at))
+    graph = GraphCapture(role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at))
     report = attrs.evolve(EMPTY, plan=plan, captured=(graph,), served_reading=Reading(used=used + more, held=0))
     found = summary(report)
     assert (found.later, found.accounts.device) == (more, 0)

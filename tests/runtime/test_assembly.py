@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Workspace
 from capture_planner.records.environment import Device, DeviceKind, Environment
@@ -18,6 +18,7 @@ from capture_planner.records.model import DataType, DraftModel, Method, Model, S
 from capture_planner.records.plan import GroupPlan, RolePlan, Support
 from capture_planner.records.spec import GroupSpec, Limits, Roles, RoleSpec, Spec
 from capture_planner.runtime.assembly import assemble, capacity_of, dtype_of, layers_of
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.eagle import load_drafter
 from capture_planner.runtime.models.huggingface import load_target
@@ -63,7 +64,7 @@ HYBRID = {
 """The first layer sees everything, the others 8 tokens."""
 
 
-class Watched(Reference):
+class WatchedReference(Reference):
     """The reference backend under any name, with a list of what was reserved and what is not released."""
 
     def __init__(self, name="reference", device=0, declares=()):
@@ -105,7 +106,7 @@ class PlansOnly:
 
 def registry_of(*backends):
     """A registry of these backends, of one distribution."""
-    return Registry(Registered(backend=b, distribution="of-a-test", version="1.2") for b in backends)
+    return Registry(RegisteredBackend(backend=b, distribution="of-a-test", version="1.2") for b in backends)
 
 
 def put_together(spec, *backends, planned_with=None, target=None):
@@ -114,7 +115,15 @@ def put_together(spec, *backends, planned_with=None, target=None):
     target = target or load_target(None, made.model, device=CPU, dtype=dtype_of(made.model.dtype))
     drafter = load_drafter(None, made.speculative, target) if made.speculative else None
     parts = assemble(
-        made, target, drafter, registry_of(*backends), RecordedGraphs(), pages=PAGES, device=CPU, options=Options()
+        made,
+        target,
+        drafter,
+        registry_of(*backends),
+        RecordedGraphs(),
+        pages=PAGES,
+        device=CPU,
+        options=Options(),
+        observer=ForwardObserver(),
     )
     return made, parts
 
@@ -208,7 +217,7 @@ def test_each_group_gets_the_caches_of_its_layers(tmp_path):
     groups = (GroupSpec(name="windowed", layers=2, window=8, backend="other"), GroupSpec(name="full", layers=1))
     spec = replace(SPEC, model=model, roles=Roles(target=RoleSpec(groups=groups)))
     target = load_target(config, model, device=CPU, dtype=torch.float64)
-    full, windowed = Watched(), Watched("other")
+    full, windowed = WatchedReference(), WatchedReference("other")
     made, parts = put_together(spec, full, windowed, target=target)
     of = {(r.role, r.group): r for r in full.reserved + windowed.reserved}
     assert [r.group for r in windowed.reserved] == ["windowed"]
@@ -229,7 +238,7 @@ def test_each_group_gets_the_caches_of_its_layers(tmp_path):
 def test_a_reservation_has_buffers_at_full_capacity():
     """The declared fields, the workspace that the plan says, zeroed, and the runner's own tensors."""
     tiles = MetadataField(name="tiles", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=3)
-    backend = Watched(device=100, declares=[tiles])
+    backend = WatchedReference(device=100, declares=[tiles])
     made, parts = put_together(SPEC, backend)
     capacity = capacity_of(made, PAGES)
     for reservation in backend.reserved:
@@ -247,7 +256,7 @@ def test_a_reservation_has_buffers_at_full_capacity():
 @pytest.mark.parametrize("kv_dtype", [None, DataType.FLOAT32, DataType.BFLOAT16])
 def test_bytes_add_up(kv_dtype):
     """The cache: pages of every layer; buffers: each tensor that is no cache, once."""
-    backend = Watched(device=1000)
+    backend = WatchedReference(device=1000)
     _, parts = put_together(replace(SPEC, model=replace(MODEL, kv_dtype=kv_dtype)), backend)
     width = {None: 8, DataType.FLOAT32: 4, DataType.BFLOAT16: 2}[kv_dtype]
     layers = MODEL.num_layers + SPEC.speculative.model.num_layers
@@ -282,9 +291,9 @@ def tiles(**changes):
 )
 def test_a_backend_that_declares_other_fields_than_the_plan_is_refused(planned, now, names):
     """New, gone or filled otherwise: each is named, with both versions."""
-    backend = Watched(declares=now)
+    backend = WatchedReference(declares=now)
     with pytest.raises(RunError) as caught:
-        put_together(SPEC, backend, planned_with=[Watched(declares=planned)])
+        put_together(SPEC, backend, planned_with=[WatchedReference(declares=planned)])
     assert "the plan was made with of-a-test 1.2" in str(caught.value)
     assert names in str(caught.value)
     assert not backend.reserved
@@ -294,7 +303,9 @@ def test_a_field_that_did_not_change_is_not_named():
     """Of two fields one is new; the other is as it was."""
     with pytest.raises(RunError) as caught:
         put_together(
-            SPEC, Watched(declares=(tiles(), tiles(name="blocks"))), planned_with=[Watched(declares=(tiles(),))]
+            SPEC,
+            WatchedReference(declares=(tiles(), tiles(name="blocks"))),
+            planned_with=[WatchedReference(declares=(tiles(),))],
         )
     assert "(blocks)" in str(caught.value)
 
@@ -302,13 +313,13 @@ def test_a_field_that_did_not_change_is_not_named():
 def test_a_backend_that_is_not_installed_is_refused():
     """The registry's own sentence."""
     with pytest.raises(BackendError, match="no backend named 'reference' is installed"):
-        put_together(SPEC, Watched("other"), planned_with=[Watched()])
+        put_together(SPEC, WatchedReference("other"), planned_with=[WatchedReference()])
 
 
 def test_a_backend_that_breaks_in_reserve_is_named():
     """Whatever it raises becomes an error with its name, the role and the group."""
 
-    class Breaks(Watched):
+    class Breaks(WatchedReference):
         def reserve(self, reservation):
             raise KeyError("no such kernel")
 
@@ -318,7 +329,7 @@ def test_a_backend_that_breaks_in_reserve_is_named():
 
 def test_what_was_reserved_is_released_where_a_later_backend_is_refused():
     """The target's backend is ready when the drafter's turns out to be of no use."""
-    good, bad = Watched(), PlansOnly("plans-only")
+    good, bad = WatchedReference(), PlansOnly("plans-only")
     roles = Roles(draft_decode=RoleSpec(backend="plans-only"))
     with pytest.raises(RunError, match="plans and does not execute"):
         put_together(replace(SPEC, roles=roles), good, bad)
@@ -337,7 +348,7 @@ def test_the_runner_computes_in_floats_that_torch_has(kind):
 
 def test_a_plan_without_a_drafter_has_a_target_alone():
     """No state, no cache but the target's, and no graph yet."""
-    backend = Watched()
+    backend = WatchedReference()
     made, parts = put_together(replace(SPEC, speculative=None), backend)
     assert set(parts.roles) == {role.role for role in made.roles} == {Role.TARGET}
     assert parts.state is None

@@ -210,6 +210,13 @@ def test_a_machine_without_a_gpu_is_its_processor(cuda):
     assert host.notes() == ()
 
 
+def test_processor_of_a_machine_with_a_gpu_is_described_without_gpu(cuda):
+    """What a plan for the CPU of such a machine is made for."""
+    cuda(H100)
+    environment = host.this_environment("here", gpu=False)
+    assert (environment.device.kind, environment.driver, environment.cuda) == (DeviceKind.CPU, None, None)
+
+
 def test_a_plan_runs_on_the_kind_of_device_that_it_is_for():
     """CPU on the processor, CUDA on the first device, by its index."""
     assert host.device_of(Environment(name="e", device=CPU)) == torch.device("cpu")

@@ -1,282 +1,37 @@
-"""Launch: what is refused before anything is captured, interruptions, and reports that add up."""
+"""Launches: verification, reports that add up, interruptions, and what backends are given."""
 
-import json
 from collections import Counter
-from contextlib import contextmanager
-from functools import cache
 from itertools import pairwise
 
 import attrs
 import numpy as np
 import pytest
 
-from capture_planner.errors import BackendError, CapturePlannerError, RunError
 from capture_planner.modes import GraphMode, Reason, Refresh, Role
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registered, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField, PaddingContract, Where
-from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
-from capture_planner.records.spec import Limits, Parallel, Policy, Sizes, Spec
+from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.report.plain import plain as json_of_report
 from capture_planner.report.run import run_report
 from capture_planner.report.terminal import tables
 from capture_planner.runtime.launch import Choices, launch
-from capture_planner.runtime.serving.workload import Request, generated
-from capture_planner_reference import Reference
+from capture_planner.runtime.serving.workload import Request
+from support.launches import (
+    HERE,
+    MODEL,
+    SCHEDULE,
+    SPEC,
+    CountingReference,
+    ProgressRecord,
+    one_request,
+    registry_of,
+    requests_of,
+    served,
+    started,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODEL = Model(
-    name="tiny",
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_model_len=48,
-    hidden_size=16,
-    vocab_size=20,
-    dtype=DataType.FLOAT64,
-)
-SPEC = Spec(
-    model=MODEL,
-    limits=Limits(max_num_reqs=3, max_num_tokens=12),
-    backend="reference",
-    sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(4, 12), num_reqs=(1, 3)),
-    speculative=Speculative(method=Method.EAGLE, num_tokens=2),
-)
-HERE = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="x86-64", memory=1 << 30))
-H100 = Environment(
-    name="h100",
-    device=Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132),
-)
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "vocab_size": 20,
-    "max_position_embeddings": 48,
-}
-SCHEDULE = ((1, 1, 4), (2, 2, 1), (3, 3, 0))
-"""From four drafts to none, as the batch grows."""
-
-
-class Counting(Reference):
-    """The reference backend; it counts what is reserved, on trial with one page or to run, and not yet
-    released.
-    """
-
-    def __init__(self):
-        self.reserved = self.trials = self.held = 0
-
-    def reserve(self, reservation):
-        """Count, and let a subclass change the executor."""
-        self.reserved += 1
-        self.trials += all(len(cache.keys) == 2 for cache in reservation.caches.values())
-        self.held += 1
-        executor = super().reserve(reservation)
-        release = executor.release
-
-        def released():
-            self.held -= 1
-            release()
-
-        executor.release = released
-        self.change(executor, reservation)
-        return executor
-
-    def change(self, executor, reservation):
-        """Leave it as it is."""
-
-
-class Shown:
-    """Progress that is kept, and stopped by Ctrl-C after so many parts of one task."""
-
-    def __init__(self, stop=None, after=0):
-        self.totals, self.done, self._stop, self._after = {}, [], stop, after
-
-    @contextmanager
-    def __call__(self, what, total):
-        """Begin a task."""
-        self.totals[what] = total
-
-        def advance(name):
-            self.done.append((what, name))
-            if what == self._stop and sum(task == what for task, _ in self.done) == self._after:
-                raise KeyboardInterrupt
-
-        yield advance
-
-
-def registry_of(backend):
-    """A registry of one backend."""
-    return Registry([Registered(backend=backend, distribution="of-a-test", version="1.2")])
-
-
-def requests_of(vocab_size, count=7, output_tokens=(3, 12)):
-    """Requests that come faster than they are served, so that places and tokens run out."""
-    return generated(count, seed=5, rate=40, prompt_tokens=(1, 14), output_tokens=output_tokens, vocab_size=vocab_size)
-
-
-def started(spec=SPEC, backend=None, workload=requests_of, shown=None, environment=HERE, **choices):
-    """Plan a spec for this machine and launch it."""
-    registry = registry_of(backend or Counting())
-    made = plan(spec, environment, registry)
-    return launch(made, registry, workload, Choices(**{"page_size": 4} | choices), shown or Shown())
-
-
-@cache
-def served(drafter="random", schedule=SCHEDULE, **choices):
-    """One launch, for tests that look at the same report."""
-    speculative = Speculative(method=Method.EAGLE, num_tokens=4, schedule=schedule)
-    return started(replace(SPEC, speculative=speculative), drafter=drafter, **choices)
-
-
-# What is refused ---------------------------------------------------------------------------------
-
-
-def one_request(**changes):
-    """A workload of one request."""
-    request = {"name": "r", "arrival": 0.0, "prompt": (1,) * 5, "max_new_tokens": 5} | changes
-    return lambda vocab_size: [Request(**request)]
-
-
-def changed_model(**changes):
-    """The spec with another model."""
-    return replace(SPEC, model=replace(MODEL, **changes))
-
-
-REFUSED_PLANS = {
-    "cuda": ({"environment": H100}, "the plan is for H100"),
-    "cuda, forced": (
-        {"environment": H100, "any_environment": True},
-        "the plan is for H100, and this machine has no CUDA device",
-    ),
-    "versions": (
-        {"environment": attrs.evolve(HERE, packages={"torch": "1.0", "no-such-package": "3"})},
-        "no-such-package 3 was planned for and is not installed; torch 1.0 was planned for and",
-    ),
-    "tensor": ({"spec": replace(SPEC, parallel=Parallel(tensor=2))}, "parallel.tensor is 2"),
-    "decode context": ({"spec": replace(SPEC, parallel=Parallel(decode_context=2))}, "parallel.decode_context is 2"),
-    "fp8": ({"spec": changed_model(dtype=DataType.FP8)}, "in fp8; the runner computes in"),
-    "fp8 cache": ({"spec": changed_model(kv_dtype=DataType.FP8)}, "in fp8; the runner computes in"),
-}
-REFUSED = {
-    "no requests": ({"workload": lambda vocab_size: ()}, "there are no requests to serve"),
-    "no prompt": ({"workload": one_request(prompt=())}, "r: the prompt is empty"),
-    "too long": (
-        {"workload": one_request(max_new_tokens=44)},
-        "5 prompt tokens and 44 output tokens are more than max_model_len, 48",
-    ),
-    "foreign token": ({"workload": one_request(prompt=(20,))}, "token 20 is not in the model's vocabulary"),
-    "mtp": (
-        {"spec": replace(SPEC, speculative=Speculative(method=Method.MTP, num_tokens=1))},
-        "mtp heads are part of a target and are not run",
-    ),
-}
-
-
-def check_refused(given, says):
-    """With what is wrong in the message, and before anything is begun; return the backend."""
-    backend, shown = Counting(), Shown()
-    with pytest.raises(RunError) as caught:
-        started(backend=backend, shown=shown, **given)
-    assert says in str(caught.value)
-    assert not shown.totals
-    return backend
-
-
-@pytest.mark.parametrize("case", REFUSED_PLANS)
-def test_a_plan_that_cannot_be_executed_is_refused_before_anything_is_reserved(case):
-    """No backend has been asked for anything."""
-    assert check_refused(*REFUSED_PLANS[case]).reserved == 0
-
-
-def check_only_tried(backend):
-    """Every group was reserved on trial, and released; nothing was reserved to run."""
-    assert backend.reserved == backend.trials > 0
-    assert backend.held == 0
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_executed_is_refused_before_anything_is_reserved_to_run(case):
-    """What depends on the model too."""
-    check_only_tried(check_refused(*REFUSED[case]))
-
-
-@pytest.mark.parametrize("content", [None, {"eagle": True}])
-def test_a_drafter_that_is_not_there_is_refused_before_anything_is_reserved_to_run(tmp_path, content):
-    """A folder that does not exist, and one that holds something else."""
-    folder = tmp_path / "head"
-    if content is not None:
-        folder.mkdir()
-        (folder / "notes.json").write_text(json.dumps(content))
-    backend = Counting()
-    with pytest.raises(CapturePlannerError) as caught:
-        started(backend=backend, drafter=folder)
-    assert str(folder) in str(caught.value)
-    check_only_tried(backend)
-
-
-def with_error():
-    """A plan whose lint finds an error: a batch that no entry and no waiver covers."""
-    registry = registry_of(Counting())
-    made = plan(SPEC, HERE, registry)
-    target = made.role(Role.TARGET)
-    kept = tuple(e for e in target.entries if e.mode is GraphMode.FULL)
-    return replace(made, roles=(replace(target, entries=kept), *made.roles[1:]))
-
-
-def test_a_plan_with_errors_is_refused_unless_it_is_wanted():
-    """``any_plan`` runs what the plan has; what it does not cover runs eager."""
-    backend, made = Counting(), with_error()
-    with pytest.raises(RunError, match=r"the plan has errors: .*CP\d{3}"):
-        launch(made, registry_of(backend), requests_of, Choices(page_size=4), Shown())
-    assert backend.reserved == 0
-    outcome = launch(made, registry_of(backend), requests_of, Choices(page_size=4, any_plan=True, verify=True), Shown())
-    assert outcome.differing == ()
-
-
-def test_other_versions_run_where_it_is_wanted():
-    """``any_environment`` is for versions; the report has what is really here."""
-    environment = attrs.evolve(HERE, packages={"torch": "1.0"})
-    outcome = started(environment=environment, any_environment=True)
-    assert len(outcome.report.served) == 7
-    assert outcome.report.host["torch"] != "1.0"
-
-
-@pytest.mark.parametrize(
-    ("name", "planned", "real"),
-    [
-        ("num_layers", 3, 1),
-        ("num_heads", 2, 4),
-        ("num_kv_heads", 4, 2),
-        ("head_dim", 16, 8),
-        ("hidden_size", 32, 16),
-        ("vocab_size", 21, 20),
-        ("sinks", True, False),
-        ("mrope", True, False),
-        ("max_model_len", 64, 48),
-    ],
-)
-def test_another_model_than_the_plans_is_refused_number_by_number(tmp_path, name, planned, real):
-    """Each is named, with what the plan says and what the model has."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
-    backend = Counting()
-    with pytest.raises(RunError) as caught:
-        started(changed_model(**{name: planned}), backend=backend, model=config)
-    says = str(caught.value)
-    assert f"model.{name}: the plan says {planned}" in says
-    assert str(real) in says.partition(f"model.{name}")[2]
-    assert says.count("the plan says") == 1
-    check_only_tried(backend)
 
 
 def test_clip_cuts_what_is_too_long():
@@ -284,15 +39,6 @@ def test_clip_cuts_what_is_too_long():
     outcome = started(workload=one_request(prompt=(1,) * 30, max_new_tokens=40), clip=True)
     (done,) = outcome.report.served
     assert done.prompt_tokens + done.output_tokens == MODEL.max_model_len
-
-
-def test_a_cache_too_small_for_a_request_is_refused_before_capture():
-    """5 + 5 tokens and 2 drafts are 3 pages of 4; with 2 they could never be free."""
-    shown, backend = Shown(), Counting()
-    with pytest.raises(RunError, match="the request r needs 3 pages of 4 tokens, and the KV cache has 2"):
-        started(workload=one_request(), backend=backend, pages=2, shown=shown)
-    assert backend.held == 0
-    assert not [task for task, _ in shown.done if task == "capture"]
 
 
 def test_a_cache_of_just_enough_pages_serves_everything():
@@ -306,7 +52,7 @@ def test_a_cache_of_just_enough_pages_serves_everything():
 # Verification ------------------------------------------------------------------------------------
 
 
-class Wrong(Counting):
+class WrongReference(CountingReference):
     """A backend that is wrong in one graph of the target."""
 
     def __init__(self, mode, size):
@@ -333,7 +79,7 @@ class Wrong(Counting):
 @pytest.mark.parametrize(("mode", "size"), [(GraphMode.FULL, 3), (GraphMode.PIECEWISE, 4)])
 def test_verification_finds_the_requests_that_one_wrong_graph_served(mode, size):
     """The plain rehearsal has no graph; without graphs nothing differs."""
-    backend = Wrong(mode, size)
+    backend = WrongReference(mode, size)
     outcome = started(backend=backend, verify=True)
     used = [f.entry for f in outcome.report.forwards if f.role is Role.TARGET and f.entry is not None]
     assert (mode, size) in {(entry.mode, entry.num_tokens) for entry in used}
@@ -424,8 +170,10 @@ def test_a_report_is_complete(choices):
 
 def test_text_is_given_where_a_tokenizer_is():
     """``decode`` is asked about the output of each request."""
-    registry = registry_of(Counting())
-    outcome = launch(plan(SPEC, HERE, registry), registry, requests_of, Choices(page_size=4), Shown(), decode=repr)
+    registry = registry_of(CountingReference())
+    outcome = launch(
+        plan(SPEC, HERE, registry), registry, requests_of, Choices(page_size=4), ProgressRecord(), decode=repr
+    )
     assert all(done.text == repr(done.tokens) for done in outcome.report.served)
 
 
@@ -518,7 +266,7 @@ def test_the_same_seed_gives_the_same_batches_and_tokens():
 )
 def test_an_interruption_ends_in_a_report_of_what_there_is(task, after, drafter):
     """Whenever Ctrl-C comes: what was captured and served until then, and everything is released."""
-    shown, backend = Shown(task, after), Counting()
+    shown, backend = ProgressRecord(task, after), CountingReference()
     report = (outcome := started(backend=backend, shown=shown, drafter=drafter, verify=True)).report
     check_report(report)
     assert report.interrupted
@@ -544,7 +292,7 @@ def test_a_request_that_had_its_last_token_is_not_cut_off_by_an_interruption():
     """Two requests end in one step, and Ctrl-C comes when the first is reported."""
     requests = [Request(name=name, arrival=0.0, prompt=(1, 2), max_new_tokens=4) for name in "ab"]
     spec = replace(SPEC, speculative=None)
-    report = started(spec, workload=lambda _: requests, shown=Shown("serve", 1)).report
+    report = started(spec, workload=lambda _: requests, shown=ProgressRecord("serve", 1)).report
     assert [len(done.tokens) for done in report.served] == [4, 4]
     assert all(done.finished is not None for done in report.served)
 
@@ -552,7 +300,7 @@ def test_a_request_that_had_its_last_token_is_not_cut_off_by_an_interruption():
 # What backends see -------------------------------------------------------------------------------
 
 
-class ReadsPages(Counting):
+class ReadsPages(CountingReference):
     """A backend that plans on the host from page lists, as FlashInfer does, and looks at each of them."""
 
     FIELDS = (
@@ -620,23 +368,3 @@ def test_the_drafters_own_shape_is_cached():
     assert outcome.differing == ()
     rows = MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim + 2 * 1 * 4
     assert outcome.report.kv_cache == 2 * rows * 21 * 4 * 8
-
-
-# Memory ------------------------------------------------------------------------------------------
-
-
-def test_a_cache_that_no_memory_holds_is_refused():
-    """In a sentence that names the option, not in the allocator's words."""
-    with pytest.raises(RunError, match=r"there is no memory for keys and values of 1099511627777 pages"):
-        started(pages=1 << 40)
-
-
-def test_a_backend_without_an_executor_is_named():
-    """What ``reserve`` returned lacks every call."""
-
-    class Empty(Counting):
-        def reserve(self, reservation):
-            return object()
-
-    with pytest.raises(BackendError, match=r"from reserve .*which has no prepare, attend, layout, release"):
-        started(backend=Empty())

@@ -37,7 +37,7 @@ def planned(k: int) -> Plan:
 
 
 @contextmanager
-def quiet(what: str, total: int) -> Iterator[Callable[[str], None]]:
+def quiet(task: str, total: int) -> Iterator[Callable[[str], None]]:
     """Show nothing."""
     yield lambda now: None
 
@@ -56,7 +56,7 @@ def bench(plan: Plan, backends: Registry) -> object:
 both = pytest.mark.parametrize("execute", [run, bench])
 
 
-class Elsewhere:
+class MissingLibrary:
     """The reference backend, whose library is not here."""
 
     name = "reference"
@@ -71,7 +71,7 @@ class Elsewhere:
         raise self._error
 
 
-class Counting(Elsewhere):
+class CountingReference(MissingLibrary):
     """The reference backend, with what was reserved and released."""
 
     def __init__(self, backend: Any) -> None:
@@ -104,7 +104,7 @@ def registered(made: Callable[[Any], Any]) -> tuple[Any, Registry]:
 @pytest.mark.parametrize("error", [BackendError("its library is not installed"), ValueError("is not installed")])
 def test_a_backend_that_does_not_run_here_is_refused_before_a_model_is_made(execute: Execute, error: Exception) -> None:
     """It is asked: what its ``reserve`` raises is told."""
-    _, backends = registered(lambda backend: Elsewhere(backend, error))
+    _, backends = registered(lambda backend: MissingLibrary(backend, error))
     with pytest.raises(BackendError, match="is not installed"):
         execute(planned(0), backends)
 
@@ -117,7 +117,7 @@ def test_a_backend_that_is_missing_or_only_plans_is_refused_before_a_model_is_ma
         execute(planned(0), Registry())
 
     def planning(backend: Any) -> Any:
-        found = Elsewhere(backend, BackendError(""))
+        found = MissingLibrary(backend, BackendError(""))
         kept = {name: getattr(found, name) for name in ("support", "padding", "refresh", "workspace")}
         return type("Planning", (), kept | {"name": "reference"})()
 
@@ -129,7 +129,7 @@ def test_a_backend_that_is_missing_or_only_plans_is_refused_before_a_model_is_ma
 @pytest.mark.parametrize("k", [0, 2, 4])
 def test_every_group_is_reserved_once_as_the_plan_has_it_and_released(k: int) -> None:
     """With the plan's entries and workspace, and a cache of one page for each of its layers."""
-    backend, backends = registered(Counting)
+    backend, backends = registered(CountingReference)
     plan = planned(k)
     refuse_backends(plan, backends, torch.device("cpu"), 8)
     groups = [(role, group) for role in plan.roles for group in role.groups]

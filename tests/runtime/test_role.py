@@ -45,7 +45,7 @@ DERIVED = PaddingContract(
 
 
 @attrs.frozen(eq=False)
-class Armed:
+class RunnersWithFault:
     """A captured runner, an eager one, and a backend that breaks in a call when it is told to."""
 
     probe: Probe
@@ -92,7 +92,7 @@ def armed():
     )
     runner = world.runner()
     runner.capture()
-    return Armed(probe, runner, world.runner(without_graphs(world.plan)))
+    return RunnersWithFault(probe, runner, world.runner(without_graphs(world.plan)))
 
 
 class Trap:

@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Live, RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.scheduler import AdmittedRequest, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.speculative import fulfil, promise, sampled_rows, settle
 from capture_planner.runtime.serving.workload import Request
 
@@ -23,7 +23,7 @@ def scheduled_of(rows, most_drafts, prompts=0):
     request = Request(name="r", arrival=0.0, prompt=(1,), max_new_tokens=1)
     places, counts, drafts = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
     return ScheduledBatch(
-        live=tuple(Live(request, place, [], 0.0) for place, _, _ in rows),
+        live=tuple(AdmittedRequest(request, place, [], 0.0) for place, _, _ in rows),
         state_indices=places,
         counts=counts,
         drafts=drafts,

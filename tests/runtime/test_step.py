@@ -14,7 +14,7 @@ from capture_planner.runtime.execution.inputs import DERIVED
 from capture_planner.runtime.execution.updates import TokenFields, Updates
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs, token_rows
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Live, RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.scheduler import AdmittedRequest, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
 
 DTYPES = {
@@ -85,7 +85,7 @@ def situations(draw, decodes=False):
         else:
             rows.append((place, 1 if same else chosen.randint(1, most), 0))
         request = Request(name=f"r{place}", arrival=0.0, prompt=(1,) * length, max_new_tokens=1)
-        live.append(Live(request, place, [], 0.0))
+        live.append(AdmittedRequest(request, place, [], 0.0))
     scheduled = ScheduledBatch(
         live=tuple(live),
         state_indices=np.array([row[0] for row in rows], dtype=np.int64),
@@ -201,7 +201,7 @@ def device_fields(made, padding):
     return found
 
 
-class Held(dict):
+class BufferedFields(dict):
     """Fields by name, that go through their buffers as the runner's do."""
 
     def __getitem__(self, name):
@@ -215,7 +215,7 @@ class Held(dict):
 def test_host_and_graph_move_a_draft_decode_on_alike(batch, padding):
     """Both are the reference at every step of a chain of k - 1, and padded rows stay padding."""
     inputs = draft_decode(batch)
-    held = Held(device_fields(inputs.declared, padding))
+    held = BufferedFields(device_fields(inputs.declared, padding))
     rows, dtypes = inputs.num_reqs, {name: str(array.dtype) for name, array in inputs.declared.items()}
     token_fields = TokenFields.of(held, batch.pages.page_size, batch.max_model_len)
     updates = Updates()

@@ -37,7 +37,7 @@ def fused():
         return module_at(path, "interpreted_fused_updates").FusedUpdates()
 
 
-class Held(dict):
+class BufferedFields(dict):
     """Fields by name, that go through their buffers as the runner's do."""
 
     def __getitem__(self, name):
@@ -52,7 +52,7 @@ def fields_of(batch, made, padded):
     pages = batch.pages.pages(batch.max_model_len)
     tokens = sum(count for _, _, count, _ in batch.rows())
     room = Extents(tokens=tokens + padded, reqs=made.num_reqs + padded, pages=pages)
-    held = Held()
+    held = BufferedFields()
     for field in (*COMMON_FIELDS, KV_LENS):
         columns = room.columns(field)
         shape = (room.rows(field),) if columns is None else (room.rows(field), columns)
@@ -194,7 +194,7 @@ def test_pending_tokens_are_taken_from_the_answers(fused, ids):
 def test_lengths_of_another_type_are_refused():
     """The kernels write 32 bits."""
     wide = MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, dtype="int64")
-    held = Held(kv_lens=FieldBuffer("own.kv_lens", wide, torch.zeros(3, dtype=torch.int64)))
+    held = BufferedFields(kv_lens=FieldBuffer("own.kv_lens", wide, torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(RunError, match=r"own\.kv_lens is declared int64"):
         TokenFields.of(held, 16, 64)
 

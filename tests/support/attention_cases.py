@@ -125,7 +125,7 @@ def cases(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> C
     )
 
 
-class Unreadable(Mapping[str, Any]):
+class UnreadableHost(Mapping[str, Any]):
     """Host values of a captured step, where reading one would bake it into the graph."""
 
     def __getitem__(self, name: str) -> Any:
@@ -207,7 +207,7 @@ class Rig:
             max_query_len=self.case.query_len or self.case.num_tokens,
             max_seq_len=max(self.case.lengths),
             fields=self.fields,
-            host=Unreadable(),
+            host=UnreadableHost(),
         )
 
     def unpadded(self, entry: Entry | None = None) -> Metadata:

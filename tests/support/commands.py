@@ -11,7 +11,7 @@ import attrs
 
 
 @attrs.frozen
-class Ran:
+class CommandResult:
     """What one command did."""
 
     code: int
@@ -29,7 +29,7 @@ class Ran:
         return json.loads(self.out)
 
 
-Run = Callable[..., Ran]
+Run = Callable[..., CommandResult]
 
 SPEC = "plans/specs/qwen3-8b-eagle3.yaml"
 PLAN = "plans/locked/qwen3-8b-eagle3.h100.yaml"

@@ -2,7 +2,7 @@
 
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records.backend import Support
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import Method, Model, Speculative
@@ -34,5 +34,5 @@ def made(schedule=(), reqs=256, tokens=4096, mode=GraphMode.FULL_AND_PIECEWISE, 
     spec = Spec(
         model=MODEL, limits=Limits(max_num_reqs=reqs, max_num_tokens=tokens), backend=backend.name, mode=mode, **options
     )
-    registry = Registry([Registered(backend=backend, distribution="fake", version="1")])
+    registry = Registry([RegisteredBackend(backend=backend, distribution="fake", version="1")])
     return plan(spec, MACHINE, registry)

@@ -16,7 +16,7 @@ OWNERS = MetadataField(
 )
 
 
-class Declaring(Reference):
+class UnreadFields(Reference):
     """Declares fields that it does not read."""
 
     name = "declaring"
@@ -30,7 +30,7 @@ class Declaring(Reference):
         return self.executor(reservation)
 
 
-class Doubling(Declaring):
+class DoubledOutput(UnreadFields):
     """Wrong wherever it runs: each output is doubled, with a graph or without one."""
 
     name = "doubling"
@@ -42,7 +42,7 @@ class Doubling(Declaring):
             out.mul_(2)
 
 
-class TailReader(Declaring):
+class TailReader(UnreadFields):
     """Adds up a field of its own as far as its buffer goes, which nobody fills behind the real rows."""
 
     name = "tail-reader"
@@ -62,7 +62,7 @@ class TailReader(Declaring):
                 out.add_((self._skips.sum() != 0).to(out.dtype))
 
 
-class OwnerReader(Declaring):
+class OwnerReader(UnreadFields):
     """Writes an index of its own for the real tokens, and gathers by it over the padded ones."""
 
     name = "owner-reader"
@@ -88,7 +88,7 @@ class OwnerReader(Declaring):
                 out.add_((lengths * 0)[:, None, None])
 
 
-class Impure(Reference):
+class ImpureSupport(Reference):
     """Answers support by how often it was asked."""
 
     name = "impure"
@@ -101,7 +101,7 @@ class Impure(Reference):
         return PaddingContract(fields=(SKIPS,) if self._asked % 2 else ())
 
 
-class Never(Reference):
+class NoGraphs(Reference):
     """Runs in no graph."""
 
     name = "never"

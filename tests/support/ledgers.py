@@ -11,9 +11,9 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.plan import Waiver
-from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSeen, Largest
+from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, LargestError
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Captured, Forward, RunReport, Served, Step
+from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, RunReport, Step
 from capture_planner.testing import arbitrary_plans, batches, plans
 
 LOCKED = {
@@ -55,7 +55,9 @@ def captures(draw, plan):
         if moments:
             seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
         found.append(
-            Captured(role=role, entry=entry, seconds=taken, memory=memory, alone=alone, readings=seen, waiver=waiver)
+            GraphCapture(
+                role=role, entry=entry, seconds=taken, memory=memory, alone=alone, readings=seen, waiver=waiver
+            )
         )
     return tuple(found)
 
@@ -119,7 +121,7 @@ def served(draw):
     """One request: finished, cut off, or never begun."""
     tokens = draw(st.lists(st.integers(0, 1 << 17), max_size=4))
     first: Any = draw(times) if tokens else None
-    return Served(
+    return RequestResult(
         name=draw(names),
         prompt_tokens=draw(st.integers(1, 100)),
         output_tokens=len(tokens),
@@ -137,7 +139,7 @@ def differences(draw):
     maybe = st.none() | st.integers(0, 1 << 20)
     numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.integers()
     mode = draw(st.sampled_from((GraphMode.FULL, GraphMode.PIECEWISE)))
-    seen = FieldSeen(name=draw(names), real=draw(tables | maybe), padding=draw(st.none() | tables))
+    seen = FieldSnapshot(name=draw(names), real=draw(tables | maybe), padding=draw(st.none() | tables))
     return Difference(
         step=draw(counts),
         role=draw(st.sampled_from(Role)),
@@ -168,7 +170,7 @@ def comparisons(draw):
     """What was compared: nothing, something, up to a difference or to the end."""
     compared, eager = (draw(st.dictionaries(st.sampled_from(Role), counts, max_size=3)) for _ in range(2))
     largest = [
-        Largest(
+        LargestError(
             tensor=draw(names),
             error=draw(st.just(0.0) | times),
             tolerance=0.05,
@@ -188,7 +190,7 @@ def comparisons(draw):
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class Drawn(RunReport):
+class PrintableReport(RunReport):
     """A report that a failing test can print: Hypothesis warns of one with its whole plan."""
 
     def __repr__(self):
@@ -209,7 +211,7 @@ def reports(draw):
     asked = [number for number in numbers for _ in range(draw(st.integers(0, 4)))] if plan.roles else []
     # The last step may have been cut off: its forwards are there, and it is not.
     ended = numbers[: draw(st.sampled_from((length, max(0, length - 1))))]
-    return Drawn(
+    return PrintableReport(
         plan=plan,
         model=draw(names),
         backends=draw(st.dictionaries(names, names, max_size=2)),

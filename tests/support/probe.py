@@ -61,10 +61,10 @@ class Probe(Reference):
     def reserve(self, reservation: Reservation) -> Executor:
         """Wrap the reference executor."""
         self.heard("reserve", reservation, None)
-        return _Heard(self, reservation, super().reserve(reservation))
+        return _ReportingExecutor(self, reservation, super().reserve(reservation))
 
 
-class _Heard:
+class _ReportingExecutor:
     def __init__(self, probe: Probe, reservation: Reservation, executor: Executor) -> None:
         self._probe, self._reservation, self._executor = probe, reservation, executor
 

@@ -73,7 +73,7 @@ def speculative(method, **model):
     return Speculative(method=method, num_tokens=3, model=DraftModel(**model))
 
 
-class Written:
+class WrittenHead:
     """A head written out: one token after the other, one head after the other."""
 
     def __init__(self, method, tensors, embed, norm_before_residual=False):

@@ -23,7 +23,7 @@ FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 
 
 @attrs.frozen(kw_only=True)
-class Searched:
+class SearchManager:
     """A role whose graphs are searched one by one, in the order of ``rule``."""
 
     role: Role
@@ -104,7 +104,9 @@ def vllm_table(role, mode, sizes, query_lens, max_num_reqs, cases=(0,)):
                         return graph
         return None
 
-    return Searched(role=role, mode=mode, graphs=tuple(CapturedGraph(role=role, entry=g) for g in graphs), rule=rule)
+    return SearchManager(
+        role=role, mode=mode, graphs=tuple(CapturedGraph(role=role, entry=g) for g in graphs), rule=rule
+    )
 
 
 def vllm(command, environment):
@@ -168,7 +170,7 @@ def sglang(command, environment):
             return found
 
         graphs = tuple(CapturedGraph(role=name, entry=entry) for entry in (*entries, *uniform))
-        return Searched(role=name, mode=GraphMode.FULL_DECODE_ONLY, graphs=graphs, rule=rule)
+        return SearchManager(role=name, mode=GraphMode.FULL_DECODE_ONLY, graphs=graphs, rule=rule)
 
     managers = [role(Role.TARGET, width, mixed)]
     if width > 1:
@@ -210,7 +212,7 @@ def tensorrt_llm(command, environment):
         return next(iter(fitting), None)
 
     graphs = tuple(CapturedGraph(role=Role.TARGET, entry=entry) for entry in entries)
-    manager = Searched(role=Role.TARGET, mode=GraphMode.FULL_DECODE_ONLY, graphs=graphs, rule=rule)
+    manager = SearchManager(role=Role.TARGET, mode=GraphMode.FULL_DECODE_ONLY, graphs=graphs, rule=rule)
     return _emulation("tensorrt-llm", command, reqs, tokens, sizes, [manager], None, None)
 
 

@@ -68,6 +68,6 @@ def rigged(plan: Plan, sizes: tuple[int, ...] = (1, MOST), *, backends: object =
 
 
 @contextmanager
-def quiet(what: str, total: int) -> Iterator[Callable[[str], None]]:
+def quiet(task: str, total: int) -> Iterator[Callable[[str], None]]:
     """Show nothing."""
     yield lambda now: None

@@ -30,7 +30,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.execution.inputs import ForwardStep
-from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
+from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
@@ -279,44 +279,52 @@ def persistent(runner: Runner) -> dict[str, torch.Tensor]:
     return {held[0]: tensor_of(held) for role in runner.parts.roles.values() for held in role.persistent()}
 
 
-@contextmanager
-def watched(
-    runner: Runner,
-    before: Callable[[Moment], Any] = lambda _: None,
-    after: Callable[[Moment, Any], object] = lambda *_: None,
-) -> Iterator[dict[tuple[int, Role], list[dict[str, torch.Tensor]]]]:
-    """Call ``before`` each forward and ``after`` it, with what ``before`` returned.
+class Watcher(ForwardObserver):
+    """Observes the forwards of a runner that it was handed to, while ``watching`` lasts."""
 
-    Yields what the real rows of each forward became, by step and role.
-    """
-    found: dict[tuple[int, Role], list[dict[str, torch.Tensor]]] = defaultdict(list)
-    first = len(runner.session.steps)
+    def __init__(self) -> None:
+        self._around: Callable[[RoleRun, ForwardStep, float], ForwardTimes] = super().forward
 
-    def replay_or_run(role: RoleRun, inner: Any, step: ForwardStep, started: float) -> ForwardTimes:
-        extents = step.extents
-        reqs = int((role.fields["idx_mapping"][: extents.reqs] >= 0).sum())
-        moment = Moment(
-            runner=runner,
-            role=role,
-            entry=step.entry,
-            num_tokens=int(role.fields["query_start_loc"][reqs]),
-            num_reqs=reqs,
-            padded_tokens=extents.tokens,
-            padded_reqs=extents.reqs,
-        )
-        kept = before(moment)
-        times: ForwardTimes = inner(step, started)
-        found[len(runner.session.steps) - first, role.role].append(_real_rows(moment))
-        after(moment, kept)
-        return times
+    def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
+        return self._around(role, step, started)
 
-    for role in runner.parts.roles.values():
-        role.replay_or_run = functools.partial(replay_or_run, role, role.replay_or_run)  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        for role in runner.parts.roles.values():
-            del role.replay_or_run
+    @contextmanager
+    def watching(
+        self,
+        runner: Runner,
+        before: Callable[[Moment], Any] = lambda _: None,
+        after: Callable[[Moment, Any], object] = lambda *_: None,
+    ) -> Iterator[dict[tuple[int, Role], list[dict[str, torch.Tensor]]]]:
+        """Call ``before`` each forward and ``after`` it, with what ``before`` returned.
+
+        Yields what the real rows of each forward became, by step and role.
+        """
+        found: dict[tuple[int, Role], list[dict[str, torch.Tensor]]] = defaultdict(list)
+        first, inner = len(runner.session.steps), self._around
+
+        def around(role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
+            extents = step.extents
+            reqs = int((role.fields["idx_mapping"][: extents.reqs] >= 0).sum())
+            moment = Moment(
+                runner=runner,
+                role=role,
+                entry=step.entry,
+                num_tokens=int(role.fields["query_start_loc"][reqs]),
+                num_reqs=reqs,
+                padded_tokens=extents.tokens,
+                padded_reqs=extents.reqs,
+            )
+            kept = before(moment)
+            times = inner(role, step, started)
+            found[len(runner.session.steps) - first, role.role].append(_real_rows(moment))
+            after(moment, kept)
+            return times
+
+        self._around = around
+        try:
+            yield found
+        finally:
+            self._around = inner
 
 
 def _real_rows(moment: Moment) -> dict[str, torch.Tensor]:

@@ -24,24 +24,24 @@ def newest(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 def kept(folder: Path = RESULTS) -> str:
     """What each backend was put through, at which versions, and what was found."""
-    found = newest(folder)
+    results = newest(folder)
     columns = ("backend", "date", "on", "versions", "result", "scenes", "steps", "forwards", "attacks")
-    rows = [_row(name, found.get(name)) for name in dict.fromkeys((*BACKENDS, *found))]
-    return "\n".join([table(columns, rows, text=5), *_remarks(found)])
+    rows = [_row(name, results.get(name)) for name in dict.fromkeys((*BACKENDS, *results))]
+    return "\n".join([table(columns, rows, text=5), *_remarks(results)])
 
 
 def _row(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
     if result is None:
         return (name, NO_VALUE, NO_VALUE, NO_VALUE, NOT_MEASURED, *[NO_VALUE] * 4)
-    made = result["file"]["provenance"]
-    on = made["hardware"].get("gpu", made["hardware"]["cpu"])
+    provenance = result["file"]["provenance"]
+    on = provenance["hardware"].get("gpu", provenance["hardware"]["cpu"])
     if "broke" in result:
-        return (name, made["date"][:10], on, NO_VALUE, "broke", *[NO_VALUE] * 4)
+        return (name, provenance["date"][:10], on, NO_VALUE, "broke", *[NO_VALUE] * 4)
     host = result["host"]
-    versions = {"torch": host["torch"], "driver": host.get("driver"), **_libraries(result, made)}
+    versions = {"torch": host["torch"], "driver": host.get("driver"), **_libraries(result, provenance)}
     return (
         name,
-        made["date"][:10],
+        provenance["date"][:10],
         on,
         ", ".join(f"{package} {version}" for package, version in versions.items() if version),
         "passed" if result["passed"] else f"{len(result['findings'])} findings",
@@ -55,17 +55,17 @@ def _row(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
 LIBRARIES = {"flash_attention": "flash-attn-4", "flashinfer": "flashinfer-python", "triton": "triton"}
 
 
-def _libraries(result: dict[str, Any], made: dict[str, Any]) -> dict[str, str]:
+def _libraries(result: dict[str, Any], provenance: dict[str, Any]) -> dict[str, str]:
     """Return the version of the library that a backend is about."""
     package = LIBRARIES.get(result["backend"])
-    version = made["packages"].get(package)
+    version = provenance["packages"].get(package)
     return {package: version} if package and version else {}
 
 
-def _remarks(found: dict[str, dict[str, Any]]) -> Iterable[str]:
+def _remarks(results: dict[str, dict[str, Any]]) -> Iterable[str]:
     """Yield what was found, what broke, and fields that are over-declared, each on a line."""
     lines = []
-    for name, result in found.items():
+    for name, result in results.items():
         if "broke" in result:
             lines.append(f"- {name} broke: {result['broke']}")
         lines += [f"- {name}: {each['check']}: {each['says']}" for each in result.get("findings", ())]

@@ -160,12 +160,12 @@ class Workspace:
 
     def _shell(self, command: str, stdin: str = "") -> str:
         # Some programs print more where CI is set; a page is the same everywhere.
-        kept = {name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS")}
-        python_path = os.pathsep.join([*self.plugin_path, kept.get("PYTHONPATH", "")]).strip(os.pathsep)
-        done = subprocess.run(
+        variables = {name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS")}
+        python_path = os.pathsep.join([*self.plugin_path, variables.get("PYTHONPATH", "")]).strip(os.pathsep)
+        process = subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
-            env={**kept, **_environment(), **({"PYTHONPATH": python_path} if python_path else {})},
+            env={**variables, **_environment(), **({"PYTHONPATH": python_path} if python_path else {})},
             input=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -173,8 +173,8 @@ class Workspace:
             check=False,
             timeout=120,
         )
-        self.exit_code = done.returncode
-        return done.stdout
+        self.exit_code = process.returncode
+        return process.stdout
 
     def _install(self, source: Path) -> str:
         """Install a plugin of the page in place, where only this page sees it."""

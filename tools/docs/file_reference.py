@@ -24,10 +24,10 @@ def reference(kind: type) -> str:
         current = waiting.pop(0)
         sections.append(_section(current))
         for _, hint in fields_of(current):
-            for found in _records_in(hint):
-                if found not in seen:
-                    seen.add(found)
-                    waiting.append(found)
+            for record in _records_in(hint):
+                if record not in seen:
+                    seen.add(record)
+                    waiting.append(record)
     return "\n".join(sections)
 
 

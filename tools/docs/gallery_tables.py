@@ -19,17 +19,17 @@ SHOWN = 160
 
 def campaign() -> dict[str, Any]:
     """Return the newest campaign; raises ``FileNotFoundError``."""
-    found = results.files("gallery-*.json")
-    if not found:
+    campaigns = results.files("gallery-*.json")
+    if not campaigns:
         raise FileNotFoundError("benchmarks/results has no gallery-*.json: run tox -e gallery -- --output")
-    return found[-1]
+    return campaigns[-1]
 
 
 def run() -> str:
     """Say what was run, and on what."""
     result = campaign()
     mutants, healthy = result["mutants"], result["healthy"]
-    sure = sum(made["hits"] == made["seeds"] for made in mutants)
+    sure = sum(mutant["hits"] == mutant["seeds"] for mutant in mutants)
     packages = result["provenance"]["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "hypothesis") if name in packages)
     lines = [
@@ -38,9 +38,12 @@ def run() -> str:
         f"{len({fault['name'] for fault in healthy['faults']})} had findings. "
         f"{result['provenance']['date'][:10]}, {versions}."
     ]
-    for made in mutants:
-        if made["hits"] < made["seeds"]:
-            lines += ["", f"- `{made['name']}` is missed with {made['seeds'] - made['hits']} of {made['seeds']} seeds."]
+    for mutant in mutants:
+        if mutant["hits"] < mutant["seeds"]:
+            lines += [
+                "",
+                f"- `{mutant['name']}` is missed with {mutant['seeds'] - mutant['hits']} of {mutant['seeds']} seeds.",
+            ]
     return "\n".join(lines)
 
 
@@ -48,17 +51,19 @@ def table() -> str:
     """Return every mutant with its bug, class, place, what found it and the smallest case."""
     descriptions = _descriptions()
     rows = []
-    for made in sorted(campaign()["mutants"], key=lambda made: (made["class"], made["planted"], made["name"])):
-        threads = ", ".join(f"[{thread}]({link(thread)})" for thread in made["threads"])
-        description = _cell(descriptions.get(made["name"], made["says"]))
+    for mutant in sorted(
+        campaign()["mutants"], key=lambda mutant: (mutant["class"], mutant["planted"], mutant["name"])
+    ):
+        threads = ", ".join(f"[{thread}]({link(thread)})" for thread in mutant["threads"])
+        description = _cell(descriptions.get(mutant["name"], mutant["says"]))
         rows.append(
             (
-                f"`{made['name']}`: {description}{f' ({threads})' if threads else ''}",
-                made["class"],
-                made["planted"],
-                ", ".join(_check(by) for by in made["by"]) or "nothing",
-                f"{made['hits']} of {made['seeds']}",
-                _cell(_short(made["shown"] or results.NO_VALUE)),
+                f"`{mutant['name']}`: {description}{f' ({threads})' if threads else ''}",
+                mutant["class"],
+                mutant["planted"],
+                ", ".join(_check(by) for by in mutant["by"]) or "nothing",
+                f"{mutant['hits']} of {mutant['seeds']}",
+                _cell(_short(mutant["shown"] or results.NO_VALUE)),
             )
         )
     return results.table(("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6)
@@ -74,7 +79,7 @@ def _descriptions() -> dict[str, str]:
 
 def checks() -> str:
     """Return every check of the suite, and every rule that found a mutant, with how many it found."""
-    caught = Counter(by for made in campaign()["mutants"] for by in made["by"])
+    caught = Counter(by for mutant in campaign()["mutants"] for by in mutant["by"])
     rows = [(f"`{check.value}`", check.law, str(caught[check.value])) for check in Check]
     rows += [
         (_check(code), f"{rule.name}: {_first(rule.explanation)}", str(caught[code]))

@@ -92,23 +92,23 @@ def targets() -> str:
     """Each target with what each backend reached."""
     measured = reports()
     backends = sorted({backend for backend, _ in measured})
-    wanted: dict[tuple[int, str], dict[str, Any]] = {}
+    rows_of_targets: dict[tuple[int, str], dict[str, Any]] = {}
     reached: dict[tuple[int, str, str], dict[str, Any]] = {}
     for (backend, k), report in measured.items():
         for target in report.get("targets", ()):
-            wanted.setdefault((k, target["what"]), target)
+            rows_of_targets.setdefault((k, target["what"]), target)
             reached[k, target["what"], backend] = target
     rows = []
-    for (k, what), target in sorted(wanted.items(), key=_order):
+    for (k, subject), target in sorted(rows_of_targets.items(), key=_order):
         limit = f"at {'most' if target['at_most'] else 'least'} {target['wanted']:g} {target['unit']}".strip()
         cells = []
         for backend in backends:
-            mine = reached.get((k, what, backend))
+            mine = reached.get((k, subject, backend))
             other = NO_VALUE if measured.get((backend, k), {}).get(target["figure"]) else NOT_MEASURED
             cells.append(other if mine is None else _verdict(mine))
-        rows.append((str(k), singular(what), limit, *cells))
-    met = sum(target["holds"] for target in reached.values())
-    lines = [f"{met} of the {len(reached)} targets that were measured are met.", ""]
+        rows.append((str(k), singular(subject), limit, *cells))
+    number_met = sum(target["holds"] for target in reached.values())
+    lines = [f"{number_met} of the {len(reached)} targets that were measured are met.", ""]
     lines += [table(("K", "target", "wanted", *backends), rows, text=3), *_absences(measured)]
     return "\n".join(lines)
 
@@ -144,17 +144,17 @@ def _absences(measured: dict[tuple[str, int], dict[str, Any]]) -> list[str]:
 
 def missed() -> str:
     """Return each missed target, by how much it is missed, and its bound."""
-    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    by_reason: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for (backend, _), report in reports().items():
         for target in report.get("targets", ()):
             if not target["holds"]:
-                found.setdefault(target["figure"], []).append((backend, target))
+                by_reason.setdefault(target["figure"], []).append((backend, target))
     lines = []
     for figure in FIGURES:
-        if figure in found:
+        if figure in by_reason:
             each = [
                 f"{backend}, {singular(target['what'])}: missed by {_missed_by(target)}"
-                for backend, target in found[figure]
+                for backend, target in by_reason[figure]
             ]
             lines += [f"- **{FIGURES[figure]}**, bounded {BOUNDS[figure]}.", *(f"  - {one}" for one in each)]
     return "\n".join(lines) or "No measured target is missed."
@@ -208,9 +208,9 @@ def preparation_whole() -> str:
         forwards = {"target": 1, "draft_prefill": 1, "draft_decode": k - 1}
         for backend, figure in of("preparation", k):
             for num_reqs in sorted({row["num_reqs"] for row in figure}):
-                found = [row for row in figure if row["num_reqs"] == num_reqs and row["stock"] is not None]
-                if len(found) == len(forwards):
-                    ours, stock = (sum(r[n] * forwards[r["role"]] for r in found) for n in ("step", "stock"))
+                matching = [row for row in figure if row["num_reqs"] == num_reqs and row["stock"] is not None]
+                if len(matching) == len(forwards):
+                    ours, stock = (sum(r[n] * forwards[r["role"]] for r in matching) for n in ("step", "stock"))
                     rows.append((backend, k, num_reqs, us(ours), us(stock), times(ours / stock)))
     return table(("backend", "K", "requests", "all forwards", "stock plans", "ratio"), rows)
 
@@ -255,8 +255,8 @@ def bound() -> str:
 
 def _range(seconds: Iterable[float]) -> str:
     """Return the least and the most of some times."""
-    found = list(seconds)
-    least, most = us(min(found)), us(max(found))
+    times = list(seconds)
+    least, most = us(min(times)), us(max(times))
     return f"{least} us" if least == most else f"{least} to {most} us"
 
 
@@ -264,21 +264,21 @@ def throughput() -> str:
     """Return tokens per second, compared with transformers and with bare replays."""
     rows, says = [], set()
     bare = {(backend, row["num_reqs"]): row["bare"] for backend, figure in of("decode", 0) for row in figure}
-    for backend, found in of("throughput"):
-        step = bare.get((backend, found["num_requests"]))
-        most = None if step is None else found["num_requests"] / step
-        ours = found["tokens_per_second"]
+    for backend, throughput in of("throughput"):
+        step = bare.get((backend, throughput["num_requests"]))
+        most = None if step is None else throughput["num_requests"] / step
+        ours = throughput["tokens_per_second"]
         rows.append(
             (
                 backend,
-                f"{found['num_requests']} of {found['prompt_tokens']} + {found['output_tokens']}",
-                *(scaled(value, 1, 0) for value in (ours, found["other"])),
-                times(found["gain"]),
+                f"{throughput['num_requests']} of {throughput['prompt_tokens']} + {throughput['output_tokens']}",
+                *(scaled(value, 1, 0) for value in (ours, throughput["other"])),
+                times(throughput["gain"]),
                 scaled(most, 1, 0),
                 NO_VALUE if most is None else share(ours, most),
             )
         )
-        says.add(found["other_says"])
+        says.add(throughput["other_says"])
     columns = ("backend", "requests", "tokens/s", "transformers", "ratio", "bare replays", "share of these")
     return "\n".join([f"Compared with: {'; '.join(sorted(says))}.", "", table(columns, rows, 2)])
 
@@ -289,25 +289,25 @@ def capture() -> str:
     memory = ("MiB per graph", "bare, MiB per graph", "MiB / bare", "driver, MiB")
     rows = []
     for (backend, k), report in reports().items():
-        found = report.get("capture")
-        if found is None:
+        row = report.get("capture")
+        if row is None:
             continue
         each = [
-            None if cost is None else (cost["pool"] + cost["driver"]) / found["graphs"]
-            for cost in (found["ours"], found["bare"])
+            None if cost is None else (cost["pool"] + cost["driver"]) / row["graphs"]
+            for cost in (row["ours"], row["bare"])
         ]
-        bare = found["bare"]
+        bare = row["bare"]
         rows.append(
             (
                 backend,
                 k,
-                found["graphs"],
-                *(scaled(s, 1, 2) for s in (found["first_seconds"], found["ours"]["seconds"])),
+                row["graphs"],
+                *(scaled(s, 1, 2) for s in (row["first_seconds"], row["ours"]["seconds"])),
                 scaled(None if bare is None else bare["seconds"], 1, 2),
-                times(found["of_seconds"]),
+                times(row["of_seconds"]),
                 *(scaled(size, 1 / MIBI, 2) for size in each),
-                times(found["of_memory"]),
-                mib(found["ours"]["driver"]),
+                times(row["of_memory"]),
+                mib(row["ours"]["driver"]),
             )
         )
     return table(("backend", "K", *columns, *memory), rows)
@@ -318,12 +318,12 @@ def pools() -> str:
     rows = [
         (
             backend,
-            *(mib(found[name]) for name in ("shared", "per_role", "saved")),
-            share(found["saved"], found["per_role"]),
-            found["requests"],
-            len(found["differing"]),
+            *(mib(row[name]) for name in ("shared", "per_role", "saved")),
+            share(row["saved"], row["per_role"]),
+            row["requests"],
+            len(row["differing"]),
         )
-        for backend, found in of("pools")
+        for backend, row in of("pools")
     ]
     columns = ("backend", "shared, MiB", "one per role, MiB", "saved, MiB", "saved", "requests", "differing")
     return table(columns, rows)

@@ -27,45 +27,45 @@ def served() -> str:
     rows = [
         (
             backend,
-            seen["deployments"],
-            *(f"{seen[name]:,}" for name in ("steps", "forwards")),
-            share(sum(seen["from graphs"].values()), seen["forwards"]),
-            *(f"{seen[name]:,}" for name in ("graphs", "requests", "tokens", "accepted")),
-            seen["differ from the same kernels"],
+            result["deployments"],
+            *(f"{result[name]:,}" for name in ("steps", "forwards")),
+            share(sum(result["from graphs"].values()), result["forwards"]),
+            *(f"{result[name]:,}" for name in ("graphs", "requests", "tokens", "accepted")),
+            result["differ from the same kernels"],
         )
-        for backend, seen in campaigns().items()
+        for backend, result in campaigns().items()
     ]
     return "\n".join([table(columns, rows), *_faults()])
 
 
 def _faults() -> list[str]:
     """Return what a campaign found wrong, and which were short of steps."""
-    found = []
-    for backend, seen in campaigns().items():
-        found += [f"- {backend}: {fault}" for fault in seen["faults"]]
-        found += [f"- {backend}: {seen['short of steps']}"] if "short of steps" in seen else []
-    return ["", *found] if found else ["", "No campaign found a fault, and none was short of its steps."]
+    lines = []
+    for backend, result in campaigns().items():
+        lines += [f"- {backend}: {fault}" for fault in result["faults"]]
+        lines += [f"- {backend}: {result['short of steps']}"] if "short of steps" in result else []
+    return ["", *lines] if lines else ["", "No campaign found a fault, and none was short of its steps."]
 
 
 def kinds() -> str:
     """What the deployments were."""
     names = ("models", "page sizes", "pools", "chains", "drafters")
-    rows = [(backend, *(_counted(seen[name]) for name in names)) for backend, seen in campaigns().items()]
+    rows = [(backend, *(_counted(result[name]) for name in names)) for backend, result in campaigns().items()]
     of_combinations: dict[str, list[str]] = {}
-    for backend, seen in campaigns().items():
-        of_combinations.setdefault(_combinations(seen), []).append(backend)
-    lines = [f"- {', '.join(backends)}: {found}" for found, backends in of_combinations.items()]
+    for backend, result in campaigns().items():
+        of_combinations.setdefault(_combinations(result), []).append(backend)
+    lines = [f"- {', '.join(backends)}: {combination}" for combination, backends in of_combinations.items()]
     columns = ("backend", *names)
     more = [
         (
             backend,
-            *(f"{seen['from graphs'].get(f'{role} {mode}', 0):,}" for role, mode in _modes()),
-            seen["fused chains"],
-            seen["schedules of k"],
-            seen["poisoned"],
-            seen["ran ahead"],
+            *(f"{result['from graphs'].get(f'{role} {mode}', 0):,}" for role, mode in _modes()),
+            result["fused chains"],
+            result["schedules of k"],
+            result["poisoned"],
+            result["ran ahead"],
         )
-        for backend, seen in campaigns().items()
+        for backend, result in campaigns().items()
     ]
     others = ("graphs of chains", "schedules of K", "poisoned", "ran ahead")
     counted = table(("backend", *(f"{role} {mode}" for role, mode in _modes()), *others), more)
@@ -75,25 +75,25 @@ def kinds() -> str:
 
 def _modes() -> list[tuple[str, str]]:
     """Return the roles and modes that any backend had a forward of."""
-    found = {name for seen in campaigns().values() for name in seen["from graphs"]}
-    return sorted(((role, mode) for role, _, mode in (name.partition(" ") for name in found)), key=_by_role)
+    names = {name for result in campaigns().values() for name in result["from graphs"]}
+    return sorted(((role, mode) for role, _, mode in (name.partition(" ") for name in names)), key=_by_role)
 
 
 def _by_role(pair: tuple[str, str]) -> tuple[int, str]:
     return ROLES.index(pair[0]), pair[1]
 
 
-def _combinations(seen: Mapping[str, Any]) -> str:
+def _combinations(result: Mapping[str, Any]) -> str:
     """Return the K and the modes of one campaign; which pairs are missing, where some are."""
-    pairs = {tuple(each.split(" as ")[0].split(" ", 1)) for each in seen["K and mode"]}
+    pairs = {tuple(each.split(" as ")[0].split(" ", 1)) for each in result["K and mode"]}
     ks, modes = sorted({k for k, _ in pairs}, key=int), sorted({mode for _, mode in pairs})
     missing = sorted(f"{k} {mode}" for k in ks for mode in modes if (k, mode) not in pairs)
     without = f"; without {', '.join(missing)}" if missing else ""
     return f"K of {', '.join(ks)}, each in {', '.join(modes)}{without}"
 
 
-def _counted(found: Mapping[str, int]) -> str:
-    return "; ".join(f"{name}: {found[name]}" for name in sorted(found, key=lambda name: (len(name), name)))
+def _counted(counts: Mapping[str, int]) -> str:
+    return "; ".join(f"{name}: {counts[name]}" for name in sorted(counts, key=lambda name: (len(name), name)))
 
 
 def kernels() -> str:
@@ -109,8 +109,8 @@ def kernels() -> str:
             each["not by a tie"],
             f"{each['widest gap']:.1e}" if each["widest gap"] else "0",
         )
-        for backend, seen in campaigns().items()
-        for name, dtypes in seen["other kernels"].items()
+        for backend, result in campaigns().items()
+        for name, dtypes in result["other kernels"].items()
         for dtype, each in dtypes.items()
     ]
     columns = ("backend", "dtype", "against", "requests", "differing", "not by a tie", "widest gap")
@@ -126,8 +126,8 @@ def logits() -> str:
             f"{each['rows']:,}",
             *(_relative(each[name]) for name in ("median", "worst", "worst of the dtype alone")),
         )
-        for backend, seen in campaigns().items()
-        for model, each in seen["logits"].items()
+        for backend, result in campaigns().items()
+        for model, each in result["logits"].items()
     ]
     columns = ("backend", "model", "rows", "median", "worst", "worst of the dtype alone")
     return table(columns, rows, text=2)
@@ -141,8 +141,8 @@ def _relative(error: float) -> str:
 def pools() -> str:
     """Bytes of shared pools against one per role, over the deployments that were served with both."""
     rows = []
-    for backend, seen in campaigns().items():
-        both = seen["shared against dedicated pools"]
+    for backend, result in campaigns().items():
+        both = result["shared against dedicated pools"]
         shared, per_role = (sum(each["bytes"][pool] for each in both) for pool in ("shared", "per_role"))
         differ = sum(each["differ"] for each in both)
         rows.append(

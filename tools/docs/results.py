@@ -21,16 +21,16 @@ MIBI = 1 << 20
 
 def files(pattern: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return the content of the matching files, oldest first, each with its ``name``."""
-    found = [{"name": path.name, **json.loads(path.read_text("utf-8"))} for path in sorted(folder.glob(pattern))]
-    return sorted(found, key=lambda file: datetime.fromisoformat(file["provenance"]["date"]))
+    documents = [{"name": path.name, **json.loads(path.read_text("utf-8"))} for path in sorted(folder.glob(pattern))]
+    return sorted(documents, key=lambda file: datetime.fromisoformat(file["provenance"]["date"]))
 
 
 def bench(folder: Path = RESULTS) -> dict[str, Any]:
     """Return the newest bench; raises ``FileNotFoundError``."""
-    found = files("gpu_bench-*.json", folder)
-    if not found:
+    documents = files("gpu_bench-*.json", folder)
+    if not documents:
         raise FileNotFoundError(f"{folder.name} has no gpu_bench-*.json: run benchmarks/gpu_bench.py --output")
-    return found[-1]
+    return documents[-1]
 
 
 def campaigns(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -46,12 +46,12 @@ def campaigns(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 def reports(k: int | None = None) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the measured plans of the bench, by backend and K."""
-    found = {}
+    by_name = {}
     for name, report in bench()["results"].items():
         backend, _, drafts = name.partition(", K=")
         if k in (None, int(drafts)):
-            found[backend, int(drafts)] = report
-    return dict(sorted(found.items()))
+            by_name[backend, int(drafts)] = report
+    return dict(sorted(by_name.items()))
 
 
 def of(figure: str, k: int | None = None) -> Iterable[tuple[str, Any]]:

@@ -48,7 +48,7 @@ class Effect(enum.StrEnum):
 
 @attrs.frozen(kw_only=True)
 class BatchDifference:
-    """Batches that the engine answers otherwise, all in one way; the graphs are those of the largest batch."""
+    """Batches that the engine answers otherwise, all in one way; the graphs are the largest batch's."""
 
     role: Role
     kind: Kind

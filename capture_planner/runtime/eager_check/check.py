@@ -9,6 +9,7 @@ what the caches hold, and attention, then results. So the first that differs is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 from typing import NoReturn
 
@@ -21,14 +22,13 @@ from capture_planner.modes import Role
 from capture_planner.records.backend import Axis
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.eager_check.agreement import HALF, finite, prints, row_errors, shortfall, tolerance_of
-from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSeen, Largest
+from capture_planner.runtime.eager_check.record import ComparisonLog, Difference, FieldSnapshot, LargestError
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import TensorRef, tensor_of
 from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
-from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
+from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.execution.taps import TapKey, Taps
-from capture_planner.runtime.models.protocols import Attend, Scoring
 
 _RESULTS = (
     "aux",
@@ -83,8 +83,8 @@ class _ComparedForward:
         return np.array([at is not None and step >= untied[at] for at, step in zip(owners, steps, strict=True)])
 
 
-class EagerCheck:
-    """The ``ForwardObserver`` of one role that compares its graphs with eager forwards.
+class EagerCheck(ForwardObserver):
+    """Compares the graphs of one role with eager forwards.
 
     :param log: what all roles of a run add to.
     :param max_tokens: rows of the role's largest graph.
@@ -96,21 +96,24 @@ class EagerCheck:
 
     # What is tapped.
 
-    def attend(self, number: int, attend: Attend) -> Attend:
+    @contextmanager
+    def attention(
+        self,
+        role: RoleRun,
+        number: int,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Iterator[None]:
         """Keep what goes into attention and what comes out; see ``ForwardObserver``."""
+        for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
+            self._taps.keep(TapKey(number, layer, name), tensor)
+        yield
+        self._taps.keep(TapKey(number, layer, "attention"), out)
 
-        def tapped(
-            layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
-        ) -> torch.Tensor:
-            for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
-                self._taps.keep(TapKey(number, layer, name), tensor)
-            out = attend(layer, query, keys, values, scoring)
-            self._taps.keep(TapKey(number, layer, "attention"), out)
-            return out
-
-        return tapped
-
-    def tokens_done(self, role: RoleRun, number: int) -> None:
+    def after_tokens(self, role: RoleRun, number: int) -> None:
         """Keep the state of a draft decode: each one goes on from the one before, and changes it."""
         if role.role is Role.DRAFT_DECODE:
             for name, tensor in _in_order(role.body.inputs()):
@@ -260,7 +263,7 @@ class EagerCheck:
                 self._refuse(forward, key, actual, expected, errors, tolerance, after, at)
             if expected.is_floating_point() and len(errors):
                 worst = float(errors.max())
-                seen = Largest(tensor=key.name, error=worst, tolerance=tolerance, role=role.role, layer=key.layer)
+                seen = LargestError(tensor=key.name, error=worst, tolerance=tolerance, role=role.role, layer=key.layer)
                 self._log.saw(seen)
             if is_cache and key.layer is not None:
                 self._compare_foreign(forward, key, before_graph[key.layer, key.name], after)
@@ -269,7 +272,7 @@ class EagerCheck:
     def _compare_foreign(
         self, forward: _ComparedForward, key: TapKey, before_graph: torch.Tensor, after: TapKey | None
     ) -> None:
-        """Refuse a slot that the graph wrote and this batch does not; the null page is anybody's."""
+        """Refuse a slot that the graph wrote and this batch does not; any row may write the null page."""
         role = forward.role
         cache = next(tensor for *of, tensor in _caches(role) if of == [key.layer, key.name])
         changed = prints(cache) != before_graph
@@ -350,12 +353,14 @@ def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
             yield layer, name, tensor.flatten(0, 1).flatten(1)
 
 
-def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSeen]:
+def _metadata_seen(forward: _ComparedForward) -> Iterator[FieldSnapshot]:
     """Yield the fields as they were staged, and the scalars of each group."""
     for buffer in forward.role.fields:
         actual, field = forward.fields[buffer.key], buffer.field
         real, padded = forward.step.real.rows(field), forward.step.extents.rows(field)
-        yield FieldSeen(name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist())
+        yield FieldSnapshot(
+            name=buffer.key, real=actual[:real].cpu().tolist(), padding=actual[real:padded].cpu().tolist()
+        )
     for group, metadata in forward.role.attention.metadata.items():
         for name in ("num_reqs", "num_tokens", "max_query_len", "max_seq_len"):
-            yield FieldSeen(name=f"{group}.{name}", real=getattr(metadata, name))
+            yield FieldSnapshot(name=f"{group}.{name}", real=getattr(metadata, name))

@@ -14,7 +14,7 @@ from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
-class FieldSeen:
+class FieldSnapshot:
     """One field of a step's metadata, as the graph was given it."""
 
     name: str
@@ -61,7 +61,7 @@ class Difference:
     padded_reqs: int
     requests: tuple[str, ...]
     """The names of those in the batch, a row each."""
-    fields: tuple[FieldSeen, ...]
+    fields: tuple[FieldSnapshot, ...]
 
     @property
     def where(self) -> str:
@@ -83,7 +83,7 @@ def shown(value: float | int | None) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class Largest:
+class LargestError:
     """The largest error that was seen of one kind of tensor."""
 
     tensor: str
@@ -104,7 +104,7 @@ class Comparison:
     """Forwards that no graph served, so that there was nothing to compare."""
     steps: int
     """Steps with a forward that was compared."""
-    largest: tuple[Largest, ...]
+    largest: tuple[LargestError, ...]
     near_ties: int
     """Drafted tokens that differ though the states that they come from do not, in half precision: two
     tokens are as likely there. What such a chain goes on with is not compared."""
@@ -131,7 +131,7 @@ class ComparisonLog:
     _eager: Counter[Role] = attrs.Factory(Counter)
     _turns: Counter[Role] = attrs.Factory(Counter)
     _steps: set[int] = attrs.Factory(set)
-    _largest: dict[str, Largest] = attrs.Factory(dict)
+    _largest: dict[str, LargestError] = attrs.Factory(dict)
     near_ties: int = 0
     difference: Difference | None = None
 
@@ -152,7 +152,7 @@ class ComparisonLog:
     def ran_eager(self, role: Role) -> None:
         self._eager[role] += 1
 
-    def saw(self, largest: Largest) -> None:
+    def saw(self, largest: LargestError) -> None:
         """Keep an error, if it is the largest one of its kind of tensor."""
         before = self._largest.get(largest.tensor)
         if before is None or largest.error > before.error:

@@ -42,7 +42,7 @@ class Extents:
     """Pages of one request."""
 
     def along(self, axis: Axis) -> int:
-        """Return the extent of an axis; a vector of pages has those of all requests."""
+        """Return the extent of an axis; a vector of pages has all requests' pages."""
         if axis is Axis.TOKEN:
             return self.tokens
         if axis is Axis.REQUEST:
@@ -88,11 +88,19 @@ class FieldBuffer:
     def __attrs_post_init__(self) -> None:
         # Read at every step, so worked out once.
         self.array = self.tensor.numpy() if self.tensor.device.type == "cpu" else None
-        fill = self.field.fill
-        self.constant = NULL_SLOT if fill is Fill.NULL_SLOT else self.field.value
-        self.is_frozen = self.field.lifetime is Lifetime.FROZEN
         self.rows = self.tensor.shape[0]
         self.columns = self.tensor.shape[1] if self.tensor.dim() == 2 else 1
+        self._declare(self.field)
+
+    def redeclare(self, field: MetadataField) -> None:
+        """Treat the same tensor by another declaration, as an audit does; the next step fills all of it."""
+        self._declare(field)
+        self.spoil()
+
+    def _declare(self, field: MetadataField) -> None:
+        self.field = field
+        self.constant = NULL_SLOT if field.fill is Fill.NULL_SLOT else field.value
+        self.is_frozen = field.lifetime is Lifetime.FROZEN
 
     def spoil(self) -> None:
         """Say that nothing is known of what it holds: the next step fills all of it."""

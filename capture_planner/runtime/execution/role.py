@@ -7,9 +7,10 @@ replays the graph, or runs the same without one. ``run`` makes all three.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Protocol
 
 import attrs
 import numpy as np
@@ -28,7 +29,6 @@ from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepI
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
-from capture_planner.runtime.models.protocols import Attend
 from capture_planner.runtime.options import ExecutionPolicy
 
 
@@ -56,17 +56,47 @@ class ExecutionContext:
     """Brings the buffers of any number of roles up to date."""
 
 
-class ForwardObserver(Protocol):
-    """Watches the forwards of one role, also inside graphs: it is there when they are captured."""
+class ForwardObserver:
+    """Watches the forwards of roles. Every method does nothing here: override those that you need.
 
-    def attend(self, number: int, attend: Attend) -> Attend:
-        """Return ``attend``, watched; ``number``: of the draft decode in a chain, 0 outside of chains."""
+    ``Runner`` hands it to its roles before anything is captured. What ``attention`` and ``after_tokens`` launch is
+    captured too, and is part of each replay.
+    """
 
-    def tokens_done(self, role: RoleRun, number: int) -> None:
-        """Called after the part per token, as part of the forward."""
+    def run(self, role: RoleRun, batch: Batch, dispatch: Dispatch, *, filled: bool) -> AbstractContextManager[None]:
+        """Return what is entered before the fields of a forward are filled, and left when it is done.
+
+        Of a chain of draft decodes it is around the first one. ``filled``: the fields hold the inputs already.
+        """
+        return nullcontext()
+
+    def writes(self, role: RoleRun, writes: list[Write]) -> list[Write]:
+        """Return what fills the fields of a step, also of one that is captured."""
+        return writes
+
+    def attention(
+        self,
+        role: RoleRun,
+        number: int,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> AbstractContextManager[None]:
+        """Return what is entered before a layer attends, and left when ``out`` is written.
+
+        :param number: of the draft decode in a chain, 0 outside of chains.
+        :param query: ``[T, num_heads, head_dim]``, as ``out``; keys and values have ``num_kv_heads``.
+        """
+        return nullcontext()
+
+    def after_tokens(self, role: RoleRun, number: int) -> None:
+        """Called after the part per token of draft decode ``number`` in a chain, 0 outside of chains."""
 
     def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
-        """Run a step that is staged and prepared, by ``RoleRun.execute``."""
+        """Run a step that is staged and prepared, by ``RoleRun.execute``; ``started`` is in seconds."""
+        return role.execute(step, started)
 
 
 class RoleRun:
@@ -79,7 +109,7 @@ class RoleRun:
         fields: Fields,
         attention: RoleAttention,
         context: ExecutionContext,
-        observer: ForwardObserver | None = None,
+        observer: ForwardObserver,
     ) -> None:
         self.plan = plan
         self.body = body
@@ -122,13 +152,14 @@ class RoleRun:
 
         :param filled: the fields on the device hold the inputs already, padding included.
         """
-        step = self.step(batch, dispatch.entry, inputs)
-        if not filled:
-            if self._policy.options.poison:
-                self.poison()
-            self.stage_inputs(step)
-        self.prepare_backends(step)
-        return self.replay_or_run(step, started)
+        with self._observer.run(self, batch, dispatch, filled=filled):
+            step = self.step(batch, dispatch.entry, inputs)
+            if not filled:
+                if self._policy.options.poison:
+                    self.poison()
+                self.stage_inputs(step)
+            self.prepare_backends(step)
+            return self.replay_or_run(step, started)
 
     def step(self, batch: Batch, entry: Entry | None, inputs: StepInputs) -> ForwardStep:
         """Return the forward of a batch by ``entry``, or eagerly."""
@@ -147,7 +178,7 @@ class RoleRun:
         """Return the writes that bring the fields to a step's inputs, padding included."""
         for buffer in self._derived:
             inputs.declared[buffer.field.name]
-        return padding.table(self.fields, inputs.declared, inputs.num_tokens)
+        return self._observer.writes(self, padding.table(self.fields, inputs.declared, inputs.num_tokens))
 
     def stage_derived(self, step: ForwardStep) -> None:
         """Fill the fields that follow from others, for a draft decode whose other fields a graph filled."""
@@ -162,10 +193,8 @@ class RoleRun:
         self.attention.prepare(step)
 
     def replay_or_run(self, step: ForwardStep, started: float) -> ForwardTimes:
-        """Run what is prepared, under the eyes of the observer where there is one."""
-        if self._observer is not None:
-            return self._observer.forward(self, step, started)
-        return self.execute(step, started)
+        """Let the observer run what is prepared."""
+        return self._observer.forward(self, step, started)
 
     def execute(self, step: ForwardStep, started: float) -> ForwardTimes:
         """Replay the entry's graph, or run its forward without it. Raises ``GuardError`` before a replay."""
@@ -199,24 +228,22 @@ class RoleRun:
 
     def per_token(self, number: int, extents: Extents) -> None:
         """Run the body's part per token, of draft decode ``number`` in a chain; 0 outside of chains."""
-        if self._observer is None:
-            self.body.per_token(extents, self._attend)
-            return
-        self.body.per_token(extents, self._observer.attend(number, self._attend))
-        self._observer.tokens_done(self, number)
+        self.body.per_token(extents, functools.partial(self._attend, number))
+        self._observer.after_tokens(self, number)
 
     def _attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
+        self, number: int, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
-        if not self._is_splitting:
-            self.attention.attend(layer, query, keys, values, out, scoring)
-            return out
 
         def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
             self.attention.attend(layer, query, keys, values, out, scoring)
 
-        self._grapher.split(attention, reads=(query, keys, values), writes=(out,))
+        with self._observer.attention(self, number, layer, query, keys, values, out):
+            if self._is_splitting:
+                self._grapher.split(attention, reads=(query, keys, values), writes=(out,))
+            else:
+                attention(query, keys, values, out)
         return out
 
     # Capture.

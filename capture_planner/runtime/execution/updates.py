@@ -122,7 +122,7 @@ class Updates:
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``int64[R]`` twice: the state's row of each request, and the token it goes on from.
 
-        Padded rows have the state's last row and the token 0: what is there is anybody's guess, and an
+        Padded rows have the state's last row and the token 0: their content is arbitrary, and an
         embedding must not be looked up for it.
         """
         rows = _state_rows(state, idx_mapping)

@@ -24,7 +24,7 @@ from capture_planner.runtime.graphs.reading import Reading
 
 @attrs.frozen
 class _Bytes:
-    """Memory that somebody else owns, as the array interface describes it."""
+    """Memory of another owner, as the array interface describes it."""
 
     pointer: int
     size: int

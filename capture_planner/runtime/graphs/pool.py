@@ -163,7 +163,7 @@ class Storage:
 
 
 @attrs.frozen(eq=False)
-class Own:
+class OwnTensor:
     """A tensor in one of the graph's own storages, as an operator saw it."""
 
     storage: Storage
@@ -174,7 +174,7 @@ class Own:
     """In elements."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, storage: Storage) -> Own:
+    def of(cls, tensor: torch.Tensor, storage: Storage) -> OwnTensor:
         return cls(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ class Own:
 
 
 @contextmanager
-def apart(lent: Sequence[tuple[torch.Tensor, Own]]) -> Iterator[None]:
+def apart(lent: Sequence[tuple[torch.Tensor, OwnTensor]]) -> Iterator[None]:
     """Give the lent tensors memory of their own for a while.
 
     What is touched in the graph's own memory meanwhile was not lent, and would be elsewhere at replay.

@@ -10,7 +10,7 @@ class Reading:
     """What a device says of its memory at one moment, when nothing runs and no freed block is kept."""
 
     used: int
-    """Bytes that are gone, as the device reports it: taken by anybody, for anything."""
+    """Bytes that are gone, as the device reports it: taken by any process, for anything."""
     held: int
     """Bytes of all segments of the caching allocator, in pools of graphs and outside."""
 

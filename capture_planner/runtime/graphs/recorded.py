@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from capture_planner.errors import CaptureError, RunError
 from capture_planner.runtime.graphs.graph import GraphPool
-from capture_planner.runtime.graphs.pool import Own, RecordedPool, Storage, apart, storage_key
+from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
 
 aten = torch.ops.aten
 
@@ -113,7 +113,7 @@ class _Call:
     op: Any
     args: Any
     kwargs: Any
-    results: tuple[Own | None, ...]
+    results: tuple[OwnTensor | None, ...]
     """Where each tensor of the result must land; None: it is there already, or the result is no tensor."""
 
     def step(self) -> Step:
@@ -143,7 +143,7 @@ class _Break:
     """What runs between two pieces, and the tensors of the graph that it sees."""
 
     between: Callable[[], object]
-    tensors: tuple[tuple[torch.Tensor, Own], ...]
+    tensors: tuple[tuple[torch.Tensor, OwnTensor], ...]
 
     def step(self) -> Step:
         """Point the caller's own tensors into the pool: ``between`` refers to them."""
@@ -233,14 +233,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[key] = Storage(tensor, is_own=is_own)
         return True
 
-    def _see(self, tensor: torch.Tensor) -> torch.Tensor | Own:
+    def _see(self, tensor: torch.Tensor) -> torch.Tensor | OwnTensor:
         """Return the tensor as it is for the operator that is being kept, whatever becomes of it."""
         return self._own(tensor) if self._storages[storage_key(tensor)].is_own else tensor.detach()
 
-    def _own(self, tensor: torch.Tensor) -> Own:
+    def _own(self, tensor: torch.Tensor) -> OwnTensor:
         storage = self._storages[storage_key(tensor)]
         storage.touch(len(self._items), tensor.untyped_storage().nbytes())
-        return Own.of(tensor, storage)
+        return OwnTensor.of(tensor, storage)
 
     def _check_lent(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
         storages = [self._storages.get(storage_key(tensor)) for tensor in tensors if _is_plain(tensor)]
@@ -341,7 +341,7 @@ def _current() -> _Recording | None:
 
 def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Return arguments with each tensor, or place of one, changed."""
-    if isinstance(tree, torch.Tensor | Own):
+    if isinstance(tree, torch.Tensor | OwnTensor):
         return change(tree)
     if isinstance(tree, list | tuple):
         return type(tree)(_map(item, change) for item in tree)
@@ -350,8 +350,8 @@ def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
     return tree
 
 
-def _make(tensor: torch.Tensor | Own) -> torch.Tensor:
-    return tensor.made() if isinstance(tensor, Own) else tensor
+def _make(tensor: torch.Tensor | OwnTensor) -> torch.Tensor:
+    return tensor.made() if isinstance(tensor, OwnTensor) else tensor
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -57,16 +57,16 @@ def load_drafter(
     elif reduced:
         # The target's output embeddings do not fit: these must be there, or are listed as missing.
         own |= {"lm_head.weight", "d2t"}
+    origin = "the plan's numbers" if found is None else found.label
+    name = f"{kind.__name__} of {origin}" + (f", random weights (seed {seed})" if is_random else "")
     with seeded(seed, device):
-        drafter = kind(config, target, own).eval().requires_grad_(False)
+        drafter = kind(config, target, own, name).eval().requires_grad_(False)
         # Parameters only: rotary frequencies stay in float32, as in the target.
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(target.dtype)
         if is_random and drafter.d2t is not None:
             chosen = torch.randperm(target.vocab_size)[: drafter.vocab_size].sort().values
             drafter.d2t.copy_(chosen - torch.arange(drafter.vocab_size))
-    origin = "the plan's numbers" if found is None else found.label
-    drafter.name = f"{kind.__name__} of {origin}" + (f", random weights (seed {seed})" if is_random else "")
     if found is not None and found.files:
         fill(drafter, tensors, found.config.parent)
     _check(drafter, target)

@@ -61,15 +61,16 @@ class _MixingLayer(_Layer):  # type: ignore[no-untyped-call]
 class _Head(nn.Module):
     """What the two kinds share: embeddings and logits, their own or the target's, and rotary positions.
 
-    ``own`` are the optional parts that there are weights for: embed_tokens, lm_head, d2t, fc.bias.
+    ``own`` are the optional parts that there are weights for: embed_tokens, lm_head, d2t, fc.bias. ``name``
+    says where its weights come from.
     """
 
     d2t: torch.Tensor | None
     """``int64[vocab_size]``: how far a drafted token is from the same token of the target."""
 
-    def __init__(self, config: Config, target: TargetModel, own: frozenset[str]) -> None:
+    def __init__(self, config: Config, target: TargetModel, own: frozenset[str], name: str) -> None:
         super().__init__()
-        self.name = type(self).__name__
+        self.name = name
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
@@ -123,8 +124,8 @@ class Eagle(_Head):
     target's output embeddings find likeliest, unless it has its own.
     """
 
-    def __init__(self, config: Config, target: TargetModel, own: frozenset[str]) -> None:
-        super().__init__(config, target, own)
+    def __init__(self, config: Config, target: TargetModel, own: frozenset[str], name: str) -> None:
+        super().__init__(config, target, own, name)
         hidden = config.hidden_size
         self.fc = nn.Linear(hidden + target.hidden_size, hidden, bias="fc.bias" in own)
         self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(self.num_layers))
@@ -148,8 +149,8 @@ class Eagle3(_Head):
     the next step is the residual stream before the final norm.
     """
 
-    def __init__(self, config: Config, target: TargetModel, own: frozenset[str]) -> None:
-        super().__init__(config, target, own)
+    def __init__(self, config: Config, target: TargetModel, own: frozenset[str], name: str) -> None:
+        super().__init__(config, target, own, name)
         hidden, depth = config.hidden_size, target.num_layers
         nested = getattr(config, "eagle_config", None) or {}
         configured = getattr(config, AUX_LAYER_IDS, None) or nested.get(AUX_LAYER_IDS)

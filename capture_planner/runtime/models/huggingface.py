@@ -6,7 +6,7 @@ Whether a model can be executed is seen when it is loaded: a probe of two tokens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import DataType, Model
@@ -153,7 +154,7 @@ class HuggingFaceModel:
         far = logits.shape != expected.shape or (logits - expected).abs().max() > 0.02 * expected.abs().max()
         if far:
             raise RunError(
-                f"{self.name}: its logits are not those of its output embeddings; supported: with "
+                f"{self.name}: its logits do not come from its output embeddings; supported: with "
                 "final_logit_softcapping, times logit_scale, or divided by logits_scaling"
             )
         return *part.seen[0], part.sinks
@@ -256,15 +257,28 @@ def _llama(shape: Model) -> LlamaConfig:
 def _pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
     """Load weights; the library would make up those that are missing."""
     folder = found.config.parent
-    model, loading = factory.from_pretrained(
-        folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
-    )
+    with _no_progress_bars():
+        model, loading = factory.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        )
     missing = sorted(loading["missing_keys"])
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise RunError(f"{folder}: its safetensors lack {listed}; they are not those of config.json")
+        raise RunError(f"{folder}: its safetensors lack {listed}; they do not belong to config.json")
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Leave standard error to our own progress bars; transformers has a switch for the whole process."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:

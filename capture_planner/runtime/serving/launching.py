@@ -69,7 +69,7 @@ class PendingStep:
 
 
 @attrs.frozen(eq=False)
-class _Advanced:
+class _NextDecodes:
     """Decodes whose last graph filled the fields of the next step."""
 
     state_indices: Array
@@ -94,7 +94,7 @@ class StepLauncher:
         self._dispatcher = dispatcher
         self._pages = pages
         self._session = session
-        self._advanced: _Advanced | None = None
+        self._advanced: _NextDecodes | None = None
         self._count = len(session.steps)
 
     def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
@@ -117,7 +117,7 @@ class StepLauncher:
             entry = dispatch.entry
             if not filled and self._policy.advance_in_graph and entry is not None and entry.query_len == 1:
                 room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
-                self._advanced = _Advanced(scheduled.state_indices, inputs, room)
+                self._advanced = _NextDecodes(scheduled.state_indices, inputs, room)
         return PendingStep(
             index=index,
             scheduled=scheduled,
@@ -136,7 +136,7 @@ class StepLauncher:
         if last and last.room and is_decode and np.array_equal(last.state_indices, scheduled.state_indices):
             # The same requests in the same rows: the fields on the device are this step's already.
             inputs = last.inputs.next_decode()
-            self._advanced = _Advanced(last.state_indices, inputs, last.room - 1)
+            self._advanced = _NextDecodes(last.state_indices, inputs, last.room - 1)
             return inputs, True
         return target_inputs(scheduled, self._scheduler.states, self._pages), False
 

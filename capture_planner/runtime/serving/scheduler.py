@@ -24,7 +24,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @attrs.define(eq=False)
-class Live:
+class AdmittedRequest:
     """An admitted request."""
 
     request: Request
@@ -35,12 +35,20 @@ class Live:
     first_token: float | None = None
     is_finished: bool = False
 
+    def answer(self, clock: float) -> None:
+        """Note the wall clock of its first token; later ones change nothing."""
+        if self.first_token is None:
+            self.first_token = clock
+
+    def finish(self) -> None:
+        self.is_finished = True
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class ScheduledBatch:
     """One step's batch, a row a request."""
 
-    live: tuple[Live, ...]
+    live: tuple[AdmittedRequest, ...]
     state_indices: Integers
     """``[R]``: the row of each request in ``RequestStates``."""
     counts: Integers
@@ -116,8 +124,8 @@ class Scheduler:
         self._arriving = deque(sorted(map(self._admissible, requests), key=lambda each: each.arrival))
         self._waiting: deque[tuple[Request, float]] = deque()
         self._free = list(range(limits.max_num_reqs - 1, -1, -1))
-        self._running: list[Live] = []
-        self._leaving: list[Live] = []
+        self._running: list[AdmittedRequest] = []
+        self._leaving: list[AdmittedRequest] = []
         self._turn = 0
         self.states = RequestStates(limits.max_num_reqs, max_model_len, self._lookahead, pages)
 
@@ -127,7 +135,7 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def unfinished(self) -> tuple[Live, ...]:
+    def unfinished(self) -> tuple[AdmittedRequest, ...]:
         """Requests that are admitted now."""
         return (*self._running, *self._leaving)
 
@@ -169,7 +177,7 @@ class Scheduler:
         """Return the pages that a request can ever need, drafts after its last token included."""
         return self._pages.pages(min(request.length + self._lookahead, self._max_model_len))
 
-    def schedule(self) -> tuple[ScheduledBatch | None, tuple[Live, ...]]:
+    def schedule(self) -> tuple[ScheduledBatch | None, tuple[AdmittedRequest, ...]]:
         """Return the next batch and the requests that were admitted for it."""
         admitted = self._admit()
         if not self._running:
@@ -185,7 +193,7 @@ class Scheduler:
             # Decodes alone, and only so many that all have the query length of a uniform graph.
             prompting, decoding = [], self._rotate(decoding)
             k = self._k(len(decoding))
-        rows: list[tuple[Live, int, int]] = []
+        rows: list[tuple[AdmittedRequest, int, int]] = []
         for live in decoding:
             drafts = min(k, room[live.state_index], left - 1)
             if drafts < 0:
@@ -200,7 +208,7 @@ class Scheduler:
             left -= rows[-1][1]
         return self._scheduled(rows, len(rows) - decodes), admitted
 
-    def _admit(self) -> tuple[Live, ...]:
+    def _admit(self) -> tuple[AdmittedRequest, ...]:
         admitted = []
         while self._waiting and self._free:
             request, entered = self._waiting[0]
@@ -208,13 +216,13 @@ class Scheduler:
             if needed > self._pool.free:
                 break
             self._waiting.popleft()
-            live = Live(request, self._free.pop(), self._pool.take(needed), entered)
+            live = AdmittedRequest(request, self._free.pop(), self._pool.take(needed), entered)
             self._settle(live)
             self._running.append(live)
             admitted.append(live)
         return tuple(admitted)
 
-    def _settle(self, live: Live) -> None:
+    def _settle(self, live: AdmittedRequest) -> None:
         index, prompt = live.state_index, live.request.prompt
         self.states.tokens[index] = 0
         self.states.tokens[index, : len(prompt)] = prompt
@@ -228,7 +236,7 @@ class Scheduler:
     def _k(self, num_reqs: int) -> int:
         return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
 
-    def _rotate(self, decoding: Sequence[Live]) -> list[Live]:
+    def _rotate(self, decoding: Sequence[AdmittedRequest]) -> list[AdmittedRequest]:
         """Return the decodes that have room for all their drafts, taking turns where not all have."""
         count = len(decoding)
         while count > 1 and count * (1 + self._k(count)) > self._limits.max_num_tokens:
@@ -239,7 +247,7 @@ class Scheduler:
         self._turn += count
         return [decoding[(start + i) % len(decoding)] for i in range(count)]
 
-    def _scheduled(self, rows: Sequence[tuple[Live, int, int]], prompts: int) -> ScheduledBatch:
+    def _scheduled(self, rows: Sequence[tuple[AdmittedRequest, int, int]], prompts: int) -> ScheduledBatch:
         live, counts, drafts = zip(*rows, strict=True)
         scheduled = ScheduledBatch(
             live=live,
@@ -263,14 +271,14 @@ class Scheduler:
             start, row = int(self.states.length[index]), self.states.tokens[index]
             row[start + int(self.states.proposed[index]) : start + drafts] = row[start - 1]
 
-    def leave(self, live: Live) -> None:
+    def leave(self, live: AdmittedRequest) -> None:
         """Schedule a request no more; its last token is on the way."""
         self._running.remove(live)
         self._leaving.append(live)
 
-    def finish(self, live: Live) -> None:
+    def finish(self, live: AdmittedRequest) -> None:
         """Let a request go: its state and its pages are free."""
         (self._leaving if live in self._leaving else self._running).remove(live)
-        live.is_finished = True
+        live.finish()
         self._free.append(live.state_index)
         self._pool.give_back(live.pages)

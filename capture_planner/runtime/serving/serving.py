@@ -12,12 +12,12 @@ import torch
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import RunError
 from capture_planner.runtime.execution.inputs import Array
-from capture_planner.runtime.ledger import Served, Session, Step
+from capture_planner.runtime.ledger import RequestResult, Session, Step
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import PendingStep, StepLauncher
 from capture_planner.runtime.serving.parts import Parts
-from capture_planner.runtime.serving.scheduler import Live, ScheduledBatch, Scheduler
+from capture_planner.runtime.serving.scheduler import AdmittedRequest, ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
 
 Answers = Mapping[str, tuple[int, ...]]
@@ -42,10 +42,10 @@ class Serving:
         drafter: Drafter | None,
         session: Session,
         answers: Answers,
-        progress: Callable[[Served], None] | None,
+        progress: Callable[[RequestResult], None] | None,
     ) -> None:
         self.scheduler = scheduler
-        self.served: list[Served] = []
+        self.served: list[RequestResult] = []
         self.is_over = False
         """Whether it was cut off."""
         self._launcher = StepLauncher(scheduler, parts, dispatcher, pages, session)
@@ -95,7 +95,7 @@ class Serving:
         """Store a step's tokens, finish the requests that are complete, and draft for the others."""
         scheduled, states = step.scheduled, self.scheduler.states
         verification = self._settled(step)
-        # A row that was filled up with any token is no draft of anybody.
+        # A row that was filled up with any token is not a draft.
         drafts = np.minimum(scheduled.drafts, states.proposed[scheduled.state_indices])
         drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, verification.accepted).sum())
         finished = self._finished(scheduled, verification)
@@ -139,8 +139,8 @@ class Serving:
         if scheduled.prompts:
             clock = perf_counter()
             for live, gained in zip(scheduled.live, verification.gained, strict=True):
-                if gained and live.first_token is None:
-                    live.first_token = clock
+                if gained:
+                    live.answer(clock)
         return verification
 
     def _propose(self, scheduled: ScheduledBatch, verification: Verification, proposed: Array) -> None:
@@ -150,7 +150,7 @@ class Serving:
         states.proposed[scheduled.state_indices] = np.where(verification.gained > 0, k, 0)
         states.tokens[rows[:, None], states.length[rows][:, None] + np.arange(k)] = proposed[rows, :k]
 
-    def _finished(self, scheduled: ScheduledBatch, verification: Verification) -> list[Live]:
+    def _finished(self, scheduled: ScheduledBatch, verification: Verification) -> list[AdmittedRequest]:
         """Return the requests that had their last token in this step."""
         states, rows = self.scheduler.states, scheduled.state_indices
         length = verification.at + verification.gained
@@ -160,16 +160,16 @@ class Serving:
             ended[row] = not scheduled.live[row].request.stop.isdisjoint(new.tolist())
         return [scheduled.live[row] for row in np.flatnonzero(ended)]
 
-    def _output(self, live: Live) -> tuple[int, ...]:
+    def _output(self, live: AdmittedRequest) -> tuple[int, ...]:
         """Return what a request has been given; a token that is on its way is negative."""
         states, start = self.scheduler.states, len(live.request.prompt)
         tokens = states.tokens[live.state_index, start : int(states.length[live.state_index])]
         return live.request.cut(tuple(tokens[tokens >= 0].tolist()))
 
-    def _finish(self, live: Live, *, cut_off: bool = False) -> Served:
+    def _finish(self, live: AdmittedRequest, *, cut_off: bool = False) -> RequestResult:
         clock = perf_counter()
         output = self._output(live)
-        served = Served(
+        served = RequestResult(
             name=live.request.name,
             prompt_tokens=len(live.request.prompt),
             output_tokens=len(output),

@@ -11,7 +11,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import GraphSupport, Refresh, Role
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registered, Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import (
     Attention,
@@ -162,7 +162,7 @@ def backends(draw: DrawFn, name: str | None = None) -> FakeBackend:
 def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
     """Return registries with one backend of each name."""
     return Registry(
-        Registered(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(versions()))
+        RegisteredBackend(backend=draw(backends(name)), distribution=f"dist-{name}", version=draw(versions()))
         for name in names
     )
 

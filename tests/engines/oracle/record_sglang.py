@@ -17,6 +17,7 @@ from typing import Any
 
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
+from engines.generators.sglang_repairs import repaired
 from support.files import module_at
 
 COUNT, BATCHES, RANKS = 400, 12, 3
@@ -46,7 +47,7 @@ def main() -> None:
             batches = drawing.batches(random, BATCHES, loras=loras)
             counts = drawing.ranks(random, RANKS)
             answer = oracle.ask(command, case.environment, batches, counts)
-            for _, other in drawing.repaired(case) if "refused" in answer else ():
+            for _, other in repaired(case) if "refused" in answer else ():
                 # What is refused over a value that decides nothing is recorded without that value.
                 again = oracle.ask(drawing.written(other, Path(folder)), case.environment, batches, counts)
                 answer = answer if "refused" in again else again

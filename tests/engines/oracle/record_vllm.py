@@ -158,7 +158,7 @@ def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> No
             command, environment = case.command_in(Path(folder)), find_environment(case.environment)
             variables = dict(case.variables)
             answer = oracle.answer(command, environment, variables)
-            if isinstance(answer, module.Refused):
+            if isinstance(answer, module.EngineRefusal):
                 flags, without = excused(oracle, command, environment, variables, answer)
                 answer = {"refused": answer.kind} | ({"ignored": flags, "without": without} if flags else {})
             cases.append({**case.data(), "answer": answer})

@@ -20,6 +20,7 @@ from typing import Any
 
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
+from engines.generators.sglang_repairs import repaired
 from engines.oracle.comparison import finish, options, oracle, say, sources
 
 
@@ -54,7 +55,7 @@ def main() -> int:
             engine = own.ask(command, case.environment, batches, counts)
             found = differences(engine, ours)
             if "refused" in engine and "refused" not in ours:
-                for flag, other in drawing.repaired(case):
+                for flag, other in repaired(case):
                     words = drawing.written(other, Path(folder))
                     if not differences(own.ask(words, case.environment, batches, counts), ours):
                         ignored[flag], found = ignored[flag] + 1, []

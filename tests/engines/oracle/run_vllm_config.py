@@ -61,12 +61,12 @@ def main() -> int:
             variables = dict(case.variables)
             theirs: Any = engine.answer(command, environment, variables)
             ours = _ours([f"{name}={value}" for name, value in case.variables] + command, environment)
-            refused = isinstance(theirs, module.Refused)
+            refused = isinstance(theirs, module.EngineRefusal)
             outcomes[_outcome(ours)] += 1
             flag = ""
             if refused and not isinstance(ours, FlagError):
                 flag, theirs = excused(engine, command, environment, variables, theirs)
-                refused = isinstance(theirs, module.Refused)
+                refused = isinstance(theirs, module.EngineRefusal)
             difference = _difference(ours, theirs, refused)
             if difference:
                 differences += 1
@@ -112,7 +112,7 @@ def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, i
                 theirs: Any = engine.answer([str(place), *flags], environment, {})
                 ours = _ours([name, *flags], environment)
                 compared += 1
-                difference = _difference(ours, theirs, isinstance(theirs, module.Refused))
+                difference = _difference(ours, theirs, isinstance(theirs, module.EngineRefusal))
                 if difference:
                     differences += 1
                     say(f"{name} {' '.join(flags)} on {machine}\n  {difference}")

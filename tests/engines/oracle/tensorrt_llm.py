@@ -45,8 +45,8 @@ class SampleType(enum.Enum):
     FULL = 0
 
 
-class Quiet:
-    """Takes every call and says nothing."""
+class NullLog:
+    """Accepts every call and logs nothing."""
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None
@@ -63,7 +63,7 @@ class Sources:
             "__name__": "oracle",
             "math": math,
             "bisect": bisect,
-            "logger": Quiet(),
+            "logger": NullLog(),
             "KeyType": KeyType,
             "SampleType": SampleType,
             "ExpertStatistic": SimpleNamespace(should_record=lambda: False),

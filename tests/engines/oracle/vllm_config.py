@@ -41,7 +41,7 @@ COMPILED = ("_C", "_C_cache_ops", "_C_custom_ar", "_moe_C", "_qutlass_C", "_rocm
 
 
 @attrs.frozen
-class Refused:
+class EngineRefusal:
     """The engine's error, as it was raised."""
 
     kind: str
@@ -188,7 +188,7 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
 
     def answer(
         self, command: Sequence[str], environment: Environment, variables: dict[str, str] | None = None
-    ) -> dict[str, Any] | Refused:
+    ) -> dict[str, Any] | EngineRefusal:
         """Return what the engine ends up with, as plain data, or its refusal."""
         with self._on(environment, variables or {}), stubs.installed(self._wheel, "vllm"):
             errors = io.StringIO()
@@ -196,9 +196,9 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
                 with contextlib.redirect_stderr(errors):
                     return self._answer(command)
             except SystemExit:
-                return Refused("SystemExit", errors.getvalue().partition("error: ")[2].strip())
+                return EngineRefusal("SystemExit", errors.getvalue().partition("error: ")[2].strip())
             except Exception as error:
-                return Refused(type(error).__name__, str(error))
+                return EngineRefusal(type(error).__name__, str(error))
 
     def _answer(self, command: Sequence[str]) -> dict[str, Any]:
         config = self.configure(command)

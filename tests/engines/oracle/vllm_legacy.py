@@ -13,7 +13,7 @@ import torch
 from engines.generators.vllm_managers import Case, Configuration, Rows, summary
 from support.files import module_at
 
-Collected = module_at(Path(__file__).with_name("vllm_standins.py")).Collected
+FirstAllReduce = module_at(Path(__file__).with_name("vllm_standins.py")).FirstAllReduce
 
 
 class Legacy:
@@ -141,7 +141,7 @@ class Legacy:
             def reduced(tensor: torch.Tensor, group: Any, said: Any = said, total: Any = total) -> None:
                 if not total:
                     said.append(tensor.clone())
-                    raise Collected
+                    raise FirstAllReduce
                 tensor.copy_(total[0])
 
             self.ranks.dist = SimpleNamespace(all_reduce=reduced)
@@ -149,7 +149,7 @@ class Legacy:
             self.ranks.PIN_MEMORY = False
             for rank, (rows, loras) in enumerate(step):
                 self.parallel.data_parallel_rank = rank
-                with contextlib.suppress(Collected):
+                with contextlib.suppress(FirstAllReduce):
                     asks(rank, rows, loras)
             total.append(torch.stack(said).sum(0).to(torch.int32))
             for rank, (rows, loras) in enumerate(step):

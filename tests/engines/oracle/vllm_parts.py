@@ -107,7 +107,7 @@ def group(backend: Any, builder: Any, spec: Any, layer: str) -> Any:
     )
 
 
-class Loaded(Exception):
+class ModelLoad(Exception):
     """Raised where a model would be loaded; has the configuration that it would be loaded with."""
 
     def __init__(self, config: Any) -> None:
@@ -137,7 +137,7 @@ def parallel_configuration(config: Any) -> Any:
     from vllm.v1.worker.gpu.spec_decode.dspark import utils as dspark
 
     def load(vllm_config: Any, **options: Any) -> Any:
-        raise Loaded(vllm_config)
+        raise ModelLoad(vllm_config)
 
     is_dspark = config.speculative_config.use_dspark()
     dflash.get_model = loader.get_model = load
@@ -145,6 +145,6 @@ def parallel_configuration(config: Any) -> Any:
     dflash.get_pp_safe_draft_load_config = dspark.get_pp_safe_draft_load_config = lambda loading: loading
     try:
         (dspark.load_dspark_model if is_dspark else dflash.load_dflash_model)(None, without_context(config))
-    except Loaded as loaded:
+    except ModelLoad as loaded:
         return loaded.config
     raise LookupError("nothing is loaded")

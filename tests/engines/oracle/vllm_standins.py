@@ -14,7 +14,7 @@ class Support(enum.Enum):
     ALWAYS = 3
 
 
-class Collected(Exception):
+class FirstAllReduce(Exception):
     """Raised in the all-reduce of the first pass, when a rank has said what it has."""
 
 
@@ -28,5 +28,5 @@ class Group:
     def cpu_all_reduce_(self, tensor: torch.Tensor) -> None:
         if self.total is None:
             self.said.append(tensor.clone())
-            raise Collected
+            raise FirstAllReduce
         tensor.copy_(self.total)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from capture_planner.errors import RunError
 from capture_planner.records.model import Method
 from capture_planner.runtime.models.eagle import load_drafter
-from support.published_heads import DRAFTED, EPS, HIDDEN, VOCAB, Written, published, speculative, write
+from support.published_heads import DRAFTED, EPS, HIDDEN, VOCAB, WrittenHead, published, speculative, write
 
 METHODS = (Method.EAGLE, Method.EAGLE3)
 
@@ -47,7 +47,7 @@ def test_a_published_head_computes_what_is_written_out(method, layers, options, 
     drafter = load_drafter(folder, speculative(method, num_layers=layers), target)
     tokens, positions, hidden = steps(drafter, 6)
     embed = tensors.get("embed_tokens.weight", target.embed(torch.arange(VOCAB)))
-    expected = Written(method, tensors, embed).forward(tokens, positions.tolist(), hidden)
+    expected = WrittenHead(method, tensors, embed).forward(tokens, positions.tolist(), hidden)
     actual = drafter.forward(input_ids=tokens, positions=positions, hidden=hidden, attend=attention())
     assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert drafter.name == f"{type(drafter).__name__} of {tmp_path.name}"
@@ -60,7 +60,7 @@ def test_a_norm_before_the_residual_is_heeded(tmp_path, target, attention):
     write(tmp_path, tensors, num_hidden_layers=1, draft_vocab_size=DRAFTED, norm_before_residual=True)
     drafter = load_drafter(tmp_path, speculative(Method.EAGLE3), target)
     tokens, positions, hidden = steps(drafter, 4)
-    written = Written(Method.EAGLE3, tensors, target.embed(torch.arange(VOCAB)), norm_before_residual=True)
+    written = WrittenHead(Method.EAGLE3, tensors, target.embed(torch.arange(VOCAB)), norm_before_residual=True)
     actual = drafter.forward(input_ids=tokens, positions=positions, hidden=hidden, attend=attention())
     expected = written.forward(tokens, positions.tolist(), hidden)
     assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -90,7 +90,7 @@ REFUSED = {
     "is not a causal language model": lambda: transformers.T5Config(num_layers=1),
     "no list of its layers": lambda: transformers.BertConfig(num_hidden_layers=1, **SMALL),
     "is not causal": lambda: transformers.Gemma3TextConfig(**BASE, use_bidirectional_attention=True),
-    "logits are not those of its output embeddings": lambda: transformers.HyperCLOVAXConfig(**BASE, logits_scaling=4.0),
+    "logits do not come from its output embeddings": lambda: transformers.HyperCLOVAXConfig(**BASE, logits_scaling=4.0),
     "is quantized": lambda: transformers.LlamaConfig(**BASE, quantization_config={"quant_method": "fp8"}),
 }
 
@@ -154,7 +154,7 @@ def mask(layer, args, kwargs):
     return args, kwargs | {"attention_mask": torch.zeros(2, 2)}
 
 
-class Silent(torch.nn.Module):
+class LayerWithoutAttention(torch.nn.Module):
     """A layer without attention."""
 
     def forward(self, states, **kwargs):
@@ -173,7 +173,7 @@ BREAKS = {
     "asks for a window of 7": lambda layers: setattr(layers[1].self_attn, "sliding_window", 7),
     "or has no index": lambda layers: setattr(layers[1].self_attn, "layer_idx", None),
     "layer 0 attends twice": lambda layers: setattr(layers[2].self_attn, "layer_idx", 0),
-    "layers .1. do not attend": lambda layers: layers.__setitem__(1, Silent()),
+    "layers .1. do not attend": lambda layers: layers.__setitem__(1, LayerWithoutAttention()),
     "different heads": widen,
     "its forward fails: ": lambda layers: setattr(layers[1].self_attn, "head_dim", 5),
 }

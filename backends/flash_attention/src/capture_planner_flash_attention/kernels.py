@@ -31,7 +31,7 @@ class AttentionCall:
     cu_seqlens_q: torch.Tensor
     """``int32[num_reqs + 1]``: where each request's queries start."""
     seqused_k: torch.Tensor
-    """``int32[num_reqs]``: tokens in each sequence, including those of the query."""
+    """``int32[num_reqs]``: tokens in each sequence, the query included."""
     page_table: torch.Tensor
     """``int32[num_reqs, pages]``: page numbers, 0 for the null page."""
     max_seqlen_q: int

@@ -26,7 +26,7 @@ class MyBackend:
         return Support(level=GraphSupport.ALWAYS, reason="Lengths and pages are read from tensors.")
 
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
-        # Replace: fields that your kernels read beside the runner's, and fills that they need otherwise.
+        # Replace: fields that your kernels read in addition to the runner's, and other fills that they need.
         return PaddingContract()
 
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:

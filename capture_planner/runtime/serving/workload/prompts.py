@@ -62,7 +62,7 @@ class _Prompt:
     line: int
 
 
-class _Wrong(Exception):
+class _LineProblem(Exception):
     """What is wrong with one line: a message, the key, and the column."""
 
     def __init__(self, message: str, *path: str, column: int = 1) -> None:
@@ -80,7 +80,7 @@ def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
         try:
             data = _object(line) if as_json else {"prompt": line}
             prompts.append(_prompt(data, max_new_tokens, number))
-        except _Wrong as wrong:
+        except _LineProblem as wrong:
             problems.append(Problem(file=file, line=number, column=wrong.column, path=wrong.path, message=str(wrong)))
             if len(problems) == MAX_PROBLEMS:
                 break
@@ -95,11 +95,11 @@ def _object(line: str) -> dict[str, Any]:
     try:
         data = json.loads(line, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        raise _Wrong(f"not JSON: {error.msg}", column=error.colno) from None
+        raise _LineProblem(f"not JSON: {error.msg}", column=error.colno) from None
     except (ValueError, RecursionError) as error:
-        raise _Wrong(f"not JSON: {error}") from None
+        raise _LineProblem(f"not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise _Wrong(f"expected an object with {', '.join(_KEYS)}")
+        raise _LineProblem(f"expected an object with {', '.join(_KEYS)}")
     return data
 
 
@@ -108,7 +108,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for key, value in pairs:
         if key in data:
-            raise _Wrong("is given twice", key)
+            raise _LineProblem("is given twice", key)
         data[key] = value
     return data
 
@@ -119,20 +119,20 @@ _KEYS = ("prompt", "max_new_tokens", "arrival")
 def _prompt(data: dict[str, Any], max_new_tokens: int, line: int) -> _Prompt:
     for key in data:
         if key not in _KEYS:
-            raise _Wrong(f"unknown key; known are {', '.join(_KEYS)}", key)
+            raise _LineProblem(f"unknown key; known are {', '.join(_KEYS)}", key)
     text = data.get("prompt")
     if not isinstance(text, str):
-        raise _Wrong("expected text" if "prompt" in data else "is missing", "prompt")
+        raise _LineProblem("expected text" if "prompt" in data else "is missing", "prompt")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _Wrong("half of a surrogate pair, which is not text", "prompt") from None
+        raise _LineProblem("half of a surrogate pair, which is not text", "prompt") from None
     most = data.get("max_new_tokens", max_new_tokens)
     if type(most) is not int or not 1 <= most <= MAX_LENGTH:
-        raise _Wrong(f"expected a whole number from 1 to {MAX_LENGTH}", "max_new_tokens")
+        raise _LineProblem(f"expected a whole number from 1 to {MAX_LENGTH}", "max_new_tokens")
     arrival = data.get("arrival", 0.0)
     if type(arrival) not in (int, float) or not 0 <= arrival <= MAX_SECONDS:
-        raise _Wrong(f"expected seconds from 0 to {MAX_SECONDS}", "arrival")
+        raise _LineProblem(f"expected seconds from 0 to {MAX_SECONDS}", "arrival")
     return _Prompt(text, most, float(arrival), line)
 
 

@@ -66,7 +66,7 @@ def from_trace(
 
     The header names three columns, in any case and order; others are ignored. They are the arrival
     (``t``, ``timestamp``, ``arrival``, ``arrival_time``), the tokens of the prompt (``in_len``,
-    ``ContextTokens``, ``input_tokens``, ``input_length``, ``prompt_tokens``) and those of the output
+    ``ContextTokens``, ``input_tokens``, ``input_length``, ``prompt_tokens``) and of the output
     (``out_len``, ``GeneratedTokens``, ``output_tokens``, ``output_length``). Arrivals are seconds from
     the start, or dates with a time of day, which count from the earliest. Rows need no order.
 

@@ -41,7 +41,7 @@ FLAGS: dict[str, str] = {
 """Each flag that graphs can depend on, with its help."""
 
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention")
-"""Those of ordinary decoders on CUDA devices; the others are for other attention or other hardware."""
+"""Backends for ordinary decoders on CUDA devices; the others are for other attention or hardware."""
 
 _SWITCHES = {row["names"][0] for row in TABLE["read"] if row["type"] == "switch"}
 _SWITCHES |= {flag for kind in ("ignored", "not_emulated") for flag in TABLE[kind]["switch"]}

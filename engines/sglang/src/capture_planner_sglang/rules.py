@@ -1,4 +1,4 @@
-"""SGLang's rules other than those of graph settings: parallel sizes, attention, speculation, adapters."""
+"""SGLang's rules other than graph settings: parallel sizes, attention, speculation, adapters."""
 
 from __future__ import annotations
 

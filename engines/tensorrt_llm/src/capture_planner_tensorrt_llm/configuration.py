@@ -89,8 +89,8 @@ def _graphs(value: Any, problems: Problems) -> GraphConfig | None:
     top_path = (*path, "max_batch_size")
     top = integer(data.get("max_batch_size", 0), top_path, problems, low=0)
     if sizes and top and top != max(sizes):
-        reason = f"it is {top}, and the largest of batch_sizes is {max(sizes)}; both have to be the same"
-        problems.refuse(top_path, reason, "leave it out: the sizes are enough")
+        reason = f"it is {top}, and the largest of batch_sizes is {max(sizes)}; they must be equal"
+        problems.refuse(top_path, reason, "remove it: batch_sizes is enough")
     if top is not None and top > 1 << 16:
         problems.skip(top_path, f"a size of {top}", f"give at most {1 << 16}")
         top = 0

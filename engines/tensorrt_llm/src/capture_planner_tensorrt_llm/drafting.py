@@ -29,7 +29,7 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
     if not isinstance(kind, str) or kind not in ALGORITHMS:
         known = (*ALGORITHMS, *_NOT_EMULATED)
         remedy = did_you_mean(str(kind), known, f"give one of {', '.join(known)}")
-        problems.refuse((*path, "decoding_type"), f"it knows no {shown(kind)}", remedy)
+        problems.refuse((*path, "decoding_type"), f"unknown decoding_type {shown(kind)}", remedy)
         return None
     keys = OPTIONS["speculative_keys"]
     only(data, (*keys["any"], *keys[kind]), path, problems)
@@ -63,7 +63,7 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
 
 
 def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Problems) -> int | None:
-    """Return K. MTP may leave it to the checkpoint, which is not here to be asked."""
+    """Return K. MTP may leave it to the checkpoint, which is not available here."""
     name, value = "max_draft_len", data.get("max_draft_len")
     if kind == "MTP" and "max_draft_len" not in data and "num_nextn_predict_layers" in data:
         name, value = "num_nextn_predict_layers", data["num_nextn_predict_layers"]
@@ -75,8 +75,8 @@ def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Pro
     if value is not None and number is None:
         return None
     if number is None or number < 1:
-        given = "is not given" if number is None else f"is {number}"
-        problems.refuse(where, f"{kind} has to draft at least one token, and it {given}", "give 1 or more")
+        value = "is not set" if number is None else f"is {number}"
+        problems.refuse(where, f"{kind} must draft at least one token, and it {value}", "give 1 or more")
         return None
     return number
 
@@ -105,7 +105,7 @@ def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[i
     if found[first] != drafts:
         problems.refuse(
             (*path, str(first)),
-            f"its least threshold drafts {found[first]}, and has to draft max_draft_len, {drafts}",
+            f"its smallest threshold drafts {found[first]}, and must draft max_draft_len, {drafts}",
             f"give {first}: {drafts}",
         )
         return None
@@ -131,12 +131,12 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
     breadth = None if wide is None else integer(wide, where, problems)
     if breadth is None or breadth < 1:
         if wide is None or breadth is not None:
-            problems.refuse(where, "a dynamic tree needs it, and at least 1", "give 1 or more")
+            problems.refuse(where, "a dynamic tree needs a value of at least 1", "give 1 or more")
         return drafts
     if given is None:
         return breadth * drafts
     total = integer(given, total_path, problems)
     if total is not None and not drafts <= total <= breadth * drafts:
-        says = f"it is {total}, and has to be {drafts} to {breadth * drafts}"
-        problems.refuse(total_path, says, "leave it out, or give one of these")
+        says = f"expected {drafts} to {breadth * drafts}, got {total}"
+        problems.refuse(total_path, says, "remove it, or set a number of this range")
     return drafts if total is None else total

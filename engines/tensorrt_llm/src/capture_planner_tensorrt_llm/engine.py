@@ -61,14 +61,14 @@ ENGINE = Engine(
 
 
 def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs, str]:
-    """Run the rules, and note what each one did; return with the graphs where their sizes come from."""
+    """Apply the rules and record their decisions; return the graphs and the source of their sizes."""
     for name in resolved.overridden:
-        decisions.note("flag-over-file", "file", "flag", f"{name} is given twice; the flag holds, not the file")
+        decisions.note("flag-over-file", "file", "flag", f"the flag overrides {name} of the file")
     drafting = resolved.drafting
     if drafting is not None:
         _note_drafting(drafting, resolved, decisions)
     if resolved.graphs is None:
-        decisions.note("graphs-off", None, "NONE", "cuda_graph_config is null: everything runs eager")
+        decisions.note("graphs-off", None, "NONE", "cuda_graph_config is null, so every batch runs eager")
         return TargetGraphs(sizes=(), shapes=(), padding=False, max_batch_size=resolved.max_batch_size), "file"
     sizes, padding, source = _sizes(resolved.graphs, drafting, decisions)
     most = rules.most_together(resolved.max_batch_size, resolved.max_num_tokens, resolved.width)
@@ -76,18 +76,18 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
     if admitted != sizes:
         dropped = tuple(size for size in sizes if size not in admitted)
         says = (
-            f"at most {counted(most, 'request')} can decode together, each with up to "
-            f"{counted(resolved.width, 'token')}: larger sizes are dropped"
+            f"at most {counted(most, 'request')} of up to {counted(resolved.width, 'token')} fit into a batch, "
+            "so larger sizes are dropped"
         )
         if most in admitted and most not in sizes:
-            says += f", and as batches are padded, {most} takes the place of the first of them"
+            says += f"; with padding, {most} replaces the first of them"
         decisions.note("sizes-admitted", dropped, tuple(s for s in admitted if s not in sizes), says)
         source = "sizes-admitted"
     schedule = resolved.schedule
     if schedule is not None and not admitted:
         raise refusal(
             "--max_num_tokens",
-            "TensorRT-LLM refuses it: start-up takes the largest capture size, and none is left; "
+            "TensorRT-LLM refuses it: start-up needs the largest capture size, and no size is left; "
             f"{resolved.max_num_tokens} tokens do not hold one request of {resolved.width}",
             f"give at least {resolved.width}",
         )
@@ -106,41 +106,41 @@ def _graphs(resolved: ServeSettings, decisions: Decisions) -> tuple[TargetGraphs
 
 def _note_drafting(drafting: Drafting, resolved: ServeSettings, decisions: Decisions) -> None:
     if drafting.decoding_type == "Eagle":
-        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", "this backend knows Eagle3 alone, and takes Eagle for it")
+        decisions.note("eagle-is-eagle3", "Eagle", "Eagle3", "the PyTorch backend treats Eagle as Eagle3")
     if drafting.algorithm.one_engine:
-        says = f"the drafter of {drafting.decoding_type} runs inside the target's graphs: no role but the target"
+        says = f"the drafter of {drafting.decoding_type} runs inside the target's graphs, so only the target has a role"
         decisions.note("one-engine", drafting.decoding_type, "target", says)
     schedule = drafting.schedule
     if schedule is not None and resolved.schedule is None:
-        says = f"{drafting.decoding_type} pads its drafts to the longest: the schedule changes no graph's length"
+        says = f"{drafting.decoding_type} pads drafts to the longest, so the schedule does not change query lengths"
         decisions.note("schedule-without-effect", _written(schedule), drafting.max_draft_len, says)
 
 
-def _sizes(given: GraphConfig, drafting: Drafting | None, decisions: Decisions) -> tuple[tuple[int, ...], bool, str]:
+def _sizes(config: GraphConfig, drafting: Drafting | None, decisions: Decisions) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes before any is dropped, whether batches are padded, and where the sizes come from."""
-    padding, source = given.enable_padding, "file"
-    sizes = rules.configured_sizes(given.batch_sizes, given.max_batch_size, padding)
-    if given.batch_sizes is None:
-        top = given.max_batch_size or rules.DEFAULT_MAX_BATCH_SIZE
+    padding, source = config.enable_padding, "file"
+    sizes = rules.configured_sizes(config.batch_sizes, config.max_batch_size, padding)
+    if config.batch_sizes is None:
+        top = config.max_batch_size or rules.DEFAULT_MAX_BATCH_SIZE
         switch, kind = ("on", "eights, and 64s above 128") if padding else ("off", "all up to 32, then powers of two")
-        whose = "" if given.max_batch_size else ", the default"
-        says = f"no sizes are given: the list up to {top}{whose}, as it is with padding {switch}: {kind}"
+        origin = "" if config.max_batch_size else ", the default"
+        says = f"batch_sizes is not set, so sizes are generated up to {top}{origin}; with padding {switch}: {kind}"
         decisions.note("generated-sizes", None, sizes, says)
         source = "generated-sizes"
-    elif sizes != given.batch_sizes:
-        decisions.note("sizes-sorted", given.batch_sizes, sizes, "sizes are taken in ascending order")
+    elif sizes != config.batch_sizes:
+        decisions.note("sizes-sorted", config.batch_sizes, sizes, "sizes are sorted in ascending order")
         source = "sizes-sorted"
     schedule = None if drafting is None else drafting.schedule
     if schedule is None:
         return sizes, padding, source
     if not padding:
         padding = True
-        says = "the draft length has a schedule: batches are padded whatever enable_padding says"
+        says = "with a schedule of draft lengths, batches are always padded; enable_padding is ignored"
         decisions.note("schedule-pads", False, True, says)
     with_thresholds = rules.with_thresholds(sizes, schedule)
     if with_thresholds != sizes:
         added = tuple(size for size in with_thresholds if size not in sizes)
-        says = "thresholds of the schedule are captured too, up to the largest size"
+        says = "the thresholds of the schedule, up to the largest size, are added to the sizes"
         decisions.note("schedule-sizes", None, added, says)
         source = "schedule-sizes"
     return with_thresholds, padding, source
@@ -151,28 +151,28 @@ def _note_shapes(
 ) -> None:
     drafting, schedule = resolved.drafting, resolved.schedule
     if not shapes:
-        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", "no size is left: everything runs eager")
+        decisions.note("graphs-off", "FULL_DECODE_ONLY", "NONE", "no size is left, so every batch runs eager")
         return
     if schedule is not None and drafting is not None:
         says = (
-            "each size is captured at the draft length of its own threshold, and the largest with the longest "
-            "drafts besides, so that no later graph makes the shared workspace grow"
+            "each size is captured with the draft length of its threshold; the largest size is also captured with "
+            "the maximum draft length, so that no later graph grows the shared workspace"
         )
         decisions.note("schedule-graphs", _written(schedule), counted(len(shapes), "graph"), says)
     elif drafting is not None and len(drafting.draft_lens) > 1:
         says = (
-            f"above {drafting.max_concurrency} requests nothing is drafted: each size is captured with and "
-            "without drafts"
+            f"batches of more than {drafting.max_concurrency} requests do not draft, so each size is captured "
+            "with and without drafts"
         )
         decisions.note("graphs-without-drafts", len(set(sizes)), len(shapes), says)
-    decisions.note("decode-only", "any batch", "decodes", "prompts, and batches with one, run eager")
+    decisions.note("decode-only", "any batch", "decodes", "batches with a prompt run eager")
     if drafting is not None and drafting.algorithm.one_engine:
-        says = "each shape is captured twice, for batches that are all greedy and for those that sample"
+        says = "each shape is captured twice: for greedy batches, and for batches that sample"
         decisions.note("sampling-variants", len(shapes), 2 * len(shapes), says)
     if resolved.attention_dp and resolved.tensor > 1:
         says = (
-            f"a graph runs where all {resolved.tensor} ranks decode, and have the same number of requests "
-            "once each is padded for the largest"
+            f"a graph runs only if all {resolved.tensor} ranks decode, and have the same number of requests "
+            "after padding to the largest rank"
         )
         decisions.note("ranks-agree", "each rank", "all ranks", says)
 
