@@ -94,9 +94,9 @@ _Range = tuple[int, int, Answer]
 """First and last count, and their answer."""
 
 
-def _merged(asked: Iterable[_Range]) -> tuple[_Range, ...]:
+def _merged(pieces: Iterable[_Range]) -> tuple[_Range, ...]:
     ranges: list[_Range] = []
-    for first, last, answer in asked:
+    for first, last, answer in pieces:
         if ranges and ranges[-1][2] == answer and ranges[-1][1] + 1 == first:
             ranges[-1] = (ranges[-1][0], last, answer)
         else:
@@ -157,8 +157,8 @@ class _DispatcherProbe:
             else:
                 others = Answers(attrs.evolve(run, max_loras=loras) for run in rest)
                 repeats = form != (None, False) and all(
-                    (found := others.find(self._batch(count, count * (run.query_len or 1), *form, loras))) is not None
-                    and (found.graph, found.reason) == (run.graph, run.reason)
+                    (answer := others.find(self._batch(count, count * (run.query_len or 1), *form, loras))) is not None
+                    and (answer.graph, answer.reason) == (run.graph, run.reason)
                     for run in own
                     for count in range(run.first, run.last + 1)
                 )
@@ -180,12 +180,12 @@ class _DispatcherProbe:
             if self.role is Role.DRAFT_DECODE and not past_prompt:
                 continue  # Draft decodes are always past the prompt, and uniform.
             for query_len in self._widths():
-                asked = (
+                replies = (
                     (count, count, self._ask(count, count * query_len, query_len, past_prompt, loras))
                     for count in self._request_counts(query_len)
                     if count >= loras
                 )
-                for first, last, (graph, reason) in _merged(asked):
+                for first, last, (graph, reason) in _merged(replies):
                     runs.append(
                         DispatchRun(
                             query_len=query_len,
@@ -201,11 +201,11 @@ class _DispatcherProbe:
         return tuple(runs)
 
     def _widths(self) -> list[int]:
-        own = {family.query_len for family in self.families}
+        widths = {family.query_len for family in self.families}
         if self.role is not Role.DRAFT_DECODE:
-            own |= {width for g in self.graphs if (width := g.entry.query_len or g.max_query_len)}
-            own |= set(range(1, max(own, default=1) + 1)) if max(own, default=1) <= MAX_WIDTH else {1}
-        return sorted(own)
+            widths |= {width for g in self.graphs if (width := g.entry.query_len or g.max_query_len)}
+            widths |= set(range(1, max(widths, default=1) + 1)) if max(widths, default=1) <= MAX_WIDTH else {1}
+        return sorted(widths)
 
     def _request_counts(self, query_len: int) -> Iterable[int]:
         limits = self.deployment.limits
@@ -249,14 +249,14 @@ class _DispatcherProbe:
         def at(tokens: int) -> Answer:
             return self._ask(num_reqs, tokens, None, past_prompt, loras)
 
-        asked = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
+        pieces = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
         above = max(largest + 1, num_reqs)
         for first, last in split_at(above, most, self.token_counts) if above <= most else ():
             if at(first) == at(last):
-                asked.append((first, last, at(first)))
+                pieces.append((first, last, at(first)))
             else:
-                asked += [(tokens, tokens, at(tokens)) for tokens in range(first, last + 1)]
-        return _merged(asked)
+                pieces += [(tokens, tokens, at(tokens)) for tokens in range(first, last + 1)]
+        return _merged(pieces)
 
     def _ask(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Answer:
         return self.dispatch(self._batch(num_reqs, num_tokens, query_len, past_prompt, loras))
