@@ -28,6 +28,7 @@ from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import load_backends
 from capture_planner.records.backend import Fill
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.spec import Policy, Spec
 from capture_planner.report.findings import DRIFT_CODE
 
@@ -100,7 +101,9 @@ def test_yaml_example_can_be_read_and_planned(block: str) -> None:
     """A whole file is read as it is; a part of a spec is merged into a complete one."""
     yaml = YAML(typ="safe", pure=True)
     data = yaml.load(block)
-    if "device" in data:
+    if "engine" in data:
+        assert codec.loads(block, Observation).roles
+    elif "device" in data:
         assert codec.loads(block, Environment).device
     else:
         if "version" not in data:

@@ -94,8 +94,8 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
         observation = observation_of(document, environment)
         emit(form, lambda: observation, partial(observation_tables, observation))
         return
-    shown = plan_of(document, environment)
-    emit(form, lambda: shown, partial(tables.plan_tables, shown))
+    plan = plan_of(document, environment)
+    emit(form, lambda: plan, partial(tables.plan_tables, plan))
 
 
 @click.command(short_help="Explain which graph serves a batch, and why.")
@@ -190,21 +190,21 @@ def check(
     if not files:
         raise click.UsageError("Missing argument 'PLAN|SPEC|OBSERVATION...'.")
     source = None if spec is None else read_document(spec)
-    seen = None if observation is None else read_document(observation)
+    observed = None if observation is None else read_document(observation)
     placed: list[findings.FileFinding] = []
     drift: list[findings.Drift] = []
     for file in files:
         document = read_document(file)
-        if document.is_observation and source is None and seen is None:
+        if document.is_observation and source is None and observed is None:
             placed += observed_findings(document, observation_of(document, environment))
             continue
         plan = plan_of(document, environment)
         placed += _checked(document, plan)
         if source is not None:
             drift += _drift(document, source)
-        if seen is not None:
-            changes = observed_diff(plan, seen.load(Observation)).changes
-            drift += (findings.Drift(file=file, message=f"{seen.name}: {change.message}") for change in changes)
+        if observed is not None:
+            changes = observed_diff(plan, observed.load(Observation)).changes
+            drift += (findings.Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
     if form == "json":
         click.echo(to_json({"findings": placed, "drift": drift}))
     elif form == "sarif":
@@ -213,7 +213,7 @@ def check(
         lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
         click.echo(lines, nl=bool(lines))
         if form == "text":
-            other = "from the spec (plan it again)" if seen is None else "from what was planned or observed"
+            other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
             click.echo(_count(placed, drift, len(files), other))
     if drift or any(strict or p.severity is not Severity.NOTE for p in placed):
         click.get_current_context().exit(FINDINGS)
@@ -259,9 +259,9 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
-        found = observed_diff(*(_deployment(each, environment) for each in documents))
-        click.echo(to_json(found) if form == "json" else diff_text(found))
-        if found.changes:
+        result = observed_diff(*(_deployment(each, environment) for each in documents))
+        click.echo(to_json(result) if form == "json" else diff_text(result))
+        if result.changes:
             click.get_current_context().exit(FINDINGS)
         return
     before, after = (plan_of(each, None if each.is_plan else environment) for each in documents)

@@ -47,8 +47,8 @@ def explain_observation(observation: Observation, batch: Batch | None, batches: 
         same = [count for count in role.batches if count.batch(batch.role) == batch]
         steps = sum(count.steps for count in same)
         took = next((count.milliseconds for count in same if count.milliseconds is not None), None)
-        seen = {"steps": steps, "of": role.steps, "milliseconds": took}
-        emit(form, lambda: plain(explained) | {"observed": seen}, partial(tables.explanation_table, explained))
+        counts = {"steps": steps, "of": role.steps, "milliseconds": took}
+        emit(form, lambda: plain(explained) | {"observed": counts}, partial(tables.explanation_table, explained))
         if form == "text":
             milliseconds = "" if took is None else f", {took:.3f} ms each"
             click.echo(f"  observed: {share(steps, role.steps)}{milliseconds}")

@@ -61,7 +61,7 @@ class ObservedCoverage:
 
     @property
     def covered(self) -> bool:
-        """Whether every batch has a graph."""
+        """Whether every cell has a graph."""
         return not self.uncovered
 
 

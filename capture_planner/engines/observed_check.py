@@ -72,7 +72,7 @@ def check_observation(observation: Observation) -> tuple[ObservedFinding, ...]:
     """
     emulation = emulation_of(observation)
     steps = {role.role: role.steps for role in observation.roles}
-    found = [
+    findings = [
         ObservedFinding(
             rule=each.rule,
             diagnosis=each.diagnosis,
@@ -84,7 +84,7 @@ def check_observation(observation: Observation) -> tuple[ObservedFinding, ...]:
         for each in check(emulation, _engine(observation))
     ]
     for code, each_rule in sorted(OBSERVED_RULES.items()):
-        found += [
+        findings += [
             ObservedFinding(
                 rule=OBSERVED_RULES[code],
                 diagnosis=diagnosis,
@@ -95,7 +95,7 @@ def check_observation(observation: Observation) -> tuple[ObservedFinding, ...]:
             )
             for diagnosis in each_rule.check(observation, emulation)
         ]
-    return tuple(found)
+    return tuple(findings)
 
 
 def share(steps: int, total: int) -> str:
@@ -149,8 +149,8 @@ def answers_of(role: ObservedRole, emulation: Emulation) -> Iterator[tuple[Batch
 
 
 def _draft_steps(batch: Batch, families: tuple[DecodeFamily, ...]) -> int | None:
-    own = (each for each in families if each.query_len == batch.query_len and batch.num_reqs in each.requests)
-    return next((family.draft_steps for family in own), None)
+    fitting = (each for each in families if each.query_len == batch.query_len and batch.num_reqs in each.requests)
+    return next((family.draft_steps for family in fitting), None)
 
 
 def _steps(observation: Observation, emulation: Emulation, diagnosis: Diagnosis) -> int:

@@ -20,7 +20,6 @@ from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import decode_tiers, split_when
 from capture_planner.records.observation import Observation, ObservedRole
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
@@ -40,9 +39,7 @@ def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedD
     changes += _answers(proof.differences)
     notes = []
     if proof.unknown:
-        notes.append(
-            f"{counted(proof.unknown, 'admissible batch')} are not compared: the engine was not asked about them"
-        )
+        notes.append(f"{proof.unknown:,} admissible batches are not compared: the engine was not asked about them")
     for plan, observation in ((old, new), (new, old)):
         if isinstance(plan, Plan) and isinstance(observation, Observation):
             changes += _ran_otherwise(plan, observation)
@@ -121,25 +118,25 @@ def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
     alike: dict[tuple[Role, Kind, int | None, Effect], list[BatchDifference]] = {}
     for each in differences:
         alike.setdefault((each.role, each.kind, each.query_len, each.effect), []).append(each)
-    for (role, kind, query_len, effect), found in alike.items():
-        spans = list(_spans(found))
+    for (role, kind, query_len, effect), group in alike.items():
+        spans = list(_spans(group))
         shown = ", ".join(spans[:MAX_SPANS]) + (", ..." if len(spans) > MAX_SPANS else "")
         if kind is Kind.DECODE:
             batches = f"decodes of {shown} requests, {query_len} each,"
         else:
             batches = f"mixed batches of {shown} tokens"
-        loras = {each.max_loras for each in found} - {0}
+        loras = {each.max_loras for each in group} - {0}
         batches += f" with up to {max(loras)} LoRA" if loras else ""
-        before, after = (found[0].planned or "eager"), (found[0].emulated or "eager")
-        count = sum(each.batches for each in found)
+        before, after = (group[0].planned or "eager"), (group[0].emulated or "eager")
+        count = sum(each.batches for each in group)
         total = f"; {count:,} batches in all" if len(spans) > MAX_SPANS else ""
         message = f"{role}: {batches} {_EFFECTS[effect]}, such as {before}, which became {after}{total}"
         yield Change(role, "answer", message)
 
 
-def _spans(found: Iterable[BatchDifference]) -> Iterator[str]:
+def _spans(group: Iterable[BatchDifference]) -> Iterator[str]:
     """Yield which extents they are, neighbours as one."""
-    extents = sorted({(each.first, each.last) for each in found})
+    extents = sorted({(each.first, each.last) for each in group})
     for run in split_when(lambda a, b: b[0] > a[1] + 1, extents):
         first, last = run[0][0], max(last for _, last in run)
         yield str(first) if first == last else f"{first} to {last}"

@@ -22,7 +22,7 @@ from capture_planner.engines.answers import Answers, form_of
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras
+from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras, split_at
 from capture_planner.records.observation import DispatchRun, ObservedGraph
 
 Answer = tuple[int | None, Reason | None]
@@ -43,13 +43,17 @@ def answers(
     *,
     families: Iterable[DecodeFamily] | None = None,
     request_counts: Iterable[int] = (),
+    token_counts: Iterable[int] = (),
+    lora_counts: Iterable[int] = (),
 ) -> tuple[DispatchRun, ...]:
     """Return what a dispatcher answers, compressed.
 
     :param graphs: the graphs of the role, which answers name by index.
     :param dispatch: asks the engine's own dispatcher; ``why_eager`` helps where it gives no reason.
     :param families: the role's decodes; None: ``decode_families``.
-    :param request_counts: where answers to mixed batches change with the requests, besides the graphs' ``num_reqs``.
+    :param request_counts: after which answers to mixed batches may change, besides the graphs' ``num_reqs``.
+    :param token_counts: the same for tokens above the largest graph, where otherwise both ends alone are asked about.
+    :param lora_counts: the same for active adapters, besides those of the graphs.
     """
     probe = _DispatcherProbe(
         role=role,
@@ -58,6 +62,8 @@ def answers(
         dispatch=dispatch,
         families=tuple(decode_families(role, deployment) if families is None else families),
         request_counts=tuple(request_counts),
+        token_counts=tuple(token_counts),
+        lora_counts=tuple(lora_counts),
     )
     return tuple(probe.all())
 
@@ -88,9 +94,9 @@ _Range = tuple[int, int, Answer]
 """First and last count, and their answer."""
 
 
-def _merged(asked: Iterable[_Range]) -> tuple[_Range, ...]:
+def _merged(pieces: Iterable[_Range]) -> tuple[_Range, ...]:
     ranges: list[_Range] = []
-    for first, last, answer in asked:
+    for first, last, answer in pieces:
         if ranges and ranges[-1][2] == answer and ranges[-1][1] + 1 == first:
             ranges[-1] = (ranges[-1][0], last, answer)
         else:
@@ -132,6 +138,8 @@ class _DispatcherProbe:
     dispatch: Asked
     families: tuple[DecodeFamily, ...]
     request_counts: tuple[int, ...]
+    token_counts: tuple[int, ...]
+    lora_counts: tuple[int, ...]
 
     def all(self) -> Iterator[DispatchRun]:
         """Yield the answers, with the numbers of adapters that are answered alike together."""
@@ -149,8 +157,8 @@ class _DispatcherProbe:
             else:
                 others = Answers(attrs.evolve(run, max_loras=loras) for run in rest)
                 repeats = form != (None, False) and all(
-                    (found := others.find(self._batch(count, count * (run.query_len or 1), *form, loras))) is not None
-                    and (found.graph, found.reason) == (run.graph, run.reason)
+                    (answer := others.find(self._batch(count, count * (run.query_len or 1), *form, loras))) is not None
+                    and (answer.graph, answer.reason) == (run.graph, run.reason)
                     for run in own
                     for count in range(run.first, run.last + 1)
                 )
@@ -161,8 +169,9 @@ class _DispatcherProbe:
     def _lora_points(self) -> list[int]:
         limits = self.deployment.limits
         most = min(most_loras(self.role, self.deployment), limits.max_num_reqs, limits.max_num_tokens)
-        cases = {graph.entry.active_loras + more for graph in self.graphs for more in (0, 1)}
-        return sorted({0, min(1, most), most} | {case for case in cases if case <= most})
+        stops = {*(graph.entry.active_loras for graph in self.graphs), *self.lora_counts}
+        cases = {stop + more for stop in stops for more in (0, 1)}
+        return sorted({0, min(1, most), most} | {case for case in cases if 0 <= case <= most})
 
     def _with_loras(self, loras: int) -> tuple[DispatchRun, ...]:
         """Return the answers to batches with so many adapters, in a fixed order."""
@@ -171,12 +180,12 @@ class _DispatcherProbe:
             if self.role is Role.DRAFT_DECODE and not past_prompt:
                 continue  # Draft decodes are always past the prompt, and uniform.
             for query_len in self._widths():
-                asked = (
+                replies = (
                     (count, count, self._ask(count, count * query_len, query_len, past_prompt, loras))
                     for count in self._request_counts(query_len)
                     if count >= loras
                 )
-                for first, last, (graph, reason) in _merged(asked):
+                for first, last, (graph, reason) in _merged(replies):
                     runs.append(
                         DispatchRun(
                             query_len=query_len,
@@ -192,11 +201,11 @@ class _DispatcherProbe:
         return tuple(runs)
 
     def _widths(self) -> list[int]:
-        own = {family.query_len for family in self.families}
+        widths = {family.query_len for family in self.families}
         if self.role is not Role.DRAFT_DECODE:
-            own |= {width for g in self.graphs if (width := g.entry.query_len or g.max_query_len)}
-            own |= set(range(1, max(own, default=1) + 1)) if max(own, default=1) <= MAX_WIDTH else {1}
-        return sorted(own)
+            widths |= {width for g in self.graphs if (width := g.entry.query_len or g.max_query_len)}
+            widths |= set(range(1, max(widths, default=1) + 1)) if max(widths, default=1) <= MAX_WIDTH else {1}
+        return sorted(widths)
 
     def _request_counts(self, query_len: int) -> Iterable[int]:
         limits = self.deployment.limits
@@ -227,9 +236,10 @@ class _DispatcherProbe:
         limits = self.deployment.limits
         most = min(limits.max_num_reqs, limits.max_num_tokens)
         rooms = {graph.entry.num_reqs or 0 for graph in self.graphs if graph.entry.query_len is None}
-        rooms |= {room + 1 for room in rooms if room < most}
+        rooms |= set(self.request_counts)
+        rooms |= {room + 1 for room in rooms}
         powers = {1 << bit for bit in range(most.bit_length())}
-        return sorted({least, most} | {n for n in rooms | powers | set(self.request_counts) if least <= n <= most})
+        return sorted({least, most} | {n for n in rooms | powers if least <= n <= most})
 
     def _by_tokens(self, num_reqs: int, past_prompt: bool, loras: int) -> tuple[_Range, ...]:
         """Return the answers to batches of so many requests, by tokens."""
@@ -239,13 +249,14 @@ class _DispatcherProbe:
         def at(tokens: int) -> Answer:
             return self._ask(num_reqs, tokens, None, past_prompt, loras)
 
-        asked = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
+        pieces = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
         above = max(largest + 1, num_reqs)
-        if above <= most and at(above) == at(most):
-            asked.append((above, most, at(above)))
-        elif above <= most:
-            asked += [(tokens, tokens, at(tokens)) for tokens in range(above, most + 1)]
-        return _merged(asked)
+        for first, last in split_at(above, most, self.token_counts) if above <= most else ():
+            if at(first) == at(last):
+                pieces.append((first, last, at(first)))
+            else:
+                pieces += [(tokens, tokens, at(tokens)) for tokens in range(first, last + 1)]
+        return _merged(pieces)
 
     def _ask(self, num_reqs: int, num_tokens: int, query_len: int | None, past_prompt: bool, loras: int) -> Answer:
         return self.dispatch(self._batch(num_reqs, num_tokens, query_len, past_prompt, loras))

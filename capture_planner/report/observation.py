@@ -186,7 +186,7 @@ def _graphs(role: ObservedRole) -> RenderableType:
     return table
 
 
-def diff_text(found: ObservedDiff) -> str:
+def diff_text(diff: ObservedDiff) -> str:
     """One difference a line, then the notes."""
-    changes = [change.message for change in found.changes] or ["no differences"]
-    return "\n".join([*changes, *(f"note: {note}" for note in found.notes)])
+    changes = [change.message for change in diff.changes] or ["no differences"]
+    return "\n".join([*changes, *(f"note: {note}" for note in diff.notes)])

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from capture_planner.analysis import lint
+from capture_planner.engines.check import ENGINE_RULES
+from capture_planner.engines.observed_check import OBSERVED_RULES
 from support.commands import PLAN, SPEC, TINY, TINY_PLAN, Run, edited
 
 # check -------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def test_sarif(run: Run, unsound: str) -> None:
     driver = once["tool"]["driver"]
     assert driver["name"] == "capture-planner"
     ids = [rule["id"] for rule in driver["rules"]]
-    assert set(ids) == {*lint.RULES, "CP099"}
+    assert set(ids) == {*lint.RULES, *ENGINE_RULES, *OBSERVED_RULES, "CP099"}
     assert len(ids) == len(set(ids))
     for rule in driver["rules"]:
         assert rule["shortDescription"]["text"]

@@ -27,7 +27,15 @@ def _observation_of_plan(plan: Plan, engine: str) -> Observation:
     for role in plan.roles:
         graphs = tuple(ObservedGraph(entry=entry) for entry in role.entries)
         index = {entry: number for number, entry in enumerate(role.entries)}
-        runs = probe.answers(role.role, plan, graphs, _asked(dispatcher, index))
+        waivers = [*role.waivers]
+        runs = probe.answers(
+            role.role,
+            plan,
+            graphs,
+            _asked(dispatcher, index),
+            token_counts=[count for waiver in waivers for count in (waiver.first - 1, waiver.last)],
+            lora_counts=[count for waiver in waivers for count in (waiver.min_loras - 1, waiver.max_loras)],
+        )
         roles.append(ObservedRole(role=role.role, mode=role.mode, graphs=graphs, answers=runs))
     return Observation(
         engine=engine,
