@@ -113,7 +113,7 @@ def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], *, ke
                 engine.answer(_load(group, load, 8))  # the first steps of a size compile kernels
         for turn in range(rounds):
             # Small loads take a fraction of a second: they are repeated, where they are compared.
-            for load, repeat in ((load, repeat) for load in loads for repeat in range(max(1, min(4, 128 // load)))):
+            for load, repeat in ((size, repeat) for size in loads for repeat in range(max(1, min(4, 128 // size)))):
                 for engine in engines[turn % len(engines) :] + engines[: turn % len(engines)]:
                     if repeat and not engine.case.compared:
                         continue

@@ -30,7 +30,7 @@ def main() -> int:
             case = cases.case(arguments.seed, index)
             if case.configuration.runner != "v2":
                 continue
-            observed = observing.Observed(engine, case)
+            observed = observing.ObservedEngine(engine, case)
             differences = list(observed.differences())
             for text in differences:
                 say(f"seed {arguments.seed}, case {index}, {case.configuration}: {text}")

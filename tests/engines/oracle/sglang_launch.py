@@ -57,8 +57,7 @@ class Launch:
         kind = self.m.lora_backends.get_backend_from_name(self.view.lora_backend)
         manager.lora_backend = object.__new__(kind)
         manager.lora_backend.is_moe_lora = False
-        manager.lora_backend.prefill_cuda_graph_max_bs = None
-        manager.lora_backend.prefill_cuda_graph_max_tokens = None
+        vars(manager.lora_backend).update(prefill_cuda_graph_max_bs=None, prefill_cuda_graph_max_tokens=None)
         manager.attn_dp_enabled = self.parallel.attn_dp_enabled
         return manager
 
@@ -98,17 +97,19 @@ class Launch:
         target = self._model_runner(draft=False)
         target._decode_cuda_graph_runner_cls = lambda: self._decode_runner
         setup.current_platform = types.SimpleNamespace(get_graph_runner_cls=lambda: self._decode_runner)
-        eager = object()
-        found[Role.TARGET, "prefill"] = _runner(
-            setup.capture_prefill_graph(model_runner=target, eager_runner=eager), eager
-        )
-        found[Role.TARGET, "decode"] = _runner(setup.capture_decode_graph(model_runner=target), eager)
+        eager = types.SimpleNamespace(runner=None)
+
+        def runner_of(capture: Any) -> Any:
+            return None if capture.runner is eager else capture.runner
+
+        found[Role.TARGET, "prefill"] = runner_of(setup.capture_prefill_graph(model_runner=target, eager_runner=eager))
+        found[Role.TARGET, "decode"] = runner_of(setup.capture_decode_graph(model_runner=target))
         if not (self.algorithm.is_eagle() or self.algorithm.is_standalone()):
             return found
         draft = self._model_runner(draft=True)
         if self.m.setup.check_cuda_graph_backend("prefill", "breakable"):
             capture = setup.capture_prefill_graph(model_runner=draft, eager_runner=eager, force_for_draft_worker=True)
-            found[Role.DRAFT_PREFILL, "prefill"] = _runner(capture, eager)
+            found[Role.DRAFT_PREFILL, "prefill"] = runner_of(capture)
         self._name_draft_classes()
         backend = object.__new__(self.m.attention.FlashAttentionBackend)
         drafter = object.__new__(worker.EagleDraftWorker)
@@ -260,7 +261,6 @@ class Launch:
     def _prepare_whole_prefill(self) -> None:
         """Ask the two attention backends that may refuse a prefill inside a graph."""
         chosen = self.view.prefill_attention_backend or self.view.attention_backend
-        mode = self.m.batches.ForwardMode.EXTEND
         if chosen == "triton":
             backend = object.__new__(self.m.triton_attention.TritonAttnBackend)
             backend._apply_cuda_graph_metadata(None, 1, None, None, mode, None)
@@ -378,11 +378,9 @@ class Launch:
         runner = self.runners.get((batch.role, "prefill"))
         if runner is None:
             return None
-        mode = self.m.batches.ForwardMode.EXTEND
-        longest = batch.query_len or -(-batch.num_tokens // batch.num_reqs)
-        dp = self.parallel.attn_dp_enabled
+        ranks = self.parallel.num_dp_ranks if self.parallel.attn_dp_enabled else None
         forward = types.SimpleNamespace(
-            global_num_tokens_cpu=[batch.num_tokens] * self.parallel.num_dp_ranks if dp else None,
+            global_num_tokens_cpu=[batch.num_tokens] * ranks if ranks else None,
             can_run_dp_prefill_cuda_graph=True,
             batch_size=batch.num_reqs,
             input_ids=range(batch.num_tokens),
@@ -390,19 +388,12 @@ class Launch:
             input_embeds=None,
             replace_embeds=None,
             extend_prefix_lens_cpu=[0] * batch.num_reqs,
-            forward_mode=mode,
-            global_forward_mode=mode,
+            **dict.fromkeys(("forward_mode", "global_forward_mode"), self.m.batches.ForwardMode.EXTEND),
             capture_hidden_mode=self.m.batches.CaptureHiddenMode.NULL,
             return_logprob=False,
-            seq_lens_cpu=[longest] * batch.num_reqs,
+            seq_lens_cpu=[batch.query_len or -(-batch.num_tokens // batch.num_reqs)] * batch.num_reqs,
             contains_mm_inputs=lambda: False,
         )
         if not runner.can_run_graph(forward):
             return None
         return self._prefill_row(runner, runner._pad_to_bucket(batch.num_tokens, runner.capture_num_tokens))
-
-
-def _runner(capture: Any, eager: Any) -> Any:
-    """The runner of a capture; None where SGLang falls back to its eager one."""
-    found = capture if capture is eager else capture.runner
-    return None if found is eager else found

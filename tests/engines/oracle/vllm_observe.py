@@ -120,7 +120,7 @@ class Counts:
         raise AssertionError("nothing is drafted here")
 
 
-class Observed:
+class ObservedEngine:
     """The managers of one case, observed."""
 
     def __init__(self, engine: Any, case: Case) -> None:
