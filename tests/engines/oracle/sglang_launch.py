@@ -102,7 +102,8 @@ class Launch:
         def runner_of(capture: Any) -> Any:
             return None if capture.runner is eager else capture.runner
 
-        found[Role.TARGET, "prefill"] = runner_of(setup.capture_prefill_graph(model_runner=target, eager_runner=eager))
+        capture = setup.capture_prefill_graph(model_runner=target, eager_runner=eager)
+        found[Role.TARGET, "prefill"] = runner_of(capture)
         found[Role.TARGET, "decode"] = runner_of(setup.capture_decode_graph(model_runner=target))
         if not (self.algorithm.is_eagle() or self.algorithm.is_standalone()):
             return found
@@ -261,14 +262,14 @@ class Launch:
     def _prepare_whole_prefill(self) -> None:
         """Ask the two attention backends that may refuse a prefill inside a graph."""
         chosen = self.view.prefill_attention_backend or self.view.attention_backend
+        mode = self.m.batches.ForwardMode.EXTEND
         if chosen == "triton":
             backend = object.__new__(self.m.triton_attention.TritonAttnBackend)
             backend._apply_cuda_graph_metadata(None, 1, None, None, mode, None)
         elif chosen == "trtllm_mha":
             backend = object.__new__(self.m.trtllm_attention.TRTLLMHAAttnBackend)
-            backend.init_forward_metadata_out_graph(
-                types.SimpleNamespace(batch_size=1, forward_mode=mode, spec_info=None)
-            )
+            one = types.SimpleNamespace(batch_size=1, forward_mode=mode, spec_info=None)
+            backend.init_forward_metadata_out_graph(one)
 
     def answers(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """Return sizes, graphs by role in order of capture, and an answer per batch, as plain data."""
@@ -378,6 +379,7 @@ class Launch:
         runner = self.runners.get((batch.role, "prefill"))
         if runner is None:
             return None
+        extend = self.m.batches.ForwardMode.EXTEND
         ranks = self.parallel.num_dp_ranks if self.parallel.attn_dp_enabled else None
         forward = types.SimpleNamespace(
             global_num_tokens_cpu=[batch.num_tokens] * ranks if ranks else None,
@@ -388,12 +390,11 @@ class Launch:
             input_embeds=None,
             replace_embeds=None,
             extend_prefix_lens_cpu=[0] * batch.num_reqs,
-            **dict.fromkeys(("forward_mode", "global_forward_mode"), self.m.batches.ForwardMode.EXTEND),
+            **dict.fromkeys(("forward_mode", "global_forward_mode"), extend),
             capture_hidden_mode=self.m.batches.CaptureHiddenMode.NULL,
             return_logprob=False,
             seq_lens_cpu=[batch.query_len or -(-batch.num_tokens // batch.num_reqs)] * batch.num_reqs,
             contains_mm_inputs=lambda: False,
         )
-        if not runner.can_run_graph(forward):
-            return None
-        return self._prefill_row(runner, runner._pad_to_bucket(batch.num_tokens, runner.capture_num_tokens))
+        size = runner._pad_to_bucket(batch.num_tokens, runner.capture_num_tokens)
+        return self._prefill_row(runner, size) if runner.can_run_graph(forward) else None
