@@ -99,18 +99,17 @@ class Launch:
         setup.current_platform = types.SimpleNamespace(get_graph_runner_cls=lambda: self._decode_runner)
         eager = types.SimpleNamespace(runner=None)
 
-        def runner_of(capture: Any) -> Any:
+        def chosen(capture: Any) -> Any:
             return None if capture.runner is eager else capture.runner
 
-        capture = setup.capture_prefill_graph(model_runner=target, eager_runner=eager)
-        found[Role.TARGET, "prefill"] = runner_of(capture)
-        found[Role.TARGET, "decode"] = runner_of(setup.capture_decode_graph(model_runner=target))
+        found[Role.TARGET, "prefill"] = chosen(setup.capture_prefill_graph(model_runner=target, eager_runner=eager))
+        found[Role.TARGET, "decode"] = chosen(setup.capture_decode_graph(model_runner=target))
         if not (self.algorithm.is_eagle() or self.algorithm.is_standalone()):
             return found
         draft = self._model_runner(draft=True)
         if self.m.setup.check_cuda_graph_backend("prefill", "breakable"):
             capture = setup.capture_prefill_graph(model_runner=draft, eager_runner=eager, force_for_draft_worker=True)
-            found[Role.DRAFT_PREFILL, "prefill"] = runner_of(capture)
+            found[Role.DRAFT_PREFILL, "prefill"] = chosen(capture)
         self._name_draft_classes()
         backend = object.__new__(self.m.attention.FlashAttentionBackend)
         drafter = object.__new__(worker.EagleDraftWorker)
@@ -396,5 +395,6 @@ class Launch:
             seq_lens_cpu=[batch.query_len or -(-batch.num_tokens // batch.num_reqs)] * batch.num_reqs,
             contains_mm_inputs=lambda: False,
         )
-        size = runner._pad_to_bucket(batch.num_tokens, runner.capture_num_tokens)
-        return self._prefill_row(runner, size) if runner.can_run_graph(forward) else None
+        if not runner.can_run_graph(forward):
+            return None
+        return self._prefill_row(runner, runner._pad_to_bucket(batch.num_tokens, runner.capture_num_tokens))
