@@ -48,16 +48,22 @@ def after_import(name: str, callback: Callback) -> None:
 class _Finder(MetaPathFinder):
     """Finds nothing itself; wraps the loaders of the modules that have callbacks."""
 
+    def __init__(self) -> None:
+        self._wanted: set[str] = set()
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _callbacks:
+        # Other finders delegate too, such as those of coverage tools; asked by one of them, this one has no answer.
+        if name not in _callbacks or name in self._wanted:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
-                return spec
-        return None
+        self._wanted.add(name)
+        try:
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            self._wanted.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
 
 
 class _Loader(Loader):
