@@ -178,6 +178,7 @@ def graphs_text(entries: tuple[Entry, ...]) -> str:
         shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
         kind = f"{row.mode.value} decodes of {row.query_len}" if row.query_len else f"{row.mode.value} mixed"
         unit = "requests" if row.query_len is not None else "tokens"
+        kind += f", chain of {row.draft_steps}," if row.draft_steps else ""
         loras = f" with {', '.join(map(str, row.active_loras))} LoRA" if row.active_loras != (0,) else ""
         parts.append(f"{kind} at {shown} {unit}{loras}")
     return f"{len(entries)} graph{'s' if len(entries) > 1 else ''}: {'; '.join(parts)}"

@@ -32,7 +32,7 @@ _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
 
 WHY_NONE = {
     Reason.MODE: "the mode of the role has no graph for it",
-    Reason.SIZES: "it is larger than the largest size planned for it",
+    Reason.SIZES: "no size that is planned for it is large enough",
     Reason.BACKEND_CAP: "the backend cannot capture that many requests",
     Reason.BUDGET: "its graph was dropped to meet the budget",
     Reason.MEMORY: "its graph ran out of memory when it was captured",

@@ -73,5 +73,5 @@ def cli() -> None:
     """Plan, check and explain which CUDA graphs a serving engine captures.
 
     A SPEC states what is wanted; a PLAN states what was decided, and why. Commands that take
-    a plan also take a spec, and plan it first; - is standard input. No GPU is needed.
+    a plan, except launch, also take a spec, and plan it first; - is standard input. No GPU is needed.
     """

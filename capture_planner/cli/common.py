@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,9 @@ class OwnOptions(click.Command):
             if name.startswith("--") or name == "-h"
         }
         own, rest = split_words(args, takes_value)
+        for word, value in pairwise(rest):
+            if word == "-e" and (value in catalog.shipped_environments() or value.endswith((".yaml", ".yml"))):
+                raise click.UsageError(f"-e {value}: short flags are the engine's here; give --environment {value}.")
         return super().parse_args(ctx, [*own, "--", *rest])
 
 

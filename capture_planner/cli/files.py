@@ -160,7 +160,7 @@ def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | No
 @click.argument("files", metavar="PLAN|SPEC|OBSERVATION...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")
-@click.option("--observation", metavar="FILE", help="Also report what an engine did otherwise than each plan.")
+@click.option("--observation", metavar="FILE", help="Also report where an engine did not follow each plan.")
 @flag("--strict", "Count notes as findings.")
 @options.environment
 @options.formats("text", "json", "github", "sarif")

@@ -15,13 +15,14 @@ from capture_planner.engines import engines
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STRICT, leading_variables, started
 from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Spec
 
 
 @click.command(short_help="Run an engine's own command under a plan.")
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--observe", type=FILE, metavar="FOLDER", help="Write what ran into this folder, a file per worker.")
 @flag("--profile", "Time each graph after capture; needs --observe.")
-@flag("--strict", "Stop the start where the engine cannot follow the plan; else that is logged.")
+@flag("--strict", "Fail at start-up if the engine cannot follow the plan, instead of logging it.")
 @flag("--dry-run", "Print the environment and the command line, and run nothing.")
 @click.argument("command", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
 def launch(
@@ -34,7 +35,7 @@ def launch(
     contradict the plan are errors. A Python script gets the environment only; its flags are notes.
     """
     document = read_document(plan_file)
-    if not document.is_plan:
+    if document.kind is Spec:
         raise click.UsageError(f"{plan_file} is a spec; write its plan first: capture-planner plan {plan_file} -o PLAN")
     plan = document.load(Plan)
     if profile and observe is None:

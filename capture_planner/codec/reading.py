@@ -78,7 +78,13 @@ class Document:
         if kind in _CALLED and self.kind is not kind and "model" in self._top:
             message = f"this is {_CALLED[self.kind]}, not {_CALLED[kind]}"
             remedy = "show, explain, check, compare and diff take observations" if self.is_observation else ""
+            remedy = "give the spec that it was made from" if self.is_plan and kind is Spec else remedy
             raise InvalidDocument(self.place([Problem(message=message, remedy=remedy)]))
+        if kind is Spec and "model" not in self._top and "model_type" in self._top:
+            remedy = f"write a spec from it first: capture-planner init {self.name}"
+            raise InvalidDocument(
+                self.place([Problem(message="this is a model's config.json, not a spec", remedy=remedy)])
+            )
         try:
             return structure(self.node.plain(), kind)
         except InvalidValue as error:

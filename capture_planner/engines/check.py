@@ -156,10 +156,11 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     for role, selected in subject.by_role(missing):
         first, count = selected[0].answers[0], _count(selected)
         deliberate = subject.engine.skips_wide_padding and all(r.batch.kind is Kind.MIXED for r in selected)
+        ran = "eager" if first.answer.mode is GraphMode.NONE else first.answer.mode.value
         miss = "1 batch misses" if count == 1 else f"{count} batches miss"
         message = (
             f"{role}: {miss} a graph that is captured: {_in_words(selected)}; one of "
-            f"{counted(first.batch.num_tokens, 'token')} runs {first.answer.mode.value}, and captured is {first.best}"
+            f"{counted(first.batch.num_tokens, 'token')} runs {ran} although {first.best} is captured"
         )
         fix = subject.engine.fixes.missed(subject.emulation, role, selected)
         yield Diagnosis(role, message, count, fix, Severity.NOTE if deliberate else None, missing)

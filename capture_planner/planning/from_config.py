@@ -88,7 +88,7 @@ def spec_from_config(path: Path, name: str) -> str:
     try:
         config = json.loads(codec.read(path))
     except (ValueError, RecursionError) as error:
-        raise CapturePlannerError(f"{path}: not JSON: {error}") from None
+        raise CapturePlannerError(f"{path}: not JSON: {error}; give a model's config.json") from None
     try:
         if not isinstance(config, dict):
             raise CapturePlannerError("expected an object, as in a model's config.json")

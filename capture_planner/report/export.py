@@ -79,6 +79,7 @@ def _differences(proof: Proof) -> Table:
     worst_first = sorted(proof.differences, key=lambda each: list(Effect).index(each.effect))
     for each in worst_first[:MOST_DIFFERENCES]:
         span = f"{each.first}" if each.first == each.last else f"{each.first}..{each.last}"
-        unit = f"decodes of {each.query_len}: {span}" if each.kind is Kind.DECODE else f"mixed: {span} tokens"
+        tokens = "token" if span == "1" else "tokens"
+        unit = f"decodes of {each.query_len}: {span}" if each.kind is Kind.DECODE else f"mixed: {span} {tokens}"
         table.add_row(each.role, unit, str(each.planned or "eager"), str(each.emulated or "eager"), each.effect.value)
     return table

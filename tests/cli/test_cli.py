@@ -155,7 +155,7 @@ def test_a_role_that_the_plan_does_not_have(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plan", PLAN], "this is a plan, not a spec"),
+        (["plan", PLAN], "this is a plan, not a spec; give the spec that it was made from"),
         (["check", SPEC, "--spec", SPEC, "-e", "h100"], "this is a spec, not a plan"),
         (["check", PLAN, "--spec", PLAN], "this is a plan, not a spec"),
     ],

@@ -98,6 +98,15 @@ def test_short_flags_of_the_engine_are_left_as_they_are(call: Run) -> None:
     assert call("engine", "vllm", "-O0", "--format=json", *H100).data["graphs"] == []
 
 
+@pytest.mark.parametrize("machine", ["l40s", "here.yaml"])
+def test_short_environment_among_flags_is_refused(call: Run, machine: str) -> None:
+    """The engine would take -e for its own flag, and the machine would be lost; --environment is named."""
+    for command in (("engine", "vllm"), ("check", "--engine", "vllm")):
+        ran = call(*command, "--max-num-seqs", "16", "-e", machine)
+        assert (ran.code, ran.out) == (1, "")
+        assert f"give --environment {machine}" in ran.err
+
+
 @pytest.mark.parametrize(
     ("name", "front"),
     [

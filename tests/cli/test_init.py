@@ -155,9 +155,17 @@ def test_init_names_what_a_configuration_lacks(run: Run, config: Any, message: s
     assert message in ran.err
 
 
+def test_a_configuration_is_no_spec(run: Run) -> None:
+    """One error, with the command that makes a spec of it."""
+    Path("config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}', "utf-8")
+    ran = run("plan", "config.json", "-e", "h100")
+    assert ran.err.count("error: ") == 1
+    assert ran.err.endswith("not a spec; write a spec from it first: capture-planner init config.json\n")
+
+
 def test_init_refuses_what_is_no_configuration(run: Run) -> None:
     Path("text.json").write_text("layers: 3", "utf-8")
-    assert "error: text.json: not JSON: " in run("init", "text.json").err
+    assert "give a model's config.json" in run("init", "text.json").err
     Path("empty").mkdir()
     assert "error: empty: the folder has no config.json\n" in run("init", "empty").err
     assert "error: nowhere/here/config.json: no such file or folder" in run("init", "nowhere/here/config.json").err

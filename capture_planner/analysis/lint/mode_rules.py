@@ -8,6 +8,7 @@ from capture_planner.analysis.coverage import Coverage
 from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Role
 from capture_planner.records.plan import Decision, RolePlan
+from capture_planner.records.text import counted
 
 _MODES = {mode.value for mode in GraphMode}
 
@@ -135,5 +136,6 @@ def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
         mixed, decode = role.mode.mixed_mode, role.mode.decode_mode
         wrong = [each for each in role.entries if each.mode is not (mixed if each.query_len is None else decode)]
         if wrong:
-            message = f"{len(wrong)} graphs do not belong to {role.mode.value}, such as {wrong[0]}"
+            verb = "does" if len(wrong) == 1 else "do"
+            message = f"{counted(len(wrong), 'graph')} {verb} not belong to {role.mode.value}, such as {wrong[0]}"
             yield of_role(coverage, role, message, "entries")

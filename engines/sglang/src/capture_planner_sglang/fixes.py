@@ -38,7 +38,7 @@ class SglangFixes(Fixes):
 
     def unreached(self, emulation: Emulation, role: Role) -> str:
         if role.is_drafter:
-            return f"nothing to do: the sizes of the {role} are the target's"
+            return f"nothing to do: {role} uses the target's sizes"
         return (
             "fewer --cuda-graph-bs-decode leave fewer: each is captured for every number of adapters, and some "
             "batch may need the others"

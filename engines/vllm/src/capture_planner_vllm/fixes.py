@@ -63,7 +63,7 @@ class VllmFixes(Fixes):
 
     def unreached(self, emulation: Emulation, role: Role) -> str:
         if role.is_drafter:
-            return f"nothing to do: the sizes of the {role} are the target's"
+            return f"nothing to do: {role} uses the target's sizes"
         return (
             "fewer --cudagraph-capture-sizes leave fewer: each is captured for every query length of the "
             "schedule and every number of adapters, and some batch may need the others"
