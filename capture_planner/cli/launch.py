@@ -34,6 +34,8 @@ def launch(
     environment and the command line, one per line, and runs the command. Flags of the command that
     contradict the plan are errors. A Python script gets the environment only; its flags are notes.
     """
+    if observe is not None and str(observe).startswith("-"):
+        raise click.UsageError(f"--observe needs a FOLDER, got {observe}.")
     document = read_document(plan_file)
     if document.kind is Spec:
         raise click.UsageError(f"{plan_file} is a spec; write its plan first: capture-planner plan {plan_file} -o PLAN")

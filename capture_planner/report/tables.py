@@ -39,10 +39,14 @@ def plan_summary(plan: Plan) -> RenderableType:
     return Group(Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold"), table)
 
 
+def _span(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
 def _waived(role: RolePlan) -> Iterator[str]:
     for waiver in role.waivers:
         unit = "tokens, mixed" if waiver.kind is Kind.MIXED else f"requests of {waiver.query_len}"
-        yield f"{waiver.first} to {waiver.last} {unit} ({waiver.reason})"
+        yield f"{_span(waiver.first, waiver.last)} {unit} ({waiver.reason})"
 
 
 def plan_tables(plan: Plan) -> RenderableType:
@@ -123,7 +127,7 @@ def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
         replayed, loras = [cell for cell in run if cell.entry is not None], max(cell.max_loras for cell in run)
         table.add_row(
             first.role,
-            f"{first.first} to {last.last} {unit}",
+            f"{_span(first.first, last.last)} {unit}",
             f"{min(c.min_loras for c in run)} to {loras}" if loras else "",
             mode,
             str(len({cell.entry for cell in replayed})) if replayed else "",

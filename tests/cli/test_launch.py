@@ -132,6 +132,7 @@ def test_script_gets_the_environment_and_notes(call: Run) -> None:
         ((DENSE, "--dry-run", "--", "ls"), "ls: expected one of "),
         ((DENSE, "--dry-run", "--", "trtllm-serve", "serve", "x"), "tensorrt-llm has no plugin that runs a plan"),
         ((DENSE, "--profile", "--", *SERVE), "give --observe FOLDER too"),
+        ((DENSE, "--observe", "--", *SERVE), "--observe needs a FOLDER, got --"),
         ((DENSE,), "Missing argument"),
         (("missing.yaml", "--", *SERVE), "missing.yaml: cannot be read"),
     ],
