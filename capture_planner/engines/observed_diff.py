@@ -66,8 +66,8 @@ def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]
             yield Change(None, name, f"{name}: {differing_fields(own, other)}")
     applied = [digest(each) if isinstance(each, Plan) else each.plan for each in (old, new)]
     if applied[0] != applied[1]:
-        before, after = ("the engine by itself" if each is None else f"the plan {each[:19]}" for each in applied)
-        yield Change(None, "plan", f"{before} became {after}")
+        before, after = ("none" if each is None else each[:19] for each in applied)
+        yield Change(None, "plan", f"applied plan: {before} became {after}")
 
 
 def _modes(before: Emulation, after: Emulation) -> Iterator[Change]:

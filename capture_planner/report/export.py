@@ -53,7 +53,7 @@ def _losses(export: Export) -> Iterator[RenderableType]:
             yield Text("nothing of the plan is lost", style="green")
         return
     rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in export.losses)
-    yield table_of("lost", "meaning", "cost in its scope", rows=rows)
+    yield table_of("lost", "meaning", "cost", rows=rows)
 
 
 def _proof(proof: Proof) -> Iterator[RenderableType]:
@@ -75,7 +75,7 @@ def _proof(proof: Proof) -> Iterator[RenderableType]:
 
 
 def _differences(proof: Proof) -> Table:
-    table = table_of("role", "batches", "planned", "engine", "so they are")
+    table = table_of("role", "batches", "planned", "engine", "effect")
     worst_first = sorted(proof.differences, key=lambda each: list(Effect).index(each.effect))
     for each in worst_first[:MOST_DIFFERENCES]:
         span = f"{each.first}" if each.first == each.last else f"{each.first}..{each.last}"

@@ -91,7 +91,7 @@ def test_fix_of_missed_graphs_leaves_no_miss(schedule):
     before = emulation(schedule, sizes, most=max(sizes))
     fix = by_code(check(before))["EN002"].fix
     assert fix.startswith("give --cudagraph-capture-sizes ")
-    assert fix.endswith(", with which none does")
+    assert fix.endswith("; with these, no batch misses a graph")
     sizes_given = [int(word) for word in fix.replace(",", " ").split() if word.isdigit()]
     after = emulation(schedule, sizes_given, most=max(sizes_given))
     assert "EN002" not in by_code(check(after))

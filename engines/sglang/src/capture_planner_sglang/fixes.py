@@ -40,7 +40,7 @@ class SglangFixes(Fixes):
         if role.is_drafter:
             return f"nothing to do: {role} uses the target's sizes"
         return (
-            "fewer --cuda-graph-bs-decode leave fewer: each is captured for every number of adapters, and some "
+            "give fewer --cuda-graph-bs-decode: each is captured for every number of adapters, and some "
             "batch may need the others"
         )
 

@@ -65,7 +65,7 @@ class VllmFixes(Fixes):
         if role.is_drafter:
             return f"nothing to do: {role} uses the target's sizes"
         return (
-            "fewer --cudagraph-capture-sizes leave fewer: each is captured for every query length of the "
+            "give fewer --cudagraph-capture-sizes: each is captured for every query length of the "
             "schedule and every number of adapters, and some batch may need the others"
         )
 
@@ -91,4 +91,4 @@ def _complete_list(emulation: Emulation) -> str:
         wider=emulation.sizes,
         query_lens={entry.query_len for entry in full if entry.query_len},
     )
-    return f"give --cudagraph-capture-sizes {' '.join(map(str, result.sizes))}, with which none does"
+    return f"give --cudagraph-capture-sizes {' '.join(map(str, result.sizes))}; with these, no batch misses a graph"
