@@ -62,13 +62,11 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
         self._log.close()
 
     def answer(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
