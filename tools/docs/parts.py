@@ -15,6 +15,7 @@ import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
 import ranks_tables
+import vllm_tables
 from results import ROOT, table
 
 from capture_planner import codec
@@ -176,4 +177,5 @@ PARTS: dict[str, Callable[[], str]] = {
     **gpu_bench_tables.PARTS,
     **gpu_equality_tables.PARTS,
     **gallery_tables.PARTS,
+    **vllm_tables.PARTS,
 }
