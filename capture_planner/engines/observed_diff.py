@@ -35,7 +35,7 @@ def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedD
     """Compare two deployments: limits, modes, graphs, the answer to every admissible batch, and what really ran."""
     before, after = _emulation(old), _emulation(new)
     changes = [*_whole(old, new), *_modes(before, after), *_graphs(before, after)]
-    proof = compared(before, after)
+    proof = compared(before, after, both_admit=True)
     changes += _answers(proof.differences)
     notes = []
     if proof.unknown:

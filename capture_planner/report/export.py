@@ -28,10 +28,10 @@ def export_command(export: Export, output: Path | None) -> str:
 
 def launch_command(export: Export, plan_file: str, program: str) -> str:
     """Return the command that starts the engine under the plan itself: with its model, and the drafter to be named."""
-    open_settings = {
-        name: value for name, value in export.settings.items() if "model" in name or DRAFT_MODEL in str(value)
-    }
-    return shlex.join(["capture-planner", "launch", plan_file, "--", *program.split(), *as_words(open_settings)])
+    settings = {name: value for name, value in export.settings.items() if "model" in name or DRAFT_MODEL in str(value)}
+    # vLLM's server takes the model without a flag.
+    model = [str(settings.pop("model"))] if "model" in settings else []
+    return shlex.join(["capture-planner", "launch", plan_file, "--", *program.split(), *model, *as_words(settings)])
 
 
 def export_table(export: Export, output: Path | None) -> RenderableType:

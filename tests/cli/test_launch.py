@@ -159,7 +159,7 @@ def test_export_prints_the_launch_command(call: Run) -> None:
     label, _, command = line.partition(": ")
     words = shlex.split(command)
     assert label == "to run the plan itself"
-    assert words[:8] == ["capture-planner", "launch", PLAN, "--", "vllm", "serve", "--model", "Qwen/Qwen3-8B"]
+    assert words[:7] == ["capture-planner", "launch", PLAN, "--", "vllm", "serve", "Qwen/Qwen3-8B"]
     assert "DRAFT_MODEL" in words[-1]
     assert "launch" not in call("export", PLAN, "--to", "tensorrt-llm").out
 

@@ -15,6 +15,7 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
 from capture_planner.engines.check import check
+from capture_planner.engines.export import compared
 from capture_planner.engines.observed import coverage_of, emulation_of
 from capture_planner.engines.observed_check import OBSERVED_RULES, check_observation
 from capture_planner.engines.observed_diff import observed_diff
@@ -98,6 +99,23 @@ def test_lost_graph_and_lost_answers_are_differences(plan: Plan, data: st.DataOb
     found = observed_diff(plan, changed)
     assert {"mode": "mode", "graph": "gone", "answers": "answer"}[way] in {each.subject for each in found.changes}
     assert all(each.role is role.role for each in found.changes)
+
+
+def test_batches_that_one_side_never_runs_are_no_difference() -> None:
+    """With one draft from 17 requests on there is no draft decode, so none of them runs eager."""
+    constant = TIERS.partition(',"num_speculative_tokens_per')[0] + "}"
+    old, new = (
+        observation_of(emulate("vllm", ("--max-num-seqs", "64", "--speculative-config", config), H100))
+        for config in (constant, TIERS)
+    )
+    assert any(each.subject == "speculative" for each in observed_diff(old, new).changes)
+    for both_admit in (True, False):
+        proof = compared(emulation_of(old), emulation_of(new), both_admit=both_admit)
+        beyond = [each for each in proof.differences if each.role is Role.DRAFT_DECODE and each.last > 16]
+        assert bool(beyond) is not both_admit
+    assert not any(
+        each.role is Role.DRAFT_DECODE and each.subject == "answer" for each in observed_diff(old, new).changes
+    )
 
 
 @SLOW

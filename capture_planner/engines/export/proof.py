@@ -70,10 +70,12 @@ def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emul
             ) from None
 
 
-def compared(plan: Plan | Emulation, emulation: Emulation) -> Proof:
+def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool = False) -> Proof:
     """Compare a plan with an emulation, or two emulations, graph by graph and batch by batch.
 
     Batches of which an observation knows no answer are counted in ``unknown``, and are no differences.
+
+    :param both_admit: leave out batches that one of the two does not admit.
     """
     left = emulation_of_plan(plan) if isinstance(plan, Plan) else plan
     ours, theirs = (Counter(map(_plain, each.graphs)) for each in (left, emulation))
@@ -84,6 +86,8 @@ def compared(plan: Plan | Emulation, emulation: Emulation) -> Proof:
             count = max_loras - batch.active_loras + 1
             batches += count
             answers = left.dispatch(batch), emulation.dispatch(batch)
+            if both_admit and any(answer.reason is Reason.NOT_ADMISSIBLE for answer in answers):
+                continue
             if any(answer.reason is Reason.UNKNOWN for answer in answers):
                 unknown += count
                 continue
