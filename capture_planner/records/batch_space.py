@@ -101,14 +101,16 @@ class Domain:
 
     def needed(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """Return the sizes, rounded up to the step, that some count needs: ascending."""
-        kept: list[int] = []
+        return tuple(size for size, _ in self.served(sorted({self.round_up(size) for size in sizes})))
+
+    def served(self, sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Yield each of the ascending sizes that some count needs, with the least count that it serves."""
         previous = 0
-        for size in sorted({self.round_up(size) for size in sizes}):
-            count = self.after(previous)
-            if count is not None and count <= size:
-                kept.append(size)
-                previous = size
-        return tuple(kept)
+        for size in sizes:
+            least = self.after(previous)
+            if least is not None and least <= size:
+                yield size, least
+            previous = size
 
 
 @attrs.frozen(kw_only=True)

@@ -9,8 +9,10 @@ import attrs
 
 from capture_planner.analysis.lint import RULES, Finding, Severity
 from capture_planner.codec import json_of, plain
+from capture_planner.codec.plain import plain_some
 from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.engines.observed_check import OBSERVED_RULES, ObservedFinding
+from capture_planner.report.plain import finding_json
 
 DRIFT_CODE = "CP099"
 """A plan is not what its spec gives, or not what an engine did; found by comparison, not by a rule."""
@@ -47,21 +49,12 @@ def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
 
 @json_of(FileFinding)
 def _placed(placed: FileFinding) -> dict[str, Any]:
-    finding, place = placed.finding, {name: getattr(placed, name) for name in ("file", "line", "column")}
+    finding = placed.finding
     if isinstance(finding, ObservedFinding):
-        return {**plain(finding), **place}
-    rule = finding.rule
-    return {
-        "code": rule.code,
-        "name": rule.name,
-        "severity": rule.severity.value,
-        "class": rule.bug_class.name,
-        "role": plain(finding.diagnostic.role),
-        "message": finding.diagnostic.message,
-        "remedy": rule.remedy,
-        "threads": list(rule.threads),
-        **place,
-    }
+        own: dict[str, Any] = plain(finding)
+    else:
+        own = finding_json(finding, finding.diagnostic, remedy=finding.rule.remedy)
+    return own | plain_some(placed, "file", "line", "column")
 
 
 def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
