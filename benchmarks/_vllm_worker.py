@@ -15,7 +15,6 @@ engine is (``facts``), then one answer for each further line of stdin:
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import json
 import os
@@ -156,22 +155,29 @@ def serve(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
     return result
 
 
+OBSERVERS: list[Any] = []
 RECORDERS: list[Any] = []
-"""The recorder of this process, if it observes itself."""
+"""What observes this process, if it does. vLLM freezes the garbage collector's heap, so it is not found afterwards."""
 
 
-def find_recorder() -> None:
-    """Remember the recorder when it begins, to read its counts after each load."""
+def remember_observer() -> None:
+    """Remember the observer and its recorder when they are made."""
     from capture_planner.measuring.recorder import Recorder
-    from capture_planner.records.observation import Observation
+    from capture_planner_vllm.observe import Observer
 
-    begin = Recorder.begin
+    _remember(Observer, OBSERVERS)
+    _remember(Recorder, RECORDERS)
 
-    def remembered(self: Recorder, base: Observation) -> None:
-        RECORDERS[:] = [self]
-        begin(self, base)
 
-    Recorder.begin = remembered  # type: ignore[method-assign]
+def _remember(owner: Any, instances: list[Any]) -> None:
+    create = owner.__init__
+
+    @functools.wraps(create)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        instances[:] = [self]
+        create(self, *args, **kwargs)
+
+    owner.__init__ = init
 
 
 def observed_batches() -> dict[str, dict[str, int]]:
@@ -188,9 +194,7 @@ def observed_batches() -> dict[str, dict[str, int]]:
 
 def observing_costs(engine: Any, load: dict[str, Any]) -> dict[str, list[float]]:
     """Return the seconds of each load with and without observing, by turns in the same engine."""
-    from capture_planner_vllm.observe import Observer
-
-    observer = next(each for each in gc.get_objects() if type(each) is Observer)
+    (observer,) = OBSERVERS
     watch = observer._active
     seconds: dict[str, list[float]] = {"observed": [], "not observed": []}
     for pair in range(load["observing"]):
@@ -225,7 +229,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM prints to stdout, too
     if os.environ.get("CAPTURE_PLANNER_OBSERVE"):
-        find_recorder()
+        remember_observer()
     importlib.import_module("vllm.v1.engine.llm_engine")
     sys.stdin.readline()
     start = time.perf_counter()

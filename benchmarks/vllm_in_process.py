@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,11 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
         self._log.close()
 
     def answer(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -87,8 +85,10 @@ class Engine:
         return answer
 
 
-def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], *, keep_going: bool) -> dict[str, Any]:
-    """Start the engines of a group one after another, let them serve by turns, and return all answers."""
+def measure(
+    group: Group, folder: Path, rounds: int, loads: Sequence[int], *, keep_going: bool
+) -> Iterator[dict[str, Any]]:
+    """Start the engines of a group in turn, let them serve by turns, and yield all answers after each round."""
     place = folder / group.name
     place.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
@@ -119,6 +119,7 @@ def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], *, ke
                         continue
                     answer = engine.answer(_load(group, load, group.output))
                     results[engine.case.name]["rounds"].append({"round": turn, **answer})
+            yield results
         if group.dispatch:
             for engine in engines:
                 if engine.case.name == "plan":
@@ -128,7 +129,7 @@ def measure(group: Group, folder: Path, rounds: int, loads: Sequence[int], *, ke
             for _, engine in itertools.product(range(3), engines):
                 times = engine.answer({"dispatch": cases})["dispatch_ns"]
                 results[engine.case.name].setdefault("dispatch_ns", []).append(times)
-    return results
+            yield results
 
 
 def _load(group: Group, requests: int, output: int) -> dict[str, Any]:
@@ -243,24 +244,28 @@ def main() -> int:
             chosen = attrs.evolve(
                 group, cases=tuple(each for each in group.cases if not arguments.cases or each.name in arguments.cases)
             )
-            measured = measure(
-                chosen, folder, arguments.rounds, arguments.loads or group.loads, keep_going=arguments.keep_going
-            )
-            short = summary(measured)
+            loads = arguments.loads or group.loads
+            for measured in measure(chosen, folder, arguments.rounds, loads, keep_going=arguments.keep_going):
+                # Written after each round: a run that is cut off keeps what it has.
+                short = summary(measured)
+                engines = {name: _short(each) for name, each in measured.items()}
+                results[group.name] = {"medians": short, "engines": engines}
+                finish(arguments, {"results": results, "targets": targets})
             try:
                 targets |= targets_of(group.name, chosen.cases, measured, short)
             except (KeyError, ValueError) as error:
                 targets[f"{group.name}: all cases measured (missing {error})"] = False
-            for result in measured.values():
-                for row in result.get("rounds", ()):
-                    row.pop("output", None)
-            results[group.name] = {"medians": short, "engines": measured}
-            _show(group.name, short)
-            # Written anew after each: a run that is cut off keeps what it has.
             finish(arguments, {"results": results, "targets": targets})
+            _show(group.name, short)
     for text, holds in targets.items():
         CONSOLE.print(f"{verdict(holds)} {text}")
     return 0 if all(targets.values()) else 1
+
+
+def _short(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file has of an engine: of its rounds, the throughput."""
+    kept = ("round", "requests", "tokens_per_second")
+    return {**engine, "rounds": [{name: row[name] for name in kept} for row in engine.get("rounds", ())]}
 
 
 def _show(name: str, short: Mapping[str, Any]) -> None:

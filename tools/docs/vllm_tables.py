@@ -1,4 +1,4 @@
-"""What a plan changes in real vLLM, from the newest file of benchmarks/vllm_in_process.py."""
+"""What a plan changes in real vLLM, from the newest files of benchmarks/vllm_in_process.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = {
 
 def _group(name: str) -> dict[str, Any]:
     """Return the newest measured group of that name."""
-    return next(file["results"][name] for file in reversed(files("vllm_in_process-*.json")) if name in file["results"])
+    return next(file["results"][name] for file in reversed(files("vllm_*.json")) if name in file["results"])
 
 
 def _columns(group: Mapping[str, Any]) -> dict[str, str]:
@@ -134,6 +134,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "vllm-tpot-p99": _figures("main", "tpot_ms_p99", "{:.2f}"),
     "vllm-start": start("main"),
     "vllm-eager": eager,
+    "vllm-drafter": _figures("drafter", "tokens_per_second", "{:,.0f}"),
+    "vllm-drafter-tpot": _figures("drafter", "tpot_ms_p50", "{:.2f}"),
+    "vllm-drafter-itl": _figures("drafter", "itl_ms_p50", "{:.2f}"),
     "vllm-dynamic": _figures("dynamic", "tokens_per_second", "{:,.0f}"),
     "vllm-dynamic-start": start("dynamic"),
     "vllm-targets": targets,

@@ -1,0 +1,96 @@
+"""The benchmark of vLLM under a plan, with processes that answer as its worker does: turns, targets, what is kept."""
+
+import json
+import sys
+
+import pytest
+import vllm_in_process
+from _vllm_cases import groups
+
+WORKER = """
+import json, os, sys
+sys.stdin.readline()
+plan = "CAPTURE_PLANNER_PLAN" in os.environ
+wide = "--max-cudagraph-capture-size" in sys.argv
+sizes = (15, 15, 15) if plan else (81, 81, 35) if wide else (49, 49, 35)
+roles = ("target", "draft_prefill", "draft_decode")
+facts = {"graphs": dict(zip(roles, sizes)), "capture_seconds": 1 if plan else 4, "graph_mib": 1, "kv_blocks": 1}
+print(json.dumps({"facts": facts}), flush=True)
+for number, line in enumerate(sys.stdin):
+    request = json.loads(line)
+    if number == BREAKS_AT and plan:
+        sys.exit("out of memory")
+    if "dispatch" in request:
+        answer = {"dispatch_ns": dict.fromkeys(roles, 100 if plan else SLOWER)}
+    elif "observing" in request:
+        answer = {"observing": {"observed": [1.0, 9.0], "not observed": [9.0, 1.0]}}
+    else:
+        rate = 100 if plan or wide or request["requests"] < 200 else 100 / GAIN
+        answer = {"requests": request["requests"], "tokens_per_second": rate, "output": [[1, 2]],
+                  **dict.fromkeys(("tpot_ms_p50", "tpot_ms_p99", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50"), 1.0),
+                  "steps": {"target": {"FULL": 3, "NONE": 1, "other": 0}}}
+    print(json.dumps(answer), flush=True)
+"""
+COMPARED = ["vLLM by itself", "flags of check", "plan"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return a function that runs the benchmark with such workers, and returns its exit code and file."""
+
+    def called(*words, gain=3, slower=100, breaks_at=-1):
+        constants = f"GAIN, SLOWER, BREAKS_AT = {gain}, {slower}, {breaks_at}\n"
+        (tmp_path / "worker.py").write_text(constants + WORKER, "utf-8")
+        monkeypatch.setattr(vllm_in_process, "WORKER", tmp_path / "worker.py")
+        file = tmp_path / "result.json"
+        folder = tmp_path / "folder"
+        monkeypatch.setattr(sys, "argv", ["x", *words, "--output", str(file), "--folder", str(folder)])
+        try:
+            code = vllm_in_process.main()
+        except RuntimeError as error:
+            code = str(error)
+        return code, json.loads(file.read_text("utf-8")) if file.exists() else None
+
+    return called
+
+
+def test_targets_hold_where_the_plan_gains(run):
+    code, file = run("--groups", "main", "--rounds", "2", "--loads", "8", "200", "--cases", *COMPARED)
+    assert all(file["targets"].values()), file["targets"]
+    assert code == 0
+    medians = file["results"]["main"]["medians"]
+    assert list(medians) == COMPARED
+    assert medians["plan"]["200"]["tokens_per_second"] == [100, 100, 100]
+    assert medians["plan"]["8"]["eager_share"] == {"target": 0.25}
+
+
+@pytest.mark.parametrize("change", [{"gain": 2.4}, {"slower": -10}])
+def test_missed_target_is_listed_and_ends_with_1(run, change):
+    """Too small a gain, and a dispatch that takes 110 ns longer than vLLM's own."""
+    code, file = run("--groups", "main", "--rounds", "1", "--loads", "200", "--cases", *COMPARED, **change)
+    missed = [text for text, met in file["targets"].items() if not met]
+    assert code == 1
+    assert len(missed) == (1 if "gain" in change else 3), missed
+
+
+def test_rounds_before_a_broken_engine_are_kept(run):
+    """The engine breaks in its second round: the message ends with its log, and the first round is in the file."""
+    words = ("--groups", "main", "--rounds", "2", "--loads", "200", "--cases", *COMPARED)
+    code, file = run(*words, breaks_at=2)
+    assert code.startswith("plan has ended:")
+    assert code.endswith("out of memory")
+    assert [len(engine["rounds"]) for engine in file["results"]["main"]["engines"].values()] == [1, 1, 1]
+
+
+def test_every_plan_fits_the_limits_that_its_engine_is_given(tmp_path):
+    """The words of each case and its plan agree on requests, tokens and drafts."""
+    cases = [case for group in groups(tmp_path, 0.1) for case in group.cases]
+    for case in cases:
+        words = dict(zip(case.words, case.words[1:], strict=False))
+        drafts = json.loads(words.get("--speculative-config", "{}"))
+        if case.plan is not None:
+            assert case.plan.limits.max_num_reqs == int(words["--max-num-seqs"])
+            assert case.plan.limits.max_num_tokens == int(words["--max-num-batched-tokens"])
+            planned = case.plan.speculative
+            assert drafts.get("num_speculative_tokens") == (None if planned is None else planned.num_tokens)
+    assert any(case.plan for case in cases)
