@@ -80,7 +80,6 @@ def _property(text: str) -> str:
 
 def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str) -> dict[str, Any]:
     """SARIF 2.1.0, for code-scanning services; every rule is described, found or not."""
-    level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
     rules = [
         {
             "id": rule.code,
@@ -88,7 +87,7 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
             "shortDescription": {"text": rule.explanation.splitlines()[0]},
             "fullDescription": {"text": rule.explanation},
             "help": {"text": getattr(rule, "remedy", rule.explanation)},
-            "defaultConfiguration": {"level": level[rule.severity]},
+            "defaultConfiguration": {"level": rule.severity.value},
             "properties": {"class": rule.bug_class.name, "threads": list(rule.threads)},
         }
         for rule in (*RULES.values(), *ENGINE_RULES.values(), *OBSERVED_RULES.values())
@@ -98,7 +97,7 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
         "name": "drift",
         "shortDescription": {"text": "A plan is not what its spec gives, or what an engine did."},
     }
-    results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
+    results = [_result(p.finding.rule.code, p.severity.value, p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]
     driver = {"name": "capture-planner", "version": version, "rules": [*rules, drifts]}
     run = {"tool": {"driver": driver}, "results": results}
