@@ -13,6 +13,7 @@ import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import (
     DecodeFamily,
@@ -169,13 +170,11 @@ def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:
     For a number of tokens vLLM 0.33 looks only at the graphs of the *smallest* captured size that holds it. Where those
     have another query length, it misses a full graph of the next size (vllm#53407, #56136).
     """
-    by_tokens: dict[int, list[Entry]] = {}
-    for entry in plan.role(role).entries:
-        if entry.mode is GraphMode.FULL and entry.active_loras == 0:
-            by_tokens.setdefault(entry.num_tokens, []).append(entry)
-    if len({entry.query_len for entries in by_tokens.values() for entry in entries}) < 2:
+    full = [entry for entry in plan.role(role).entries if entry.mode is GraphMode.FULL and entry.active_loras == 0]
+    if len({entry.query_len for entry in full}) < 2:
         return ()  # sizes of one query length cannot hide each other
-    sizes, dispatcher = sorted(by_tokens), Dispatcher(plan)
+    by_tokens, dispatcher = grouped(full, lambda entry: entry.num_tokens), Dispatcher(plan)
+    sizes = sorted(by_tokens)
     missed = []
     for family in decode_families(role, plan):
         for count, _ in family.requests.counts():

@@ -14,7 +14,7 @@ from capture_planner.codec import format_bytes, label, to_data
 from capture_planner.modes import Role
 from capture_planner.records._base import key_of
 from capture_planner.records.batch import Entry
-from capture_planner.records.plan import GroupPlan, Plan, RolePlan
+from capture_planner.records.plan import SPEC_FIELDS, GroupPlan, Plan, RolePlan
 
 
 @attrs.frozen
@@ -36,12 +36,8 @@ def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     return (Change(None, "plan", f"the plans differ in {_differing(old, new)} and nothing else"),)
 
 
-_WHOLE = "model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "environment"
-"""Fields of a plan that concern all roles."""
-
-
 def _whole(old: Plan, new: Plan) -> Iterator[Change]:
-    for name in _WHOLE:
+    for name in (*SPEC_FIELDS, "environment"):
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield Change(None, name, f"{name}: {differing_fields(before, after)}")

@@ -8,6 +8,7 @@ import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import GraphMode, Reason
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch, Entry, Rejection
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.model import Speculative
@@ -118,9 +119,8 @@ def _nearer(entries: Iterable[Entry], batch: Batch, answer: Dispatch, steps: int
     """
     if batch.role.is_drafter:
         batch = attrs.evolve(batch, active_loras=0)
-    kinds: dict[tuple[GraphMode, int | None, int | None], list[Entry]] = {}
-    for entry in sorted(entries, key=lambda e: (e.num_tokens, e.active_loras)):
-        kinds.setdefault((entry.mode, entry.query_len, entry.draft_steps), []).append(entry)
+    ascending = sorted(entries, key=lambda e: (e.num_tokens, e.active_loras))
+    kinds = grouped(ascending, lambda e: (e.mode, e.query_len, e.draft_steps))
     near: list[Entry] = []
     for alike in kinds.values():
         smaller = [e for e in alike if e.num_tokens < batch.num_tokens][-1:]

@@ -11,7 +11,6 @@ import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
 
 import attrs
 import torch
@@ -24,6 +23,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.capture import begin
+from capture_planner.runtime.graphs.cuda import CudaPool
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.ledger import GraphCapture
@@ -142,22 +142,6 @@ def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
     )
 
 
-class BarePool:
-    """A pool's handle, whose memory is read once, at the end."""
-
-    def __init__(self) -> None:
-        self.handle: Any = torch.cuda.graph_pool_handle()
-
-    @property
-    def memory(self) -> int:
-        """Bytes of the segments that the allocator holds for this pool."""
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self.handle))
-
-    def poison(self) -> None:
-        """Do nothing: these graphs are never replayed."""
-
-
 @attrs.define(eq=False)
 class BareGraph:
     """The CUDA graphs of one forward, which is captured and never replayed."""
@@ -181,13 +165,13 @@ class BareGraphs:
         """Read nothing between captures."""
         return None
 
-    def pool(self, limit: int | None = None) -> BarePool:
-        """Make a pool without a limit."""
-        return BarePool()
+    def pool(self, limit: int | None = None) -> CudaPool:
+        """Make a pool without a limit, whose memory is read once, at the end."""
+        return CudaPool(None)
 
     def capture(self, forward: Callable[[], object], pool: GraphPool) -> BareGraph:
         """Capture ``forward`` as one graph, or as pieces if it splits."""
-        assert isinstance(pool, BarePool), "pools are made here"
+        assert isinstance(pool, CudaPool), "pools are made here"
         self._graph, self._pool, self._piece = BareGraph(), pool, contextlib.ExitStack()
         self._begin()
         try:

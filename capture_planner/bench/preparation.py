@@ -20,6 +20,7 @@ from capture_planner.bench.record import Preparation
 from capture_planner.bench.rig import Absence, Rig, query_len, serving_entry, trimmed
 from capture_planner.modes import GraphMode, Role
 from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import grouped
 from capture_planner.records.backend import Backend
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.text import counted
@@ -56,10 +57,8 @@ def _prepare_seconds(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping
     """Return the mean preparation seconds of each role in a decode that is served."""
     with rig.decoding(runner, size, steps) as decoding:
         forwards = decoding.forwards(steps)
-    by_role: dict[Role, list[float]] = {}
-    for forward in forwards:
-        by_role.setdefault(forward.role, []).append(forward.preparation / forward.repeats)
-    return {role: statistics.mean(times) for role, times in by_role.items()}
+    by_role = grouped(forwards, lambda forward: forward.role)
+    return {role: statistics.mean(f.preparation / f.repeats for f in run) for role, run in by_role.items()}
 
 
 def _row(

@@ -27,28 +27,20 @@ from capture_planner.errors import CapturePlannerError, InvalidValue
 def main() -> NoReturn:
     """Run the command line; every error a user can make ends as text and exit code 1."""
     arguments = sys.argv[1:]
+    code: object = 1
     try:
         code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
-        code = 1
     except click.ClickException as error:
         error.show()
-        code = 1
     except CapturePlannerError as error:
-        _show_error(error, as_json=_wants_json(arguments))
-        code = 1
+        _show_error(error, as_json=any(word in ("--format=json", "json") for word in arguments))
     except BrokenPipeError:
         sys.stderr.close()
-        code = 1
     except OSError as error:
         click.echo(f"error: standard output: {error.strerror or error}", err=True)
-        code = 1
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _wants_json(arguments: list[str]) -> bool:
-    return any(a in ("--format=json", "json") for a in arguments)
 
 
 def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 FIGURES = ("decode", "preparation", "chain", "throughput", "capture", "pools")
 """As in ``bench.record``, which needs torch's side of the package."""
 
+TOKENS = click.IntRange(1, 1 << 20)
+
 LOAD = ("load_requests", "prompt_tokens", "output_tokens")
 
 
@@ -60,16 +62,8 @@ def _figures(text: str) -> tuple[str, ...]:
     help="Batch sizes of the decode figures; each needs a graph. Default: 1,8,64,256, as far as planned.",
 )
 @click.option("--load-requests", type=click.IntRange(1, 1 << 16), help="Requests in the throughput load. Default: 64.")
-@click.option(
-    "--prompt-tokens",
-    type=click.IntRange(1, 1 << 20),
-    help="Prompt length in the throughput load. Default: 128, or what fits.",
-)
-@click.option(
-    "--output-tokens",
-    type=click.IntRange(1, 1 << 20),
-    help="Output length in the throughput load. Default: 128, or what fits.",
-)
+@click.option("--prompt-tokens", type=TOKENS, help="Prompt length in the throughput load. Default: 128, or what fits.")
+@click.option("--output-tokens", type=TOKENS, help="Output length in the throughput load. Default: 128, or what fits.")
 @option(
     "--compare/--no-compare",
     default=True,

@@ -18,7 +18,6 @@ from capture_planner.cli.common import progress_bars
 from capture_planner.codec import shipped as catalog
 from capture_planner.conformance import conform
 from capture_planner.conformance.audit import AuditResult, attack_case
-from capture_planner.conformance.failure import Failure
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.suite import DRAFTS
 from capture_planner.conformance.tampering import Attack
@@ -112,23 +111,12 @@ def _search(
                 if number == len(sets):
                     raise
             except KeyboardInterrupt:
-                if bars.log is None:
+                log, seconds = bars.log, perf_counter() - started
+                if log is None:
                     raise
-                violation = bars.log.violation
-                failures = () if violation is None else (violation.failure,)
-                return _outcome(bars.log.shapes, bars.log, started, failures), True
+                failures = () if log.violation is None else (log.violation.failure,)
+                return suite.SuiteResult(shapes=log.shapes, log=log, failures=failures, seconds=seconds), True
     raise AssertionError("the last set of shapes returns or raises")
-
-
-def _outcome(
-    shapes: tuple[suite.Shape, ...],
-    log: suite.Log,
-    started: float,
-    failures: tuple[Failure, ...] = (),
-    audited: tuple[AuditResult, ...] = (),
-) -> suite.SuiteResult:
-    seconds = perf_counter() - started
-    return suite.SuiteResult(shapes=shapes, refused=(), log=log, failures=failures, audited=audited, seconds=seconds)
 
 
 @contextmanager
@@ -171,11 +159,12 @@ def _again(tested: suite.Subject, text: str, attack: str | None) -> tuple[suite.
     case, started = suite.loads(text), perf_counter()
     shapes, _ = suite.usable_shapes(tested, (case.scene.shape,))
     if attack is not None:
-        audited = _attacked(tested, text, attack)
-        return _outcome(shapes, suite.Log(examples=1), started, audited=audited), ()
+        log, audited = suite.Log(examples=1), _attacked(tested, text, attack)
+        return suite.SuiteResult(shapes=shapes, log=log, audited=audited, seconds=perf_counter() - started), ()
     rerun = suite.replay(tested, text)
     failures = () if rerun.failure is None else (suite.with_causes(tested, rerun.failure),)
-    return _outcome(shapes, rerun.log, started, failures), rerun.skipped
+    seconds = perf_counter() - started
+    return suite.SuiteResult(shapes=shapes, log=rerun.log, failures=failures, seconds=seconds), rerun.skipped
 
 
 def _attacked(tested: suite.Subject, text: str, named: str) -> tuple[AuditResult, ...]:

@@ -10,10 +10,11 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, Submission, Vector, without_agreed_entry
+from capture_planner.codec.reading import unique_keys
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import Interval, field, record
+from capture_planner.records._base import Interval, field, raise_any, record
 from capture_planner.records.batch import Batch
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def _wrong(message: str, *path: str | int) -> InvalidValue:
 
 def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(line, object_pairs_hook=_once)
+        return json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise _wrong(f"not JSON: {error}") from None
 
@@ -102,8 +103,7 @@ def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
             missing |= {rank} if is_missing else set()
         except InvalidValue as error:
             problems += [problem.under((rank,), skip=problem.path[:1] == ("batch",)) for problem in error.problems]
-    if problems:
-        raise InvalidValue(problems)
+    raise_any(problems)
     present = [submitted.batch.role for submitted in ranks if submitted.batch is not None]
     for rank, submitted in enumerate(ranks):
         if submitted.batch is not None and submitted.batch.role is not present[0]:
@@ -137,16 +137,6 @@ def _line(data: Any, kind: type[Line], roles: Sequence[Role]) -> Line:
 
 def _batch(line: BatchLine) -> Batch:
     return Batch(**{name: getattr(line, name) for name in attrs.fields_dict(Batch)})
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object whose keys are each given once."""
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise _wrong("is given twice", twice)
-    return data
 
 
 def answer_line(batch: Batch, answer: Dispatch) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
-    from capture_planner.runtime.launch import Drafting, Outcome
+    from capture_planner.runtime.launch import Outcome
     from capture_planner.runtime.serving.workload import Decode, Request
 
 
@@ -139,12 +139,12 @@ def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
     from capture_planner.runtime.options import Options
 
     prepare_torch(values["threads"])
-    source, decode = _workload(values)
+    (source, decode), drafter = _workload(values), values["drafter"]
     same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify")
     checks = ("trust", "debug", "poison", "strict", "compare")
     choices = Choices(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
-        drafter=_drafter(values["drafter"]),
+        drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         step_seconds=values["step_time"],
         options=Options(**{name: values[name] for name in checks}),
     )
@@ -169,10 +169,6 @@ def _workload(values: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]
 
 
 _DRAFTERS = ("copy", "miss", "chance", "random")
-
-
-def _drafter(name: str) -> Drafting:
-    return name if name in _DRAFTERS else Path(name)  # type: ignore[return-value]
 
 
 def _refuse_contradictions(values: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from capture_planner.codec.documents import KeyPart
 from capture_planner.codec.observation_rows import AnswerRow, BatchRow, GraphRow
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
-from capture_planner.records._base import BYTES, constraints, key_of
+from capture_planner.records._base import BYTES, constraints, key_of, raise_any
 from capture_planner.records.batch import Entry
 from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
 
@@ -126,8 +126,7 @@ def _collect(read: Callable[[Any], Any], items: Iterable[tuple[Any, Any]]) -> li
             values.append(read(item))
         except (ClassValidationError, InvalidValue) as error:
             problems += [problem.under((part,)) for problem in problems_of(error)]
-    if problems:
-        raise InvalidValue(problems)
+    raise_any(problems)
     return values
 
 

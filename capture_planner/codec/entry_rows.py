@@ -6,7 +6,7 @@ whose tokens do not follow, as only a plan made by hand has, lists both, for the
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphMode
-from capture_planner.records._base import Count, NonNegative, field, record
+from capture_planner.records._base import Count, NonNegative, field, raise_any, record
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import MAX_GRAPHS
 from capture_planner.records.spec import QueryLength
@@ -52,8 +52,7 @@ class EntryRow:
         message = f"{counts[0]} request counts for {counts[1]} token counts"
         is_paired = tokens is None or reqs is None or counts[0] == counts[1]
         require(is_paired, "num_reqs", message, "list one of each for every graph")
-        if problems:
-            raise InvalidValue(problems)
+        raise_any(problems)
 
     @property
     def num_graphs(self) -> int:

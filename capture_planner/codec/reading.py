@@ -30,6 +30,16 @@ def structure(data: Any, kind: type[T]) -> T:
         raise InvalidValue(problems_of(error)) from None
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object whose keys are each given once, as ``object_pairs_hook``; raises ``InvalidValue``."""
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise InvalidValue([Problem(path=(key,), message="is given twice")])
+        data[key] = value
+    return data
+
+
 @attrs.frozen
 class Document:
     """A file that was read and parsed: a record can be made of it, and problems get their place in it."""

@@ -11,8 +11,7 @@ import attrs
 
 from capture_planner.errors import CaptureError, GuardError
 from capture_planner.modes import Role
-from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.text import counted
+from capture_planner.records.batch import Batch, Entry, batch_text
 
 
 class Check(enum.Enum):
@@ -111,11 +110,4 @@ def located(batch: Batch, entry: Entry | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise Violation.of(error, role=batch.role, entry=entry, batch=describe_batch(batch)) from error
-
-
-def describe_batch(batch: Batch) -> str:
-    text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
-    if batch.query_len is not None:
-        text += f", {batch.query_len} each"
-    return text + ("" if batch.past_prompt else ", prompts among them")
+        raise Violation.of(error, role=batch.role, entry=entry, batch=batch_text(batch)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ SPARE_REQS = 2
 """Requests whose pages are free in addition to the pages of all places."""
 
 
-class Stage:
+class Stage(AbstractContextManager["Stage"]):
     """One scene. Use it as a context: leaving releases the backend."""
 
     def __init__(
@@ -78,9 +79,6 @@ class Stage:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Stage:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

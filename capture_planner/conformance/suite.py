@@ -71,10 +71,10 @@ class SuiteResult:
     """The outcome of a run of the suite."""
 
     shapes: tuple[Shape, ...]
-    refused: tuple[RefusedShape, ...]
+    refused: tuple[RefusedShape, ...] = ()
     log: Log
-    failures: tuple[Failure, ...]
-    audited: tuple[AuditResult, ...]
+    failures: tuple[Failure, ...] = ()
+    audited: tuple[AuditResult, ...] = ()
     """Results of the attacks on declared fields; empty after a failure."""
     seconds: float
 

@@ -16,7 +16,6 @@ from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
-from capture_planner.records._base import digest
 from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import max_query_len
@@ -44,19 +43,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
         working.fit_backend()
     _fit_budget(spec, roles)
     _refuse_excess(roles)
-    return Plan(
-        spec_digest=digest(spec),
-        environment=environment,
-        model=spec.model,
-        limits=spec.limits,
-        speculative=spec.speculative,
-        lora=spec.lora,
-        parallel=spec.parallel,
-        piecewise=spec.piecewise,
-        budget=spec.budget,
-        pool=spec.pool,
-        roles=tuple(_written(working) for working in roles),
-    )
+    return Plan.of(spec, environment, tuple(map(_written, roles)))
 
 
 def _resolve(

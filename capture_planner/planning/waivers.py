@@ -12,7 +12,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import DecodeFamily, lora_cases
+from capture_planner.records.batch_space import DecodeFamily, lora_cases, split_when
 from capture_planner.records.plan import Waiver
 
 _WHY = {
@@ -56,13 +56,12 @@ def _decode_tails(working: RoleInProgress) -> list[Tail]:
         reach, reason = _decode_reach(working, family)
         for first, last in family.requests.above(reach).intervals:
             tails.append((Kind.DECODE, family.query_len, first, last, reason))
-    merged: list[Tail] = []
-    for kind, query_len, first, last, reason in sorted(tails, key=lambda tail: (tail[1] or 0, tail[2])):
-        if merged and merged[-1] == (kind, query_len, merged[-1][2], first - 1, reason):
-            merged[-1] = (kind, query_len, merged[-1][2], last, reason)
-        else:
-            merged.append((kind, query_len, first, last, reason))
-    return merged
+
+    def apart(before: Tail, after: Tail) -> bool:
+        return (before[1], before[3] + 1, before[4]) != (after[1], after[2], after[4])
+
+    runs = split_when(apart, sorted(tails, key=lambda tail: (tail[1] or 0, tail[2])))
+    return [(*run[0][:3], run[-1][3], run[0][4]) for run in runs]
 
 
 def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason]:

@@ -21,6 +21,7 @@ import attrs
 from capture_planner.errors import InvalidValue, Problem
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 @attrs.frozen
@@ -167,6 +168,14 @@ def _enforce(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attrib
             raise InvalidValue([problem])
 
     return [f.evolve(validator=check) for f in fields]
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by their key; keys, and the items of each, in the order of ``items``."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def raise_any(problems: Iterable[Problem]) -> None:

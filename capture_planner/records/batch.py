@@ -66,6 +66,14 @@ class Batch:
         return self.query_len if uniform and self.past_prompt else None
 
 
+def batch_text(batch: Batch) -> str:
+    """Describe a batch by its requests and tokens: ``2 requests, 8 tokens, 4 each``."""
+    text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
+    if batch.query_len is not None:
+        text += f", {batch.query_len} each"
+    return text + ("" if batch.past_prompt else ", prompts among them")
+
+
 class Rejection(enum.StrEnum):
     """Why an entry cannot serve a batch."""
 

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import attrs
 
 from capture_planner.modes import Role
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
@@ -101,14 +102,16 @@ class Domain:
 
     def needed(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """Return the sizes, rounded up to the step, that some count needs: ascending."""
-        kept: list[int] = []
+        return tuple(size for size, _ in self.served(sorted({self.round_up(size) for size in sizes})))
+
+    def served(self, sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Yield each of the ascending sizes that some count needs, with the least count that it serves."""
         previous = 0
-        for size in sorted({self.round_up(size) for size in sizes}):
-            count = self.after(previous)
-            if count is not None and count <= size:
-                kept.append(size)
-                previous = size
-        return tuple(kept)
+        for size in sizes:
+            least = self.after(previous)
+            if least is not None and least <= size:
+                yield size, least
+            previous = size
 
 
 @attrs.frozen(kw_only=True)
@@ -134,16 +137,13 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
     run one token, k - 1 times after the draft prefill. A batch has no more requests than fit max_num_tokens.
     """
     limits = deployment.limits
-    ranges: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
-    for first, last, k in decode_tiers(deployment):
-        if role is Role.DRAFT_DECODE:
-            if k >= 2:
-                ranges.setdefault((1, k - 1), []).append((first, last))
-        else:
-            ranges.setdefault((1 + k, None), []).append((first, last))
+    is_decode = role is Role.DRAFT_DECODE
+    tiers = (tier for tier in decode_tiers(deployment) if tier[2] >= 2 or not is_decode)
     families = []
-    for (query_len, draft_steps), intervals in sorted(ranges.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-        domain = Domain(tuple(intervals), request_step(query_len, deployment.parallel))
+    for k, alike in sorted(grouped(tiers, lambda tier: tier[2]).items()):
+        query_len, draft_steps = (1, k - 1) if is_decode else (1 + k, None)
+        intervals = tuple((first, last) for first, last, _ in alike)
+        domain = Domain(intervals, request_step(query_len, deployment.parallel))
         domain = domain.clipped(limits.max_num_tokens // query_len)
         if domain:
             families.append(DecodeFamily(query_len=query_len, draft_steps=draft_steps, requests=domain))

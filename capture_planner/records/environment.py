@@ -1,6 +1,8 @@
 """Environment: a machine as data, so that a plan for it can be made anywhere."""
 
 import enum
+import itertools
+import re
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -63,10 +65,5 @@ class Environment:
         text = self.packages.get(name)
         if text is None:
             return None
-        numbers = []
-        for part in text.split("."):
-            digits = part[: len(part) - len(part.lstrip("0123456789"))]
-            if not digits:
-                break
-            numbers.append(int(digits))
-        return tuple(numbers)
+        leading = (re.sub(r"[^0-9].*", "", part) for part in text.split("."))
+        return tuple(map(int, itertools.takewhile(bool, leading)))

@@ -2,6 +2,7 @@
 
 import bisect
 import enum
+import itertools
 from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
@@ -124,15 +125,10 @@ class Speculative:
     def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:
         """Return ``(first, last, k)`` over 1..max_num_reqs: dense, clamped to K, neighbours merged."""
         bounds = [tier for tier in self.schedule if tier[0] <= max_num_reqs] or [(1, max_num_reqs, self.num_tokens)]
-        tiers: list[tuple[int, int, int]] = []
-        for index, (first, _, k) in enumerate(bounds):
-            last = bounds[index + 1][0] - 1 if index + 1 < len(bounds) else max_num_reqs
-            k = min(k, self.num_tokens)
-            if tiers and tiers[-1][2] == k:
-                tiers[-1] = (tiers[-1][0], last, k)
-            else:
-                tiers.append((first, last, k))
-        return tuple(tiers)
+        clamped = ((first, min(k, self.num_tokens)) for first, _, k in bounds)
+        starts = [next(alike) for _, alike in itertools.groupby(clamped, key=lambda start: start[1])]
+        ends = [first - 1 for first, _ in starts[1:]] + [max_num_reqs]
+        return tuple((first, last, k) for (first, k), last in zip(starts, ends, strict=True))
 
     def draft_tokens(self, num_reqs: int) -> int:
         """Return k for a batch of ``num_reqs`` requests."""

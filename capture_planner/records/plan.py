@@ -8,18 +8,21 @@ from typing import Annotated
 
 from capture_planner.errors import DispatchError
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.records._base import Name, NonNegative, Pattern, field, record, refuse_duplicates
+from capture_planner.records._base import Name, NonNegative, Pattern, digest, field, record, refuse_duplicates
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Model, Speculative
-from capture_planner.records.spec import SCHEMA_VERSION, Budget, Limits, Lora, Parallel, Piecewise, SchemaVersion
+from capture_planner.records.spec import SCHEMA_VERSION, Budget, Limits, Lora, Parallel, Piecewise, SchemaVersion, Spec
 
 MAX_GRAPHS = 1 << 14
 """Most graphs in a plan: many times what any engine captures."""
 
 MAX_SIZES = 1 << 12
 """Most sizes over all ladders of a plan, each of which may be captured for several adapter counts."""
+
+SPEC_FIELDS = ("model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool")
+"""Fields that a plan takes over from its spec."""
 
 Digest = Annotated[str, Pattern(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
 Rule = Annotated[str, Pattern(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]
@@ -113,6 +116,12 @@ class Plan:
     budget: Budget = field("what graphs may cost", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
     roles: tuple[RolePlan, ...] = field("the roles, target first")
+
+    @classmethod
+    def of(cls, spec: Spec, environment: Environment, roles: tuple[RolePlan, ...]) -> "Plan":
+        """Return the plan of a spec: what was decided for its roles, and what it says itself."""
+        stated = {name: getattr(spec, name) for name in SPEC_FIELDS}
+        return cls(spec_digest=digest(spec), environment=environment, roles=roles, **stated)
 
     def __attrs_post_init__(self) -> None:
         refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")

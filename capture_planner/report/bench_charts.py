@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from capture_planner.bench.record import BenchReport, Preparation
+from capture_planner.bench.record import BenchReport
 from capture_planner.modes import GraphMode, Role
 from capture_planner.report.drawing import COLORS, INK, MAX_POINTS, chart, charts_of, draw_marks, new_figure
 from capture_planner.report.writing import Chart
 
 GRAPH, STEP, EAGER = COLORS[GraphMode.FULL], COLORS[GraphMode.PIECEWISE], COLORS[GraphMode.NONE]
 
-Series = tuple[str, str, Sequence[float | None]]
-"""A label, a colour, and a height for each group of bars."""
+Series = tuple[str, str, str]
+"""A label, a colour, and the property of a row that is the height of its bar."""
 
 
 def bench_charts(report: BenchReport) -> tuple[Chart, ...]:
@@ -23,17 +24,18 @@ def bench_charts(report: BenchReport) -> tuple[Chart, ...]:
     return charts_of(report, (_decode, _preparation, _chain, _capture))
 
 
-def _bars(plot: Axes, groups: Sequence[str], series: Sequence[Series], title: str = "") -> None:
-    """Draw groups of bars side by side; a height that was not measured leaves its place free."""
+def _bars(plot: Axes, rows: Sequence[Any], series: Sequence[Series], title: str = "") -> None:
+    """Draw a group of bars for each row; a height that was not measured leaves its place free."""
     width = 0.8 / len(series)
-    for number, (label, color, heights) in enumerate(series):
+    for number, (label, color, name) in enumerate(series):
         shift = (number - (len(series) - 1) / 2) * width
-        points = [(index + shift, height) for index, height in enumerate(heights) if height is not None]
+        measured = ((index, getattr(row, name)) for index, row in enumerate(rows))
+        points = [(index + shift, height) for index, height in measured if height is not None]
         if points:
             places, heights = zip(*points, strict=True)
             plot.bar(places, heights, width * 0.92, color=color, label=label, linewidth=0)
-    plot.set_xticks(range(len(groups)), labels=groups)
-    plot.set_xlim(-0.6, max(len(groups), 3) - 0.4)
+    plot.set_xticks(range(len(rows)), labels=[str(row.num_reqs) for row in rows])
+    plot.set_xlim(-0.6, max(len(rows), 3) - 0.4)
     plot.set_xlabel("requests")
     plot.set_title(title, loc="left")
     plot.yaxis.set_major_formatter(EngFormatter(unit="s"))
@@ -47,12 +49,9 @@ def _decode(report: BenchReport) -> Chart | None:
     if not report.decode:
         return None
     figure, ((left, right),) = new_figure(1, 2, 2.8)
-    groups = [str(row.num_reqs) for row in report.decode]
-    bare_series: Series = ("bare graphs", GRAPH, [row.bare for row in report.decode])
-    step: Series = ("step", STEP, [row.step for row in report.decode])
-    eager: Series = ("eager step", EAGER, [row.eager for row in report.decode])
-    _bars(left, groups, (bare_series, step), "step and its graphs")
-    _bars(right, groups, (bare_series, step, eager), "and eager")
+    graphed: list[Series] = [("bare graphs", GRAPH, "bare"), ("step", STEP, "step")]
+    _bars(left, report.decode, graphed, "step and its graphs")
+    _bars(right, report.decode, [*graphed, ("eager step", EAGER, "eager")], "and eager")
     return chart(
         figure,
         "decode",
@@ -69,14 +68,11 @@ def _preparation(report: BenchReport) -> Chart | None:
         return None
     figure, axes = new_figure(1, len(roles), 2.6)
     for plot, role in zip(axes[0], roles, strict=True):
-        rows: list[Preparation] = [row for row in report.preparation if row.role is role]
-        series: list[Series] = [
-            ("a step", STEP, [row.step for row in rows]),
-            ("all anew", GRAPH, [row.stage for row in rows]),
-        ]
+        rows = [row for row in report.preparation if row.role is role]
+        series: list[Series] = [("a step", STEP, "step"), ("all anew", GRAPH, "stage")]
         if any(row.stock is not None for row in rows):
-            series.append(("stock call", EAGER, [row.stock for row in rows]))
-        _bars(plot, [str(row.num_reqs) for row in rows], series, role.value)
+            series.append(("stock call", EAGER, "stock"))
+        _bars(plot, rows, series, role.value)
     return chart(
         figure,
         "preparation",
@@ -91,12 +87,8 @@ def _chain(report: BenchReport) -> Chart | None:
     if not report.chain:
         return None
     figure, ((plot,),) = new_figure(1, 1, 2.6)
-    series: list[Series] = [
-        ("one graph", GRAPH, [row.fused for row in report.chain]),
-        ("single steps", STEP, [row.single for row in report.chain]),
-        ("eager", EAGER, [row.eager for row in report.chain]),
-    ]
-    _bars(plot, [str(row.num_reqs) for row in report.chain], series)
+    series = [("one graph", GRAPH, "fused"), ("single steps", STEP, "single"), ("eager", EAGER, "eager")]
+    _bars(plot, report.chain, series)
     return chart(
         figure,
         "chain",

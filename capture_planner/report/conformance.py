@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.conformance import AuditResult, Check, Failure, Log, loads, verdicts
+from capture_planner.conformance import Check, Failure, Log, loads, verdicts
 from capture_planner.conformance.case_text import describe_case
-from capture_planner.modes import Role
+from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.report.conformance_record import Conformance, forwards
 from capture_planner.report.writing import Chart, Grid, Report, Section, seconds
@@ -151,9 +151,7 @@ def _audits(report: Conformance) -> Iterator[Section]:
     audited = report.outcome.audited
     if not audited:
         return
-    by_field: dict[tuple[Role, str], list[AuditResult]] = {}
-    for each in audited:
-        by_field.setdefault((each.role, each.field), []).append(each)
+    by_field = grouped(audited, lambda each: (each.role, each.field))
     rows = []
     for field, verdict in verdicts(audited).items():
         attacks = by_field[field]

@@ -13,6 +13,7 @@ from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.walk import BatchAnswer, walk
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
 from capture_planner.report.terminal import mode_text, ran_text, table_of
@@ -43,13 +44,10 @@ def _role(
     yield Text.assemble((f"{role} ", "bold"), mode_text(mode), f", {counted(len(graphs), 'graph')}")
     if graphs:
         table = table_of("graphs", "of", "LoRA", "tokens", right=("LoRA",))
-        kinds: dict[tuple[str, str, int], list[int]] = {}
-        for graph in graphs:
-            entry = graph.entry
-            key = (entry.mode.value, _of(graph), entry.active_loras)
-            kinds.setdefault(key, []).append(entry.num_tokens)
-        for (name, of, loras), sizes in kinds.items():
-            table.add_row(name, of, str(loras) if loras else "", sizes_text(sorted(set(sizes))))
+        kinds = grouped(graphs, lambda graph: (graph.entry.mode.value, _of(graph), graph.entry.active_loras))
+        for (name, of, loras), alike in kinds.items():
+            sizes = sorted({graph.entry.num_tokens for graph in alike})
+            table.add_row(name, of, str(loras) if loras else "", sizes_text(sizes))
         yield table
     yield _batches([one for one in answers if one.batch.role is role])
 

@@ -9,8 +9,10 @@ import attrs
 
 from capture_planner.analysis.lint import RULES, Finding, Severity
 from capture_planner.codec import json_of, plain
+from capture_planner.codec.plain import plain_some
 from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.engines.observed_check import OBSERVED_RULES, ObservedFinding
+from capture_planner.report.plain import finding_json
 
 DRIFT_CODE = "CP099"
 """A plan is not what its spec gives, or not what an engine did; found by comparison, not by a rule."""
@@ -47,21 +49,12 @@ def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
 
 @json_of(FileFinding)
 def _placed(placed: FileFinding) -> dict[str, Any]:
-    finding, place = placed.finding, {name: getattr(placed, name) for name in ("file", "line", "column")}
+    finding = placed.finding
     if isinstance(finding, ObservedFinding):
-        return {**plain(finding), **place}
-    rule = finding.rule
-    return {
-        "code": rule.code,
-        "name": rule.name,
-        "severity": rule.severity.value,
-        "class": rule.bug_class.name,
-        "role": plain(finding.diagnostic.role),
-        "message": finding.diagnostic.message,
-        "remedy": rule.remedy,
-        "threads": list(rule.threads),
-        **place,
-    }
+        own: dict[str, Any] = plain(finding)
+    else:
+        own = finding_json(finding, finding.diagnostic, remedy=finding.rule.remedy)
+    return own | plain_some(placed, "file", "line", "column")
 
 
 def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
@@ -87,7 +80,6 @@ def _property(text: str) -> str:
 
 def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str) -> dict[str, Any]:
     """SARIF 2.1.0, for code-scanning services; every rule is described, found or not."""
-    level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
     rules = [
         {
             "id": rule.code,
@@ -95,7 +87,7 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
             "shortDescription": {"text": rule.explanation.splitlines()[0]},
             "fullDescription": {"text": rule.explanation},
             "help": {"text": getattr(rule, "remedy", rule.explanation)},
-            "defaultConfiguration": {"level": level[rule.severity]},
+            "defaultConfiguration": {"level": rule.severity.value},
             "properties": {"class": rule.bug_class.name, "threads": list(rule.threads)},
         }
         for rule in (*RULES.values(), *ENGINE_RULES.values(), *OBSERVED_RULES.values())
@@ -105,7 +97,7 @@ def as_sarif(placed: Sequence[FileFinding], drift: Sequence[Drift], version: str
         "name": "drift",
         "shortDescription": {"text": "A plan is not what its spec gives, or what an engine did."},
     }
-    results = [_result(p.finding.rule.code, level[p.severity], p.finding.text, p) for p in placed]
+    results = [_result(p.finding.rule.code, p.severity.value, p.finding.text, p) for p in placed]
     results += [_result(DRIFT_CODE, "error", d.message, d) for d in drift]
     driver = {"name": "capture-planner", "version": version, "rules": [*rules, drifts]}
     run = {"tool": {"driver": driver}, "results": results}

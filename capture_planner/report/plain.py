@@ -12,16 +12,17 @@ from typing import Any
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.diff import Change
 from capture_planner.analysis.explain import Explanation, NearMiss
+from capture_planner.analysis.lint import Diagnostic, Finding
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.plain import json_some, plain_some
-from capture_planner.engines.check import EngineFinding
+from capture_planner.engines.check import Diagnosis, EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
 from capture_planner.engines.observed import ObservedCoverage
 from capture_planner.engines.observed_check import ObservedFinding
 from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
-from capture_planner.engines.walk import BatchAnswer, runs, walk
-from capture_planner.modes import GraphMode, Reason
+from capture_planner.engines.walk import runs, walk
+from capture_planner.records._base import grouped
 
 __all__ = ["plain"]
 
@@ -65,9 +66,7 @@ def _graph(graph: CapturedGraph) -> dict[str, Any]:
 
 @json_of(Emulation)
 def _emulation(emulation: Emulation) -> dict[str, Any]:
-    rows: dict[tuple[GraphMode, Reason | None], list[BatchAnswer]] = {}
-    for one in walk(emulation):
-        rows.setdefault((one.answer.mode, one.answer.reason), []).append(one)
+    rows = grouped(walk(emulation), lambda one: (one.answer.mode, one.answer.reason))
     return {
         "engine": emulation.engine,
         "version": emulation.version,
@@ -89,38 +88,30 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
     }
 
 
-@json_of(EngineFinding)
-def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
+def finding_json(
+    finding: Finding | EngineFinding | ObservedFinding, reported: Diagnostic | Diagnosis, **own: Any
+) -> dict[str, Any]:
+    """Return the JSON of what a rule ``reported``; ``own``: what only findings of its kind have."""
     rule = finding.rule
     return {
-        "code": rule.code,
-        "name": rule.name,
+        **plain_some(rule, "code", "name"),
         "severity": finding.severity.value,
         "class": rule.bug_class.name,
-        "role": finding.diagnosis.role.value,
-        "message": finding.diagnosis.message,
-        "count": finding.diagnosis.count,
-        "mend": finding.fix,
+        **plain_some(reported, "role", "message"),
+        **own,
         "threads": list(rule.threads),
     }
+
+
+@json_of(EngineFinding)
+def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
+    return finding_json(finding, finding.diagnosis, count=finding.diagnosis.count, mend=finding.fix)
 
 
 @json_of(ObservedFinding)
 def _observed_finding(finding: ObservedFinding) -> dict[str, Any]:
-    rule, diagnosis = finding.rule, finding.diagnosis
-    return {
-        "code": rule.code,
-        "name": rule.name,
-        "severity": finding.severity.value,
-        "class": rule.bug_class.name,
-        "role": diagnosis.role.value,
-        "message": diagnosis.message,
-        "count": diagnosis.count,
-        "steps": finding.steps,
-        "of": finding.total,
-        "remedy": finding.fix,
-        "threads": list(rule.threads),
-    }
+    own = {"count": finding.diagnosis.count, "steps": finding.steps, "of": finding.total, "remedy": finding.fix}
+    return finding_json(finding, finding.diagnosis, **own)
 
 
 @json_of(Proof)

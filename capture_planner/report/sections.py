@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from capture_planner.modes import GraphMode
+from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
-from capture_planner.report.summary import CapturedKind, Fallback, Percentiles, RunSummary
+from capture_planner.report.summary import CapturedKind, Percentiles, RunSummary
 from capture_planner.report.writing import Grid, Section, extent, percent, seconds, size
 from capture_planner.runtime.ledger import GraphCapture, RunReport
 
@@ -68,9 +69,7 @@ def _run(report: RunReport) -> Section:
 
 def _dropped(dropped: Iterable[GraphCapture]) -> Iterator[str]:
     """Say what was not captured, a line for each role and mode: its largest graph stands for the rest."""
-    kinds: dict[tuple[str, str], list[GraphCapture]] = {}
-    for graph in dropped:
-        kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
+    kinds = grouped(dropped, lambda graph: (graph.role.value, graph.entry.mode.value))
     for (role, mode), graphs in kinds.items():
         reason = graphs[0].waiver.message if graphs[0].waiver else ""
         rest = f" and {counted(len(graphs) - 1, 'smaller graph')}" if len(graphs) > 1 else ""
@@ -157,9 +156,7 @@ def _fallbacks(numbers: RunSummary) -> Section:
 
 
 def _causes(numbers: RunSummary) -> Iterator[str]:
-    causes: dict[tuple[str, str], list[Fallback]] = {}
-    for fallback in numbers.fallbacks:
-        causes.setdefault((fallback.role, fallback.reason or UNKNOWN), []).append(fallback)
+    causes = grouped(numbers.fallbacks, lambda fallback: (fallback.role, fallback.reason or UNKNOWN))
     for (role, reason), fallbacks in causes.items():
         tokens = [fallback.num_tokens for fallback in fallbacks]
         span = f"{min(tokens):,}" + (f" to {max(tokens):,}" if max(tokens) > min(tokens) else "")

@@ -14,7 +14,7 @@ from capture_planner.analysis.explain import Explanation
 from capture_planner.codec.entry_rows import pack
 from capture_planner.engines.observed import ObservedCoverage
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Kind, batch_text
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
 from capture_planner.report.terminal import mode_text, ran_text, table_of
@@ -96,13 +96,7 @@ def _kind_text(mode: GraphMode, query_len: int | None, draft_steps: int | None) 
 def explanation_table(explained: Explanation) -> RenderableType:
     """One batch: its answer, why, and what each nearer entry lacked."""
     batch, answer = explained.batch, explained.answer
-    shape = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
-    if batch.query_len is not None:
-        shape += f", {batch.query_len} each"
-    if not batch.past_prompt:
-        shape += ", prompts among them"
-    if batch.active_loras:
-        shape += f", {batch.active_loras} active LoRA"
+    shape = batch_text(batch) + (f", {batch.active_loras} active LoRA" if batch.active_loras else "")
     lines: list[RenderableType] = [
         Text.assemble(f"{batch.role}: {shape}", " -> ", ran_text(answer.mode)),
         Padding(Text(f"{answer.entry or 'no graph'}: {explained.message}"), (0, 0, 0, 2)),

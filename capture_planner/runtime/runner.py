@@ -24,12 +24,13 @@ from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
 from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.serving import Answers, Serving
 from capture_planner.runtime.serving.workload import Request
 
 
-class Runner:
+class Runner(contextlib.AbstractContextManager["Runner"]):
     """Executes one plan on one model. Use it as a context: leaving releases the backends.
 
     :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``; not with
@@ -82,9 +83,6 @@ class Runner:
     def policy(self) -> ExecutionPolicy:
         """What was decided for all steps before anything was built."""
         return self.parts.policy
-
-    def __enter__(self) -> Runner:
-        return self
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:
@@ -153,15 +151,10 @@ class Runner:
         scheduler = Scheduler(
             requests, limits=plan.limits, speculative=plan.speculative, pages=self.pages, max_model_len=longest
         )
+        count = len(self.session.steps)
+        launcher = StepLauncher(scheduler, self.parts, self.dispatcher, self.pages, self.session, count)
         self._serving = Serving(
-            scheduler,
-            self.parts,
-            self.dispatcher,
-            pages=self.pages,
-            drafter=self.drafter,
-            session=self.session,
-            answers=answers or {},
-            progress=progress,
+            scheduler, launcher, self.session, self.drafter, answers or {}, progress, self.policy.run_ahead
         )
         return self._serving
 

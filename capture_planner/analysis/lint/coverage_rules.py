@@ -8,7 +8,7 @@ from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_tiers
+from capture_planner.records.batch_space import decode_tiers, split_when
 from capture_planner.records.text import counted
 
 
@@ -26,17 +26,14 @@ def describe(cells: list[Cell]) -> str:
 
 def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
     """Group adjacent cells of one role, kind and query length."""
-    run: list[Cell] = []
-    for cell in sorted(cells, key=lambda c: (c.role, c.kind.value, c.query_len or 0, c.first)):
-        if run and (
-            (cell.role, cell.kind, cell.query_len) != (run[0].role, run[0].kind, run[0].query_len)
-            or cell.first > max(c.last for c in run) + 1
-        ):
-            yield run
-            run = []
-        run.append(cell)
-    if run:
-        yield run
+
+    def place(cell: Cell) -> tuple[str, str, int, int]:
+        return cell.role, cell.kind.value, cell.query_len or 0, cell.first
+
+    def apart(before: Cell, after: Cell) -> bool:
+        return place(before)[:-1] != place(after)[:-1] or after.first > before.last + 1
+
+    return split_when(apart, sorted(cells, key=place))
 
 
 @error(

@@ -6,6 +6,7 @@ cases before whole kinds of batch, and mixed batches before decodes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -63,15 +64,9 @@ def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | No
     def at(grains: int) -> list[Ladder]:
         return [ladder.thinned(Fraction(grains, _GRAIN)) for ladder in ladders]
 
-    low, high = (_GRAIN, _GRAIN * (1 + max((ladder.sizes[-1] for ladder in ladders if ladder.sizes), default=1)))
-    if total(at(high)) > allowed:
+    grains = range(_GRAIN, _GRAIN * (1 + max((ladder.sizes[-1] for ladder in ladders if ladder.sizes), default=1)))
+    if total(at(grains.stop)) > allowed:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if total(at(middle)) <= allowed:
-            high = middle
-        else:
-            low = middle + 1
-    thinned = at(high)
+    thinned = at(grains.start + bisect_left(grains, True, key=lambda number: total(at(number)) <= allowed))
     best = [new if new is old else new.tightened() for old, new in zip(ladders, thinned, strict=True)]
     return tuple(best if total(best) <= allowed else thinned)

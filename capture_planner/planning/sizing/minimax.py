@@ -50,12 +50,9 @@ def fewest(
 def worst_ratio(domain: Domain, sizes: Sequence[int]) -> Fraction:
     """Return the largest padded/real ratio over the counts that ``sizes`` (ascending) cover."""
     worst, real = 1, 1
-    previous = 0
-    for size in sizes:
-        count = domain.after(previous)
-        if count is not None and count <= size and size * real > worst * domain.round_up(count):
-            worst, real = size, domain.round_up(count)
-        previous = size
+    for size, least in domain.served(sizes):
+        if size * real > worst * domain.round_up(least):
+            worst, real = size, domain.round_up(least)
     return Fraction(worst, real)
 
 
@@ -81,23 +78,15 @@ def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[i
 def _least(domain: Domain, graphs: int, anchors: Sequence[int]) -> tuple[int, ...]:
     """Return the shortest ladder of the least worst ratio that ``graphs`` sizes can have."""
     grid = domain.ceiling**2
-    low, high = grid, grid * domain.ceiling
-    while low < high:
-        middle = (low + high) // 2
-        if len(fewest(domain, Fraction(middle, grid), anchors=anchors)) <= graphs:
-            high = middle
-        else:
-            low = middle + 1
-    return fewest(domain, Fraction(high, grid), anchors=anchors)
+
+    def ladder(bound: int) -> tuple[int, ...]:
+        return fewest(domain, Fraction(bound, grid), anchors=anchors)
+
+    bounds = range(grid, grid * domain.ceiling)
+    return ladder(grid + bisect_left(bounds, True, key=lambda bound: len(ladder(bound)) <= graphs))
 
 
 def _reached(domain: Domain, sizes: Sequence[int], worst: Fraction) -> int:
     """Return the first size that pads its least count by the worst ratio."""
-    previous = 0
-    for size in sizes:
-        count = domain.after(previous)
-        assert count is not None
-        if size * worst.denominator == worst.numerator * domain.round_up(count):
-            return size
-        previous = size
-    raise AssertionError("some size has the worst ratio")
+    ratios = ((size, Fraction(size, domain.round_up(least))) for size, least in domain.served(sizes))
+    return next(size for size, ratio in ratios if ratio == worst)

@@ -77,11 +77,7 @@ class TokenFields:
             if buffer.field.name in LENGTHS and buffer.tensor.dtype != torch.int32:
                 raise RunError(f"{buffer.key} is declared {buffer.field.dtype}; lengths are int32, declare it so")
         return cls(
-            input_ids=fields["input_ids"],
-            idx_mapping=fields["idx_mapping"],
-            positions=fields["positions"],
-            slot_mapping=fields["slot_mapping"],
-            block_table=fields["block_table"],
+            **{name: fields[name] for name in ("input_ids", "idx_mapping", "positions", "slot_mapping", "block_table")},
             lengths=tuple(b.tensor for b in fields if b.field.name in LENGTHS),
             page_size=page_size,
             max_model_len=max_model_len,

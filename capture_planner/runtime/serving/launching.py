@@ -79,23 +79,21 @@ class _NextDecodes:
     """For how many more tokens the block table on the device has pages."""
 
 
+@attrs.define(eq=False)
 class StepLauncher:
     """Launches the forwards of steps, and notes each in the session.
 
     :param dispatcher: says which graph serves a batch, as captured.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, parts: Parts, dispatcher: Dispatcher, pages: PageFormat, session: Session
-    ) -> None:
-        self._scheduler = scheduler
-        self._parts = parts
-        self._policy = parts.policy
-        self._dispatcher = dispatcher
-        self._pages = pages
-        self._session = session
-        self._advanced: _NextDecodes | None = None
-        self._count = len(session.steps)
+    _scheduler: Scheduler
+    _parts: Parts
+    _dispatcher: Dispatcher
+    _pages: PageFormat
+    _session: Session
+    _count: int
+    """Steps that were launched, also by launchers before it."""
+    _advanced: _NextDecodes | None = None
 
     def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
         """Launch all that can be launched of a step before its tokens are on the host."""
@@ -115,7 +113,7 @@ class StepLauncher:
         else:
             dispatch = self._run_target(index, scheduled, inputs, begun, filled=filled)
             entry = dispatch.entry
-            if not filled and self._policy.advance_in_graph and entry is not None and entry.query_len == 1:
+            if not filled and self._parts.policy.advance_in_graph and entry is not None and entry.query_len == 1:
                 room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
                 self._advanced = _NextDecodes(scheduled.state_indices, inputs, room)
         return PendingStep(
@@ -152,12 +150,10 @@ class StepLauncher:
         self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
     ) -> Dispatch:
         """Run the target, and sample what its graph has not."""
-        batch, body = _batch(Role.TARGET, scheduled), self._parts.target
+        body = self._parts.target
         if inputs.input_ids is not None:
             body.embed(inputs.input_ids)
-        dispatch = self._dispatcher.dispatch(batch)
-        times = self._parts.roles[Role.TARGET].run(batch, dispatch, inputs, begun, filled=filled)
-        self._note(index, batch, dispatch, times)
+        dispatch = self._run(Role.TARGET, index, scheduled, inputs, begun, filled=filled)
         if inputs.sampled_rows is not None and len(inputs.sampled_rows):
             body.sample(dispatch.entry, len(inputs.sampled_rows))
         return dispatch
@@ -168,11 +164,11 @@ class StepLauncher:
         Not where a backend needs the lengths there for its draft decodes, nor where these run eagerly:
         eager attention is prepared with the real lengths, which depend on what verification keeps.
         """
-        if self._parts.state is None or not self._policy.drafts_on_device:
+        if self._parts.state is None or not self._parts.policy.drafts_on_device:
             return False
         if draft_decodes is None:
             return True
-        return not self._policy.draft_decodes_need_host and draft_decodes.entry is not None
+        return not self._parts.policy.draft_decodes_need_host and draft_decodes.entry is not None
 
     def _launch_all(
         self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, decodes: Dispatch | None, begun: float
@@ -185,14 +181,14 @@ class StepLauncher:
         if decodes is not None:
             longest = states.computed[scheduled.state_indices] + scheduled.counts
             by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
-        if self._policy.options.poison:
+        if self._parts.policy.options.poison:
             for role in by_role:
                 parts.roles[role].poison()
         parts.apply([write for role, each in by_role.items() for write in parts.roles[role].writes(each)])
         self._run_target(index, scheduled, inputs, begun, filled=True)
         begun = perf_counter()
         self._prepare_drafts(scheduled)
-        self._run_draft_prefill(index, scheduled, prefill, begun, filled=True)
+        self._run(Role.DRAFT_PREFILL, index, scheduled, prefill, begun, filled=True)
         if decodes is not None:
             self._run_draft_decodes(index, scheduled, decodes, by_role[Role.DRAFT_DECODE], filled=True)
         return self._proposed()
@@ -219,20 +215,28 @@ class StepLauncher:
         states, scheduled = self._scheduler.states, step.scheduled
         begun = perf_counter()
         prefill = draft_prefill_inputs(step.inputs, scheduled, verification.kept, states)
-        self._run_draft_prefill(step.index, scheduled, prefill, begun, filled=False)
+        self._run(Role.DRAFT_PREFILL, step.index, scheduled, prefill, begun, filled=False)
         if step.draft_decodes is not None:
             computed = states.computed[scheduled.state_indices]
             decode = draft_decode_inputs(scheduled, computed, states, self._pages)
             self._run_draft_decodes(step.index, scheduled, step.draft_decodes, decode, filled=False)
         return self._proposed()
 
-    def _run_draft_prefill(
-        self, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
-    ) -> None:
-        batch = _batch(Role.DRAFT_PREFILL, scheduled)
+    def _run(
+        self, role: Role, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
+    ) -> Dispatch:
+        """Run the target or the draft prefill on a step's batch, and note the forward."""
+        batch = Batch(
+            role=role,
+            num_reqs=scheduled.num_reqs,
+            num_tokens=scheduled.num_tokens,
+            query_len=scheduled.query_len,
+            past_prompt=scheduled.prompts == 0,
+        )
         dispatch = self._dispatcher.dispatch(batch)
-        times = self._parts.roles[Role.DRAFT_PREFILL].run(batch, dispatch, inputs, begun, filled=filled)
+        times = self._parts.roles[role].run(batch, dispatch, inputs, begun, filled=filled)
         self._note(index, batch, dispatch, times)
+        return dispatch
 
     def _run_draft_decodes(
         self, index: int, scheduled: ScheduledBatch, dispatch: Dispatch, inputs: StepInputs, *, filled: bool
@@ -272,16 +276,6 @@ class StepLauncher:
                 seconds=times.seconds,
             )
         )
-
-
-def _batch(role: Role, scheduled: ScheduledBatch) -> Batch:
-    return Batch(
-        role=role,
-        num_reqs=scheduled.num_reqs,
-        num_tokens=scheduled.num_tokens,
-        query_len=scheduled.query_len,
-        past_prompt=scheduled.prompts == 0,
-    )
 
 
 def _draft_decode_batch(scheduled: ScheduledBatch) -> Batch:

@@ -9,14 +9,11 @@ import attrs
 import numpy as np
 import torch
 
-from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import RunError
 from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.ledger import RequestResult, Session, Step
 from capture_planner.runtime.models.protocols import Drafter
-from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import PendingStep, StepLauncher
-from capture_planner.runtime.serving.parts import Parts
 from capture_planner.runtime.serving.scheduler import AdmittedRequest, ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
 
@@ -24,38 +21,26 @@ Answers = Mapping[str, tuple[int, ...]]
 """What the target says to each request, prompt included, by the request's name."""
 
 
+@attrs.define(eq=False)
 class Serving:
     """The requests of one call of ``serve``.
 
-    :param dispatcher: says which graph serves a batch, as captured.
-    :param session: where steps, forwards and finished requests are noted.
+    :param session: where steps and finished requests are noted.
     :param answers: what drafters that copy the target are told.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        parts: Parts,
-        dispatcher: Dispatcher,
-        *,
-        pages: PageFormat,
-        drafter: Drafter | None,
-        session: Session,
-        answers: Answers,
-        progress: Callable[[RequestResult], None] | None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.served: list[RequestResult] = []
-        self.is_over = False
-        """Whether it was cut off."""
-        self._launcher = StepLauncher(scheduler, parts, dispatcher, pages, session)
-        self._runs_ahead = parts.policy.run_ahead
-        self._drafter = drafter
-        self._session = session
-        self._answers = answers
-        self._progress = progress
-        self._pending: PendingStep | None = None
-        self._last_end = perf_counter()
+    scheduler: Scheduler
+    _launcher: StepLauncher
+    _session: Session
+    _drafter: Drafter | None
+    _answers: Answers
+    _progress: Callable[[RequestResult], None] | None
+    _runs_ahead: bool
+    served: list[RequestResult] = attrs.Factory(list)
+    is_over: bool = False
+    """Whether it was cut off."""
+    _pending: PendingStep | None = None
+    _last_end: float = attrs.Factory(perf_counter)
 
     @property
     def done(self) -> bool:

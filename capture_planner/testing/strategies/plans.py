@@ -11,7 +11,6 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records._base import digest
 from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import decode_families
@@ -121,19 +120,8 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
     roles = draw(list_of(one_of(Role), min_size=1, unique=True))
-    return Plan(
-        spec_digest=digest(spec),
-        environment=draw(environments()),
-        model=spec.model,
-        limits=spec.limits,
-        speculative=spec.speculative,
-        lora=spec.lora,
-        parallel=spec.parallel,
-        piecewise=spec.piecewise,
-        budget=spec.budget,
-        pool=spec.pool,
-        roles=tuple(draw(_role_plans(role, spec.lora is not None)) for role in roles),
-    )
+    environment, lora = draw(environments()), spec.lora is not None
+    return Plan.of(spec, environment, tuple(draw(_role_plans(role, lora)) for role in roles))
 
 
 @st.composite

@@ -26,13 +26,8 @@ def submissions(draw: DrawFn, plan: Plan, role: Role, query_len: int | None = No
     entries, batch = plan.role(role).entries, None
     if query_len is not None:
         num_reqs = draw(st.integers(1, plan.limits.max_num_reqs))
-        batch = Batch(
-            role=role,
-            num_reqs=num_reqs,
-            num_tokens=num_reqs * query_len,
-            query_len=query_len,
-            active_loras=draw(st.integers(0, 0 if plan.lora is None else plan.lora.max_active + 1)),
-        )
+        loras = draw(st.integers(0, 0 if plan.lora is None else plan.lora.max_active + 1))
+        batch = Batch.decode(role, num_reqs, query_len, loras)
     elif draw(st.integers(0, 3)):
         batch = draw(batches(plan, role).map(_possible))
     lost = st.frozensets(st.sampled_from(entries), max_size=3) if entries else st.just(frozenset())

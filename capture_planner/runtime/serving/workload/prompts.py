@@ -9,7 +9,9 @@ from typing import Any
 
 import attrs
 
+from capture_planner.codec.reading import unique_keys
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem, RunError
+from capture_planner.records._base import raise_any
 from capture_planner.runtime.serving.workload.request import MAX_LENGTH, Request, outside
 from capture_planner.runtime.serving.workload.trace import MAX_PROBLEMS, MAX_SECONDS, text_of
 
@@ -32,8 +34,7 @@ def from_prompts(
     Raises ``InvalidDocument`` with every problem of the file (up to 100), ``InvalidValue`` for
     ``max_new_tokens``, and ``RunError`` where the folder holds no tokenizer.
     """
-    if wrong := list(outside("max_new_tokens", max_new_tokens, 1, MAX_LENGTH)):
-        raise InvalidValue(wrong)
+    raise_any(outside("max_new_tokens", max_new_tokens, 1, MAX_LENGTH))
     prompts = _read(path, max_new_tokens)
     tokenizer = _tokenizer(tokenizer_folder)
     stop = frozenset() if tokenizer.eos_token_id is None else frozenset({int(tokenizer.eos_token_id)})
@@ -62,12 +63,9 @@ class _Prompt:
     line: int
 
 
-class _LineProblem(Exception):
-    """What is wrong with one line: a message, the key, and the column."""
-
-    def __init__(self, message: str, *path: str, column: int = 1) -> None:
-        super().__init__(message)
-        self.path, self.column = path, column
+def _wrong(message: str, *path: str, column: int = 1) -> InvalidValue:
+    """Return the error of one line: a message, the key, and the column."""
+    return InvalidValue([Problem(path=path, message=message, column=column)])
 
 
 def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
@@ -80,8 +78,9 @@ def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
         try:
             data = _object(line) if as_json else {"prompt": line}
             prompts.append(_prompt(data, max_new_tokens, number))
-        except _LineProblem as wrong:
-            problems.append(Problem(file=file, line=number, column=wrong.column, path=wrong.path, message=str(wrong)))
+        except InvalidValue as error:
+            (wrong,) = error.problems
+            problems.append(attrs.evolve(wrong, file=file, line=number, column=wrong.column or 1))
             if len(problems) == MAX_PROBLEMS:
                 break
     if not prompts and not problems:
@@ -93,23 +92,13 @@ def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        data = json.loads(line, object_pairs_hook=_once)
+        data = json.loads(line, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
-        raise _LineProblem(f"not JSON: {error.msg}", column=error.colno) from None
+        raise _wrong(f"not JSON: {error.msg}", column=error.colno) from None
     except (ValueError, RecursionError) as error:
-        raise _LineProblem(f"not JSON: {error}") from None
+        raise _wrong(f"not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise _LineProblem(f"expected an object with {', '.join(_KEYS)}")
-    return data
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object whose keys are each given once."""
-    data: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in data:
-            raise _LineProblem("is given twice", key)
-        data[key] = value
+        raise _wrong(f"expected an object with {', '.join(_KEYS)}")
     return data
 
 
@@ -119,20 +108,20 @@ _KEYS = ("prompt", "max_new_tokens", "arrival")
 def _prompt(data: dict[str, Any], max_new_tokens: int, line: int) -> _Prompt:
     for key in data:
         if key not in _KEYS:
-            raise _LineProblem(f"unknown key; known are {', '.join(_KEYS)}", key)
+            raise _wrong(f"unknown key; known are {', '.join(_KEYS)}", key)
     text = data.get("prompt")
     if not isinstance(text, str):
-        raise _LineProblem("expected text" if "prompt" in data else "is missing", "prompt")
+        raise _wrong("expected text" if "prompt" in data else "is missing", "prompt")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _LineProblem("half of a surrogate pair, which is not text", "prompt") from None
+        raise _wrong("half of a surrogate pair, which is not text", "prompt") from None
     most = data.get("max_new_tokens", max_new_tokens)
     if type(most) is not int or not 1 <= most <= MAX_LENGTH:
-        raise _LineProblem(f"expected a whole number from 1 to {MAX_LENGTH}", "max_new_tokens")
+        raise _wrong(f"expected a whole number from 1 to {MAX_LENGTH}", "max_new_tokens")
     arrival = data.get("arrival", 0.0)
     if type(arrival) not in (int, float) or not 0 <= arrival <= MAX_SECONDS:
-        raise _LineProblem(f"expected seconds from 0 to {MAX_SECONDS}", "arrival")
+        raise _wrong(f"expected seconds from 0 to {MAX_SECONDS}", "arrival")
     return _Prompt(text, most, float(arrival), line)
 
 

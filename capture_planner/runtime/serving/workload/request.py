@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from capture_planner.errors import InvalidValue, Problem, RunError
+from capture_planner.errors import Problem, RunError
+from capture_planner.records._base import raise_any
 from capture_planner.records.text import counted
 
 MAX_LENGTH = 1 << 20
@@ -40,8 +41,7 @@ class Request:
         problems = list(outside("max_new_tokens", self.max_new_tokens, 1, MAX_LENGTH))
         if not 0 <= self.arrival < math.inf:
             problems.append(Problem(path=("arrival",), message=f"expected seconds from 0, got {self.arrival}"))
-        if problems:
-            raise InvalidValue(problems)
+        raise_any(problems)
 
     def cut(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return what of these output tokens is asked for: not past the length, nor past a stop."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from capture_planner.errors import InvalidDocument, InvalidValue, Problem
+from capture_planner.errors import InvalidDocument, Problem
+from capture_planner.records._base import raise_any
 from capture_planner.runtime.serving.workload.request import MAX_LENGTH, Request, outside
 from capture_planner.runtime.serving.workload.trace import read_trace
 
@@ -45,8 +46,7 @@ def generated(
     if not problems and (most := count * prompt_tokens[1]) > MAX_TOKENS:
         message = f"the prompts may have {most} tokens in all, more than {MAX_TOKENS}"
         problems.append(Problem(path=("count",), message=message, remedy="ask for fewer requests"))
-    if problems:
-        raise InvalidValue(problems)
+    raise_any(problems)
     rng = np.random.Generator(np.random.PCG64(seed))
     tokens = _tokens(rng, vocab_size)
     requests = []
@@ -80,8 +80,7 @@ def from_trace(
         *outside("limit", 1 if limit is None else limit, 1),
         *outside("speed", speed, 1e-6),
     ]
-    if problems:
-        raise InvalidValue(problems)
+    raise_any(problems)
     rows = sorted(read_trace(path), key=lambda row: row.arrival)[:limit]
     if (total := sum(row.prompt for row in rows)) > MAX_TOKENS:
         message = f"the prompts have {total} tokens in all, more than {MAX_TOKENS}"
