@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from enum import Enum
+from importlib import machinery
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,8 +237,9 @@ class DelegatingFinder:
 def test_plugin_waits_for_the_manager_import(engine, plan, tmp_path, monkeypatch, caplog, delegating):
     """The usual case: plugins are loaded before the runner's modules. The module is as it would have been."""
     monkeypatch.delitem(sys.modules, hooks.MANAGERS)
-    if delegating == "after":
-        monkeypatch.setattr(sys, "meta_path", [DelegatingFinder(), *sys.meta_path])
+    # Not those that happen to be there, which may delegate as well.
+    finders = [machinery.BuiltinImporter, machinery.FrozenImporter, machinery.PathFinder]
+    monkeypatch.setattr(sys, "meta_path", [DelegatingFinder(), *finders] if delegating == "after" else finders)
     folder = tmp_path
     for part in hooks.MANAGERS.split(".")[:-1]:
         folder = folder / part
