@@ -142,7 +142,7 @@ def observed(folder, rank=0):
 
 def summary(role):
     """Steps by requests, query length, and mode and tokens of the graph."""
-    found = Counter()
+    found: Counter[tuple[object, ...]] = Counter()
     for batch in role.batches:
         entry = None if batch.graph is None else role.graphs[batch.graph].entry
         graph = ("NONE", None) if entry is None else (entry.mode.value, entry.num_tokens)
@@ -152,7 +152,7 @@ def summary(role):
 
 def counted(runner, role):
     """The same from the stand-in's own log."""
-    found = Counter()
+    found: Counter[tuple[object, ...]] = Counter()
     for output, answers in runner.answers:
         if role in answers:
             desc = answers[role]
