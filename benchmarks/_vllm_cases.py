@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 from _bench import ROOT
+from _model_configs import CONFIGS
 
 from capture_planner.codec import load_environment
 from capture_planner.modes import GraphMode
@@ -22,53 +23,6 @@ REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 100, 128, 160, 200, 256)
 """The plan's sizes of every role: 45 graphs."""
 LOADS = (1, 8, 16, 48, 100, 200, 256)
 SCHEDULE = ((1, 16, 5), (17, 64, 3), (65, 256, 1))
-
-_ATTENTION: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "vocab_size": 151936,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_SMALL: dict[str, Any] = _ATTENTION | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
-_LARGE: dict[str, Any] = _ATTENTION | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
-
-
-def config_of(shape: Mapping[str, Any], layers: int, *, tied: bool) -> dict[str, Any]:
-    """Return the config.json of a Qwen3 model."""
-    return {
-        **shape,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": layers,
-        "tie_word_embeddings": tied,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }
-
-
-def drafter_of(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of an EAGLE-3 head: one layer of Llama's."""
-    return {
-        **shape,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": 32000,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
-
-
-CONFIGS = {
-    "small": config_of(_SMALL, 28, tied=True),
-    "small-drafter": drafter_of(_SMALL),
-    "large": config_of(_LARGE, 36, tied=False),
-    "large-drafter": drafter_of(_LARGE),
-}
 
 
 @attrs.frozen(kw_only=True)

@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own, driven by JSON lines: the child of vllm_in_process.py.
 
-The words after ``--`` are those of ``vllm serve``. The process imports vLLM and starts the engine at the first line of
+The words after ``--`` are ``vllm serve``'s. The process imports vLLM and starts the engine at the first line of
 stdin, so that several can import at once and start in turn. It writes one JSON object a line to stdout: first what the
 engine is (``facts``), then one answer for each further line of stdin:
 

@@ -38,6 +38,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from _model_configs import CONFIGS
+
 ROOT = Path(__file__).resolve().parent.parent
 LOADS = (8, 64, 128, 256)
 MOST = max(LOADS)
@@ -45,39 +47,9 @@ PROMPT, OUTPUT = 128, 128
 BACKENDS = {"triton": "triton", "fa3": "flash_attention"}
 """Our name of each of SGLang's attention backends."""
 
-_SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "vocab_size": 151936,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "dtype": "bfloat16",
-}
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "target": {
-        **_SHAPE,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": 28,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "drafter": {
-        **_SHAPE,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": 32000,
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    "target": CONFIGS["small"] | {"dtype": "bfloat16"},
+    "drafter": CONFIGS["small-drafter"] | {"dtype": "bfloat16"},
 }
 
 _CAPTURE = r"Capture (?P<name>[\w ]+?) \w+ graph "

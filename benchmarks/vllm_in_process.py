@@ -29,7 +29,8 @@ from typing import Any
 
 import attrs
 from _bench import CONSOLE, finish, parser, table, verdict
-from _vllm_cases import CONFIGS, Case, Group, groups
+from _model_configs import CONFIGS
+from _vllm_cases import Case, Group, groups
 
 from capture_planner.codec import dumps
 from capture_planner.engines import find_engine

@@ -50,7 +50,7 @@ def emulation_of(observation: Observation) -> Emulation:
 
 @attrs.frozen(kw_only=True)
 class ObservedCoverage:
-    """What serves every admissible batch, as the engine answered; in cells as those of a plan."""
+    """What serves every admissible batch, as the engine answered, in the same cells as for a plan."""
 
     cells: tuple[Cell, ...]
 

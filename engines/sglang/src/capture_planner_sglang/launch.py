@@ -30,7 +30,7 @@ def launch(plan: Plan, command: Sequence[str]) -> Launch:
     """Return what to add to ``command``, SGLang's own words after the program.
 
     Raises ``FlagError`` for each flag that contradicts the plan, with the value to give, and where SGLang cannot
-    execute the plan at all. Without any word, the arguments are those of a script, ``DRAFT_MODEL`` is to be replaced
+    execute the plan at all. Without any word, the arguments are for a script, and ``DRAFT_MODEL`` is to be replaced
     in them, and what SGLang cannot do is a note.
     """
     parsed, sources = parse_any(command)
