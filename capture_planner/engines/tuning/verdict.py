@@ -1,0 +1,112 @@
+"""Verdict: whether what a plan gains is more than noise."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+
+import attrs
+
+from capture_planner.engines.tuning.judgement import Judgement, Pricing
+from capture_planner.records.batch import Batch
+from capture_planner.records.text import counted
+
+LEAST_STEPS = 1000
+"""Fewer steps to judge on promise nothing."""
+
+SPREAD = 0.02
+"""Spread of measured times where a profile does not state its own: ``profile`` repeats until it is below that."""
+
+SLOWER = 0.005
+"""Steps that take longer by more than this share are too high a price for memory or start-up time."""
+
+MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15
+"""How far predictions of memory and of capture time may be off: smaller savings are none."""
+
+_NORMAL = 1.96
+"""Standard errors on each side of a mean that hold 95 % of all cases."""
+
+
+class Verdict(enum.StrEnum):
+    """What to do."""
+
+    CHANGE = "change"
+    KEEP = "keep"
+    TOO_LITTLE_DATA = "too_little_data"
+
+
+@attrs.frozen(kw_only=True)
+class Noise:
+    """By how much the difference of two mean step times may be wrong, in milliseconds."""
+
+    measuring: float
+    """From the spread of the profile, over the steps that run on different graphs."""
+    sampling: float
+    """From the number of steps: the half width of a 95 % interval, as if steps were independent."""
+
+    @property
+    def total(self) -> float:
+        """Both: they have nothing to do with each other."""
+        return math.hypot(self.measuring, self.sampling)
+
+
+def noise_between(today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], spread: float) -> Noise:
+    """Return the noise in the difference between two sides that are judged on the same steps.
+
+    Where both run a batch on the same graphs, an error of the profile is in both, and cancels out.
+    """
+    total = sum(steps.values())
+    different = sums = squares = 0.0
+    for batch, count in steps.items():
+        before, after = today.step(batch), proposed.step(batch)
+        gain = before.milliseconds - after.milliseconds
+        sums += gain * count
+        squares += gain * gain * count
+        if [_shape(each) for each in before.answers] != [_shape(each) for each in after.answers]:
+            different += max(before.milliseconds, after.milliseconds) * count
+    mean = sums / total
+    variance = max(squares / total - mean * mean, 0.0)
+    return Noise(measuring=spread * different / total, sampling=_NORMAL * math.sqrt(variance / total))
+
+
+def _shape(entry: object) -> object:
+    """Return what of a graph decides its time."""
+    return entry and tuple(getattr(entry, name) for name in ("mode", "num_tokens", "query_len", "draft_steps"))
+
+
+def verdict_on(today: Judgement, proposed: Judgement, noise: Noise) -> tuple[Verdict, str]:
+    """Return the verdict, and why, in a sentence."""
+    gain = today.mean_step_ms - proposed.mean_step_ms
+    share, error = gain / today.mean_step_ms, noise.total / today.mean_step_ms
+    savings = _savings(today, proposed)
+    bound = f"noise of {error:.1%} (profile {_share(noise.measuring, today)}, sampling {_share(noise.sampling, today)})"
+    if gain > noise.total:
+        more = f"; it saves {' and '.join(savings)} too" if savings else ""
+        return Verdict.CHANGE, f"steps take {share:.1%} less time, more than the {bound}{more}"
+    if share < -SLOWER:
+        return Verdict.KEEP, f"steps would take {-share:.1%} more time"
+    if savings:
+        return Verdict.CHANGE, f"it saves {' and '.join(savings)}, and steps take the same time within the {bound}"
+    if share >= 0.0005:
+        return (
+            Verdict.KEEP,
+            f"the gain of {share:.1%} is within the {bound}, and memory and start-up are about the same",
+        )
+    return Verdict.KEEP, "no table of sizes is faster, and memory and start-up are about the same"
+
+
+def _share(milliseconds: float, today: Judgement) -> str:
+    return f"{milliseconds / today.mean_step_ms:.1%}"
+
+
+def _savings(today: Judgement, proposed: Judgement) -> list[str]:
+    """Return the savings that are larger than the error of their prediction, in words."""
+    words = []
+    if today.memory_mib - proposed.memory_mib > MEMORY_ERROR * today.memory_mib:
+        words.append(f"{today.memory_mib - proposed.memory_mib:,.0f} MiB")
+    if today.seconds - proposed.seconds > SECONDS_ERROR * today.seconds:
+        words.append(f"{today.seconds - proposed.seconds:.1f} s of start-up")
+    if words and today.graphs > proposed.graphs:
+        words.insert(0, counted(today.graphs - proposed.graphs, "graph"))
+    return words
