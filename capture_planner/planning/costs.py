@@ -58,6 +58,10 @@ class Costs:
         """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""
         return self._curve((role, GraphMode.NONE, query_len, draft_steps))
 
+    def reach(self, family: Family) -> int:
+        """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
+        return self._nearest(family).tokens[-1]
+
     def of_graph(self, family: Family) -> GraphCost:
         """Return what one graph of a family costs; raises ``PlanningError`` where the profile has none of its role."""
         role = family[0]
