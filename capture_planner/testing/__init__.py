@@ -27,6 +27,7 @@ from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
 from capture_planner.testing.strategies.ranks import submissions, vectors
 from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.traffic import traffics
 
 del _hypothesis
 
@@ -46,5 +47,6 @@ __all__ = [
     "registries",
     "specs",
     "submissions",
+    "traffics",
     "vectors",
 ]

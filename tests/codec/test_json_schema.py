@@ -21,10 +21,17 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
-from capture_planner.testing import environments, observations, plans, specs
+from capture_planner.records.traffic import Traffic
+from capture_planner.testing import environments, observations, plans, specs, traffics
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
-KINDS: dict[str, type] = {"spec": Spec, "plan": Plan, "environment": Environment, "observation": Observation}
+KINDS: dict[str, type] = {
+    "spec": Spec,
+    "plan": Plan,
+    "environment": Environment,
+    "observation": Observation,
+    "traffic": Traffic,
+}
 FOLDERS = {"spec": "specs", "plan": "locked", "environment": "environments"}
 SHIPPED = [
     pytest.param(kind, path, id=path.name)
@@ -75,6 +82,11 @@ def test_the_plan_schema_accepts_what_is_written_of_any_plan(plan: Plan) -> None
 @given(observations())
 def test_the_observation_schema_accepts_what_is_written_of_any(observation: Observation) -> None:
     validator("observation").validate(json.loads(codec.dumps_json(codec.to_data(observation))))
+
+
+@given(traffics())
+def test_the_traffic_schema_accepts_what_is_written_of_any(traffic: Traffic) -> None:
+    validator("traffic").validate(json.loads(codec.dumps_json(codec.to_data(traffic))))
 
 
 def _set(value: object, *path: str | int) -> Change:

@@ -25,9 +25,10 @@ from capture_planner.testing import (
     observations,
     plans,
     specs,
+    traffics,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations()
+ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | traffics()
 
 
 @given(ANY_RECORD)

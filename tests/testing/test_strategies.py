@@ -12,6 +12,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
+from capture_planner.records.traffic import Traffic
 from capture_planner.testing import (
     arbitrary_plans,
     backends,
@@ -22,6 +23,7 @@ from capture_planner.testing import (
     observations,
     plans,
     specs,
+    traffics,
 )
 
 # There is one schema version so far, and a newer one cannot be read.
@@ -99,6 +101,11 @@ def test_every_field_of_an_observation_takes_part():
     assert not _unseen(observations(), Observation, examples=60)
 
 
+def test_every_field_of_traffic_takes_part():
+    """The same for traffic."""
+    assert not _unseen(traffics(), Traffic, examples=60)
+
+
 @given(backends())
 def test_a_fake_backend_is_a_backend(backend):
     """What the strategy gives meets the contract's protocol."""
@@ -133,4 +140,6 @@ def test_documents_are_damaged_and_whole():
         seen.add((document.kind, document.mutated))
 
     collect()
-    assert seen == {(kind, damaged) for kind in (Spec, Environment, Plan, Observation) for damaged in (True, False)}
+    assert seen == {
+        (kind, damaged) for kind in (Spec, Environment, Plan, Observation, Traffic) for damaged in (True, False)
+    }
