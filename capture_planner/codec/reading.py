@@ -20,12 +20,7 @@ from capture_planner.records.spec import SCHEMA_VERSION, Spec
 
 T = TypeVar("T")
 
-_CALLED: Mapping[type, str] = {
-    Spec: "a spec",
-    Plan: "a plan",
-    Observation: "an observation",
-    Profile: "a profile",
-}
+_CALLED: Mapping[type, str] = {Spec: "a spec", Plan: "a plan", Observation: "an observation", Profile: "a profile"}
 
 
 def structure(data: Any, kind: type[T]) -> T:

@@ -32,8 +32,8 @@ from capture_planner.records.batch_space import Domain
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Speculative
 from capture_planner.records.observation import Observation
-from capture_planner.records.profile import Profile
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.report.findings import DRIFT_CODE
 
 

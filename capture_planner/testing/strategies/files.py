@@ -56,7 +56,7 @@ def _mutations(draw: DrawFn, text: str) -> str:
 
 @st.composite
 def documents(draw: DrawFn) -> DocumentText:
-    """Return the text of specs, environments, plans, observations and profiles, half of them damaged in a place or two."""
+    """Return the text of files of every kind, half of them damaged in a place or two."""
     value: Any = draw(specs(max_reqs=64) | environments() | arbitrary_plans() | observations() | profiles())
     text, damage = codec.dumps(value), draw(st.sampled_from((0, 0, 1, 2)))
     for _ in range(damage):
