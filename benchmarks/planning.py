@@ -118,7 +118,7 @@ def slope(points: list[tuple[int, float]]) -> float:
 
 def profile(function: Callable[[], object], rows: int) -> str:
     """Return the most expensive functions of a call, by their own time."""
-    profiler = cProfile.SearchProfile()
+    profiler = cProfile.Profile()
     profiler.runcall(function)
     stream = io.StringIO()
     pstats.Stats(profiler, stream=stream).strip_dirs().sort_stats("tottime").print_stats(rows)
