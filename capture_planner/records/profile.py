@@ -54,22 +54,21 @@ class CostCurve:
 class GraphCost:
     """What graphs of a family cost: memory of the allocator and of the driver, and time to capture.
 
-    Graphs of a pool share their intermediates, so that the largest takes most of the pool. ``n`` graphs of a family,
-    the largest of ``t`` tokens, take ``largest_mib + mib_per_token * t + n * (mib + driver_mib)`` MiB.
+    Graphs of a pool share their intermediates: of all graphs of one mode in it, the largest takes
+    ``largest_mib + mib_per_token * tokens`` MiB, and each adds ``mib`` in the pool and ``driver_mib`` outside of it
+    (``measuring.fits``).
     """
 
     role: Role = field("the role")
     mode: GraphMode = field("FULL or PIECEWISE")
     query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
     draft_steps: Count | None = field("draft decodes in one graph; None: one", default=None)
-    mib: Amount = field("memory of a graph in the allocator's pool, in MiB")
+    mib: Amount = field("memory that each graph adds to the allocator's pool, in MiB")
     driver_mib: Amount = field("memory of a graph outside of the allocator, in MiB", default=0.0)
     mib_per_token: Amount = field("memory of the pool for each token of the largest graph, in MiB", default=0.0)
     seconds: Amount = field("time to capture a graph, apart from its tokens")
     seconds_per_token: Amount = field("time to capture a graph for each of its tokens", default=0.0)
-    largest_mib: Amount = field(
-        "memory of the pool for the largest graph of the family, apart from its tokens, in MiB", default=0.0
-    )
+    largest_mib: Amount = field("memory of the pool for the largest graph, apart from its tokens, in MiB", default=0.0)
     mib_error: Amount = field("by how much memory is off for a graph that was not fitted, in MiB", default=0.0)
     seconds_error: Amount = field("by how much the time is off for a graph that was not fitted", default=0.0)
 
