@@ -198,9 +198,8 @@ def _round(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, context:
 
 def _steps(rig: Rig) -> Iterator[float]:
     """Yield the seconds of decode steps apart from their passes, at each of the rig's numbers of requests."""
-    graphs = [
-        (role.role, entry) for role in rig.plan.roles for size in rig.sizes for entry in _serving(rig, role.role, size)
-    ]
+    roles = [role.role for role in rig.plan.roles]
+    graphs = [(role, entry) for role in roles for size in rig.sizes for entry in _serving(rig, role, size)]
     with rig.runner(plan_with(rig.plan, rig.registry, graphs)) as runner:
         runner.capture()
         for size in rig.sizes:
@@ -243,7 +242,7 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         device=rig.plan.environment.device,
         driver=here.driver,
-        torch=torch.__version__,
+        torch=str(torch.__version__).partition("+")[0],
         packages={"transformers": metadata.version("transformers")}
         | {name: rig.registry[name].version for name in used}
         | {name: version for name, version in here.packages.items() if name != "torch"},
@@ -255,7 +254,7 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
         graphs=fit.graphs,
         base_mib=fit.base_mib,
         base_seconds=fit.base_seconds,
-        step_milliseconds=statistics.median(findings.steps) * 1e3 if findings.steps else 0.0,
+        step_milliseconds=round(statistics.median(findings.steps) * 1e3, 6) if findings.steps else 0.0,
         spread=largest_spread(times),
         notes=tuple(notes),
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from capture_planner.measuring.staircase import SPREAD, Timing, gaps
+from capture_planner.modes import GraphMode
 from capture_planner.planning.costs import Family
 from capture_planner.records.profile import CostCurve, family_name
 from capture_planner.records.text import counted
@@ -25,28 +26,32 @@ def curves_of(times: Times) -> tuple[CostCurve, ...]:
             tokens=tuple(sizes),
             milliseconds=tuple(accumulate((round(timing.milliseconds, 6) for timing in sizes.values()), max)),
         )
-        for (role, mode, query_len, draft_steps), by_size in sorted(
-            times.items(), key=lambda item: family_name(*item[0])
-        )
-        if (sizes := dict(sorted(by_size.items())))
+        for (role, mode, query_len, draft_steps), sizes in _by_name(times)
     )
+
+
+def _by_name(times: Times) -> Iterator[tuple[Family, dict[int, Timing]]]:
+    """Yield the families that have times, by name, each with its sizes in order."""
+    for family in sorted(times, key=lambda family: family_name(*family)):
+        if times[family]:
+            yield family, dict(sorted(times[family].items()))
 
 
 def largest_spread(times: Times) -> float | None:
     """Return the largest spread over the repeats of a size; None without sizes."""
-    return max((timing.spread for sizes in times.values() for timing in sizes.values()), default=None)
+    spreads = [timing.spread for sizes in times.values() for timing in sizes.values()]
+    return round(max(spreads), 4) if spreads else None
 
 
 def time_notes(times: Times) -> Iterator[str]:
     """Yield what a reader of the curves must know: sizes that did not settle, and those that larger ones beat."""
-    for family, sizes in sorted(times.items(), key=lambda item: family_name(*item[0])):
-        name = family_name(*family)
-        unsettled = [size for size, timing in sorted(sizes.items()) if timing.spread >= SPREAD]
-        if unsettled:
-            worst = max(sizes[size].spread for size in unsettled)
-            subject = f"{len(unsettled)} of {counted(len(sizes), 'size')}"
-            yield f"{name}: the repeats of {subject} spread by {SPREAD:.0%} or more, {worst:.0%} at most"
-        yield from _beaten(name, {size: timing.milliseconds for size, timing in sorted(sizes.items())})
+    spreads = [timing.spread for sizes in times.values() for timing in sizes.values()]
+    unsettled = [spread for spread in spreads if spread >= SPREAD]
+    if unsettled:
+        subject = f"{len(unsettled)} of {counted(len(spreads), 'size')}"
+        yield f"the repeats of {subject} spread by {SPREAD:.0%} or more, {max(unsettled):.0%} at most"
+    for family, sizes in _by_name(times):
+        yield from _beaten(family_name(*family), {size: timing.milliseconds for size, timing in sizes.items()})
 
 
 def _beaten(name: str, times: Mapping[int, float]) -> Iterator[str]:
@@ -69,8 +74,9 @@ def in_tokens(times: Times) -> Times:
 
 
 def open_gaps(times: Times) -> Iterator[str]:
-    """Yield a note for each family whose steps were not all found, of times by size."""
+    """Yield a note for each family of graphs whose steps were not all found, of times by size."""
     plain = {family: {size: timing.milliseconds for size, timing in sizes.items()} for family, sizes in times.items()}
+    plain = {family: sizes for family, sizes in plain.items() if family[1] is not GraphMode.NONE}
     by_family: dict[Family, list[tuple[int, int, float]]] = {}
     for gap in gaps(plain):
         by_family.setdefault(gap.key, []).append((gap.low, gap.high, gap.rise))

@@ -103,8 +103,8 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
     for sample in samples:
         by_family.setdefault(sample.family, []).append(sample)
     costs = tuple(
-        _family_cost(family, of_family, firsts, known=known)
-        for family, of_family in sorted(by_family.items(), key=_name)
+        _family_cost(family, by_family[family], firsts, known=known)
+        for family in sorted(by_family, key=lambda family: family_name(*family))
     )
     rests = [
         sum(sample.mib for sample in capture) - _pool_mib(costs, [(each.family, each.tokens) for each in capture])
@@ -116,11 +116,7 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
         max(0.0, by_family[cost.key][0].seconds - cost.seconds - cost.seconds_per_token * by_family[cost.key][0].tokens)
         for cost in costs
     )
-    return Fit(graphs=costs, base_mib=base, base_seconds=cold)
-
-
-def _name(item: tuple[Family, object]) -> str:
-    return family_name(*item[0])
+    return Fit(graphs=costs, base_mib=round(base, 6), base_seconds=round(cold, 6))
 
 
 def _largest(capture: Sequence[GraphSample], mode: GraphMode) -> GraphSample | None:
@@ -144,20 +140,18 @@ def _family_cost(family: Family, samples: Sequence[GraphSample], firsts: set[int
         points += [(0.0, 0.0)] if len(points) == 1 else []
     memory = Line.of(points)
     seconds = Line.of([(float(sample.tokens), sample.seconds) for sample in samples[1:] or samples])
-    return GraphCost(
-        role=role,
-        mode=mode,
-        query_len=query_len,
-        draft_steps=draft_steps,
-        mib=each,
-        driver_mib=max(0.0, statistics.fmean(sample.driver_mib for sample in samples)),
-        largest_mib=memory.intercept,
-        mib_per_token=memory.slope,
-        mib_error=memory.error if known else (statistics.pstdev(later) if later else 0.0),
-        seconds=seconds.intercept,
-        seconds_per_token=seconds.slope,
-        seconds_error=seconds.error,
-    )
+    figures = {
+        "mib": each,
+        "driver_mib": max(0.0, statistics.fmean(sample.driver_mib for sample in samples)),
+        "largest_mib": memory.intercept,
+        "mib_per_token": memory.slope,
+        "mib_error": memory.error if known else (statistics.pstdev(later) if later else 0.0),
+        "seconds": seconds.intercept,
+        "seconds_per_token": seconds.slope,
+        "seconds_error": seconds.error,
+    }
+    rounded = {name: round(figure, 9) for name, figure in figures.items()}
+    return GraphCost(role=role, mode=mode, query_len=query_len, draft_steps=draft_steps, **rounded)
 
 
 def _pool_mib(costs: Iterable[GraphCost], graphs: Sequence[tuple[Family, int]]) -> float:
