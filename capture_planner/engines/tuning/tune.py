@@ -8,7 +8,7 @@ import attrs
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.side_by_side import emulation_of_plan
-from capture_planner.engines.tuning.judgement import Judgement, Pricing, judged
+from capture_planner.engines.tuning.judgement import Pricing, SideFigures, judged
 from capture_planner.engines.tuning.verdict import LEAST_STEPS, SPREAD, Noise, Verdict, noise_between, verdict_on
 from capture_planner.planning.costs import Costs
 from capture_planner.records.batch import Batch
@@ -47,7 +47,7 @@ class Bounds:
     memory_mib: float | None = None
     seconds: float | None = None
 
-    def hold(self, side: Judgement) -> bool:
+    def hold(self, side: SideFigures) -> bool:
         """Say whether a side is within all bounds."""
         # A bound that is another side's own figure must hold for the same figure.
         return all(
@@ -66,8 +66,8 @@ class Tuning:
 
     verdict: Verdict
     reason: str
-    today: Judgement | None
-    proposed: Judgement | None
+    today: SideFigures | None
+    proposed: SideFigures | None
     """None where there is too little data."""
     pareto: tuple[ParetoPoint, ...] = ()
     plan: Plan | None = None
@@ -82,7 +82,7 @@ class _Candidate:
     allowed: int
     plan: Plan
     pricing: Pricing
-    chosen: Judgement
+    chosen: SideFigures
     """On the steps that it was chosen by."""
 
 
@@ -139,7 +139,7 @@ def tune(
     )
 
 
-def _words(before: Judgement, after: Judgement) -> str:
+def _words(before: SideFigures, after: SideFigures) -> str:
     change = after.mean_step_ms / before.mean_step_ms - 1
     return f"steps take {abs(change):.1%} {'more' if change > 0 else 'less'} time"
 
@@ -169,7 +169,7 @@ def _side(plan: Plan, today: Emulation) -> Emulation:
     return attrs.evolve(side, managers=managers, whole_prompts=today.whole_prompts)
 
 
-def _selected(candidates: Sequence[_Candidate], past: Judgement, limits: Bounds) -> _Candidate:
+def _selected(candidates: Sequence[_Candidate], past: SideFigures, limits: Bounds) -> _Candidate:
     within = [each for each in candidates if limits.hold(each.chosen)] or list(candidates[:1])
     best = min(each.chosen.mean_step_ms for each in within)
     most = best * (1 + TOLERANCE)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import attrs
 
-from capture_planner.engines.tuning.judgement import Judgement, Pricing
-from capture_planner.records.batch import Batch
+from capture_planner.engines.tuning.judgement import Pricing, SideFigures
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.text import counted
 
 LEAST_STEPS = 1000
@@ -63,19 +63,19 @@ def noise_between(today: Pricing, proposed: Pricing, steps: Mapping[Batch, int],
         gain = before.milliseconds - after.milliseconds
         sums += gain * count
         squares += gain * gain * count
-        if [_shape(each) for each in before.answers] != [_shape(each) for each in after.answers]:
+        if any(_shape(before.answers[role]) != _shape(after.answers.get(role)) for role in before.answers):
             different += max(before.milliseconds, after.milliseconds) * count
     mean = sums / total
     variance = max(squares / total - mean * mean, 0.0)
     return Noise(measuring=spread * different / total, sampling=_NORMAL * math.sqrt(variance / total))
 
 
-def _shape(entry: object) -> object:
+def _shape(entry: Entry | None) -> object:
     """Return what of a graph decides its time."""
-    return entry and tuple(getattr(entry, name) for name in ("mode", "num_tokens", "query_len", "draft_steps"))
+    return entry and (entry.mode, entry.num_tokens, entry.query_len, entry.draft_steps)
 
 
-def verdict_on(today: Judgement, proposed: Judgement, noise: Noise) -> tuple[Verdict, str]:
+def verdict_on(today: SideFigures, proposed: SideFigures, noise: Noise) -> tuple[Verdict, str]:
     """Return the verdict, and why, in a sentence."""
     gain = today.mean_step_ms - proposed.mean_step_ms
     share, error = gain / today.mean_step_ms, noise.total / today.mean_step_ms
@@ -96,11 +96,11 @@ def verdict_on(today: Judgement, proposed: Judgement, noise: Noise) -> tuple[Ver
     return Verdict.KEEP, "no table of sizes is faster, and memory and start-up are about the same"
 
 
-def _share(milliseconds: float, today: Judgement) -> str:
+def _share(milliseconds: float, today: SideFigures) -> str:
     return f"{milliseconds / today.mean_step_ms:.1%}"
 
 
-def _savings(today: Judgement, proposed: Judgement) -> list[str]:
+def _savings(today: SideFigures, proposed: SideFigures) -> list[str]:
     """Return the savings that are larger than the error of their prediction, in words."""
     words = []
     if today.memory_mib - proposed.memory_mib > MEMORY_ERROR * today.memory_mib:
