@@ -208,7 +208,7 @@ def test_report_page_is_complete_and_self_contained(report: BenchReport) -> None
     assert parsed.open == []
     assert not parsed.tags & {"script", "link", "img", "iframe", "object", "embed"}
     assert max(parsed.ids.values()) == 1
-    drawn = set(re.findall(r'<figure id="figure-(\w+)"', text))
+    drawn = set(re.findall(r'id="figure-(\w+)"', text))
     assert drawn == {
         name
         for name, is_there in {
