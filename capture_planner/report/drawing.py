@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 
@@ -68,23 +68,27 @@ def svg(plot: Plot, name: str) -> str:
 
     Text that would overlap another is not drawn; ``plot_tables.plot_grid`` has all numbers and labels.
     """
+    drawing = figure(plot)
+    buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE):
-        text = _svg(_figure(plot))
+        drawing.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     for ink, variable in _VARIABLES.items():
         text = text.replace(ink, f"var({variable})")
     return text.replace("<svg ", '<svg aria-hidden="true" ', 1).strip()
 
 
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+def figure(plot: Plot) -> Figure:
+    """Return the picture of a plot as matplotlib has it; its texts neither overlap nor leave it."""
+    with matplotlib.rc_context(_STYLE):
+        return _figure(plot)
 
 
 def _figure(plot: Plot) -> Figure:
     rows = any(one.mark is Mark.ROWS for one in plot.series)
-    height = 0.8 + 0.28 * len(plot.series[0].points) if rows else _HEIGHT
+    height = max(1.6, 0.8 + 0.28 * len(plot.series[0].points)) if rows else _HEIGHT
     # 72 units an inch, as SVG has: text is measured in what it is drawn in.
     figure = Figure(figsize=(_WIDTH, height), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
     figure.patch.set_visible(False)
@@ -92,14 +96,12 @@ def _figure(plot: Plot) -> Figure:
     axes.patch.set_visible(False)
     (x_unit, x_scale), (y_unit, y_scale) = plot.units()
     shown = [_scaled(one, x_scale, y_scale) for one in plot.series]
-    if rows:
-        _rows(axes, plot, shown)
-        axes.set_xlabel(_label(plot.y, y_unit))
-        axes.set_ylabel(_label(plot.x, x_unit, 24))
-    else:
-        _marks(axes, plot, shown)
-        axes.set_xlabel(_label(plot.x, x_unit))
-        axes.set_ylabel(_label(plot.y, y_unit, 28))
+    (_rows if rows else _marks)(axes, plot, shown)
+    labels = f"{plot.x.label} ({x_unit})", f"{plot.y.label} ({y_unit})"
+    _wrap(axes.xaxis.label, labels[rows], 72 * _WIDTH - 50)
+    _wrap(axes.yaxis.label, labels[not rows], 72 * height - 40)
+    axes.xaxis.label.set_gid("x-label")
+    axes.yaxis.label.set_gid("y-label")
     _drop_overlaps(figure, axes)
     return figure
 
@@ -111,8 +113,13 @@ def _scaled(series: Series, x_scale: float, y_scale: float) -> list[tuple[float 
     ]
 
 
-def _label(axis: PlotAxis, unit: str, width: int = 50) -> str:
-    return textwrap.fill(printable(f"{axis.label} ({unit})"), width)
+def _wrap(label: Text, text: str, room: float) -> None:
+    """Write the label of an axis in as many lines as it needs to be no longer than its axis."""
+    for width in range(60, 4, -4):
+        label.set_text(textwrap.fill(printable(text), width))
+        box = label.get_window_extent()
+        if max(box.width, box.height) <= room:
+            return
 
 
 def _names(points: Iterable[tuple[float | str, float]], width: int) -> list[str]:

@@ -23,6 +23,7 @@ from capture_planner.report.thinning import Buckets, cumulative, thinned
 from capture_planner.report.writing import printable, ran
 from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, RunReport, Step
 from support import ledgers
+from support.pages import check_plots
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -162,6 +163,7 @@ def check(report, page):
                 text = ran(cell) if isinstance(cell, GraphMode) else printable(cell).strip()
                 assert not text or text in shown
     assert report.plan.spec_digest in page
+    check_plots(run_report(report).charts(), page)
 
 
 @pytest.mark.parametrize("name", RUNS)
