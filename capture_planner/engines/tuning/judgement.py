@@ -20,16 +20,32 @@ from capture_planner.records.batch import Batch, Entry
 
 
 @attrs.frozen
+class PassCost:
+    """What the passes of one role take in a step."""
+
+    batch: Batch
+    entry: Entry | None
+    """The graph that serves it; None: eager."""
+    milliseconds: float
+    every_size: float
+    """The same if every size had a graph, in the mode that the role runs in."""
+
+
+@attrs.frozen
 class StepCost:
     """What one step takes."""
 
+    passes: tuple[PassCost, ...]
     milliseconds: float
     every_size: float
-    """The same if every size had a graph, in the modes that the roles run in."""
-    answers: Mapping[Role, Entry | None]
-    """The graph of each role that runs in it; None: eager."""
+    """The same if every size had a graph."""
     unknown: bool = False
     """Whether an observation has no answer for it; it counts as eager."""
+
+    @property
+    def answers(self) -> dict[Role, Entry | None]:
+        """The graph of each role that runs in it."""
+        return {each.batch.role: each.entry for each in self.passes}
 
 
 @attrs.frozen(kw_only=True)
@@ -71,17 +87,17 @@ class Pricing:
         return self._known[batch]
 
     def _step(self, batch: Batch) -> StepCost:
-        own = best = self.costs.profile.step_milliseconds
-        answers: dict[Role, Entry | None] = {}
-        unknown = False
+        passes, unknown = [], False
         for each, repeats in self._passes(batch):
             answer = self.deployment.dispatch(each)
-            entry = answers[each.role] = answer.entry
+            entry = answer.entry
             unknown = unknown or answer.reason is Reason.UNKNOWN
-            own += self._prices.of(each, entry, repeats)
             fused = entry is not None and entry.draft_steps is not None
-            best += self._prices.with_every_size(each, repeats, fused=fused)
-        return StepCost(own, best, answers, unknown)
+            every = self._prices.with_every_size(each, repeats, fused=fused)
+            passes.append(PassCost(each, entry, self._prices.of(each, entry, repeats), every))
+        apart = self.costs.profile.step_milliseconds
+        own, best = (apart + sum(getattr(each, name) for each in passes) for name in ("milliseconds", "every_size"))
+        return StepCost(tuple(passes), own, best, unknown)
 
     def _passes(self, batch: Batch) -> Iterator[tuple[Batch, int]]:
         """Yield the passes of the roles that the engine runs: some draft without a model, or inside the target."""

@@ -72,6 +72,9 @@ class Tuning:
     pareto: tuple[ParetoPoint, ...] = ()
     plan: Plan | None = None
     """What is proposed."""
+    pricings: tuple[Pricing, Pricing] | None = None
+    """Today's and the plan's; ``today`` and ``proposed`` are their figures over ``judging``."""
+    judging: Mapping[Batch, int] = attrs.field(factory=dict, repr=False)
     max_graphs: int | None = None
     """The number of graphs with which it was planned."""
     noise: Noise | None = None
@@ -134,6 +137,8 @@ def tune(
         proposed=proposed,
         pareto=tuple(_pareto(candidates, judging, limits)),
         plan=selected.plan,
+        pricings=(present, selected.pricing),
+        judging=judging,
         max_graphs=selected.allowed,
         noise=noise,
     )
