@@ -37,7 +37,7 @@ from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.serving.kv import PageFormat
 
-GROUP = 8
+GROUP = 12
 """Graphs that are captured together, and released."""
 CACHE_SHARE = 0.5
 """Largest share of a GPU's free memory for the KV cache, if its pages are not stated."""
@@ -86,8 +86,11 @@ class Findings:
         return cls(times={family: {} for family in families}, milliseconds={family: {} for family in families})
 
     def add(self, family: Family, size: int, timing: Timing) -> None:
-        self.times[family][size] = timing
-        self.milliseconds[family][size] = timing.milliseconds
+        """Keep a timing; of a size that was measured before, the lower one."""
+        before = self.times[family].get(size)
+        if before is None or timing.milliseconds < before.milliseconds:
+            self.times[family][size] = timing
+            self.milliseconds[family][size] = timing.milliseconds
 
 
 def profile(plan: Plan, registry: Registry, settings: ProfileSettings, progress: launch.Progress) -> Profile:

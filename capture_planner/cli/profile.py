@@ -18,22 +18,28 @@ from capture_planner.cli.common import (
     INTERRUPTED,
     emit,
     emit_file,
+    plan_of,
     prepare_torch,
     progress_bars,
     read_document,
     refuse_outputs,
 )
 from capture_planner.cli.options import FILE, option
+from capture_planner.codec.shipped import find_environment, shipped_environments
+from capture_planner.measuring.observed import observed_profile
 from capture_planner.plugins import registry
+from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
+from capture_planner.records.spec import Spec
 from capture_planner.report.profile import profile_tables
 
 MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threads", "any_plan", "any_environment")
 
 
 @click.command(short_help="Measure what each size of graph costs on this machine.")
-@click.argument("plan_file", metavar="PLAN|SPEC", required=False)
-@click.option("--from", "source", metavar="OBSERVATION", help="Take the figures from an engine; measures nothing.")
+@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.option("--from", "source", metavar="OBSERVATION", help="Take the figures from an engine, and measure nothing.")
 @click.option("-o", "--output", type=FILE, help="Write the profile to this file.")
 @options.model
 @options.seed
@@ -47,33 +53,48 @@ MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threa
 @options.environment
 @options.formats()
 def profile(
-    plan_file: str | None, source: str | None, output: Path | None, environment: str | None, form: str, **values: Any
+    plan_file: str, source: str | None, output: Path | None, environment: str | None, form: str, **values: Any
 ) -> None:
     """Measure what passes and graphs of each size cost on this machine.
 
     Time is a staircase of the size: its steps are found by bisection, up to the limits of a spec. The sizes of a
     plan's graphs are measured besides. Also measured: eager passes, memory and seconds of a graph, and the rest of a
-    step. With --from the figures are those of an engine that was observed. Ctrl-C keeps what was measured.
+    step. With --from the figures are those of an engine that was observed, of the PLAN's or SPEC's model. Ctrl-C keeps
+    what was measured.
     """
     refuse_outputs(plan_file, {"--output": output})
-    if (plan_file is None) is (source is None):
-        raise click.UsageError("Give either PLAN|SPEC or --from OBSERVATION.")
-    if source is not None:
-        given = [options.dashed(name) for name in MEASURING if options.stated(name)]
-        if given or environment is not None:
-            raise click.UsageError(f"{(given or ['--environment'])[0]} goes with measuring; --from measures nothing.")
-        result = _observed(source)
-    else:
-        assert plan_file is not None, "one of the two was given"
-        result = _measured(plan_file, environment, values)
+    result = _measured(plan_file, environment, values) if source is None else _observed(plan_file, source, environment)
     emit(form, lambda: result, partial(profile_tables, result))
     emit_file(form, output, lambda: codec.dumps(result))
     if any(note.startswith("interrupted") for note in result.notes):
         click.get_current_context().exit(INTERRUPTED)
 
 
-def _observed(source: str) -> Profile:
-    raise NotImplementedError
+def _observed(file: str, source: str, environment: str | None) -> Profile:
+    """Take figures from an observation; the model is the plan's, and the device the plan's or the one named."""
+    given = [options.dashed(name) for name in MEASURING if options.stated(name)]
+    if given:
+        raise click.UsageError(f"{given[0]} goes with measuring, and --from measures nothing.")
+    observation = read_document(source).load(Observation)
+    document = read_document(file)
+    if document.is_plan:
+        plan = plan_of(document, environment)
+        return observed_profile(observation, plan.model, plan.environment.device, command_line())
+    machine = environment_of_device(observation.device) if environment is None else find_environment(environment)
+    return observed_profile(observation, document.load(Spec).model, machine.device, command_line())
+
+
+def environment_of_device(name: str | None) -> Environment:
+    """Return the shipped environment of a device; raises ``click.UsageError`` where none has it."""
+    for each in map(find_environment, shipped_environments()):
+        if each.device.name == name:
+            return each
+    device = "no device" if name is None else f"the device {name}, which no shipped environment has"
+    raise click.UsageError(f"the observation names {device}; describe it with --environment.")
+
+
+def command_line() -> str:
+    return shlex.join(["capture-planner", *map(without_folder, sys.argv[1:])])
 
 
 def _measured(file: str, environment: str | None, values: dict[str, Any]) -> Profile:
@@ -86,8 +107,6 @@ def _measured(file: str, environment: str | None, values: dict[str, Any]) -> Pro
     prepare_torch(values["threads"])
     same = ("model", "seed", "seconds", "context", "page_size", "pages", "any_environment", "any_plan")
     settings = ProfileSettings(
-        **{name: values[name] for name in same},
-        entries=document.is_plan,
-        command=shlex.join(["capture-planner", *map(without_folder, sys.argv[1:])]),
+        **{name: values[name] for name in same}, entries=document.is_plan, command=command_line()
     )
     return measure(plan, registry.load_backends(), settings, progress_bars(values["progress"]))

@@ -102,14 +102,27 @@ def gaps(times: Mapping[K, Mapping[int, float]], noise: float = SPREAD) -> list[
     return sorted(found, key=lambda gap: -gap.rise)
 
 
+def disputed(times: Mapping[K, Mapping[int, float]], noise: float = SPREAD) -> list[Size[K]]:
+    """Return the sizes that take longer than a larger one: mistakes of measuring, or sizes of no use."""
+    found = []
+    for key, of_key in times.items():
+        least = float("inf")
+        for size in sorted(of_key, reverse=True):
+            if of_key[size] > least * (1 + noise):
+                found.append((key, size))
+            least = min(least, of_key[size])
+    return found
+
+
 def rounds(
     ranges: Sequence[SizeRange[K]], times: Mapping[K, Mapping[int, float]], group: int, noise: float = SPREAD
 ) -> Iterator[list[Size[K]]]:
     """Yield up to ``group`` sizes to measure at a time, until every interval is flat or its ends are adjacent.
 
     First the ends of each curve, then powers of two and named sizes; then the middle of the intervals that rise most.
-    The caller puts times into ``times``, by curve and size, before it asks for the next round; a size that it leaves
-    out is not asked for again.
+    A size that takes longer than a larger one is measured once more: the caller keeps the lower time. It puts times
+    into ``times``, by curve and size, before it asks for the next round; a size that it leaves out is not asked for
+    again.
     """
     by_turns = zip_longest(*([(each.key, size) for size in each.seeds] for each in ranges))
     seeds = (size for size in chain.from_iterable(by_turns) if size is not None)
@@ -118,10 +131,13 @@ def rounds(
     while batch := list(islice(seeds, group)):
         asked.update(batch)
         yield batch
+    again: set[Size[K]] = set()
     while True:
+        doubtful = [size for size in disputed(times, noise) if size not in again][:group]
+        again.update(doubtful)
         middles = ((gap.key, gap.middle) for gap in gaps(times, noise) if gap.key in searched)
-        batch = list(islice((size for size in middles if size not in asked), group))
-        if not batch:
+        new = list(islice((size for size in middles if size not in asked), group - len(doubtful)))
+        asked.update(new)
+        if not doubtful and not new:
             return
-        asked.update(batch)
-        yield batch
+        yield [*doubtful, *new]
