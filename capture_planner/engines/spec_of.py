@@ -33,19 +33,21 @@ class DerivedSpec:
     assumptions: tuple[str, ...] = ()
 
 
-def spec_of(emulation: Emulation, engine: Engine, like: Model) -> DerivedSpec:
+def spec_of(emulation: Emulation, engine: Engine | None, like: Model, name: str | None = None) -> DerivedSpec:
     """Return the spec of the deployment that an engine's flags, or an observation, describe.
 
     Limits, modes, speculation, adapters and ranks are the engine's. Sizes and budget are left at their defaults.
 
+    :param engine: None: its attention backends have no names here.
     :param like: the model whose dimensions are taken where the engine's model is not known here.
+    :param name: the model's name; None: as the settings have it, or as ``like`` has it.
     :raises EngineError: no spec can describe the deployment.
     """
     if any(family.query_len != 1 for family in emulation.drafts or ()):
         message = "drafts several tokens of a request in one pass, and no plan has such graphs"
         raise EngineError(f"{emulation.engine} {message}; its sizes can only be set by its own flags")
     assumptions: list[str] = []
-    base = _base(emulation, like, assumptions)
+    base = _base(emulation, like, name, assumptions)
     wide = emulation.speculative
     if wide is not None:
         fused = any(graph.entry.draft_steps is not None for graph in emulation.graphs)
@@ -76,24 +78,26 @@ def _by_role(emulation: Emulation) -> dict[str, RoleSpec]:
     return {role.value: RoleSpec(mode=mode) for role, mode in found.items() if mode is not usual[role]}
 
 
-def _backend(emulation: Emulation, engine: Engine, assumptions: list[str]) -> str:
+def _backend(emulation: Emulation, engine: Engine | None, assumptions: list[str]) -> str:
     theirs = _setting(emulation, "attention_backend")
-    ours = {name: own for own, name in engine.backends}.get(str(theirs))
+    ours = {name: own for own, name in (engine.backends if engine else ())}.get(str(theirs))
     if ours is not None:
         return ours
-    says = f"{engine.name}'s attention backend {theirs} has" if theirs else f"{engine.name}'s attention backends have"
+    owner = f"{emulation.engine}'s attention backend"
+    says = f"{owner} {theirs} has" if theirs else f"{owner}s have"
     assumptions.append(f"{says} no plugin here: the plan is made for {BACKEND}, which decides how far graphs go")
     return BACKEND
 
 
-def _base(emulation: Emulation, like: Model, assumptions: list[str]) -> Spec:
+def _base(emulation: Emulation, like: Model, name: str | None, assumptions: list[str]) -> Spec:
     """Return a spec with the engine's model: by name that of ``like``, by its configuration, or else like it."""
-    name = str(next(_settings(emulation, _MODEL), like.name))
+    name = name or str(next(_settings(emulation, _MODEL), like.name))
     spec = Spec(model=like, limits=emulation.limits, backend=BACKEND)
     if name != like.name:
         spec = _configured(name, like, assumptions) or replace(spec, model=replace(like, name=name))
     length = next(_settings(emulation, _LENGTH), None)
-    changes: dict[str, Any] = {} if not isinstance(length, int) else {"max_model_len": length}
+    # An observation has its settings as text.
+    changes: dict[str, Any] = {"max_model_len": int(length)} if str(length).isdigit() else {}
     dtype = _setting(emulation, "dtype")
     if dtype in {each.value for each in DataType}:
         changes["dtype"] = DataType(dtype)

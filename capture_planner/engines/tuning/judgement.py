@@ -65,6 +65,8 @@ class SideFigures:
     """How much longer steps take than if every size had a graph, as a share."""
     worst_regret: float
     """The same of the batch for which it is worst."""
+    objective: float
+    """What was to be least: milliseconds, or of the worst regret the ratio."""
     unknown: int = 0
     """Steps that an observation has no answer for; they count as eager."""
 
@@ -104,9 +106,12 @@ class Pricing:
         return (each for each in passes_of(batch, self.deployment) if each[0].role in self.deployment.modes)
 
 
-def judged(pricing: Pricing, steps: Mapping[Batch, int], accepted: float = 0.0) -> SideFigures:
+def judged(
+    pricing: Pricing, steps: Mapping[Batch, int], *, objective: str = "mean", accepted: float = 0.0
+) -> SideFigures:
     """Return what a deployment's graphs cost, and what steps take.
 
+    :param objective: as in ``Sizes.objective``: mean, regret, or a percentile as p99.
     :param accepted: drafts that a request gets accepted in a step, on average.
     """
     graphs = [(graph.role, graph.entry) for graph in pricing.deployment.graphs]
@@ -126,14 +131,28 @@ def judged(pricing: Pricing, steps: Mapping[Batch, int], accepted: float = 0.0) 
         for role, entry in step.answers.items():
             run[role] += count
             eager[role] += count * (entry is None)
+    mean = spent / sum(steps.values())
+    values = {"mean": mean, "regret": 1 + worst}
     return SideFigures(
         graphs=len(graphs),
         memory_mib=capture.memory_mib,
         seconds=capture.seconds,
-        mean_step_ms=spent / sum(steps.values()),
+        mean_step_ms=mean,
         token_ms=waited / requests / (1 + accepted),
         eager_share={role: eager[role] / max(run[role], 1) for role in pricing.deployment.modes},
         regret=spent / every - 1,
         worst_regret=worst,
+        objective=values[objective] if objective in values else _percentile(pricing, steps, float(objective[1:])),
         unknown=unknown,
     )
+
+
+def _percentile(pricing: Pricing, steps: Mapping[Batch, int], percent: float) -> float:
+    """Return the milliseconds within which so many of the steps end."""
+    left = sum(steps.values()) * percent / 100
+    times = sorted((pricing.step(batch).milliseconds, count) for batch, count in steps.items())
+    for milliseconds, count in times:
+        left -= count
+        if left <= 1e-9:
+            return milliseconds
+    return times[-1][0]

@@ -97,6 +97,7 @@ def tune(
     judging: Mapping[Batch, int],
     *,
     bounds: Bounds | None = None,
+    objective: str = "mean",
     accepted: float = 0.0,
 ) -> Tuning:
     """Propose a plan by the steps in ``chosen``, and judge it next to ``today`` on those in ``judging``.
@@ -105,6 +106,7 @@ def tune(
     graphs; never a slower one than today's, if today's is within the bounds.
 
     :param bounds: None: the memory and the time of capture that today's graphs take.
+    :param objective: as in ``Sizes.objective``; ``propose`` chooses by the same.
     :param accepted: drafts that a request gets accepted in a step, on average.
     :raises PlanningError: the profile has no times of a role.
     """
@@ -113,23 +115,20 @@ def tune(
         says = f"{counted(total, 'step')} to judge on; below {LEAST_STEPS:,} nothing is promised"
         return Tuning(verdict=Verdict.TOO_LITTLE_DATA, reason=says, today=None, proposed=None)
     present = Pricing(today, costs)
-    before = judged(present, judging, accepted)
+    before = judged(present, judging, objective=objective, accepted=accepted)
     if not today.graphs and not any(mode.allowed for mode in today.modes.values()):
         says = "graphs are turned off, so no sizes are chosen; allow them, and tune again"
         return Tuning(verdict=Verdict.KEEP, reason=says, today=before, proposed=before)
-    past = judged(present, chosen)
+    past = judged(present, chosen, objective=objective)
     limits = bounds or Bounds(memory_mib=before.memory_mib, seconds=before.seconds)
-    candidates = list(_candidates(propose, present, chosen, limits))
+    candidates = list(_candidates(propose, present, chosen, limits, objective))
     selected = _selected(candidates, past, limits)
-    proposed = judged(selected.pricing, judging, accepted)
+    proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
     spread = costs.profile.spread
-    noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread)
-    verdict, reason = verdict_on(before, proposed, noise)
+    noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
+    verdict, reason = verdict_on(before, proposed, noise, objective)
     if not limits.hold(before) and limits.hold(proposed):
-        verdict, reason = (
-            Verdict.CHANGE,
-            f"today's graphs are not within the budget; with the plan {_words(before, proposed)}",
-        )
+        verdict, reason = Verdict.CHANGE, f"today's graphs exceed the budget; within it {_change(before, proposed)}"
     return Tuning(
         verdict=verdict,
         reason=reason,
@@ -144,13 +143,13 @@ def tune(
     )
 
 
-def _words(before: SideFigures, after: SideFigures) -> str:
+def _change(before: SideFigures, after: SideFigures) -> str:
     change = after.mean_step_ms / before.mean_step_ms - 1
-    return f"steps take {abs(change):.1%} {'more' if change > 0 else 'less'} time"
+    return f"the mean step takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
 
 
 def _candidates(
-    propose: Propose, present: Pricing, chosen: Mapping[Batch, int], limits: Bounds
+    propose: Propose, present: Pricing, chosen: Mapping[Batch, int], limits: Bounds, objective: str
 ) -> Iterator[_Candidate]:
     """Yield the best table of each number of graphs that is tried, without those that need no more than one before."""
     today = len(present.deployment.graphs)
@@ -162,7 +161,7 @@ def _candidates(
         if plan.num_graphs != graphs:
             graphs = plan.num_graphs
             pricing = Pricing(_side(plan, present.deployment), present.costs)
-            yield _Candidate(count, plan, pricing, judged(pricing, chosen))
+            yield _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective))
         elif count > 2 * plan.num_graphs:
             return  # More graphs would buy nothing.
 
@@ -176,20 +175,20 @@ def _side(plan: Plan, today: Emulation) -> Emulation:
 
 def _selected(candidates: Sequence[_Candidate], past: SideFigures, limits: Bounds) -> _Candidate:
     within = [each for each in candidates if limits.hold(each.chosen)] or list(candidates[:1])
-    best = min(each.chosen.mean_step_ms for each in within)
+    best = min(each.chosen.objective for each in within)
     most = best * (1 + TOLERANCE)
     if limits.hold(past):
-        most = max(best, min(most, past.mean_step_ms))
-    return next(each for each in within if each.chosen.mean_step_ms <= most)
+        most = max(best, min(most, past.objective))
+    return next(each for each in within if each.chosen.objective <= most)
 
 
 def _pareto(candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: Bounds) -> Iterator[ParetoPoint]:
     """Yield the candidates that are faster than all with fewer graphs, on the steps that chose them."""
     fastest = float("inf")
     for each in candidates:
-        if each.chosen.mean_step_ms >= fastest:
+        if each.chosen.objective >= fastest:
             continue
-        fastest = each.chosen.mean_step_ms
+        fastest = each.chosen.objective
         side = judged(each.pricing, judging)
         yield ParetoPoint(
             graphs=side.graphs,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from capture_planner.engines.tuning.judgement import Pricing, SideFigures
+from capture_planner.engines.tuning.judgement import Pricing, SideFigures, judged
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.text import counted
 
@@ -23,6 +23,9 @@ SLOWER = 0.005
 
 MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15
 """How far predictions of memory and of capture time may be off: smaller savings are none."""
+
+SUBJECTS = {"mean": "mean step", "regret": "worst step, against a graph of its own size,"}
+"""What an objective is about; a percentile goes by its name."""
 
 _NORMAL = 1.96
 """Standard errors on each side of a mean that hold 95 % of all cases."""
@@ -51,12 +54,17 @@ class Noise:
         return math.hypot(self.measuring, self.sampling)
 
 
-def noise_between(today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], spread: float) -> Noise:
+def noise_between(
+    today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], spread: float, objective: str = "mean"
+) -> Noise:
     """Return the noise in the difference between two sides that are judged on the same steps.
 
-    Where both run a batch on the same graphs, an error of the profile is in both, and cancels out.
+    Where both run a batch on the same graphs, an error of the profile is in both, and cancels out. Of an objective that
+    is one step's, such as a percentile, that step may be off by the whole spread.
     """
     total = sum(steps.values())
+    if objective != "mean":
+        return Noise(measuring=spread * judged(today, steps, objective=objective).objective, sampling=0.0)
     different = sums = squares = 0.0
     for batch, count in steps.items():
         before, after = today.step(batch), proposed.step(batch)
@@ -75,29 +83,25 @@ def _shape(entry: Entry | None) -> object:
     return entry and (entry.mode, entry.num_tokens, entry.query_len, entry.draft_steps)
 
 
-def verdict_on(today: SideFigures, proposed: SideFigures, noise: Noise) -> tuple[Verdict, str]:
+def verdict_on(today: SideFigures, proposed: SideFigures, noise: Noise, objective: str = "mean") -> tuple[Verdict, str]:
     """Return the verdict, and why, in a sentence."""
-    gain = today.mean_step_ms - proposed.mean_step_ms
-    share, error = gain / today.mean_step_ms, noise.total / today.mean_step_ms
+    gain = today.objective - proposed.objective
+    share, error = gain / today.objective, noise.total / today.objective
     savings = _savings(today, proposed)
-    bound = f"noise of {error:.1%} (profile {_share(noise.measuring, today)}, sampling {_share(noise.sampling, today)})"
+    parts = (noise.measuring / today.objective, noise.sampling / today.objective)
+    bound = f"noise of {error:.1%} (profile {parts[0]:.1%}, number of steps {parts[1]:.1%})"
+    subject = f"the {SUBJECTS.get(objective, f'{objective} step')} takes"
     if gain > noise.total:
-        more = f"; it saves {' and '.join(savings)} too" if savings else ""
-        return Verdict.CHANGE, f"steps take {share:.1%} less time, more than the {bound}{more}"
+        more = f"; the plan saves {' and '.join(savings)} too" if savings else ""
+        return Verdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}{more}"
     if share < -SLOWER:
-        return Verdict.KEEP, f"steps would take {-share:.1%} more time"
+        return Verdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.1%} more time"
     if savings:
-        return Verdict.CHANGE, f"it saves {' and '.join(savings)}, and steps take the same time within the {bound}"
+        same = f"{subject} the same time within the {bound}"
+        return Verdict.CHANGE, f"the plan saves {', '.join(savings)}, and {same}"
     if share >= 0.0005:
-        return (
-            Verdict.KEEP,
-            f"the gain of {share:.1%} is within the {bound}, and memory and start-up are about the same",
-        )
-    return Verdict.KEEP, "no table of sizes is faster, and memory and start-up are about the same"
-
-
-def _share(milliseconds: float, today: SideFigures) -> str:
-    return f"{milliseconds / today.mean_step_ms:.1%}"
+        return Verdict.KEEP, f"the gain of {share:.1%} is within the {bound}; memory and start-up stay about the same"
+    return Verdict.KEEP, "no table of sizes is faster; memory and start-up stay about the same"
 
 
 def _savings(today: SideFigures, proposed: SideFigures) -> list[str]:
