@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
 from capture_planner import codec
@@ -27,6 +28,7 @@ from capture_planner.engines.tuning.launching import LaunchLine, launch_line
 from capture_planner.engines.tuning.tune import Tuning, TuningBounds
 from capture_planner.engines.tuning.tune import tune as compare_tables
 from capture_planner.engines.tuning.verdict import SPREAD, Verdict
+from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.measuring.fits import entry_family
 from capture_planner.measuring.traffic import SourceOptions
 from capture_planner.modes import Role
@@ -114,16 +116,19 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     accepted = accepted_of(load.traffic)
     spec, costs = _wanted(derived.spec, values), Costs(near.profile)
     measurements = Measurements(profile=near.profile, traffic=load.traffic)
-    tuning = compare_tables(
-        subject.today,
-        lambda count: _planned(spec, count, subject.environment, measurements),
-        costs,
-        load.chosen.counts,
-        load.judged.counts,
-        bounds=_bounds(spec.budget),
-        objective=values["objective"],
-        accepted=accepted or 0.0,
-    )
+    try:
+        tuning = compare_tables(
+            subject.today,
+            lambda count: _planned(spec, count, subject.environment, measurements),
+            costs,
+            load.chosen.counts,
+            load.judged.counts,
+            bounds=_bounds(spec.budget),
+            objective=values["objective"],
+            accepted=accepted or 0.0,
+        )
+    except PlanningError as error:
+        raise InvalidDocument(_of_profile(problem, near.name) for problem in error.problems) from None
     assumptions = [each for each in (near.assumption,) if each is not None]
     assumptions += [*subject.today.notes, *derived.assumptions, *_assumed(tuning, costs, subject.today, accepted)]
     line = _launch(subject, tuning, output)
@@ -144,6 +149,14 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
         emit_file(form, page, lambda: html(tune_report(report)))
     if tuning.verdict is Verdict.TOO_LITTLE_DATA:
         click.get_current_context().exit(FINDINGS)
+
+
+def _of_profile(problem: Problem, file: str) -> Problem:
+    """Return a problem of planning as one of the profile, where it is about that."""
+    if problem.path != ("sizes", "profile"):
+        return problem
+    remedy = "measure one of this deployment: capture-planner profile SPEC -o FILE"
+    return attrs.evolve(problem, path=(), file=file, remedy=remedy)
 
 
 def _source_options(subject: Subject, values: Mapping[str, Any]) -> SourceOptions:

@@ -138,6 +138,7 @@ def _machine(name: str | None, profile: Profile | None) -> Environment:
 class TuneCosts:
     """A profile, and how far it is from the deployment."""
 
+    name: str
     profile: Profile
     assumption: str | None
     """None: it is of this model on this device, and was given."""
@@ -150,16 +151,18 @@ def costs_of(subject: Subject, model: Model, given: Profile | None, name: str | 
         near = catalog.find_profile(machine, model, {str(name): given})
         if near is None:
             device = f"{given.device.name}, and this is {machine.device.name}"
-            return TuneCosts(profile=given, assumption=f"the costs of {name} were measured on {device}")
+            return TuneCosts(name=str(name), profile=given, assumption=f"the costs of {name} were measured on {device}")
         known = given.model.name == model.name
-        return TuneCosts(profile=given, assumption=None if known else f"the costs of {name} were {near.distance}")
+        says = None if known else f"the costs of {name} were {near.distance}"
+        return TuneCosts(name=str(name), profile=given, assumption=says)
     near = catalog.find_profile(machine, model)
     if near is None:
         raise CapturePlannerError(
             f"no shipped profile is of {machine.device.name}; measure one with `capture-planner profile SPEC -o FILE`, "
             "and give it as --profile FILE"
         )
-    return TuneCosts(profile=near.profile, assumption=f"costs are the shipped profile {near.name}, {near.distance}")
+    says = f"costs are those of the shipped profile {near.name}, {near.distance}"
+    return TuneCosts(name=f"the shipped profile {near.name}", profile=near.profile, assumption=says)
 
 
 @attrs.frozen(kw_only=True)

@@ -80,8 +80,8 @@ def vllm_log(steps: int, sizes: Iterable[int], *, width: int = 1, seed: int = 0)
         tokens = prompts * draw.randrange(16, 512)
         lines.append(
             f"(EngineCore_DP0 pid=41) INFO 11-22 06:{step // 3000 % 60:02}:{step // 50 % 60:02} [loggers.py:312] "
-            f"Engine 000: Iteration({step}): {prompts} context requests, {tokens} context tokens, {reqs} generation requests, "
-            f"{reqs * width} generation tokens, iteration elapsed time: 9.81 ms, GPU KV cache usage: 3.1%"
+            f"Engine 000: Iteration({step}): {prompts} context requests, {tokens} context tokens, {reqs} generation "
+            f"requests, {reqs * width} generation tokens, iteration elapsed time: 9.81 ms, GPU KV cache usage: 3.1%"
         )
     return "\n".join(lines) + "\n"
 
