@@ -164,8 +164,8 @@ def _marks(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, f
         axes.grid(False, axis="x")
     else:
         _fit(axes.xaxis, plot.x, [float(x) for points in shown for x, _ in points])
-    heights = [y for points in shown for _, y in points] + base
     filled = any(one.mark in (Mark.BARS, Mark.AREA) for one in plot.series)
+    heights = [y for points in shown for _, y in points] + base * filled
     _fit(axes.yaxis, plot.y, [height for height in heights if not math.isnan(height)], zero=filled)
 
 
@@ -242,12 +242,13 @@ def _log_ticks(low: float, least: float, high: float, base: int) -> list[float]:
 def _drop_overlaps(figure: Figure, axes: Axes) -> None:
     """Remove ticks' labels, then points' labels, that would overlap text before them or leave the picture."""
     figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what is measured stays where it is
     frame = Bbox.from_extents(0, 0, figure.bbox.width, figure.bbox.height)
     taken = [axes.xaxis.label.get_window_extent(), axes.yaxis.label.get_window_extent()]
 
     def is_free(box: Bbox) -> bool:
         # Browsers take a font of their own, which may be wider.
-        box = box.expanded(1.1, 1.0)
+        box = box.expanded(1.1, 1.0).padded(2, 0)
         inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
         if free := inside and not any(box.overlaps(other) for other in taken):
             taken.append(box)

@@ -11,14 +11,15 @@ import pytest
 
 from capture_planner.report.plots import Chart, Plot
 from capture_planner.report.writing import printable
+from support.conformance_command import FEW
 
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "run": ("--html", ("plan.yaml", "--requests", "12", "--drafter", "chance", "--threads", "1")),
+    "run": ("--html", ("plan.yaml", "--requests", "12", "--drafter", "chance", "--clip", "--threads", "1")),
     "bench": (
         "--page",
         ("plan.yaml", "--quick", "--load-requests", "3", "--prompt-tokens", "5", "--output-tokens", "6"),
     ),
-    "conformance": ("--html", ("reference", "--examples", "3", "--steps", "5", "--threads", "1")),
+    "conformance": ("--html", ("reference", *FEW, "--threads", "1")),
 }
 """Each command that writes a page: the option for it, and arguments for one of a tiny model on a CPU."""
 
