@@ -127,7 +127,9 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def tabled(plot: Plot, head: list[str], rows: list[list[str]]) -> list[tuple[str, float | str, float | None]]:
+def tabled(
+    plot: Plot, head: list[str], rows: list[list[str]]
+) -> list[tuple[str, float | str | None, float | str | None]]:
     """Return name, x and y of each point that a table has, in the units of the plot."""
     (x_unit, _), (y_unit, _) = plot.units()
     if head[0] == "series":
