@@ -239,8 +239,9 @@ def observing_costs(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
     (observer,) = OBSERVERS
     watch = observer._active
     assert watch is not None, "observing has ended; the log says why"
-    pairs = []
-    clocks = [time.pthread_getcpuclockid(each.ident) for each in threading.enumerate() if "recorder" in each.name]
+    pairs: list[tuple[float, float]] = []
+    recorders = [each.ident for each in threading.enumerate() if "recorder" in each.name]
+    clocks = [time.pthread_getcpuclockid(ident) for ident in recorders if ident is not None]
     started, busy = time.perf_counter(), sum(map(time.clock_gettime, clocks))
 
     for run in range(load["observing"]):

@@ -119,7 +119,7 @@ def measure(
                 results[case.name] = {"error": str(error)}
                 continue
             CONSOLE.print(f"{group.name}: {case.name}: {facts}", markup=False)
-            command = shlex.join([Path(word).name if "/" in word and word[0] == "/" else word for word in case.words])
+            command = shlex.join(case.words).replace(f"{folder}/", "")
             results[case.name] = {"facts": facts, "words": command, "rounds": []}
             engines.append(engine)
             for load in loads:
