@@ -223,9 +223,9 @@ def targets_of(
             )
     if group in ("main", "large"):
         own, flags, plan = "vLLM by itself", "flags of check", "plan"
-        planned_rate, own_rate = (short[name][200]["tokens_per_second"][0] for name in (plan, own))
-        gain = planned_rate / own_rate
-        targets[f"{group}: 200 requests, plan at least 2.5x vLLM by itself ({gain:.2f})"] = gain >= 2.5
+        if short.get(own):  # --cases may leave it out
+            gain = short[plan][200]["tokens_per_second"][0] / short[own][200]["tokens_per_second"][0]
+            targets[f"{group}: 200 requests, plan at least 2.5x vLLM by itself ({gain:.2f})"] = gain >= 2.5
         for load, speed, text in speeds():
             targets[f"{group}: {load} requests, plan at least 0.98x the flags ({text})"] = speed >= 0.98
         facts = [results[name]["facts"] for name in (flags, plan)]
@@ -241,7 +241,8 @@ def targets_of(
         low, high = (value + observed["recorder"] for value in observed["interval"])
         targets[f"main: observing costs at most 0.5 % ({cost:.2%}; 95 %: {low:.2%} to {high:.2%})"] = cost <= 0.005
         for role in ("target", "draft_prefill", "draft_decode"):
-            times = [min(row[role] for row in results[name]["dispatch_ns"]) for name in ("vLLM by itself", "plan")]
+            # vLLM by itself has no graph for the largest batches, and takes longer to say so.
+            times = [min(row[role] for row in results[name]["dispatch_ns"]) for name in ("flags of check", "plan")]
             targets[f"main: dispatch of {role} within 100 ns of vLLM's own ({times[1]} and {times[0]} ns)"] = (
                 times[1] <= times[0] + 100
             )
