@@ -36,9 +36,7 @@ from capture_planner.planning.costs import Costs
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
-from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.plan import Plan
 from capture_planner.records.profile import family_name
 from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
 from capture_planner.report.page import page as html
@@ -116,10 +114,11 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     accepted = accepted_of(load.traffic)
     spec, costs = _wanted(derived.spec, values), Costs(near.profile)
     measurements = Measurements(profile=near.profile, traffic=load.traffic)
+    backends = registry.load_backends()
     try:
         tuning = compare_tables(
             subject.today,
-            lambda count: _planned(spec, count, subject.environment, measurements),
+            lambda count: make_plan(_with_graphs(spec, count), subject.environment, backends, measurements),
             costs,
             load.chosen.counts,
             load.judged.counts,
@@ -131,6 +130,8 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
         raise InvalidDocument(_of_profile(problem, near.name) for problem in error.problems) from None
     assumptions = [each for each in (near.assumption,) if each is not None]
     assumptions += [*subject.today.notes, *derived.assumptions, *_assumed(tuning, costs, subject.today, accepted)]
+    if load.simulated:
+        assumptions.append(f"steps of traces are those of a simple scheduler, of {values['step_ms']:g} ms each")
     line = _launch(subject, tuning, output)
     report = TuneReport(
         tuning=tuning,
@@ -194,10 +195,6 @@ def _bounds(budget: Budget) -> TuningBounds | None:
 
 def _with_graphs(spec: Spec, count: int) -> Spec:
     return replace(spec, budget=replace(spec.budget, max_graphs=count))
-
-
-def _planned(spec: Spec, count: int, machine: Environment, measurements: Measurements) -> Plan:
-    return make_plan(_with_graphs(spec, count), machine, registry.load_backends(), measurements)
 
 
 def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | None) -> Iterator[str]:

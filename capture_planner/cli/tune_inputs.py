@@ -176,6 +176,8 @@ class Load:
     held_out: bool
     """Whether ``judged`` comes after ``chosen``; else they are the same."""
     notes: tuple[str, ...]
+    simulated: bool
+    """Whether some of it is a trace of requests, run through the model of a scheduler."""
 
 
 def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) -> Load:
@@ -183,7 +185,7 @@ def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) ->
 
     Raises ``InvalidDocument`` where a source cannot be read, ``CapturePlannerError`` where none has the target's steps.
     """
-    deployment = subject.today
+    deployment, sources = subject.today, sorted(sources)
     held_out = "-" not in sources
     if held_out:
         try:
@@ -200,24 +202,16 @@ def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) ->
             "which its drafter follows"
         )
     steps = steps_of(chosen, deployment), steps_of(judged, deployment)
-    notes = dict.fromkeys((*chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment)))
-    return Load(traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(notes))
+    said = dict.fromkeys((*chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment)))
+    simulated = any(": trace of " in source for source in chosen.sources)
+    return Load(
+        traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(said), simulated=simulated
+    )
 
 
 def _strange(traffic: Traffic, deployment: Emulation) -> list[str]:
     """Return what shows that the traffic is of another deployment."""
-    limits, found = deployment.limits, []
-    beyond = sum(
-        each.count
-        for each in traffic.batches
-        if each.role is Role.TARGET
-        and ((each.num_reqs or 0) > limits.max_num_reqs or (each.num_tokens or 0) > limits.max_num_tokens)
-    )
-    if beyond:
-        found.append(
-            f"{beyond:,} steps have more than {limits.max_num_reqs} requests or {limits.max_num_tokens} tokens, the "
-            "limits of this deployment: is the traffic of another one?"
-        )
+    found = []
     lengths = {family.query_len for family in deployment.families(Role.TARGET)}
     for width in sorted({each.query_len for each in traffic.batches if each.query_len is not None}):
         steps = sum(each.count for each in traffic.batches if each.query_len == width and each.role is Role.TARGET)

@@ -125,6 +125,10 @@ def tune(
     candidates = list(_candidates(propose, present, chosen, limits, objective))
     within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
     selected = _selected(within, past if limits.hold(past) else None)
+    pareto = tuple(_pareto(candidates, judging, limits))
+    if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
+        says = "the measured sizes would take longer than today's on the steps that chose them"
+        return Tuning(verdict=Verdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto)
     proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
     spread = costs.profile.spread
     noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
@@ -136,7 +140,7 @@ def tune(
         reason=reason,
         today=before,
         proposed=proposed,
-        pareto=tuple(_pareto(candidates, judging, limits)),
+        pareto=pareto,
         plan=selected.plan,
         pricings=(present, selected.pricing),
         judging=judging,

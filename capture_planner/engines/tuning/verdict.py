@@ -92,7 +92,7 @@ def verdict_on(today: SideFigures, proposed: SideFigures, noise: Noise, objectiv
     bound = f"noise of {error:.1%} (profile {parts[0]:.1%}, number of steps {parts[1]:.1%})"
     subject = f"the {SUBJECTS.get(objective, f'{objective} step')} takes"
     if gain > noise.total:
-        more = f"; the plan saves {' and '.join(savings)} too" if savings else ""
+        more = f"; the plan also saves {', '.join(savings)}" if savings else ""
         return Verdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}{more}"
     if share < -SLOWER:
         return Verdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.1%} more time"
