@@ -28,6 +28,7 @@ from capture_planner.testing.strategies.plans import arbitrary_plans, batches, p
 from capture_planner.testing.strategies.profiles import profiles
 from capture_planner.testing.strategies.ranks import submissions, vectors
 from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.traffic import traffics
 
 del _hypothesis
 
@@ -48,5 +49,6 @@ __all__ = [
     "registries",
     "specs",
     "submissions",
+    "traffics",
     "vectors",
 ]

@@ -26,9 +26,12 @@ from capture_planner.testing import (
     plans,
     profiles,
     specs,
+    traffics,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | profiles()
+ANY_RECORD = (
+    specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | profiles() | traffics()
+)
 
 
 @given(ANY_RECORD)

@@ -13,6 +13,7 @@ from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
+from capture_planner.records.traffic import Traffic
 from capture_planner.testing import (
     arbitrary_plans,
     backends,
@@ -140,5 +141,5 @@ def test_documents_are_damaged_and_whole():
         seen.add((document.kind, document.mutated))
 
     collect()
-    kinds = (Spec, Environment, Plan, Observation, Profile)
+    kinds = (Spec, Environment, Plan, Observation, Profile, Traffic)
     assert seen == {(kind, damaged) for kind in kinds for damaged in (True, False)}
