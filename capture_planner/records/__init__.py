@@ -20,7 +20,7 @@ from capture_planner.records.backend import (
 )
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.observation import (
     BatchCount,
     DispatchRun,
@@ -87,6 +87,7 @@ __all__ = [
     "RolePlan",
     "RoleSpec",
     "Roles",
+    "ScheduleSource",
     "Sizes",
     "Spec",
     "Speculative",
