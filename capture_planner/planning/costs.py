@@ -23,11 +23,11 @@ class Curve:
     tokens: tuple[int, ...]
     milliseconds: tuple[float, ...]
     """After a running maximum: a size that takes longer than a larger one is a mistake of measuring, or dominated."""
-    passes: int = 1
-    """How many passes of the curve make the pass that was asked for."""
+    passes: float = 1
+    """How many passes of the curve make the pass that was asked for; of a longer chain a part."""
 
     @classmethod
-    def of(cls, measured: CostCurve, passes: int = 1) -> Curve:
+    def of(cls, measured: CostCurve, passes: float = 1) -> Curve:
         """Return the function of a measured curve."""
         return cls(measured.tokens, tuple(accumulate(measured.milliseconds, max)), passes)
 
@@ -79,9 +79,8 @@ class Costs:
 
     def _curve(self, family: Family) -> Curve:
         nearest = self._nearest(family)
-        # A chain of draft decodes is as many passes, where the profile has single ones.
-        passes = family[3] or 1
-        return Curve.of(nearest, 1 if nearest.draft_steps == family[3] else passes)
+        # A chain of draft decodes is its number of single passes, or a part or a multiple of another chain.
+        return Curve.of(nearest, (family[3] or 1) / (nearest.draft_steps or 1))
 
     def _nearest(self, family: Family) -> CostCurve:
         role, mode, *_ = family
@@ -89,7 +88,7 @@ class Costs:
         alike = [
             curve
             for curve in self.profile.curves
-            if curve.role is role and (curve.mode is GraphMode.NONE) is eager and curve.draft_steps in (None, family[3])
+            if curve.role is role and (curve.mode is GraphMode.NONE) is eager
         ]
         if not alike:
             raise _absent(f"no {'eager times' if eager else 'times of graphs'} of {role.value}")
@@ -101,6 +100,8 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
     (_, mode, query_len, steps), (_, wanted_mode, wanted_len, wanted_steps) = key, family
     return (
         steps != wanted_steps,
+        steps is not None,
+        abs((steps or 1) - (wanted_steps or 1)),
         mode is not wanted_mode,
         (query_len is None) is not (wanted_len is None),
         abs((query_len or 0) - (wanted_len or 0)),

@@ -234,12 +234,15 @@ def _settled(problem: DraftProblem, spans: tuple[Span, ...]) -> tuple[Span, ...]
     Gains are those over the optimum, so no range ever takes longer than that by more than ``NOISE``.
     """
     runs = [_Run(each := tuple(alike), problem.total(each)) for _, alike in groupby(spans, key=lambda span: span.k)]
+    graphs = {length.k: length.graphs for length in problem.lengths}
     while len(runs) > 1:
+        used = problem.num_graphs([span for run in runs for span in run.spans])
+        spare = float("inf") if problem.graphs is None else problem.graphs - used
         changes = [
-            (problem.total(runs[index].with_k(k)) / runs[index].least - 1, index, k)
-            for index in range(len(runs))
+            (problem.total(run.with_k(k)) / run.least - 1, index, k)
+            for index, run in enumerate(runs)
             for k in sorted({runs[near].k for near in (index - 1, index + 1) if 0 <= near < len(runs)})
-            if _fits(problem, runs, index, k)
+            if (graphs[k] - graphs[run.k]) * len(run.spans) <= spare
         ]
         loss, index, k = min(changes, default=(float("inf"), 0, 0))
         if loss > NOISE and (len(runs) <= MAX_TIERS or loss == float("inf")):
@@ -248,11 +251,6 @@ def _settled(problem: DraftProblem, spans: tuple[Span, ...]) -> tuple[Span, ...]
         joined = [list(alike) for _, alike in groupby(runs, key=lambda run: run.k)]
         runs = [_Run(sum((r.spans for r in alike), ()), sum(r.least for r in alike)) for alike in joined]
     return tuple(span for run in runs for span in run.spans)
-
-
-def _fits(problem: DraftProblem, runs: Sequence[_Run], index: int, k: int) -> bool:
-    changed = [span for place, run in enumerate(runs) for span in (run.with_k(k) if place == index else run.spans)]
-    return problem.graphs is None or problem.num_graphs(changed) <= problem.graphs
 
 
 def ranges(spans: Sequence[Span]) -> tuple[Span, ...]:
