@@ -89,7 +89,8 @@ def plan_of(document: Document, environment: str | None) -> Plan:
 def plan_document(document: Document, environment: Environment) -> Plan:
     """Plan a spec; problems that planning finds have their place in the file too."""
     try:
-        return make_plan(document.load(Spec), environment, registry.load_backends())
+        measurements = codec.load_measurements(document)
+        return make_plan(document.load(Spec), environment, registry.load_backends(), measurements)
     except PlanningError as error:
         raise InvalidDocument(document.place(error.problems)) from None
 

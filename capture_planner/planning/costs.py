@@ -58,6 +58,10 @@ class Costs:
         """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""
         return self._curve((role, GraphMode.NONE, query_len, draft_steps))
 
+    def reach(self, family: Family) -> int:
+        """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
+        return self._nearest(family).tokens[-1]
+
     def of_graph(self, family: Family) -> GraphCost:
         """Return what one graph of a family costs; raises ``PlanningError`` where the profile has none of its role."""
         role = family[0]
@@ -75,7 +79,8 @@ class Costs:
         for family in families:
             nearest = self._nearest(family)
             if nearest.key != family:
-                yield f"times of {family_name(*family)} are taken from {family_name(*nearest.key)}, which the profile has"
+                known = family_name(*nearest.key)
+                yield f"times of {family_name(*family)} are taken from {known}, which the profile has"
 
     def _curve(self, family: Family) -> Curve:
         nearest = self._nearest(family)

@@ -20,19 +20,26 @@ from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULA
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
-from capture_planner.records.spec import Spec
+from capture_planner.records.spec import Policy, Spec
 
 __all__ = ["plan"]
 
 
-def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
+def plan(spec: Spec, environment: Environment, registry: Registry, measurements: Measurements | None = None) -> Plan:
     """Return the plan of ``spec`` for ``environment``. Deterministic; needs neither torch nor a device.
 
     :param registry: the installed backends, from ``load_backends()``.
-    :raises PlanningError: a mode is not possible, a backend is not installed, or there are too many graphs.
+    :param measurements: what the policy measured chooses by, from ``codec.load_measurements``.
+    :raises PlanningError: a mode is not possible, a backend is not installed, there are too many graphs, or measured
+        sizes are wanted without measurements.
     :raises BackendError: a backend breaks its contract.
     """
+    if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
+        message = "the policy measured needs a traffic and a profile"
+        remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
+        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
     roles: list[RoleInProgress] = []
     for role in spec.active_roles:
         groups = ask_backends(spec, role, environment, registry)
