@@ -91,9 +91,7 @@ class Costs:
         role, mode, *_ = family
         eager = mode is GraphMode.NONE
         alike = [
-            curve
-            for curve in self.profile.curves
-            if curve.role is role and (curve.mode is GraphMode.NONE) is eager
+            curve for curve in self.profile.curves if curve.role is role and (curve.mode is GraphMode.NONE) is eager
         ]
         if not alike:
             raise _absent(f"no {'eager times' if eager else 'times of graphs'} of {role.value}")

@@ -208,7 +208,9 @@ class _Envelope:
         return time / self._length.tokens, lines[self._at][2]
 
 
-def _is_hidden(one: tuple[float, float, int], middle: tuple[float, float, int], other: tuple[float, float, int]) -> bool:
+def _is_hidden(
+    one: tuple[float, float, int], middle: tuple[float, float, int], other: tuple[float, float, int]
+) -> bool:
     """Whether the middle one of three lines, steeper downwards in turn, is nowhere the least."""
     return (other[1] - one[1]) * (one[0] - middle[0]) <= (middle[1] - one[1]) * (one[0] - other[0])
 

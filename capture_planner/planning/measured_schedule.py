@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import attrs
 
@@ -12,9 +12,10 @@ from capture_planner.modes import Chain, GraphMode, Role
 from capture_planner.planning.costs import Costs, Family
 from capture_planner.planning.draft_lengths import DraftLength, DraftProblem, Span, ranges, schedule
 from capture_planner.records._base import replace
+from capture_planner.records.batch import Kind
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Speculative
 from capture_planner.records.plan import Decision
-from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
@@ -25,18 +26,18 @@ PRIOR = 0.1
 
 @attrs.frozen
 class ChosenSchedule:
-    """The drafter with a schedule of concrete ranges, and the decisions that led to it."""
+    """The drafter with a schedule of concrete ranges, and how it was chosen."""
 
     speculative: Speculative
     decisions: tuple[Decision, ...]
+    measurements: Measurements
+    """With the traffic as the schedule makes it: what sizes are to be chosen by."""
     problem: DraftProblem
     spans: tuple[Span, ...]
     """The ranges, with the sizes that were chosen together with them."""
 
 
-def choose_schedule(
-    spec: Spec, modes: Mapping[Role, GraphMode], traffic: Traffic | None, profile: Profile | None
-) -> ChosenSchedule:
+def choose_schedule(spec: Spec, modes: Mapping[Role, GraphMode], measurements: Measurements | None) -> ChosenSchedule:
     """Return the schedule of ``spec``, whose ``speculative.schedule`` is ``measured``.
 
     :param modes: the resolved mode of each role, with ``num_tokens`` drafts.
@@ -44,43 +45,40 @@ def choose_schedule(
     """
     speculative = spec.speculative
     assert speculative is not None
-    if profile is None or traffic is None:
-        missing = " and ".join(name for name, each in (("traffic", traffic), ("a profile", profile)) if each is None)
-        raise _refusal("schedule", f"a measured schedule needs {missing}", "give traffic and profile, or list ranges")
+    if measurements is None:
+        remedy = "name their files in sizes: {policy: measured, traffic: FILE, profile: FILE}, or list the ranges"
+        raise _refusal("schedule", "a measured schedule needs a traffic and a profile", remedy)
+    traffic, costs = measurements.traffic, Costs(measurements.profile)
     shares, source = acceptance_of(speculative, traffic)
-    costs = Costs(profile)
+    tokens = tuple(accumulate(shares, initial=1.0))
     most = min(spec.limits.max_num_reqs, spec.limits.max_num_tokens)
-    tokens = tuple(accumulate(shares[: speculative.num_tokens], initial=1.0))
-    families = {role: mode for role, mode in modes.items()}
     graphs, rule = _allowed(spec, modes)
     lengths = _lengths(spec, modes, costs, tokens, most)
-    if graphs is not None and graphs < min(length.graphs for length in lengths):
-        families = dict.fromkeys(modes, GraphMode.NONE)
-        lengths, graphs = _lengths(spec, families, costs, tokens, most), None
+    if graphs is not None and graphs < max(length.graphs for length in lengths):
+        modes, graphs, rule = dict.fromkeys(modes, GraphMode.NONE), None, f"{rule} leaves no graphs for decodes"
+        lengths = _lengths(spec, modes, costs, tokens, most)
+    elif graphs is not None:
+        rule = f"{rule} leaves {counted(graphs, 'graph')} for decodes"
     problem = DraftProblem(lengths, work_of(traffic, tokens, most), graphs)
     spans = schedule(problem)
-    assumed = costs.assumptions([*dict.fromkeys(_families(families, speculative))])
-    chosen = _concrete(speculative, spans, shares)
+    assumed = [
+        "batch sizes are those of the traffic, though fewer requests run at once where each finishes sooner",
+        "steps with prompts in them are not counted",
+        *([rule] if rule else []),
+        *costs.assumptions([*dict.fromkeys(_families(modes, speculative))]),
+    ]
+    acceptance = f"acceptance {', '.join(f'{share:.2f}' for share in shares)}, {source}"
     decisions = (
-        _choice(problem, spans, speculative, f"acceptance {', '.join(f'{share:.2f}' for share in shares)}, {source}"),
-        _decision(
-            "schedule-assumptions",
-            "measured",
-            "assumed",
-            "; ".join(
-                [
-                    "batch sizes are those of the traffic, though fewer requests run at once where each finishes sooner",
-                    "steps with prompts in them are not counted",
-                    *([] if graphs is None else [f"{rule} leaves {counted(graphs, 'graph')} for decodes"]),
-                    *assumed,
-                ]
-            ),
-        ),
+        _choice(problem, spans, speculative, acceptance),
+        _decision("schedule-assumptions", "measured", "assumed", "; ".join(assumed)),
     )
-    return ChosenSchedule(chosen, decisions, problem, spans)
+    chosen = _concrete(speculative, spans, shares)
+    if traffic is not None:
+        measurements = attrs.evolve(measurements, traffic=rescheduled(traffic, chosen))
+    return ChosenSchedule(chosen, decisions, measurements, problem, spans)
 
 
-def acceptance_of(speculative: Speculative, traffic: Traffic) -> tuple[tuple[float, ...], str]:
+def acceptance_of(speculative: Speculative, traffic: Traffic | None) -> tuple[tuple[float, ...], str]:
     """Return the share of steps in which drafts 0 to i are accepted, by i up to K, and where it is from.
 
     Where steps drafted different numbers of tokens, later positions are of other steps than earlier ones; a share
@@ -88,10 +86,8 @@ def acceptance_of(speculative: Speculative, traffic: Traffic) -> tuple[tuple[flo
     """
     if speculative.acceptance:
         return speculative.acceptance[: speculative.num_tokens], "as the spec gives it"
-    counts = zip(traffic.drafted, traffic.accepted, strict=False)
-    known = [min(accepted / drafted, 1.0) for drafted, accepted in counts if drafted]
-    if traffic.drafted and 0 in traffic.drafted:
-        known = known[: traffic.drafted.index(0)]
+    counts = () if traffic is None else zip(traffic.drafted, traffic.accepted, strict=False)
+    known = [min(accepted / drafted, 1.0) for drafted, accepted in takewhile(lambda pair: pair[0], counts)]
     if len(known) < speculative.num_tokens:
         has = counted(len(known), "position") if known else "no position"
         message = f"acceptance is known for {has}, and num_tokens is {speculative.num_tokens}"
@@ -100,12 +96,14 @@ def acceptance_of(speculative: Speculative, traffic: Traffic) -> tuple[tuple[flo
     return tuple(accumulate(known, min))[: speculative.num_tokens], "as the traffic has it"
 
 
-def work_of(traffic: Traffic, tokens: tuple[float, ...], most: int) -> tuple[float, ...]:
-    """Return the tokens that a request got while n ran, by n up to ``most``: ``[n - 1]``.
+def work_of(traffic: Traffic | None, tokens: tuple[float, ...], most: int) -> tuple[float, ...]:
+    """Return the tokens that a request got while n ran, by n up to ``most``: ``[n - 1]``. Flat without traffic.
 
     A decode of query length q gave each request ``tokens[q - 1]``. A tenth of the work is spread over all batch sizes,
     so that those that the traffic has not met, or hardly, get the K that is best for them, and not any.
     """
+    if traffic is None:
+        return (1.0,) * most
     work = [0.0] * most
     for batch in traffic.batches:
         num_reqs = _decode_requests(batch)
@@ -117,6 +115,33 @@ def work_of(traffic: Traffic, tokens: tuple[float, ...], most: int) -> tuple[flo
         message = "the traffic has no decode of the target whose number of requests it says"
         raise _refusal("schedule", message, "take traffic of a source that says it, such as an observation")
     return tuple(weight + total * PRIOR / most for weight in work)
+
+
+def rescheduled(traffic: Traffic, speculative: Speculative) -> Traffic:
+    """Return the traffic as it would run with a schedule: the same work, in decodes of the length that it gives.
+
+    A batch of n requests needs more steps where each gives fewer tokens. Counts of the drafter's passes are left out,
+    since they follow the target's.
+
+    :param speculative: with a concrete schedule, and the acceptance that it was chosen by.
+    """
+    tokens = tuple(accumulate(speculative.acceptance, initial=1.0))
+    batches = []
+    for batch in traffic.batches:
+        num_reqs = _decode_requests(batch)
+        if num_reqs is not None:
+            query_len = 1 + speculative.draft_tokens(num_reqs)
+            given = tokens[min(batch.query_len or len(tokens), len(tokens)) - 1]
+            batch = attrs.evolve(
+                batch,
+                num_reqs=num_reqs,
+                num_tokens=num_reqs * query_len,
+                query_len=query_len,
+                count=max(round(batch.count * given / tokens[query_len - 1]), 1),
+            )
+        if batch.role is Role.TARGET:
+            batches.append(batch)
+    return replace(traffic, batches=tuple(batches))
 
 
 def _decode_requests(batch: TrafficCount) -> int | None:
@@ -132,11 +157,13 @@ def _decode_requests(batch: TrafficCount) -> int | None:
 
 def _allowed(spec: Spec, modes: Mapping[Role, GraphMode]) -> tuple[int | None, str]:
     """Return the most graphs of decodes, one left for each ladder of mixed batches, and the bound in words."""
-    bound = spec.budget.allowed_graphs()
-    if bound is None:
-        return None, ""
-    mixed = [mode for role, mode in modes.items() if role is not Role.DRAFT_DECODE]
-    return max(bound[0] - sum(mode.mixed_mode is not GraphMode.NONE for mode in mixed), 0), bound[1]
+    bounds, decodes = [], spec.budget.allowed_of(Kind.DECODE)
+    if (bound := spec.budget.allowed_graphs()) is not None:
+        mixed = [mode for role, mode in modes.items() if role is not Role.DRAFT_DECODE]
+        bounds.append((max(bound[0] - sum(mode.mixed_mode is not GraphMode.NONE for mode in mixed), 0), bound[1]))
+    if decodes is not None:
+        bounds.append((decodes, "graphs.decode"))
+    return min(bounds, default=(None, ""))
 
 
 def _families(modes: Mapping[Role, GraphMode], speculative: Speculative) -> Iterator[Family]:
@@ -180,9 +207,7 @@ def _lengths(
             target = padded if captured else exact
             for index, count in enumerate(counts):
                 target[index] += times * curve(count * width)
-        lengths.append(
-            DraftLength(k=k, tokens=tokens[k], padded=tuple(padded), exact=tuple(exact), graphs=graphs)
-        )
+        lengths.append(DraftLength(k=k, tokens=tokens[k], padded=tuple(padded), exact=tuple(exact), graphs=graphs))
     return tuple(lengths)
 
 
@@ -211,6 +236,8 @@ def _choice(problem: DraftProblem, spans: tuple[Span, ...], speculative: Specula
         rate = _rate(problem, fixed, 1, problem.most)
         than = f"the best fixed number, {fixed[0].k} ({rate})"
         message += f"; it is {than}" if len(ranges(spans)) == 1 else f"; {gain:.1%} more than {than}"
+    if not any(span.k for span in spans):
+        message += "; the drafter's pass over the target's batch runs all the same, and not without speculative"
     after = ", ".join(f"{span.first}-{span.last}: {span.k}" for span in ranges(spans))
     sizes = f"with {counted(len(spans), 'size')}" if problem.graphs is not None else "with every batch size a size"
     return _decision("schedule-measured", f"up to {speculative.num_tokens}", after, f"{message}; {sizes}; {acceptance}")

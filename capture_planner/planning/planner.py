@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.groups import Group, ask_backends
+from capture_planner.planning.measured_schedule import choose_schedule
 from capture_planner.planning.resolve import ResolvedMode, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import replace
 from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import max_query_len
@@ -31,26 +33,37 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
     """Return the plan of ``spec`` for ``environment``. Deterministic; needs neither torch nor a device.
 
     :param registry: the installed backends, from ``load_backends()``.
-    :param measurements: what the policy measured chooses by, from ``codec.load_measurements``.
+    :param measurements: what measured sizes and a measured schedule are chosen by, from ``codec.load_measurements``.
     :raises PlanningError: a mode is not possible, a backend is not installed, there are too many graphs, or measured
-        sizes are wanted without measurements.
+        sizes or a measured schedule are wanted without measurements.
     :raises BackendError: a backend breaks its contract.
     """
     if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
         message = "the policy measured needs a traffic and a profile"
         remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
         raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
-    roles: list[RoleInProgress] = []
-    for role in spec.active_roles:
-        groups = ask_backends(spec, role, environment, registry)
-        requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
-        roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
+    wanted, roles = spec, _resolved(spec, environment, registry)
+    if spec.speculative is not None and spec.speculative.is_measured:
+        chosen = choose_schedule(spec, {working.role: working.mode for working in roles}, measurements)
+        spec, measurements = replace(spec, speculative=chosen.speculative), chosen.measurements
+        roles = _resolved(spec, environment, registry)
+        roles[0].decisions[:0] = chosen.decisions
     for working in roles:
         working.choose_ladders()
         working.fit_backend()
     _fit_budget(spec, roles)
     _refuse_excess(roles)
-    return Plan.of(spec, environment, tuple(map(_written, roles)))
+    return Plan.of(wanted, environment, tuple(map(_written, roles)), speculative=spec.speculative)
+
+
+def _resolved(spec: Spec, environment: Environment, registry: Registry) -> list[RoleInProgress]:
+    """Return each role with its backends and its resolved mode; the drafter's follow the target's."""
+    roles: list[RoleInProgress] = []
+    for role in spec.active_roles:
+        groups = ask_backends(spec, role, environment, registry)
+        requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
+        roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
+    return roles
 
 
 def _resolve(

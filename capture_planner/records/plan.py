@@ -149,10 +149,19 @@ class Plan:
 
     @classmethod
     def of(
-        cls, spec: Spec, environment: Environment, roles: tuple[RolePlan, ...], forecast: Forecast | None = None
+        cls,
+        spec: Spec,
+        environment: Environment,
+        roles: tuple[RolePlan, ...],
+        forecast: Forecast | None = None,
+        speculative: Speculative | None = None,
     ) -> "Plan":
-        """Return the plan of a spec: what was decided for its roles, and what it says itself."""
+        """Return the plan of a spec: what was decided for its roles, and what it says itself.
+
+        :param speculative: the spec's, with the schedule that was chosen for it; None: as in the spec.
+        """
         stated = {name: getattr(spec, name) for name in SPEC_FIELDS}
+        stated["speculative"] = speculative or spec.speculative
         return cls(spec_digest=digest(spec), environment=environment, roles=roles, forecast=forecast, **stated)
 
     def __attrs_post_init__(self) -> None:

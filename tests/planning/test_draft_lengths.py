@@ -27,11 +27,7 @@ def problems(draw, most=5, longest=3, budget=True):
         exact = draw(st.lists(st.sampled_from((0.01, 0.5)) | TIMES, min_size=admitted, max_size=admitted))
         lengths.append(
             DraftLength(
-                k=k,
-                tokens=1 + sum(shares[:k]),
-                padded=tuple(padded),
-                exact=tuple(exact),
-                graphs=2 if k < 2 else 3,
+                k=k, tokens=1 + sum(shares[:k]), padded=tuple(padded), exact=tuple(exact), graphs=2 if k < 2 else 3
             )
         )
     weights = draw(st.lists(st.floats(0.01, 100) | st.sampled_from((1, 50)), min_size=count, max_size=count))
