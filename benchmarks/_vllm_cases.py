@@ -33,7 +33,7 @@ class Case:
     words: tuple[str, ...]
     plan: Plan | None = None
     compared: bool = True
-    """Whether small loads are repeated: figures that are compared within a few percent need it."""
+    """Whether loads are repeated: figures that are compared within a few percent need it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -108,7 +108,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         loads=LOADS,
         dispatch=True,
         cases=(
-            Case(name="vLLM by itself", words=small),
+            Case(name="vLLM by itself", compared=False, words=small),
             Case(name="flags of check", words=(*small, *largest)),
             Case(name="plan", words=small, plan=plan),
             Case(
@@ -119,6 +119,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
             ),
             Case(
                 name="all eager",
+                compared=False,
                 words=words(
                     "small", **{"speculative-config": drafting("small"), "compilation-config": graphs(GraphMode.NONE)}
                 ),
@@ -180,7 +181,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         name="large",
         loads=(1, 48, 200),
         cases=(
-            Case(name="vLLM by itself", words=large),
+            Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),
             Case(name="plan", words=large, plan=planned("large", sizes, full, eagle, "flash_attention")),
         ),
