@@ -45,11 +45,7 @@ def made_up(name: str, spec: Spec, environment: Environment) -> Profile:
             times = tuple(round(part * shape(tokens) + more, 6) for tokens in TOKENS)
             return CostCurve(role=role, mode=mode, tokens=TOKENS, milliseconds=times)
 
-        curves += [
-            curve(GraphMode.FULL, 0),
-            curve(GraphMode.PIECEWISE, launch / 6),
-            curve(GraphMode.NONE, launch),
-        ]
+        curves += [curve(GraphMode.FULL, 0), curve(GraphMode.PIECEWISE, launch / 6), curve(GraphMode.NONE, launch)]
         graphs.append(GraphCost(role=role, mode=GraphMode.FULL, mib=8.0, driver_mib=4.0, seconds=0.08))
     return Profile(
         source="made up",
