@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
@@ -29,11 +30,20 @@ class Bound:
 
 @attrs.frozen
 class GraphPrice:
-    """What a graph takes: bytes, microseconds, and bytes of the pool for each token of the largest graph."""
+    """What the graphs of a family take: bytes and microseconds."""
 
     memory: int
+    """Bytes that each graph adds."""
     micros: int
-    per_token: int
+    micros_per_token: float = 0
+    largest: int = 0
+    """Bytes of the pool for the largest graph of a mode, apart from its tokens."""
+    per_token: int = 0
+    """Bytes of the pool for each token of the largest graph."""
+
+
+PoolKey = tuple[Role | None, GraphMode]
+"""A pool, by its role where each has one, and the mode of the graphs that share their intermediates in it."""
 
 
 def family_of(ladder: Ladder) -> Family:
@@ -52,7 +62,10 @@ class Bounds:
     def __init__(self, spec: Spec, roles: Sequence[RoleInProgress], costs: Costs) -> None:
         self._budget, self._costs, self._pool = spec.budget, costs, spec.pool
         self._prices: dict[Family, GraphPrice] = {}
-        self.all = (*_counted(spec.budget, roles), *self._measured(spec.budget))
+        self.all = (
+            *_counted(spec.budget, roles),
+            *self._measured(spec.budget, [ladder for working in roles for ladder in working.ladders]),
+        )
 
     def price(self, ladder: Ladder) -> GraphPrice:
         """Return what a graph takes by the profile; by the budget's figures where that has none of the role."""
@@ -61,10 +74,15 @@ class Bounds:
             cost = self._costs.cost_of(family)
             if cost is None:
                 budget = self._budget
-                price = GraphPrice(budget.memory_per_graph, round(budget.seconds_per_graph * MICRO), 0)
+                price = GraphPrice(budget.memory_per_graph, round(budget.seconds_per_graph * MICRO))
             else:
-                memory = round((cost.mib + cost.driver_mib) * (1 << 20))
-                price = GraphPrice(memory, round(cost.seconds * MICRO), round(cost.mib_per_token * (1 << 20)))
+                price = GraphPrice(
+                    memory=_in_bytes(cost.mib + cost.driver_mib),
+                    micros=round(cost.seconds * MICRO),
+                    micros_per_token=cost.seconds_per_token * MICRO,
+                    largest=_in_bytes(cost.largest_mib),
+                    per_token=_in_bytes(cost.mib_per_token),
+                )
             self._prices[family] = price
         return self._prices[family]
 
@@ -73,12 +91,14 @@ class Bounds:
         graphs = [(ladder, len(ladder.cases)) for ladder in ladders]
         return tuple(sum(bound.each(ladder) * number for ladder, number in graphs) for bound in self.all)
 
-    def pools(self, largest: Iterable[tuple[Ladder, int]]) -> Mapping[Role | None, int]:
-        """Return the bytes of each pool, by role or of the only one, where ladders have these largest sizes."""
-        pools: dict[Role | None, int] = {}
+    def pools(self, largest: Iterable[tuple[Ladder, int]]) -> Mapping[PoolKey, int]:
+        """Return the bytes that pools have for their largest graphs, where ladders have these largest sizes."""
+        pools: dict[PoolKey, int] = {}
         for ladder, size in largest:
-            pool = ladder.role if self._pool is Pool.PER_ROLE else None
-            pools[pool] = max(pools.get(pool, 0), self.price(ladder).per_token * size * (ladder.query_len or 1))
+            price = self.price(ladder)
+            key = ladder.role if self._pool is Pool.PER_ROLE else None, ladder.mode
+            taken = price.largest + price.per_token * size * (ladder.query_len or 1)
+            pools[key] = max(pools.get(key, 0), taken)
         return pools
 
     def hold(self, ladders: Sequence[Ladder]) -> bool:
@@ -95,21 +115,39 @@ class Bounds:
         """Return the bytes of all graphs, and of their pools."""
         graphs = sum(self.price(ladder).memory * ladder.num_graphs for ladder in ladders)
         pools = self.pools((each, each.sizes[-1]) for each in ladders if each.sizes)
-        return graphs + sum(pools.values()) + round(self._costs.profile.base_mib * (1 << 20))
+        return graphs + sum(pools.values()) + self._base(ladders)
 
     def micros(self, ladders: Sequence[Ladder]) -> int:
         """Return the microseconds that capturing takes."""
-        graphs = sum(self.price(ladder).micros * ladder.num_graphs for ladder in ladders)
-        return graphs + round(self._costs.profile.base_seconds * MICRO)
+        graphs = sum(
+            (self.price(ladder).micros + self.price(ladder).micros_per_token * size * (ladder.query_len or 1))
+            * len(ladder.served(size))
+            for ladder in ladders
+            for size in ladder.sizes
+        )
+        return round(graphs + self._costs.profile.base_seconds * MICRO)
 
-    def _measured(self, budget: Budget) -> Iterator[Bound]:
-        profile = self._costs.profile
+    def _base(self, ladders: Iterable[Ladder]) -> int:
+        """Return the bytes that capturing takes once in each pool."""
+        pools = len({ladder.role for ladder in ladders if ladder.domain}) if self._pool is Pool.PER_ROLE else 1
+        return pools * _in_bytes(self._costs.profile.base_mib)
+
+    def _longest(self, ladder: Ladder) -> int:
+        """Return the microseconds of a ladder's largest graph, which each of its graphs counts with."""
+        price = self.price(ladder)
+        return math.ceil(price.micros + price.micros_per_token * ladder.domain.ceiling * (ladder.query_len or 1))
+
+    def _measured(self, budget: Budget, ladders: Sequence[Ladder]) -> Iterator[Bound]:
         if budget.seconds is not None:
-            limit = int((budget.seconds - profile.base_seconds) * MICRO)
-            yield Bound(limit, f"{budget.seconds:g} s", lambda ladder: self.price(ladder).micros)
+            limit = int((budget.seconds - self._costs.profile.base_seconds) * MICRO)
+            yield Bound(limit, f"{budget.seconds:g} s", self._longest)
         if budget.memory is not None:
-            limit = budget.memory - round(profile.base_mib * (1 << 20))
+            limit = budget.memory - self._base(ladders)
             yield Bound(limit, f"memory {budget.memory} bytes", lambda ladder: self.price(ladder).memory, True)
+
+
+def _in_bytes(mib: float) -> int:
+    return round(mib * (1 << 20))
 
 
 def _counted(budget: Budget, roles: Sequence[RoleInProgress]) -> Iterator[Bound]:

@@ -15,11 +15,13 @@ from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group, ask_backends
 from capture_planner.planning.judging import judge
 from capture_planner.planning.measured import forecast_of, measured_sizes
+from capture_planner.planning.measured_schedule import choose_schedule
 from capture_planner.planning.resolve import ResolvedMode, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import replace
 from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import max_query_len
@@ -35,36 +37,41 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
     """Return the plan of ``spec`` for ``environment``. Deterministic; needs neither torch nor a device.
 
     :param registry: the installed backends, from ``load_backends()``.
-    :param measurements: what the policy measured chooses by, from ``codec.load_measurements``.
+    :param measurements: what measured sizes and a measured schedule are chosen by, from ``codec.load_measurements``.
     :raises PlanningError: a mode is not possible, a backend is not installed, there are too many graphs, or measured
-        sizes are wanted without measurements.
+        sizes or a measured schedule are wanted without measurements.
     :raises BackendError: a backend breaks its contract.
     """
     if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
         message = "the policy measured needs a traffic and a profile"
         remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
         raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
-    roles: list[RoleInProgress] = []
-    for role in spec.active_roles:
-        groups = ask_backends(spec, role, environment, registry)
-        requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
-        roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
+    wanted, given, roles = spec, measurements, _resolved(spec, environment, registry)
+    if spec.speculative is not None and spec.speculative.is_measured:
+        chosen = choose_schedule(spec, {working.role: working.mode for working in roles}, measurements)
+        spec, measurements = replace(spec, speculative=chosen.speculative), chosen.measurements
+        roles = _resolved(spec, environment, registry)
+        roles[0].decisions[:0] = chosen.decisions
     for working in roles:
         working.choose_ladders()
     if spec.sizes.policy is Policy.MEASURED:
         assert measurements is not None
-        forecast = _measure(spec, roles, measurements)
+        assert given is not None
+        forecast = _measure(spec, roles, measurements, given)
     else:
         forecast = None
         for working in roles:
             working.fit_backend()
         _fit_budget(spec, roles)
     _refuse_excess(roles)
-    return Plan.of(spec, environment, tuple(map(_written, roles)), forecast)
+    return Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
 
 
-def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements) -> Forecast:
-    """Give the roles' ladders the sizes that cost least, with the decisions, and return what they will cost."""
+def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements, given: Measurements) -> Forecast:
+    """Give the roles' ladders the sizes that cost least, with the decisions, and return what they will cost.
+
+    :param given: the measurements whose digests the plan has.
+    """
     costs = Costs(measurements.profile)
     measured = measured_sizes(spec, roles, costs, measurements)
     ladders, sentences = iter(measured.ladders), iter(measured.sentences)
@@ -75,7 +82,17 @@ def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurem
         roles[0].decide("sizes-measured", "traffic and profile", "sizes", note)
     modes = {working.role: working.mode for working in roles}
     judged = judge(LadderAnswers(measured.ladders, spec), measured.steps, costs, spec, modes)
-    return forecast_of(spec, measured, judged, measurements)
+    return forecast_of(spec, measured, judged, given)
+
+
+def _resolved(spec: Spec, environment: Environment, registry: Registry) -> list[RoleInProgress]:
+    """Return each role with its backends and its resolved mode; the drafter's follow the target's."""
+    roles: list[RoleInProgress] = []
+    for role in spec.active_roles:
+        groups = ask_backends(spec, role, environment, registry)
+        requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
+        roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
+    return roles
 
 
 def _resolve(

@@ -86,7 +86,7 @@ class RoleInProgress:
         spec, limits, step = self.spec, self.spec.limits, token_step(self.spec.parallel)
         speculative = spec.speculative
         if speculative is not None and self.role is Role.TARGET:
-            clamped = sorted({k for *_, k in speculative.schedule if k > speculative.num_tokens})
+            clamped = sorted({k for *_, k in speculative.ranges if k > speculative.num_tokens})
             if clamped:
                 most, k = max(clamped), speculative.num_tokens
                 message = f"the schedule has up to {most} draft tokens, but num_tokens is {k}"

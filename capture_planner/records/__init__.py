@@ -21,7 +21,7 @@ from capture_planner.records.backend import (
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.observation import (
     BatchCount,
     DispatchRun,
@@ -92,6 +92,7 @@ __all__ = [
     "RolePlan",
     "RoleSpec",
     "Roles",
+    "ScheduleSource",
     "Sizes",
     "Spec",
     "Speculative",

@@ -6,7 +6,7 @@ Nothing downstream decides again.
 
 from typing import Annotated
 
-from capture_planner.errors import DispatchError
+from capture_planner.errors import DispatchError, InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import AtLeast, Name, NonNegative, Pattern, digest, field, record, refuse_duplicates
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
@@ -149,14 +149,30 @@ class Plan:
 
     @classmethod
     def of(
-        cls, spec: Spec, environment: Environment, roles: tuple[RolePlan, ...], forecast: Forecast | None = None
+        cls,
+        spec: Spec,
+        environment: Environment,
+        roles: tuple[RolePlan, ...],
+        forecast: Forecast | None = None,
+        speculative: Speculative | None = None,
     ) -> "Plan":
-        """Return the plan of a spec: what was decided for its roles, and what it says itself."""
+        """Return the plan of a spec: what was decided for its roles, and what it says itself.
+
+        :param speculative: the spec's, with the schedule that was chosen for it; None: as in the spec.
+        """
         stated = {name: getattr(spec, name) for name in SPEC_FIELDS}
+        stated["speculative"] = speculative or spec.speculative
         return cls(spec_digest=digest(spec), environment=environment, roles=roles, forecast=forecast, **stated)
 
     def __attrs_post_init__(self) -> None:
         refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")
+        if self.speculative is not None and self.speculative.is_measured:
+            problem = Problem(
+                path=("speculative", "schedule"),
+                message="a plan has the ranges of its schedule, got measured",
+                remedy="plan the spec again, with its traffic and profile",
+            )
+            raise InvalidValue([problem])
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""

@@ -178,7 +178,7 @@ def _worst(domain: Domain, chosen: tuple[int, ...], unit: str) -> str:
 def _vllm_tokens(sizes: Sizes, context: Context) -> tuple[int, ...]:
     limits, speculative = context.limits, context.speculative
     tiers: dict[int, int] = {}
-    if speculative is not None and speculative.schedule:
+    if speculative is not None and speculative.ranges:
         tiers = {1 + k: last for _, last, k in speculative.tiers(limits.max_num_reqs)}
     return engines.vllm_tokens(
         max_num_reqs=limits.max_num_reqs,
