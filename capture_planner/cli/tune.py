@@ -106,10 +106,10 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     name, sources = values["profile_file"], values["sources"]
     given = None if name is None else codec.load_profile(name)
     subject = subject_of(words, values["environment"], given)
-    near = costs_of(subject, subject.derive(PLAIN_MODEL).spec.model, given, name)
-    derived = subject.derive(near.profile.model)
     if not sources and not subject.is_observed:
         raise click.UsageError("Missing option '--traffic'.")
+    near = costs_of(subject, subject.derive(PLAIN_MODEL).spec.model, given, name)
+    derived = subject.derive(near.profile.model)
     load = load_of(subject, sources or [str(subject.file)], _source_options(subject, values))
     accepted = accepted_of(load.traffic)
     spec, costs = _wanted(derived.spec, values), Costs(near.profile)
