@@ -202,10 +202,12 @@ def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) ->
             "which its drafter follows"
         )
     steps = steps_of(chosen, deployment), steps_of(judged, deployment)
-    said = dict.fromkeys((*chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment)))
     simulated = any(": trace of " in source for source in chosen.sources)
+    notes = dict.fromkeys((*chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment)))
+    if simulated:  # which is an assumption, and said as one
+        notes = {note: None for note in notes if not note.startswith("batches are those of a simple scheduler")}
     return Load(
-        traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(said), simulated=simulated
+        traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(notes), simulated=simulated
     )
 
 
