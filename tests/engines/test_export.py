@@ -21,6 +21,7 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.report.plain import plain
 from capture_planner.testing import batches, plans
+from capture_planner.testing.strategies.plans import entries
 from support.export_plans import SCHEDULES, made
 from support.small_engines import EMULATORS, vllm_table
 
@@ -56,6 +57,15 @@ def test_proof_of_an_exact_engine_has_no_difference(planned):
     proof = compared(planned, emulation_of_plan(planned))
     assert proof.exact
     assert len(proof.same) == planned.num_graphs
+
+
+@given(entries(lora=True), st.data())
+def test_effect_sees_every_field_of_an_entry(ours, data):
+    """Equal graphs alone have none; a chain of one draft decode is a single step."""
+    name = data.draw(st.sampled_from(("num_tokens", "num_reqs", "query_len", "active_loras", "draft_steps")))
+    theirs = attrs.evolve(ours, **{name: data.draw(st.integers(1, 3))})
+    pair = [attrs.evolve(e, draft_steps=None if e.draft_steps == 1 else e.draft_steps) for e in (ours, theirs)]
+    assert (effect(ours, theirs) is None) is (pair[0] == pair[1])
 
 
 @given(PLANS, st.data())

@@ -44,6 +44,8 @@ class Effect(enum.StrEnum):
     """PIECEWISE in the plan, FULL in the engine."""
     CAPTURED = "captured"
     """Eager in the plan, and the engine has a graph."""
+    OTHER = "other"
+    """The same mode and padding, on a graph for other query lengths or for another chain of draft decodes."""
 
 
 @attrs.frozen(kw_only=True)
