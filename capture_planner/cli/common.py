@@ -62,11 +62,14 @@ def show_notes(notes: Iterable[str]) -> None:
 def machine_named(name: str | None, output: str | None = None, default: str = catalog.DEFAULT_ENVIRONMENT) -> Machine:
     """Find the machine: that of the output's name where none was named, or else the default."""
     in_name = catalog.environment_of_output(output)
-    if name is None and in_name is None:
-        return Machine(catalog.find_environment(default), (f"no --environment given; using {default}",))
-    differs = name is not None and in_name not in (None, name)
-    notes = (f"{output} is named for {in_name}, but the plan is for {name}",) if differs else ()
-    return Machine(catalog.find_environment(in_name if name is None else name), notes)
+    if name is not None and in_name not in (None, name):
+        notes: tuple[str, ...] = (f"{output} is named for {in_name}, but the plan is for {name}",)
+    elif name is None and in_name is None:
+        notes = (f"no --environment given; using {default}",)
+    else:
+        notes = ()
+    chosen = in_name or default if name is None else name
+    return Machine(catalog.find_environment(chosen), notes)
 
 
 def emulated(name: str, flags: Sequence[str], machine: Machine) -> Emulation:
