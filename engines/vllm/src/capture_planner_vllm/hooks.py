@@ -287,6 +287,7 @@ def facts_of(manager: Any, role: Role) -> ManagerFacts:
         dynamic=speculative is not None and bool(_asked(speculative, "uses_dynamic_speculative_decoding")),
         varlen_query_len=manager.decode_query_len if getattr(manager, "varlen_decode", False) else None,
         widest_mixed=manager.max_num_reqs * manager.decode_query_len if recurrent else None,
+        ranks=getattr(config.parallel_config, "data_parallel_size", 1),
         reason=_reasons.of(mode.value),
     )
 
