@@ -287,14 +287,20 @@ def test_older_descriptor_is_built_from_the_fields_that_it_has(modules, monkeypa
     assert {type(desc) for descs in manager._capture_descs.values() for desc in descs} == {older}
 
 
-def test_error_of_ours_leaves_vllm_alone(modules, monkeypatch, caplog):
-    """One line with its kind; the tables are vLLM's own."""
+@pytest.mark.parametrize(
+    "place", ["facts_of", "role_table", "_fill_tables", "agreement.limit_differences", "agreement.plan_sizes"]
+)
+def test_error_of_ours_leaves_vllm_alone(modules, monkeypatch, caplog, place):
+    """One line with its kind; the tables are vLLM's own, that of the adapters too, and no plan counts as applied."""
     vllm_plugin.register()
     config = configured(modules)
-    monkeypatch.setattr(hooks, "facts_of", lambda manager, role: 1 // 0)
-    assert own_sizes(manager_for(modules, config, PLAN, Role.TARGET)) == sorted(
-        config.compilation_config.cudagraph_capture_sizes, reverse=True
-    )
+    own = [0, 2, 5]
+    owner, name = (hooks.agreement, place.split(".")[1]) if "." in place else (hooks, place)
+    monkeypatch.setattr(owner, name, lambda *words: 1 // 0)
+    manager = modules[MANAGERS].ModelCudaGraphManager(config, None, CUDAGraphMode.FULL_AND_PIECEWISE, 4, own)
+    assert own_sizes(manager) == sorted(config.compilation_config.cudagraph_capture_sizes, reverse=True)
+    assert manager._lora_dispatch_map == {1: 2, 2: 2, 3: 5, 4: 5, 5: 5}
+    assert Role.TARGET not in hooks.decisions
     assert "ZeroDivisionError" in errors(caplog)[0]
 
 
