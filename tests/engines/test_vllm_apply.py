@@ -329,6 +329,18 @@ def test_lower_mode_is_a_decision_with_the_reason_of_vllm(modules):
     assert decision.message.endswith(text)
 
 
+def test_planned_role_without_a_manager_is_a_decision(modules, caplog):
+    """An independent draft model has no graphs in vLLM."""
+    vllm_plugin.register()
+    config = configured(modules)
+    config.speculative_config.method = "draft_model"
+    manager_for(modules, config, PLAN, Role.TARGET)
+    assert [hooks.decisions[role][0].rule for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE)] == [
+        "engine-no-manager"
+    ] * 2
+    assert sum("vLLM has no graphs for" in line for line in errors(caplog)) == 2
+
+
 def test_single_steps_replace_chains_where_the_drafter_has_none(modules, monkeypatch, caplog):
     """The schedule's chains become one graph of a single step for each size."""
     schedule = attrs.evolve(PLAN.speculative, schedule=((1, 8, 3), (9, 256, 2)))

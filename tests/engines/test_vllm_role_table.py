@@ -2,8 +2,10 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
+import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
 from capture_planner.records.spec import Lora
 from capture_planner.testing import deployments
+from capture_planner_vllm.agreement import roles_without_graphs
 from capture_planner_vllm.apply import ManagerFacts, role_table
 
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
@@ -97,6 +100,23 @@ def test_graph_of_more_adapters_is_reported_where_the_plan_uses_it():
     (decision,) = table.decisions
     assert decision.rule == "engine-adapter-case"
     assert decision.message.startswith("at 8 numbers of tokens")
+
+
+@pytest.mark.parametrize(
+    ("method", "several", "roles"),
+    [
+        ("draft_model", False, [Role.DRAFT_PREFILL, Role.DRAFT_DECODE]),
+        ("mtp", True, [Role.DRAFT_DECODE]),
+        ("mtp", False, []),
+        ("eagle3", False, []),
+    ],
+)
+def test_planned_role_without_a_manager_is_a_decision(method, several, roles):
+    """An independent draft model has no graphs, MTP of several modules those of the draft prefill only."""
+    config = SimpleNamespace(method=method, use_multi_module_mtp=lambda: several)
+    found = [*roles_without_graphs(PLAN, SimpleNamespace(speculative_config=config))]
+    assert [decision.role for decision in found] == roles
+    assert not [*roles_without_graphs(PLAN, SimpleNamespace(speculative_config=None))]
 
 
 def answer(table, tokens, num_reqs, loras, query_len):

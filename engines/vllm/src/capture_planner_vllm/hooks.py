@@ -240,6 +240,9 @@ def fill(manager: Any, plan: Plan) -> bool:
     if facts.role is Role.TARGET:
         lines = [*agreement.limit_differences(plan, manager.vllm_config)]
         lines += agreement.speculation_differences(plan, manager.vllm_config)
+        for each in agreement.roles_without_graphs(plan, manager.vllm_config):
+            decisions[each.role] = (each,)
+            lines.append(f"{each.role}: {each.message}")
         report(logging.WARNING, [f"{line} ({os.environ.get(PLAN)})" for line in lines])
     report(logging.INFO, [f"{facts.role}: {len(table.entries)} graphs of the plan, {facts.mode.value}"])
     report(logging.WARNING, [f"{facts.role}: {decision.message}" for decision in table.decisions])
