@@ -13,7 +13,7 @@ from capture_planner._extras import refuse_missing
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     INTERRUPTED,
-    Machine,
+    ChosenMachine,
     emit,
     emit_file,
     plan_document,
@@ -124,7 +124,9 @@ def _plan(file: str, environment: str | None) -> Plan:
     document = read_document(file)
     if environment is not None or document.is_plan or not torch.cuda.is_available():
         return plan_of(document, environment, default="cpu")
-    return plan_document(document, Machine(this_environment("here"), ("no --environment given; using this machine",)))
+    return plan_document(
+        document, ChosenMachine(this_environment("here"), ("no --environment given; using this machine",))
+    )
 
 
 def _measure(plan: Plan, values: dict[str, Any]) -> BenchReport:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from capture_planner.cli import options
-from capture_planner.cli.common import Machine, emit, machine_named, plan_document, read_document, show_notes
+from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document, show_notes
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
 from capture_planner.engines import emulate, engines
@@ -52,7 +52,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         raise click.UsageError(
             "A and B are plans or observations, each of its own machine; --environment goes with a spec or an engine."
         )
-    machine = machine_named(environment) if environment is not None or not machines else Machine(machines[0])
+    machine = machine_named(environment) if environment is not None or not machines else ChosenMachine(machines[0])
     left, right = (
         each or _deployment(letter, argument, document, machine.environment)
         for letter, argument, document, each in zip("AB", (a, b), documents, loaded, strict=True)
@@ -90,7 +90,7 @@ def _document(letter: str, argument: str) -> Document | None:
 
 def _deployment(letter: str, argument: str, document: Document | None, environment: Environment) -> Plan | Emulation:
     if document is not None:
-        return plan_document(document, Machine(environment))
+        return plan_document(document, ChosenMachine(environment))
     return _emulated(letter, argument, environment)
 
 

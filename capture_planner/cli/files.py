@@ -19,7 +19,7 @@ from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
-    Machine,
+    ChosenMachine,
     emit,
     machine_named,
     plan_document,
@@ -226,7 +226,7 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
     plan = document.load(Plan)
-    for change in difference.diff(plan, plan_document(spec, Machine(plan.environment))):
+    for change in difference.diff(plan, plan_document(spec, ChosenMachine(plan.environment))):
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 
