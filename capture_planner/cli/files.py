@@ -42,10 +42,12 @@ from capture_planner.plugins import registry
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
 from capture_planner.report import findings, tables
 from capture_planner.report.backends import backend_support, backends_table
 from capture_planner.report.observation import diff_text, observation_tables
+from capture_planner.report.profile import profile_tables
 
 
 @click.command(short_help="Make the plan of a spec.")
@@ -72,16 +74,21 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
         click.echo(f"written to {output}", err=form == "json")
 
 
-@click.command(short_help="Show a plan or an observation as tables.")
-@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
+@click.command(short_help="Show a plan, an observation or a profile as tables.")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|PROFILE")
 @options.environment
 @options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
 
-    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager.
+    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of a profile:
+    what each size of graph costs.
     """
     document = read_document(plan_file)
+    if document.is_profile:
+        profile = document.load(Profile)
+        emit(form, lambda: profile, partial(profile_tables, profile))
+        return
     if document.is_observation:
         observation = observation_of(document, environment)
         emit(form, lambda: observation, partial(observation_tables, observation))

@@ -15,11 +15,12 @@ from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
 
 T = TypeVar("T")
 
-_CALLED: Mapping[type, str] = {Spec: "a spec", Plan: "a plan", Observation: "an observation"}
+_CALLED: Mapping[type, str] = {Spec: "a spec", Plan: "a plan", Observation: "an observation", Profile: "a profile"}
 
 
 def structure(data: Any, kind: type[T]) -> T:
@@ -70,8 +71,15 @@ class Document:
         return "engine" in self._top
 
     @property
-    def kind(self) -> type[Spec] | type[Plan] | type[Observation]:
-        """What it looks like, by its keys alone: a spec, unless it is a plan or an observation."""
+    def is_profile(self) -> bool:
+        """Whether it is a profile: it has curves, and no other kind of file does."""
+        return "curves" in self._top
+
+    @property
+    def kind(self) -> type[Spec] | type[Plan] | type[Observation] | type[Profile]:
+        """What it looks like, by its keys alone: a spec, unless the keys of another kind are there."""
+        if self.is_profile:
+            return Profile
         return Observation if self.is_observation else Plan if self.is_plan else Spec
 
     @property
@@ -154,6 +162,11 @@ def load_plan(path: str | Path) -> Plan:
 def load_observation(path: str | Path) -> Observation:
     """Read an observation file; raises ``InvalidDocument`` with every problem in it."""
     return Document.read(path).load(Observation)
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile file; raises ``InvalidDocument`` with every problem in it."""
+    return Document.read(path).load(Profile)
 
 
 def loads(text: str, kind: type[T], name: str = "<text>") -> T:

@@ -22,6 +22,7 @@ from capture_planner.errors import CapturePlannerError
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
 
 # What ruamel may write without quotes, if it does not read as a number or the like. It leaves out
@@ -45,7 +46,7 @@ def _listed(data: Any) -> Any:
     return label(data) if isinstance(data, enum.Enum) else data
 
 
-def dumps(value: Spec | Environment | Plan | Observation) -> str:
+def dumps(value: Spec | Environment | Plan | Observation | Profile) -> str:
     """Return a record as YAML text; the same record gives the same bytes."""
     if isinstance(value, Observation):
         return compact_yaml(to_data(value))

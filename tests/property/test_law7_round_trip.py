@@ -24,10 +24,11 @@ from capture_planner.testing import (
     environments,
     observations,
     plans,
+    profiles,
     specs,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations()
+ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | profiles()
 
 
 @given(ANY_RECORD)
