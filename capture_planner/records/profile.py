@@ -1,0 +1,106 @@
+"""Profile: what each size of graph costs on one machine, in time, memory and capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from capture_planner.errors import Problem
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import AtLeast, Count, Gt, Name, field, raise_any, record, refuse_duplicates
+from capture_planner.records.environment import Device
+from capture_planner.records.model import Model, Speculative
+from capture_planner.records.observation import Moment
+from capture_planner.records.spec import SCHEMA_VERSION, Parallel, QueryLength, SchemaVersion
+
+Amount = Annotated[float, AtLeast(0)]
+Milliseconds = Annotated[float, Gt(0)]
+
+
+@record
+class CostCurve:
+    """Milliseconds of a forward pass by its padded tokens, for one role, mode and kind of batch.
+
+    Below the largest size, time is a step function of the size: measured sizes are chosen where it steps. Sizes
+    between two that were measured are interpolated (``planning.costs``).
+    """
+
+    role: Role = field("the role")
+    mode: GraphMode = field("FULL or PIECEWISE graphs; NONE: eager")
+    query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
+    draft_steps: Count | None = field("draft decodes in one pass; None: one", default=None)
+    tokens: tuple[Count, ...] = field("measured sizes, in tokens, ascending")
+    milliseconds: tuple[Milliseconds, ...] = field("median time of a pass at each size")
+
+    def __attrs_post_init__(self) -> None:
+        raise_any(self._wrong())
+
+    def _wrong(self) -> Iterator[Problem]:
+        if self.mode not in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL):
+            yield Problem(path=("mode",), message=f"a pass runs PIECEWISE, FULL or NONE, not {self.mode.value}")
+        if not self.tokens or list(self.tokens) != sorted(set(self.tokens)):
+            yield Problem(path=("tokens",), message="expected sizes in ascending order, each once")
+        if len(self.tokens) != len(self.milliseconds):
+            message = f"{len(self.milliseconds)} times for {len(self.tokens)} sizes"
+            yield Problem(path=("milliseconds",), message=message, remedy="give one time for each size")
+
+    @property
+    def key(self) -> tuple[Role, GraphMode, int | None, int | None]:
+        """Role, mode, query length and draft steps: one curve of a profile has them."""
+        return self.role, self.mode, self.query_len, self.draft_steps
+
+
+@record
+class GraphCost:
+    """What one graph of a family costs: memory of the allocator and of the driver, and time to capture."""
+
+    role: Role = field("the role")
+    mode: GraphMode = field("FULL or PIECEWISE")
+    query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
+    draft_steps: Count | None = field("draft decodes in one graph; None: one", default=None)
+    mib: Amount = field("memory of a graph in the allocator's pool, in MiB")
+    driver_mib: Amount = field("memory of a graph outside of the allocator, in MiB", default=0.0)
+    mib_per_token: Amount = field("memory of the pool for each token of the largest graph, in MiB", default=0.0)
+    seconds: Amount = field("time to capture a graph")
+
+    @property
+    def key(self) -> tuple[Role, GraphMode, int | None, int | None]:
+        """Role, mode, query length and draft steps: one cost of a profile has them."""
+        return self.role, self.mode, self.query_len, self.draft_steps
+
+
+@record
+class Profile:
+    """What sizes cost on one machine, as measured there."""
+
+    version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
+    source: Name = field("what ran the passes, with its version: capture-planner 0.1.0, vllm 0.33.0")
+    command: str = field("the command that measured", default="")
+    date: Moment = field("when it was measured, in UTC")
+    device: Device = field("the device")
+    driver: str | None = field("version of the device driver", default=None)
+    torch: str | None = field("version of torch", default=None)
+    model: Model = field("the model that was measured")
+    speculative: Speculative | None = field("its speculative decoding; None: off", default=None)
+    parallel: Parallel = field("how the model was spread over devices", factory=Parallel)
+    context: Count | None = field("tokens in the KV cache of each request in the measured passes", default=None)
+    curves: tuple[CostCurve, ...] = field("times by size")
+    graphs: tuple[GraphCost, ...] = field("costs of a graph, by family", default=())
+    base_mib: Amount = field("memory that capturing takes once, whatever it captures, in MiB", default=0.0)
+    base_seconds: Amount = field("time that capturing takes once, whatever it captures", default=0.0)
+    step_milliseconds: Amount = field(
+        "time of a step apart from its passes: scheduling, sampling, copies; 0 if unknown", default=0.0
+    )
+    spread: Amount | None = field("largest relative spread of a measured size over its repeats", default=None)
+    notes: tuple[str, ...] = field("what could not be measured, in sentences", default=())
+
+    def __attrs_post_init__(self) -> None:
+        for items, listed in (("curves", self.curves), ("graphs", self.graphs)):
+            refuse_duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
+
+
+def family_name(role: Role, mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:
+    """Return a family of graphs, or of eager passes, in words."""
+    kind = "mixed batches" if query_len is None else f"decodes of query length {query_len}"
+    chain = f", chains of {draft_steps}" if draft_steps else ""
+    return f"{role.value} {mode.value} ({kind}{chain})"
