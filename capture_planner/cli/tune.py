@@ -128,7 +128,7 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
         )
     except PlanningError as error:
         raise InvalidDocument(_of_profile(problem, near.name) for problem in error.problems) from None
-    assumptions = [each for each in (near.assumption,) if each is not None]
+    assumptions = [*subject.notes, *(each for each in (near.assumption,) if each is not None)]
     assumptions += [*subject.today.notes, *derived.assumptions, *_assumed(tuning, costs, subject.today, accepted)]
     if load.simulated:
         assumptions.append(f"steps of traces are those of a simple scheduler, of {values['step_ms']:g} ms each")

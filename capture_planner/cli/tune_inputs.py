@@ -10,7 +10,7 @@ import attrs
 import click
 
 from capture_planner import codec
-from capture_planner.cli.common import environment_named, plan_document, read_document
+from capture_planner.cli.common import ChosenMachine, machine_named, plan_document, read_document
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine, own_words
 from capture_planner.engines.emulation import Emulation
@@ -54,6 +54,8 @@ class Subject:
     environment: Environment
     derive: Callable[[Model], DerivedSpec]
     """From a model, for what is not known of the deployment's own, to its spec."""
+    notes: tuple[str, ...] = ()
+    """What was assumed about the machine."""
     engine: Engine | None = None
     words: tuple[str, ...] = ()
     """The engine's own words, behind its variables."""
@@ -72,11 +74,12 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     if words[0] in engines():
         machine = _machine(environment, profile)
         engine = find_engine(words[0])
-        today = emulate(engine.name, words[1:], machine)
+        today = emulate(engine.name, words[1:], machine.environment)
         return Subject(
             name=f"{engine.name} {engine.version}",
             today=today,
-            environment=machine,
+            environment=machine.environment,
+            notes=machine.notes,
             derive=lambda like: spec_of(today, engine, like),
             engine=engine,
             words=tuple(own_words(engine, words[1:])),
@@ -94,8 +97,9 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     machine, spec = _machine(environment, profile), document.load(Spec)
     return Subject(
         name=words[0],
-        today=emulation_of_plan(plan_document(document, machine)),
-        environment=machine,
+        today=emulation_of_plan(plan_document(document, ChosenMachine(machine.environment))),
+        environment=machine.environment,
+        notes=machine.notes,
         derive=lambda like: DerivedSpec(spec=spec),
         file=words[0],
     )
@@ -125,13 +129,13 @@ def _shipped() -> list[Environment]:
     return [codec.load_environment(path) for path in catalog.shipped_environments().values()]
 
 
-def _machine(name: str | None, profile: Profile | None) -> Environment:
+def _machine(name: str | None, profile: Profile | None) -> ChosenMachine:
     """Return the machine that is named, or else the one that the profile is of."""
     if name is None and profile is not None:
         for each in _shipped():
             if each.device.name == profile.device.name:
-                return each
-    return environment_named(name)
+                return ChosenMachine(each)
+    return machine_named(name)
 
 
 @attrs.frozen(kw_only=True)

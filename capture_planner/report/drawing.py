@@ -41,6 +41,7 @@ _WIDTH, _HEIGHT = 4.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.labelsize": 10,
+    "axes.labelpad": 7,
     "xtick.labelsize": 9.5,
     "ytick.labelsize": 9.5,
     "axes.edgecolor": _LINE,
@@ -141,6 +142,7 @@ def _rows(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, fl
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_yticks(range(len(shown[0])), labels=_names(shown[0], 26))
     axes.invert_yaxis()
+    axes.yaxis.labelpad = 14  # names may be wider in a browser
     axes.grid(False, axis="y")
     axes.set_xlim(0, 1.03 * max(starts) or 1)
     _linear_ticks(axes.xaxis, starts)
