@@ -47,7 +47,7 @@ OTHER_FORMATS = {
 }
 """Formats that are read as a whole, each with how it begins or what is in it."""
 
-_OURS = re.compile(rb'(?m)^(?:engine|batches|sources):|^\{\s*"version": *\d')
+_OURS = re.compile(rb"(?:\s|#[^\n]*\n)*[a-z_]+:[ \n](?s:.*\n)?(?:engine|batches|sources):")
 _PARTLESS = "has no order in time, so no part of it can be read"
 
 
@@ -125,12 +125,14 @@ def _whole_format(head: bytes) -> Whole | None:
         return read_trace
     if RECOGNISED.search(head):
         return _prometheus
-    if _OURS.search(head):
+    if _OURS.match(head):
         return _document
-    start = head.lstrip()
-    if start.startswith(b"{") and (not _is_json(start.split(b"\n", 1)[0]) or b'"captured":' in start):
-        return _report if b'"environment"' in start else None
-    return None
+    first, _, rest = head.lstrip().partition(b"\n")
+    if not first.startswith(b"{") or (rest.strip() and _is_json(first)):  # text, or JSON lines
+        return None
+    if b'"environment"' in head and b'"captured"' in head:
+        return _report
+    return _document if b'"version"' in head and (b'"engine"' in head or b'"sources"' in head) else None
 
 
 def _is_json(line: bytes) -> bool:
