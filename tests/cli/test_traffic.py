@@ -44,7 +44,7 @@ def test_the_file_is_shown_as_the_sources_are(run: Run, log: str, tmp_path: Path
     shown = run("show", str(output))
     assert (made.code, shown.code) == (0, 0)
     assert made.out == f"{shown.out}written to {output}\n"
-    assert "decode               12            4      48      2  66.7%" in shown.out
+    assert "decode 12 4 48 2 66.7%" in " ".join(shown.out.split())
     assert codec.load_traffic(output).steps == 3
     assert run("show", str(output), "--format", "json").data == codec.to_data(codec.load_traffic(output))
 
@@ -81,13 +81,13 @@ def test_options_that_do_not_go_together_are_refused(
     run: Run, log: str, arguments: tuple[str, ...], message: str
 ) -> None:
     result = run("traffic", log, *arguments)
-    assert (result.code, message in result.err) == (2, True)
+    assert (result.code, message in result.err) == (1, True)
 
 
 def test_the_output_is_no_source(run: Run, log: str) -> None:
     """It would be lost."""
     result = run("traffic", log, "-o", log)
-    assert (result.code, "is also the file of a source" in result.err) == (2, True)
+    assert (result.code, "is also the file of a source" in result.err) == (1, True)
 
 
 def test_a_file_of_no_known_format_is_an_error_with_the_formats(run: Run, tmp_path: Path) -> None:
