@@ -96,7 +96,7 @@ def read(path: Path, output: Path) -> tuple[float, float, float, dict[str, Any]]
     """Run the command, and return its seconds, those of the CPU, its peak memory in MiB, and its JSON."""
     command = [sys.executable, "-m", "capture_planner.cli", "traffic", str(path), "-o", str(output), "--format", "json"]
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         text = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)

@@ -171,15 +171,18 @@ class _LineTally:
         return len(found) == expected
 
     def _merge(self) -> None:
-        """Round up the rarer half of the shapes with prompts, as little as it takes to bound the memory."""
-        for key, _ in self.keys.most_common()[len(self.keys) // 2 :]:
-            kind, reqs, tokens = key
-            rounded = kind, rounded_up(reqs, self.share), rounded_up(tokens, self.share)
-            if PROMPTS in kind and rounded != key:
-                self.merged += 1
-                self.keys[rounded] += self.keys.pop(key)
-        if len(self.keys) > MAX_SHAPES // 2:
-            self.share *= 2
+        """Round up the rarer shapes with prompts, as little as it takes to bound the memory."""
+        while len(self.keys) > MAX_SHAPES * 3 // 4:
+            for key, _ in self.keys.most_common()[len(self.keys) // 4 :]:
+                kind, reqs, tokens = key
+                rounded = kind, rounded_up(reqs, self.share), rounded_up(tokens, self.share)
+                if PROMPTS in kind and rounded != key:
+                    self.merged += 1
+                    self.keys[rounded] += self.keys.pop(key)
+            if len(self.keys) > MAX_SHAPES * 3 // 4:
+                if self.share > 1:  # decodes alone are more
+                    return
+                self.share *= 2
 
     @property
     def seconds(self) -> float | None:
