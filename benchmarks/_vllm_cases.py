@@ -33,7 +33,7 @@ class Case:
     words: tuple[str, ...]
     plan: Plan | None = None
     compared: bool = True
-    """Whether small loads are repeated: figures that are compared within a few percent need it."""
+    """Whether loads are repeated: figures that are compared within a few percent need it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +47,8 @@ class Group:
     output: int = 192
     tokens: bool = False
     dispatch: bool = False
+    pair: tuple[str, str] | None = None
+    """Cases whose decode steps are compared in neighbouring blocks: the plan and what it must keep up with."""
 
 
 def planned(shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, **roles: Any) -> Plan:
@@ -107,8 +109,9 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         name="main",
         loads=LOADS,
         dispatch=True,
+        pair=("plan", "flags of check"),
         cases=(
-            Case(name="vLLM by itself", words=small),
+            Case(name="vLLM by itself", compared=False, words=small),
             Case(name="flags of check", words=(*small, *largest)),
             Case(name="plan", words=small, plan=plan),
             Case(
@@ -119,6 +122,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
             ),
             Case(
                 name="all eager",
+                compared=False,
                 words=words(
                     "small", **{"speculative-config": drafting("small"), "compilation-config": graphs(GraphMode.NONE)}
                 ),
@@ -149,6 +153,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         name="compile",
         loads=(64,),
         output=128,
+        pair=("plan", "vLLM by itself"),
         cases=(
             Case(name="vLLM by itself", words=compiled),
             Case(
@@ -179,8 +184,9 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
     yield Group(
         name="large",
         loads=(1, 48, 200),
+        pair=("plan", "flags of check"),
         cases=(
-            Case(name="vLLM by itself", words=large),
+            Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),
             Case(name="plan", words=large, plan=planned("large", sizes, full, eagle, "flash_attention")),
         ),
