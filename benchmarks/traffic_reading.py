@@ -1,7 +1,8 @@
 """Time and memory of ``capture-planner traffic`` over a log of 1 GB in each of the large formats.
 
 Each log has a random walk of requests, a prompt in one step of eight, and a line of another kind in one of five. It
-is written to a temporary folder, read by the command in a process of its own, and deleted.
+is written to a temporary folder, read by the command in a process of its own, and deleted. ``cpu_seconds`` judges:
+``seconds`` include what else the machine did, see ``load_average``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NOISE = 'INFO:     127.0.0.1:5432 - "POST /v1/completions HTTP/1.1" 200 OK\n'
 
 
 def vllm(index: int, reqs: int, prompt: int, clock: str) -> str:
-    """vLLM's iteration lines (0.33.0)."""
+    """Return an iteration line of vLLM (0.33.0)."""
     return (
         f"(APIServer pid=4242) INFO 11-22 {clock} [loggers.py:200] Engine {index % 2:03d}: Iteration({index}): "
         f"{1 if prompt else 0} context requests, {prompt} context tokens, {reqs} generation requests, {4 * reqs} "
@@ -34,12 +35,12 @@ def vllm(index: int, reqs: int, prompt: int, clock: str) -> str:
 
 
 def sglang(index: int, reqs: int, prompt: int, clock: str) -> str:
-    """SGLang's decode and prefill lines (0.5.23), every step."""
+    """Return a decode or prefill line of SGLang (0.5.23)."""
     if prompt:
         return (
-            f"[2026-11-22 {clock} TP0] Prefill batch, #new-seq: 1, #new-token: {prompt}, #cached-token: 7, token usage: "
-            f"0.05, #running-req: {reqs}, #queue-req: 0, #pending-token: 3, cuda graph: False, input throughput "
-            f"(token/s): {prompt * 20}.00\n"
+            f"[2026-11-22 {clock} TP0] Prefill batch, #new-seq: 1, #new-token: {prompt}, #cached-token: 7, "
+            f"token usage: 0.05, #running-req: {reqs}, #queue-req: 0, #pending-token: 3, cuda graph: False, "
+            f"input throughput (token/s): {prompt * 20}.00\n"
         )
     return (
         f"[2026-11-22 {clock} TP0] Decode batch, #running-req: {reqs}, #token: {reqs * 900}, token usage: 0.05, "
@@ -48,7 +49,7 @@ def sglang(index: int, reqs: int, prompt: int, clock: str) -> str:
 
 
 def tensorrt_llm(index: int, reqs: int, prompt: int, clock: str) -> str:
-    """TensorRT-LLM's iteration lines (1.3)."""
+    """Return an iteration line of TensorRT-LLM (1.3)."""
     return (
         f"[11/22/2026-{clock}] [TRT-LLM] [I] [_torch][RANK 0] iter = {index}, global_rank = 0, rank = 0, "
         f"num_scheduled_requests = {reqs + bool(prompt)}, kv_cache_util = 0.100, currank_total_requests = 0/{reqs}, "
@@ -59,13 +60,13 @@ def tensorrt_llm(index: int, reqs: int, prompt: int, clock: str) -> str:
 
 
 def forward_passes(index: int, reqs: int, prompt: int, clock: str) -> str:
-    """Forward-pass metrics as JSON lines (SGLang 0.5.23)."""
+    """Return forward-pass metrics as a JSON line (SGLang 0.5.23)."""
     return (
         f'{{"version":1,"worker_id":"0","dp_rank":0,"counter_id":{index},"wall_time":{0.007 + index % 977 / 1e5:.6f},'
         f'"scheduled_requests":{{"num_prefill_requests":{bool(prompt):d},"sum_prefill_tokens":{prompt},'
         f'"var_prefill_length":0.0,"sum_prefill_kv_tokens":0,"num_decode_requests":{reqs},"sum_decode_kv_tokens":'
-        f'{reqs * 900},"var_decode_kv_tokens":0.0}},"queued_requests":{{"num_prefill_requests":0,"sum_prefill_tokens":0,'
-        '"var_prefill_length":0.0,"num_decode_requests":0,"sum_decode_kv_tokens":0,"var_decode_kv_tokens":0.0}}\n'
+        f'{reqs * 900},"var_decode_kv_tokens":0.0}},"queued_requests":{{"num_prefill_requests":0,'
+        '"sum_prefill_tokens":0,"var_prefill_length":0.0,"num_decode_requests":0,"sum_decode_kv_tokens":0,"var_decode_kv_tokens":0.0}}\n'
     )
 
 
@@ -132,7 +133,9 @@ def main() -> int:
         shown.add_row(*(str(row[key]) for key in named))
     CONSOLE.print(shown)
     targets = {
-        f"at most {MAX_SECONDS} s for 1 GB": all(row["seconds"] * 1e9 / row["bytes"] <= MAX_SECONDS for row in rows),
+        f"at most {MAX_SECONDS} s of one core for 1 GB": all(
+            row["cpu_seconds"] * 1e9 / row["bytes"] <= MAX_SECONDS for row in rows
+        ),
         f"at most {MAX_MIB} MiB": all(row["peak_mib"] <= MAX_MIB for row in rows),
         "every step is counted": all(row["exact"] and not row["skipped"] for row in rows),
     }

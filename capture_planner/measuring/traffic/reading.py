@@ -20,7 +20,14 @@ from capture_planner.measuring.traffic.observed import read_document, read_run_r
 from capture_planner.measuring.traffic.prometheus import RECOGNISED, read_prometheus
 from capture_planner.measuring.traffic.request_trace import drafter_batches, is_trace, read_trace
 from capture_planner.measuring.traffic.sglang_log import DECODES, PREFILLS
-from capture_planner.measuring.traffic.source import HEAD, MAX_WHOLE, Advance, Source, SourceCounts, SourceOptions
+from capture_planner.measuring.traffic.source import (
+    HEAD,
+    MAX_WHOLE,
+    Advance,
+    SourceCounts,
+    SourceOptions,
+    TrafficSource,
+)
 from capture_planner.measuring.traffic.tensorrt_llm_log import ITERATION_LOG
 from capture_planner.measuring.traffic.vllm_acceptance import ACCEPTANCE
 from capture_planner.measuring.traffic.vllm_graph_table import GRAPH_TABLE
@@ -63,7 +70,9 @@ def read_traffic(
     Raises ``InvalidDocument`` where a source cannot be read, or has no batches of a known format.
     """
     options = options or SourceOptions()
-    read = [(Source(path), counts) for path in paths for counts in read_source(Source(path), options, advance)]
+    read = [
+        (TrafficSource(path), counts) for path in paths for counts in read_source(TrafficSource(path), options, advance)
+    ]
     batches = summed(_completed(each, options) for _, counts in read for each in counts.batches)
     notes = [note for _, counts in read for note in counts.notes]
     target = [each for each in batches if each.role is Role.TARGET]
@@ -87,7 +96,7 @@ def read_traffic(
     return traffic, tuple(sample for _, counts in read for sample in counts.samples)
 
 
-def read_source(source: Source, options: SourceOptions, advance: Advance = lambda _: None) -> list[SourceCounts]:
+def read_source(source: TrafficSource, options: SourceOptions, advance: Advance = lambda _: None) -> list[SourceCounts]:
     """Return what was counted in one source, in the format or the formats that it has.
 
     Raises ``InvalidDocument`` where it cannot be read, or has no batches of a known format.
@@ -143,7 +152,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _text(source: Source, blocks: Iterable[bytes]) -> str:
+def _text(source: TrafficSource, blocks: Iterable[bytes]) -> str:
     """Return a whole file as text; raises ``InvalidDocument`` where it is too large, or no text."""
     parts: list[bytes] = []
     for block in blocks:
