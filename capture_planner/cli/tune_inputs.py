@@ -170,7 +170,7 @@ def costs_of(subject: Subject, model: Model, given: Profile | None, name: str | 
 
 
 @attrs.frozen(kw_only=True)
-class Load:
+class TuneLoad:
     """The traffic in two parts."""
 
     traffic: Traffic
@@ -184,7 +184,7 @@ class Load:
     """Whether some of it is a trace of requests, run through the model of a scheduler."""
 
 
-def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) -> Load:
+def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) -> TuneLoad:
     """Read the sources: two thirds and the last one where all have an order, else all of them once.
 
     Raises ``InvalidDocument`` where a source cannot be read, ``CapturePlannerError`` where none has the target's steps.
@@ -210,7 +210,7 @@ def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) ->
     notes = dict.fromkeys((*chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment)))
     if simulated:  # which is an assumption, and said as one
         notes = {note: None for note in notes if not note.startswith("batches are those of a simple scheduler")}
-    return Load(
+    return TuneLoad(
         traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(notes), simulated=simulated
     )
 
