@@ -15,7 +15,7 @@ from capture_planner.cli.common import FINDINGS, OwnOptions, emit, emit_file, re
 from capture_planner.cli.options import FILE, POSITIVE, SIZE, ParsedText, option
 from capture_planner.cli.tune_inputs import (
     PLAIN_MODEL,
-    Subject,
+    TuneSubject,
     accepted_of,
     costs_of,
     folder_conflict,
@@ -27,7 +27,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.tuning.launching import LaunchLine, launch_line
 from capture_planner.engines.tuning.tune import Tuning, TuningBounds
 from capture_planner.engines.tuning.tune import tune as compare_tables
-from capture_planner.engines.tuning.verdict import SPREAD, Verdict
+from capture_planner.engines.tuning.verdict import SPREAD, TuneVerdict
 from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.measuring.fits import entry_family
 from capture_planner.measuring.traffic import SourceOptions
@@ -148,7 +148,7 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
         _write(output, form, tuning, spec, measurements, line)
     if page is not None:
         emit_file(form, page, lambda: html(tune_report(report)))
-    if tuning.verdict is Verdict.TOO_LITTLE_DATA:
+    if tuning.verdict is TuneVerdict.TOO_LITTLE_DATA:
         click.get_current_context().exit(FINDINGS)
 
 
@@ -160,7 +160,7 @@ def _of_profile(problem: Problem, file: str) -> Problem:
     return attrs.evolve(problem, path=(), file=file, remedy=remedy)
 
 
-def _source_options(subject: Subject, values: Mapping[str, Any]) -> SourceOptions:
+def _source_options(subject: TuneSubject, values: Mapping[str, Any]) -> SourceOptions:
     return SourceOptions(
         query_len=values["query_len"],
         decode_log_interval=values["decode_log_interval"],
@@ -211,9 +211,9 @@ def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | N
         yield "the traffic has no acceptance of drafts; a step counts as one token of each request"
 
 
-def _launch(subject: Subject, tuning: Tuning, output: Path | None) -> LaunchLine | None:
+def _launch(subject: TuneSubject, tuning: Tuning, output: Path | None) -> LaunchLine | None:
     """Return the command that starts the engine under the plan; None without an engine's words, or without a change."""
-    if tuning.verdict is not Verdict.CHANGE or tuning.plan is None or subject.engine is None or not subject.words:
+    if tuning.verdict is not TuneVerdict.CHANGE or tuning.plan is None or subject.engine is None or not subject.words:
         return None
     return launch_line(subject.engine, tuning.plan, subject.words, str((output or Path()) / PLAN_FILE))
 
@@ -228,7 +228,7 @@ def _write(
     folder: Path, form: str, tuning: Tuning, spec: Spec, measurements: Measurements, line: LaunchLine | None
 ) -> None:
     """Write what reproduces the plan, and the command that uses it."""
-    if tuning.verdict is not Verdict.CHANGE or tuning.plan is None or tuning.max_graphs is None:
+    if tuning.verdict is not TuneVerdict.CHANGE or tuning.plan is None or tuning.max_graphs is None:
         click.echo(f"nothing is written to {folder}: no change is proposed", err=form == "json")
         return
     assert measurements.traffic is not None, "it was read"

@@ -45,7 +45,7 @@ CHOSEN, JUDGED = (0.0, 2 / 3), (2 / 3, 1.0)
 
 
 @attrs.frozen(kw_only=True)
-class Subject:
+class TuneSubject:
     """A deployment as it is today."""
 
     name: str
@@ -64,7 +64,7 @@ class Subject:
     is_observed: bool = False
 
 
-def subject_of(words: Sequence[str], environment: str | None, profile: Profile | None) -> Subject:
+def subject_of(words: Sequence[str], environment: str | None, profile: Profile | None) -> TuneSubject:
     """Return the deployment that the words of the command name.
 
     :param profile: names the machine where ``environment`` does not.
@@ -75,7 +75,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
         machine = _machine(environment, profile)
         engine = find_engine(words[0])
         today = emulate(engine.name, words[1:], machine.environment)
-        return Subject(
+        return TuneSubject(
             name=f"{engine.name} {engine.version}",
             today=today,
             environment=machine.environment,
@@ -95,7 +95,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     if document.is_plan:
         raise click.UsageError(f"{words[0]} is a plan; tune its spec, or an observation of the engine that runs it.")
     machine, spec = _machine(environment, profile), document.load(Spec)
-    return Subject(
+    return TuneSubject(
         name=words[0],
         today=emulation_of_plan(plan_document(document, ChosenMachine(machine.environment))),
         environment=machine.environment,
@@ -105,7 +105,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     )
 
 
-def _observed(observation: Observation, file: str, environment: str | None) -> Subject:
+def _observed(observation: Observation, file: str, environment: str | None) -> TuneSubject:
     machine = next((each for each in _shipped() if each.device.name == observation.device), None)
     if environment is not None:
         machine = catalog.find_environment(environment)
@@ -114,7 +114,7 @@ def _observed(observation: Observation, file: str, environment: str | None) -> S
         raise click.UsageError(f"{file} was observed on {device}, which does not ship; give --environment FILE.")
     engine = find_engine(observation.engine) if observation.engine in engines() else None
     today = emulation_of(observation)
-    return Subject(
+    return TuneSubject(
         name=f"{observation.engine} {observation.engine_version}, observed",
         today=today,
         environment=machine,
@@ -148,7 +148,7 @@ class TuneCosts:
     """None: it is of this model on this device, and was given."""
 
 
-def costs_of(subject: Subject, model: Model, given: Profile | None, name: str | None) -> TuneCosts:
+def costs_of(subject: TuneSubject, model: Model, given: Profile | None, name: str | None) -> TuneCosts:
     """Return the profile that was given, or the nearest shipped one; raises ``CapturePlannerError`` without any."""
     machine = subject.environment
     if given is not None:
@@ -184,7 +184,7 @@ class TuneLoad:
     """Whether some of it is a trace of requests, run through the model of a scheduler."""
 
 
-def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) -> TuneLoad:
+def load_of(subject: TuneSubject, sources: Sequence[str], options: SourceOptions) -> TuneLoad:
     """Read the sources: two thirds and the last one where all have an order, else all of them once.
 
     Raises ``InvalidDocument`` where a source cannot be read, ``CapturePlannerError`` where none has the target's steps.

@@ -12,12 +12,16 @@ from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
 from capture_planner.engines.tuning.judgement import SideFigures
 from capture_planner.engines.tuning.tune import ParetoPoint, Tuning
-from capture_planner.engines.tuning.verdict import LEAST_STEPS, Verdict
+from capture_planner.engines.tuning.verdict import LEAST_STEPS, TuneVerdict
 from capture_planner.modes import Role
 from capture_planner.report.tune_charts import tune_charts
 from capture_planner.report.writing import Grid, Report, Section, percent
 
-ADVICE = {Verdict.CHANGE: "change", Verdict.KEEP: "keep what you have", Verdict.TOO_LITTLE_DATA: "too little data"}
+ADVICE = {
+    TuneVerdict.CHANGE: "change",
+    TuneVerdict.KEEP: "keep what you have",
+    TuneVerdict.TOO_LITTLE_DATA: "too little data",
+}
 
 _JUDGED = ("graphs", "mean_step_ms", "token_ms", "eager_share", "memory_mib", "seconds", "regret", "worst_regret")
 

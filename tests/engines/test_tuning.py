@@ -17,7 +17,7 @@ from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.engines.tuning.judgement import Pricing, judged
 from capture_planner.engines.tuning.launching import launch_line
 from capture_planner.engines.tuning.tune import Tuning, TuningBounds, tune
-from capture_planner.engines.tuning.verdict import LEAST_STEPS, SLOWER, Noise, Verdict, noise_between, verdict_on
+from capture_planner.engines.tuning.verdict import LEAST_STEPS, SLOWER, Noise, TuneVerdict, noise_between, verdict_on
 from capture_planner.errors import PlanningError
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
@@ -115,7 +115,7 @@ def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Sp
     assert found.proposed is not None
     assert found.proposed.mean_step_ms <= found.today.mean_step_ms * (1 + 1e-9)
     assert found.proposed.memory_mib <= found.today.memory_mib * (1 + 1e-9) or found.today.graphs < 3
-    assert found.verdict is not Verdict.TOO_LITTLE_DATA
+    assert found.verdict is not TuneVerdict.TOO_LITTLE_DATA
 
 
 @given(cases())
@@ -124,7 +124,7 @@ def test_what_was_proposed_is_kept_when_it_runs(case: tuple[Spec, Traffic, Profi
     found = tuned(*case)
     today = found.plan or planned(case[0])
     again = tuned(*case, today=today)
-    assert again.verdict is Verdict.KEEP, again.reason
+    assert again.verdict is TuneVerdict.KEEP, again.reason
 
 
 @given(cases())
@@ -171,11 +171,11 @@ def test_too_few_steps_promise_nothing() -> None:
     """One step below the least is too little; no side is judged, and nothing is planned."""
     few = replace(DECODES, batches=(attrs.evolve(DECODES.batches[0], count=LEAST_STEPS - 1),))
     found = tuned(SPEC, few, profile_for(SPEC))
-    assert found.verdict is Verdict.TOO_LITTLE_DATA
+    assert found.verdict is TuneVerdict.TOO_LITTLE_DATA
     assert found.today is found.proposed is found.plan is None
     assert f"{LEAST_STEPS:,}" in found.reason
     enough = replace(DECODES, batches=(attrs.evolve(DECODES.batches[0], count=LEAST_STEPS),))
-    assert tuned(SPEC, enough, profile_for(SPEC)).verdict is not Verdict.TOO_LITTLE_DATA
+    assert tuned(SPEC, enough, profile_for(SPEC)).verdict is not TuneVerdict.TOO_LITTLE_DATA
 
 
 def test_graphs_beyond_a_budget_are_replaced_by_graphs_within() -> None:
@@ -183,7 +183,7 @@ def test_graphs_beyond_a_budget_are_replaced_by_graphs_within() -> None:
     every = Sizes(policy=Policy.EXPLICIT, num_reqs=tuple(range(1, 13)), num_tokens=tuple(range(1, 41)))
     spec = spec_for(None, every)
     found = tuned(spec, DECODES, profile_for(spec), bounds=TuningBounds(graphs=4), graphs=4)
-    assert found.verdict is Verdict.CHANGE
+    assert found.verdict is TuneVerdict.CHANGE
     assert "exceed the budget" in found.reason
     assert found.plan is not None
     assert found.plan.num_graphs <= 4
@@ -198,7 +198,7 @@ def test_deployments_without_graphs_are_left_alone() -> None:
         raise AssertionError("planned")
 
     found = tune(today, refuse, Costs(profile()), steps, steps)
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is TuneVerdict.KEEP
     assert "turned off" in found.reason
 
 
@@ -220,7 +220,7 @@ def test_gains_within_noise_change_nothing(gain: float, error: float) -> None:
     faster = attrs.evolve(side, mean_step_ms=side.mean_step_ms * (1 - gain), objective=side.objective * (1 - gain))
     noise = Noise(measuring=error * side.mean_step_ms, sampling=0.0)
     verdict, reason = verdict_on(side, faster, noise)
-    assert verdict is (Verdict.CHANGE if side.objective - faster.objective > noise.total else Verdict.KEEP)
+    assert verdict is (TuneVerdict.CHANGE if side.objective - faster.objective > noise.total else TuneVerdict.KEEP)
     assert "noise" in reason
 
 
@@ -228,11 +228,11 @@ def test_memory_is_saved_only_at_the_same_speed() -> None:
     """Half of the memory is a reason to change, unless steps take longer than ``SLOWER`` for it."""
     side = judged(Pricing(emulation_of_plan(planned(SPEC)), Costs(profile())), steps_of(DECODES, SPEC).counts)
     half = attrs.evolve(side, graphs=side.graphs // 2, memory_mib=side.memory_mib / 2)
-    assert verdict_on(side, half, QUIET)[0] is Verdict.CHANGE
+    assert verdict_on(side, half, QUIET)[0] is TuneVerdict.CHANGE
     slow = attrs.evolve(half, objective=side.objective * (1 + 2 * SLOWER))
-    assert verdict_on(side, slow, QUIET)[0] is Verdict.KEEP
+    assert verdict_on(side, slow, QUIET)[0] is TuneVerdict.KEEP
     little = attrs.evolve(side, memory_mib=side.memory_mib * 0.95)
-    assert verdict_on(side, little, QUIET)[0] is Verdict.KEEP
+    assert verdict_on(side, little, QUIET)[0] is TuneVerdict.KEEP
 
 
 def test_launch_lines_leave_out_what_contradicts_the_plan() -> None:
