@@ -205,6 +205,8 @@ def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | N
         yield from costs.assumptions(families)
     if costs.profile.spread is None:
         yield f"the profile does not state its spread; it is taken to be {SPREAD:.0%}"
+    if tuning.today is not None and tuning.today.unknown:
+        yield f"{tuning.today.unknown:,} steps count as eager today: the observation has no answer for their batches"
     if not costs.profile.step_milliseconds:
         yield "the profile has no time of a step apart from its passes; shares of a step are shares of its passes"
     if today.speculative is not None and accepted is None:

@@ -146,7 +146,7 @@ def _eager(role: Role, side: SideFigures) -> str:
 
 
 def _noise(tuning: Tuning) -> tuple[str, ...]:
-    if tuning.noise is None:
+    if tuning.noise is None or tuning.objective != "mean":
         return ()
     noise = tuning.noise
     return (

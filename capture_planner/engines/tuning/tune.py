@@ -78,6 +78,8 @@ class Tuning:
     max_graphs: int | None = None
     """The number of graphs with which it was planned."""
     noise: Noise | None = None
+    """In the difference of the two sides by the objective."""
+    objective: str = "mean"
 
 
 @attrs.frozen
@@ -146,6 +148,7 @@ def tune(
         judging=judging,
         max_graphs=selected.allowed,
         noise=noise,
+        objective=objective,
     )
 
 

@@ -27,6 +27,8 @@ MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15
 SUBJECTS = {"mean": "mean step", "regret": "worst step, against a graph of its own size,"}
 """What an objective is about; a percentile goes by its name."""
 
+REST = "memory and start-up stay about the same"
+
 _NORMAL = 1.96
 """Standard errors on each side of a mean that hold 95 % of all cases."""
 
@@ -102,11 +104,8 @@ def verdict_on(
         same = f"{subject} the same time within the {bound}"
         return TuneVerdict.CHANGE, f"the plan saves {', '.join(savings)}, and {same}"
     if share >= 0.0005:
-        return (
-            TuneVerdict.KEEP,
-            f"the gain of {share:.1%} is within the {bound}; memory and start-up stay about the same",
-        )
-    return TuneVerdict.KEEP, "no table of sizes is faster; memory and start-up stay about the same"
+        return (TuneVerdict.KEEP, f"the gain of {share:.1%} is within the {bound}; {REST}")
+    return TuneVerdict.KEEP, f"no table of sizes is faster; {REST}"
 
 
 def _savings(today: SideFigures, proposed: SideFigures) -> list[str]:
