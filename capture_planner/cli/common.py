@@ -23,7 +23,7 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Spec
+from capture_planner.records.spec import Policy, Spec
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -89,8 +89,11 @@ def plan_of(document: Document, environment: str | None) -> Plan:
 def plan_document(document: Document, environment: Environment) -> Plan:
     """Plan a spec; problems that planning finds have their place in the file too."""
     try:
+        spec = document.load(Spec)
         measurements = codec.load_measurements(document)
-        return make_plan(document.load(Spec), environment, registry.load_backends(), measurements)
+        if measurements is None and spec.sizes.policy is Policy.DEFAULT:
+            measurements = catalog.near_measurements(environment, spec.model)
+        return make_plan(spec, environment, registry.load_backends(), measurements)
     except PlanningError as error:
         raise InvalidDocument(document.place(error.problems)) from None
 

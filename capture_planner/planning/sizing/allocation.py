@@ -13,7 +13,7 @@ import attrs
 
 from capture_planner.planning.sizing.program import LadderProblem, LadderProgram, Value
 
-TOLERANCE = Fraction(1, 200)
+TOLERANCE = Fraction(1, 100)
 """Where nothing bounds a ladder, it has the fewest sizes whose cost is this near to that of all sizes."""
 
 
