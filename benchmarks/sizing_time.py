@@ -1,7 +1,7 @@
 """The time of choosing measured sizes: 8,192 tokens, three roles, eight LoRA cases, under several budgets.
 
-Each case plans a deployment of 256 requests and 8,192 tokens with EAGLE-3 (K = 3) and adapters (8 cases, as
-lora.specialize gives them), by the traffic of 20,000 random steps (some 5,000 shapes) and a profile that grows with every token up to 8,192.
+Each case plans 256 requests and 8,192 tokens with EAGLE-3 (K = 3) and 32 adapters, by the traffic of 20,000 random
+steps (some 5,000 shapes) and a profile that grows with every token up to 8,192.
 """
 
 from __future__ import annotations
