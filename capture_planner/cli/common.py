@@ -24,7 +24,7 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Spec
+from capture_planner.records.spec import Policy, Spec
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -109,6 +109,8 @@ def plan_document(document: Document, machine: ChosenMachine) -> Plan:
     show_notes(machine.notes)
     try:
         measurements = codec.load_measurements(document)
+        if measurements is None and spec.sizes.policy is Policy.DEFAULT:
+            measurements = catalog.near_measurements(machine.environment, spec.model)
         return make_plan(spec, machine.environment, registry.load_backends(), measurements)
     except PlanningError as error:
         raise InvalidDocument(document.place(error.problems)) from None

@@ -18,7 +18,7 @@ MICRO = 1_000_000
 
 
 @attrs.frozen
-class Bound:
+class GraphBound:
     """One bound on the graphs of all ladders."""
 
     limit: int
@@ -56,7 +56,7 @@ def reduced(ladder: Ladder) -> Ladder:
     return attrs.evolve(ladder, cases=tuple(dict.fromkeys((*ladder.cases[:1], *ladder.cases[-1:]))))
 
 
-class Bounds:
+class BudgetBounds:
     """The bounds of a spec and of its backends, with what graphs take of them by a profile."""
 
     def __init__(self, spec: Spec, roles: Sequence[RoleInProgress], costs: Costs) -> None:
@@ -137,32 +137,32 @@ class Bounds:
         price = self.price(ladder)
         return math.ceil(price.micros + price.micros_per_token * ladder.domain.ceiling * (ladder.query_len or 1))
 
-    def _measured(self, budget: Budget, ladders: Sequence[Ladder]) -> Iterator[Bound]:
+    def _measured(self, budget: Budget, ladders: Sequence[Ladder]) -> Iterator[GraphBound]:
         if budget.seconds is not None:
             limit = int((budget.seconds - self._costs.profile.base_seconds) * MICRO)
-            yield Bound(limit, f"{budget.seconds:g} s", self._longest)
+            yield GraphBound(limit, f"{budget.seconds:g} s", self._longest)
         if budget.memory is not None:
             limit = budget.memory - self._base(ladders)
-            yield Bound(limit, f"memory {budget.memory} bytes", lambda ladder: self.price(ladder).memory, True)
+            yield GraphBound(limit, f"memory {budget.memory} bytes", lambda ladder: self.price(ladder).memory, True)
 
 
 def _in_bytes(mib: float) -> int:
     return round(mib * (1 << 20))
 
 
-def _counted(budget: Budget, roles: Sequence[RoleInProgress]) -> Iterator[Bound]:
+def _counted(budget: Budget, roles: Sequence[RoleInProgress]) -> Iterator[GraphBound]:
     if budget.max_graphs is not None:
-        yield Bound(budget.max_graphs, f"max_graphs {budget.max_graphs}", lambda _: 1)
+        yield GraphBound(budget.max_graphs, f"max_graphs {budget.max_graphs}", lambda _: 1)
     for kind in Kind:
         allowed = budget.allowed_of(kind)
         if allowed is not None:
-            yield Bound(allowed, f"graphs.{kind.value} {allowed}", _of_kind(kind))
+            yield GraphBound(allowed, f"graphs.{kind.value} {allowed}", _of_kind(kind))
     for working in roles:
         limits = {group.support.max_graphs: group.registered.name for group in working.groups}
         limits.pop(None, None)
         if limits:
             least = min(limits, key=lambda limit: limit or 0)
-            yield Bound(least or 0, f"{limits[least]} can hold {least} full graphs", _full_of(working.role))
+            yield GraphBound(least or 0, f"{limits[least]} can hold {least} full graphs", _full_of(working.role))
 
 
 def _of_kind(kind: Kind) -> Callable[[Ladder], int]:

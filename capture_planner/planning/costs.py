@@ -58,6 +58,11 @@ class Costs:
         """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""
         return self._curve((role, GraphMode.NONE, query_len, draft_steps))
 
+    def known(self, family: Family) -> Curve | None:
+        """Return the time of a replay by padded tokens, or None where the profile has no graphs of the role."""
+        has_graphs = any(c.role is family[0] and c.mode is not GraphMode.NONE for c in self.profile.curves)
+        return self._curve(family) if has_graphs else None
+
     def reach(self, family: Family) -> int:
         """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
         return self._nearest(family).tokens[-1]

@@ -1,4 +1,4 @@
-"""What steps take under a table of graphs, whoever dispatches: a plan, an engine, or all sizes at once."""
+"""What steps take under a table of graphs, of a plan or of an engine, and with every size."""
 
 from __future__ import annotations
 

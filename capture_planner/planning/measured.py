@@ -13,13 +13,13 @@ import attrs
 
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import Reason, Role
-from capture_planner.planning.bounds import MICRO, Bounds, family_of, reduced
+from capture_planner.planning.bounds import MICRO, BudgetBounds, family_of, reduced
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.demand import NANO, Demand, problem_of
 from capture_planner.planning.judging import Judgement
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
-from capture_planner.planning.sizing.allocation import Group, allocate
+from capture_planner.planning.sizing.allocation import SizeGroup, allocate
 from capture_planner.planning.sizing.budget import value
 from capture_planner.planning.sizing.program import LadderProblem, LadderProgram
 from capture_planner.planning.sizing.smoothing import SCALE, prior_share
@@ -38,7 +38,7 @@ class MeasuredGroup:
     """Ladders with one choice of sizes, and what was chosen."""
 
     ladders: tuple[Ladder, ...]
-    group: Group
+    group: SizeGroup
     mean: LadderProblem
     """What sizes cost by the mean, whatever the objective."""
     passes: int
@@ -46,7 +46,7 @@ class MeasuredGroup:
 
 
 @attrs.frozen(kw_only=True)
-class Measured:
+class SizeChoice:
     """Sizes of every ladder, and what they are expected to cost."""
 
     ladders: tuple[Ladder, ...]
@@ -61,11 +61,11 @@ class Measured:
     """What one more graph takes off the mean step."""
     prior: float
     """The prior's part of the weight."""
-    bounds: Bounds
+    bounds: BudgetBounds
     steps: Steps
 
 
-def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, measurements: Measurements) -> Measured:
+def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, measurements: Measurements) -> SizeChoice:
     """Choose the sizes of every ladder of ``roles``.
 
     :param roles: with ladders that have no sizes yet.
@@ -77,7 +77,7 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         message = "the traffic has no steps of the target within the limits"
         remedy = "check its requests and tokens against limits, or give traffic of this deployment"
         raise PlanningError([Problem(path=("sizes", "traffic"), message=message, remedy=remedy)])
-    bounds = Bounds(spec, roles, costs)
+    bounds = BudgetBounds(spec, roles, costs)
     skeletons = [ladder for working in roles for ladder in working.ladders]
     teams = _teams(skeletons)
     ladders, dropped = _reachable(skeletons, teams, costs), frozenset[int]()
@@ -100,7 +100,7 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
     prior = sum(float(prior_share(demand.passes(ladder))) * demand.passes(ladder) for ladder in active)
     share = prior / passes if passes else 1.0
     families = [family_of(ladder) for ladder in active]
-    return Measured(
+    return SizeChoice(
         ladders=tuple(priced),
         notes=(
             f"{weighed} steps of the target; smoothing and the flat prior have {share:.0%} of the weight",
@@ -158,16 +158,16 @@ def _alive(
 
 
 def _group(
-    ladders: tuple[Ladder, ...], percent: float | None, demand: Demand, bounds: Bounds, costs: Costs
+    ladders: tuple[Ladder, ...], percent: float | None, demand: Demand, bounds: BudgetBounds, costs: Costs
 ) -> MeasuredGroup:
     # The target's batches decide for a draft prefill that shares its sizes.
     mean = problem_of(ladders, demand.weights(ladders[0]), costs)
     problem = mean if percent is None else problem_of(ladders, demand.weights(ladders[0], percent), costs)
-    group = Group(program=LadderProgram(problem), takes=bounds.takes(map(reduced, ladders)))
+    group = SizeGroup(program=LadderProgram(problem), takes=bounds.takes(map(reduced, ladders)))
     return MeasuredGroup(ladders=ladders, group=group, mean=mean, passes=demand.passes(ladders[0]))
 
 
-def _with_pools(groups: Sequence[MeasuredGroup], bounds: Bounds) -> list[MeasuredGroup]:
+def _with_pools(groups: Sequence[MeasuredGroup], bounds: BudgetBounds) -> list[MeasuredGroup]:
     """Give mixed ladders what their largest size takes of the memory, beyond the pools of the fixed ladders."""
     if not any(bound.is_memory for bound in bounds.all):
         return list(groups)
@@ -196,7 +196,7 @@ def _fixed(groups: Iterable[MeasuredGroup]) -> Iterator[tuple[Ladder, int]]:
             yield from ((ladder, each.group.problem.sizes[-1]) for ladder in each.ladders)
 
 
-def _limits(groups: Sequence[MeasuredGroup], bounds: Bounds) -> list[int]:
+def _limits(groups: Sequence[MeasuredGroup], bounds: BudgetBounds) -> list[int]:
     """Return the limits without the memory of the pools that every choice has."""
     taken = sum(bounds.pools(_fixed(groups)).values())
     return [bound.limit - taken if bound.is_memory else bound.limit for bound in bounds.all]
@@ -216,7 +216,7 @@ def _sized(
     dropped: Collection[int],
     groups: Sequence[MeasuredGroup],
     chosen: Sequence[tuple[int, ...]],
-    bounds: Bounds,
+    bounds: BudgetBounds,
 ) -> list[Ladder]:
     """Return the ladders with their sizes, and with all LoRA cases where the bounds leave room."""
     sizes = {
@@ -294,7 +294,7 @@ def _about(teams: Iterable[Sequence[int]], before: Sequence[Ladder], after: Sequ
         yield f"fewer LoRA cases leave more sizes, and the profile has no times by adapters: {', '.join(fewer)}"
 
 
-def forecast_of(spec: Spec, measured: Measured, judged: Judgement, measurements: Measurements) -> Forecast:
+def forecast_of(spec: Spec, measured: SizeChoice, judged: Judgement, measurements: Measurements) -> Forecast:
     """Return the plan's forecast: what was chosen, judged by the counts of the traffic as they are."""
     objective = spec.sizes.objective or "mean"
     expected = judged.mean_step_ms

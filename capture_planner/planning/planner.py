@@ -53,7 +53,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         roles = _resolved(spec, environment, registry)
         roles[0].decisions[:0] = chosen.decisions
     for working in roles:
-        working.choose_ladders()
+        working.choose_ladders(None if measurements is None or measurements.traffic else measurements)
     if spec.sizes.policy is Policy.MEASURED:
         assert measurements is not None
         assert given is not None

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
+from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group
 from capture_planner.planning.resolve import ResolvedMode
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
@@ -23,6 +24,7 @@ from capture_planner.records.batch_space import (
     token_step,
 )
 from capture_planner.records.environment import Environment
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.plan import Decision
 from capture_planner.records.spec import Policy, Sizes, Spec
 from capture_planner.records.text import counted
@@ -65,8 +67,8 @@ class RoleInProgress:
         """The ladder of mixed batches, if the mode has one."""
         return next((ladder for ladder in self.ladders if ladder.kind is Kind.MIXED), None)
 
-    def choose_ladders(self) -> None:
-        """Choose sizes for each kind of batch that the mode has graphs for."""
+    def choose_ladders(self, measurements: Measurements | None = None) -> None:
+        """Choose sizes for each kind of batch that the mode has graphs for; the policy default by a profile's times."""
         self._note_limits()
         sizes = self.spec.roles.of(self.role).sizes or self.spec.sizes
         context = Context(
@@ -75,11 +77,23 @@ class RoleInProgress:
             parallel=self.spec.parallel,
             environment=self.environment,
         )
+        costs = None if measurements is None else Costs(measurements.profile)
+        source = "" if measurements is None else measurements.source or f"by a profile of {measurements.profile.source}"
+
+        def timed(mode: GraphMode, query_len: int | None, steps: int | None) -> Context:
+            curve = None if costs is None else costs.known((self.role, mode, query_len, steps))
+            if curve is None:
+                return context
+            return attrs.evolve(context, time=lambda size: curve(size * (query_len or 1)), source=source)
+
         ladders = []
         if self.mode.is_separate:
-            ladders += [self._decode_ladder(family, sizes, context) for family in self._captured_families()]
+            ladders += [
+                self._decode_ladder(family, sizes, timed(GraphMode.FULL, family.query_len, family.draft_steps))
+                for family in self._captured_families()
+            ]
         if self.mode.mixed_mode is not GraphMode.NONE and self.role is not Role.DRAFT_DECODE:
-            ladders.append(self._mixed_ladder(sizes, context))
+            ladders.append(self._mixed_ladder(sizes, timed(self.mode.mixed_mode, None, None)))
         self.ladders = tuple(ladders)
 
     def _note_limits(self) -> None:

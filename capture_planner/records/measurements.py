@@ -14,4 +14,6 @@ class Measurements:
 
     profile: Profile
     traffic: Traffic | None = None
-    """None: flat, all counts of a kind of batch as often as each other."""
+    """None: not known; the policy default then goes by times alone."""
+    source: str = ""
+    """Where the profile comes from, in words, with how near it is; for decisions."""

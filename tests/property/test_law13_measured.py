@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capture_planner.analysis.forecast import forecast
 from capture_planner.errors import PlanningError
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.sizing.allocation import Group, allocate
+from capture_planner.planning.sizing.allocation import SizeGroup, allocate
 from capture_planner.planning.sizing.program import LadderProblem, LadderProgram
 from capture_planner.planning.sizing.worst import least_worst
 from capture_planner.records._base import replace
@@ -40,7 +40,7 @@ def small_groups(draw, bounds):
         problem = LadderProblem.of(*draw(raw_ladders(most=5)))
         takes = tuple(draw(st.integers(0, 3)) for _ in range(bounds))
         pool = tuple(itertools.accumulate(draw(small) for _ in problem.sizes)) if draw(st.booleans()) else None
-        groups.append(Group(program=LadderProgram(problem), takes=takes, pool=pool if bounds else None))
+        groups.append(SizeGroup(program=LadderProgram(problem), takes=takes, pool=pool if bounds else None))
     return groups
 
 

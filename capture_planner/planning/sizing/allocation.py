@@ -13,12 +13,12 @@ import attrs
 
 from capture_planner.planning.sizing.program import LadderProblem, LadderProgram, Value
 
-TOLERANCE = Fraction(1, 200)
+TOLERANCE = Fraction(1, 100)
 """Where nothing bounds a ladder, it has the fewest sizes whose cost is this near to that of all sizes."""
 
 
 @attrs.frozen(kw_only=True)
-class Group:
+class SizeGroup:
     """Ladders that share one choice of sizes, and what each size takes of every bound."""
 
     program: LadderProgram
@@ -44,7 +44,7 @@ class Group:
 
 
 @attrs.frozen(order=True)
-class _State:
+class _Allocation:
     """A choice for the first groups: least first."""
 
     value: Value
@@ -54,7 +54,7 @@ class _State:
     left: tuple[int, ...] = attrs.field(order=False)
 
 
-def allocate(groups: Sequence[Group], bounds: Sequence[int]) -> list[tuple[int, ...]] | None:
+def allocate(groups: Sequence[SizeGroup], bounds: Sequence[int]) -> list[tuple[int, ...]] | None:
     """Return the indices of each group's sizes that together cost least, or None where one size each is too many.
 
     Of equal costs, the fewest sizes in all, then in the first groups. A group that takes of no bound that could bind
@@ -70,7 +70,7 @@ def allocate(groups: Sequence[Group], bounds: Sequence[int]) -> list[tuple[int, 
     order = sorted((i for i in range(len(groups)) if not free[i]), key=lambda i: (groups[i].pool is not None, i))
     rest = [groups[index] for index in order]
     least = [group.least() for group in rest]
-    states = [_State(0, 0, (), (), tuple(bounds))]
+    states = [_Allocation(0, 0, (), (), tuple(bounds))]
     for position, group in enumerate(rest):
         needed = [sum(each[i] for each in least[position + 1 :]) for i in range(len(bounds))]
         last = position == len(rest) - 1
@@ -83,7 +83,7 @@ def allocate(groups: Sequence[Group], bounds: Sequence[int]) -> list[tuple[int, 
     return [chosen[index] for index in range(len(groups))]
 
 
-def _choices(state: _State, group: Group, needed: Sequence[int], *, last: bool) -> Iterator[_State]:
+def _choices(state: _Allocation, group: SizeGroup, needed: Sequence[int], *, last: bool) -> Iterator[_Allocation]:
     """Yield the choice with each number of sizes of a group, what the later groups need at least being left."""
     free = [left - need for left, need in zip(state.left, needed, strict=True)]
     lowest: Value | None = None
@@ -98,12 +98,14 @@ def _choices(state: _State, group: Group, needed: Sequence[int], *, last: bool) 
             lowest = value if lowest is None else min(lowest, value)
             index = group.program.sizes(number, top)[-1] if group.pool is not None else 0
             left = tuple(map(int.__sub__, state.left, group.taken(number, index)))
-            yield _State(state.value + value, state.sizes + number, (*state.numbers, number), (*state.tops, top), left)
+            yield _Allocation(
+                state.value + value, state.sizes + number, (*state.numbers, number), (*state.tops, top), left
+            )
         if lowest == group.problem.every_size:
             return
 
 
-def _tops(group: Group, left: int, *, last: bool) -> Iterator[int | None]:
+def _tops(group: SizeGroup, left: int, *, last: bool) -> Iterator[int | None]:
     """Yield the largest sizes to consider: any, or by what they take of the pool."""
     if group.pool is None:
         yield None
@@ -112,9 +114,9 @@ def _tops(group: Group, left: int, *, last: bool) -> Iterator[int | None]:
     yield from fitting[-1:] if last else fitting
 
 
-def _undominated(states: Sequence[_State]) -> list[_State]:
+def _undominated(states: Sequence[_Allocation]) -> list[_Allocation]:
     """Return the states that no other one makes useless, least first."""
-    kept: list[_State] = []
+    kept: list[_Allocation] = []
     for state in sorted(states):
         left = state.left
         if not any(all(map(int.__ge__, other.left, left)) for other in reversed(kept)):

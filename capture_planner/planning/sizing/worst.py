@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from capture_planner.planning.sizing.allocation import Group
+from capture_planner.planning.sizing.allocation import SizeGroup
 
 FREE_RATIO = Fraction(9, 8)
 """The worst ratio of a ladder that nothing bounds; the default policy has the same for padding."""
 
 
-def least_worst(groups: Sequence[Group], bounds: Sequence[int]) -> list[tuple[int, ...]] | None:
+def least_worst(groups: Sequence[SizeGroup], bounds: Sequence[int]) -> list[tuple[int, ...]] | None:
     """Return the indices of each group's sizes with the least worst ratio within the bounds, or None where none fits.
 
     Of equal ratios, the fewest sizes, then the smallest. Exact: the ratios of two times below n differ by 1/n^2.

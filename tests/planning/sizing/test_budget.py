@@ -180,6 +180,15 @@ def test_larger_budget_never_pads_more(given_ladders, allowed, more):
         assert worst(other) <= worst(one)
 
 
+@given(st.integers(1, 64), st.integers(1, 20), st.builds(Lora, max_active=st.integers(1, 9), specialize=st.just(True)))
+def test_each_graph_more_pads_no_more_with_adapters(last, sizes, lora):
+    """Monotone in steps of one graph: sizes are not given up for adapter cases that another graph serves."""
+    domain = Domain.upto(last)
+    ladder = of_the_target(domain=domain, sizes=minimax(domain, sizes), adaptive=True, cases=lora.cases())
+    padding = [worst(fit([ladder], allowed, Reason.BUDGET)) for allowed in range(2, total([ladder]) + 1)]
+    assert padding == sorted(padding, reverse=True)
+
+
 @given(ladders())
 def test_ladder_counts_its_graphs(given_ladders):
     """Sizes times the adapter counts that its real requests, not the padded ones, can need."""
