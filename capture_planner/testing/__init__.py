@@ -23,6 +23,7 @@ from capture_planner.testing.strategies.machines import (
     padding_contracts,
     registries,
 )
+from capture_planner.testing.strategies.measured import measurements
 from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
 from capture_planner.testing.strategies.ranks import submissions, vectors
@@ -40,6 +41,7 @@ __all__ = [
     "deployments",
     "documents",
     "environments",
+    "measurements",
     "observations",
     "padding_contracts",
     "plans",

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import attrs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from capture_planner.testing import (
     specs,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations()
+ANY_RECORD = specs(measured=True) | environments() | plans(max_reqs=512) | arbitrary_plans() | observations()
 
 
 @given(ANY_RECORD)
@@ -73,6 +74,7 @@ def test_a_written_spec_gives_the_same_plan(deployment):
         spec=codec.loads(codec.dumps(deployment.spec), Spec),
         environment=codec.loads(codec.dumps(deployment.environment), Environment),
         registry=deployment.registry,
+        measurements=deployment.measurements,
     )
     assert _plan_of(again) == _plan_of(deployment)
 
@@ -95,9 +97,7 @@ def test_the_order_of_registration_changes_nothing(deployment, data):
     ]
     assert list(made[0]) == list(made[1])
     assert dict(made[0]) == dict(made[1])
-    one, other = (
-        _plan_of(PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=r)) for r in made
-    )
+    one, other = (_plan_of(attrs.evolve(deployment, registry=r)) for r in made)
     assert one == other
 
 
@@ -106,7 +106,7 @@ def test_unused_backend_changes_nothing(deployment, stranger):
     """Law 7: a backend is chosen by name, whatever else is installed."""
     item = registry.RegisteredBackend(backend=stranger, distribution="stranger", version="1")
     larger = registry.Registry([item, *deployment.registry.values()])
-    more = PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=larger)
+    more = attrs.evolve(deployment, registry=larger)
     assert _plan_of(more) == _plan_of(deployment)
 
 

@@ -10,7 +10,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
-from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.spec import (
     Budget,
     GroupSpec,
@@ -77,6 +77,12 @@ def _schedules(draw: DrawFn, longest: int) -> tuple[tuple[int, int, int], ...]:
 
 
 @functools.cache
+def _acceptances(longest: int) -> SearchStrategy[tuple[float, ...]]:
+    shares = st.lists(one_of((0.0, 0.5, 0.8, 1.0)) | st.floats(0, 1), min_size=longest, max_size=longest)
+    return shares.map(lambda drawn: tuple(sorted(drawn, reverse=True)))
+
+
+@functools.cache
 def _draft_models() -> SearchStrategy[DraftModel]:
     model = st.builds(
         DraftModel,
@@ -92,12 +98,19 @@ def _draft_models() -> SearchStrategy[DraftModel]:
 
 
 @composite
-def _speculatives(draw: DrawFn) -> Speculative:
+def _speculatives(draw: DrawFn, measured: bool) -> Speculative:
     longest = draw(one_of((1, 2, 3, 4, 5, 6, 15)))
+    schedule: tuple[tuple[int, int, int], ...] | ScheduleSource = (
+        draw(_schedules(longest)) if draw(st.booleans()) else ()
+    )
+    if measured and draw(one_of((False, False, True))):
+        schedule = ScheduleSource.MEASURED
+    given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
     return Speculative(
         method=draw(one_of(Method)),
         num_tokens=longest,
-        schedule=draw(_schedules(longest)) if draw(st.booleans()) else (),
+        schedule=schedule,
+        acceptance=draw(_acceptances(longest)) if given else (),
         model=draw(_draft_models()),
         chain=draw(one_of(Chain)),
     )
@@ -174,12 +187,22 @@ def _loras() -> SearchStrategy[Lora]:
 
 
 @composite
-def specs(draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends: Sequence[str] = BACKENDS) -> Spec:
-    """Return specs: any field of any block takes part. ``backends`` are the names they choose from."""
+def specs(
+    draw: DrawFn,
+    *,
+    max_reqs: int = 512,
+    max_tokens: int = 4096,
+    backends: Sequence[str] = BACKENDS,
+    measured: bool = False,
+) -> Spec:
+    """Return specs: any field of any block takes part. ``backends`` are the names they choose from.
+
+    :param measured: schedules may be the word ``measured``, with an acceptance; to plan them takes measurements.
+    """
     names = tuple(backends)
     tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
-    speculative = draw(maybe(_speculatives()))
+    speculative = draw(maybe(_speculatives(measured)))
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
     layers[Role.TARGET] = model.num_layers
     roles = {}
