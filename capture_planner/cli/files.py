@@ -33,10 +33,14 @@ from capture_planner.plugins import registry
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
+from capture_planner.records.traffic import Traffic
 from capture_planner.report import findings, tables
 from capture_planner.report.backends import backend_support, backends_table
 from capture_planner.report.observation import diff_text, observation_tables
+from capture_planner.report.profile import profile_tables
+from capture_planner.report.traffic import traffic_tables
 
 
 @click.command(short_help="Make the plan of a spec.")
@@ -80,16 +84,25 @@ def _refuse_to_replace(output: str, spec: str) -> None:
         raise CapturePlannerError(f"--output {output} is {subject}; name another file, or remove it first")
 
 
-@click.command(short_help="Show a plan or an observation as tables.")
-@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
+@click.command(short_help="Show a plan, an observation, a profile or traffic as tables.")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|PROFILE|TRAFFIC")
 @options.environment
 @options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
 
-    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager.
+    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of a profile:
+    what each size of graph costs. Of traffic: the most frequent batches by role.
     """
     document = read_document(plan_file)
+    if document.is_profile:
+        profile = document.load(Profile)
+        emit(form, lambda: profile, partial(profile_tables, profile))
+        return
+    if document.is_traffic:
+        traffic = document.load(Traffic)
+        emit(form, lambda: traffic, partial(traffic_tables, traffic))
+        return
     if document.is_observation:
         observation = observation_of(document, environment)
         emit(form, lambda: observation, partial(observation_tables, observation))

@@ -64,15 +64,18 @@ class Costs:
 
     def of_graph(self, family: Family) -> GraphCost:
         """Return what one graph of a family costs; raises ``PlanningError`` where the profile has none of its role."""
-        role = family[0]
-        nearest = min(
-            (cost for cost in self.profile.graphs if cost.role is role),
+        cost = self.cost_of(family)
+        if cost is None:
+            raise _absent(f"no costs of graphs of {family[0].value}")
+        return cost
+
+    def cost_of(self, family: Family) -> GraphCost | None:
+        """Return what one graph of a family costs, or of the nearest one of its role; None: the profile has none."""
+        return min(
+            (cost for cost in self.profile.graphs if cost.role is family[0]),
             key=lambda cost: _distance(cost.key, family),
             default=None,
         )
-        if nearest is None:
-            raise _absent(f"no costs of graphs of {role.value}")
-        return nearest
 
     def assumptions(self, families: Sequence[Family]) -> Iterator[str]:
         """Yield a sentence for each family whose own curve is not in the profile."""

@@ -10,7 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.answers import LadderAnswers, entry_of
+from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group, ask_backends
+from capture_planner.planning.judging import judge
+from capture_planner.planning.measured import forecast_of, measured_sizes
 from capture_planner.planning.measured_schedule import choose_schedule
 from capture_planner.planning.resolve import ResolvedMode, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.planning.role import RoleInProgress
@@ -23,7 +27,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
+from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, Forecast, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import Policy, Spec
 
 __all__ = ["plan"]
@@ -42,7 +46,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         message = "the policy measured needs a traffic and a profile"
         remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
         raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
-    wanted, roles = spec, _resolved(spec, environment, registry)
+    wanted, given, roles = spec, measurements, _resolved(spec, environment, registry)
     if spec.speculative is not None and spec.speculative.is_measured:
         chosen = choose_schedule(spec, {working.role: working.mode for working in roles}, measurements)
         spec, measurements = replace(spec, speculative=chosen.speculative), chosen.measurements
@@ -50,10 +54,35 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         roles[0].decisions[:0] = chosen.decisions
     for working in roles:
         working.choose_ladders()
-        working.fit_backend()
-    _fit_budget(spec, roles)
+    if spec.sizes.policy is Policy.MEASURED:
+        assert measurements is not None
+        assert given is not None
+        forecast = _measure(spec, roles, measurements, given)
+    else:
+        forecast = None
+        for working in roles:
+            working.fit_backend()
+        _fit_budget(spec, roles)
     _refuse_excess(roles)
-    return Plan.of(wanted, environment, tuple(map(_written, roles)), speculative=spec.speculative)
+    return Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
+
+
+def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements, given: Measurements) -> Forecast:
+    """Give the roles' ladders the sizes that cost least, with the decisions, and return what they will cost.
+
+    :param given: the measurements whose digests the plan has.
+    """
+    costs = Costs(measurements.profile)
+    measured = measured_sizes(spec, roles, costs, measurements)
+    ladders, sentences = iter(measured.ladders), iter(measured.sentences)
+    for working in roles:
+        count = len(working.ladders)
+        working.measured([next(ladders) for _ in range(count)], [next(sentences) for _ in range(count)])
+    for note in measured.notes:
+        roles[0].decide("sizes-measured", "traffic and profile", "sizes", note)
+    modes = {working.role: working.mode for working in roles}
+    judged = judge(LadderAnswers(measured.ladders, spec), measured.steps, costs, spec, modes)
+    return forecast_of(spec, measured, judged, given)
 
 
 def _resolved(spec: Spec, environment: Environment, registry: Registry) -> list[RoleInProgress]:
@@ -126,14 +155,7 @@ def _written(working: RoleInProgress) -> RolePlan:
 def _entries(ladder: Ladder) -> Iterator[Entry]:
     for size in ladder.sizes:
         for case in ladder.served(size):
-            yield Entry(
-                mode=ladder.mode,
-                num_tokens=size * (ladder.query_len or 1),
-                num_reqs=None if ladder.mode is GraphMode.PIECEWISE else ladder.num_reqs(size),
-                query_len=ladder.query_len,
-                active_loras=case,
-                draft_steps=ladder.draft_steps,
-            )
+            yield entry_of(ladder, size, case)
 
 
 def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) -> GroupPlan:

@@ -24,7 +24,7 @@ from capture_planner.records.batch_space import (
 )
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Decision
-from capture_planner.records.spec import Sizes, Spec
+from capture_planner.records.spec import Policy, Sizes, Spec
 from capture_planner.records.text import counted
 
 
@@ -172,7 +172,9 @@ class RoleInProgress:
             domain,
             kind=Kind.MIXED,
             mode=self.mode.mixed_mode,
-            anchors=tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
+            anchors=anchors
+            if sizes.policy is Policy.MEASURED
+            else tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
             max_num_reqs=min(most, self.cap or most) if full else most,
         )
 
@@ -186,10 +188,19 @@ class RoleInProgress:
             cases=lora_cases(self.role, self.spec),
             **fields,
         )
+        if sizes.policy is Policy.MEASURED:  # its sizes are chosen later, for all roles at once
+            return ladder
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
         self.decide(f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}")
         return ladder
+
+    def measured(self, ladders: Sequence[Ladder], sentences: Sequence[str]) -> None:
+        """Take the measured sizes of the ladders, each with a sentence that says what they cost."""
+        for before, after, sentence in zip(self.ladders, ladders, sentences, strict=True):
+            last = before.domain.intervals[-1][1] if before.domain else 0
+            self.decide("sizes-measured", f"1..{last}", counted(len(after.sizes), "size"), f"{after}: {sentence}")
+        self.ladders = tuple(ladders)
 
     def fit_backend(self) -> None:
         """Drop full graphs beyond what the backends can hold."""

@@ -25,10 +25,20 @@ from capture_planner.testing import (
     environments,
     observations,
     plans,
+    profiles,
     specs,
+    traffics,
 )
 
-ANY_RECORD = specs(measured=True) | environments() | plans(max_reqs=512) | arbitrary_plans() | observations()
+ANY_RECORD = (
+    specs(measured=True)
+    | environments()
+    | plans(max_reqs=512)
+    | arbitrary_plans()
+    | observations()
+    | profiles()
+    | traffics()
+)
 
 
 @given(ANY_RECORD)

@@ -46,14 +46,14 @@ def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder
     plain = [
         attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,)) for ladder in ladders
     ]
-    for position in sorted(range(len(plain)), key=lambda i: _value(plain[i])):
+    for position in sorted(range(len(plain)), key=lambda i: value(plain[i])):
         if (thinned := _thinned(plain, allowed)) is not None:
             return thinned
         plain[position] = plain[position].dropped(reason)
     return tuple(plain)
 
 
-def _value(ladder: Ladder) -> tuple[int, int]:
+def value(ladder: Ladder) -> tuple[int, int]:
     """Order ladders by what dropping them costs; longer queries are rarer among decodes."""
     return _LEAST_VALUABLE_FIRST.index((ladder.kind, ladder.role)), -(ladder.query_len or 0)
 

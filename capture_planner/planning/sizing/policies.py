@@ -69,6 +69,8 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context)
     unit = f"request counts of {query_len} tokens each" if query_len > 1 else "request counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         return _computed(sizes, most, (), unit)
+    if sizes.policy is Policy.MEASURED:
+        return Choice(domain=most, sizes=(), adaptive=False, message="")
     if sizes.policy is Policy.EXPLICIT:
         return _explicit(sizes.num_reqs or (), most, unit)
     if sizes.policy is Policy.VLLM:
@@ -104,6 +106,9 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         top = sizes.max_tokens or max(context.default_tokens, *anchors, 0)
         return _computed(sizes, _up_to(domain, top), anchors, unit)
+    if sizes.policy is Policy.MEASURED:
+        most = domain if sizes.max_tokens is None else _up_to(domain, sizes.max_tokens)
+        return Choice(domain=most, sizes=(), adaptive=False, message="")
     if sizes.policy is Policy.EXPLICIT:
         return _explicit(sizes.num_tokens or (), _up_to(domain, sizes.max_tokens or domain.ceiling), unit)
     if sizes.policy is Policy.VLLM:
