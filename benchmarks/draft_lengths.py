@@ -25,6 +25,7 @@ from capture_planner.planning.draft_lengths import DraftProblem, Span, optimum
 from capture_planner.planning.measured_schedule import choose_schedule
 from capture_planner.planning.planner import plan
 from capture_planner.plugins import registry
+from capture_planner.records._base import replace
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, ScheduleSource, Speculative
 from capture_planner.records.profile import Profile
@@ -58,7 +59,7 @@ def main() -> int:
     traffic = None if arguments.traffic is None else Document.read(arguments.traffic).load(Traffic)
     acceptance = tuple(arguments.acceptance or ACCEPTANCE)
     drafter = profile.speculative or Speculative(method=Method.EAGLE3, num_tokens=1)
-    speculative = attrs.evolve(
+    speculative = replace(
         drafter, num_tokens=len(acceptance), schedule=ScheduleSource.MEASURED, acceptance=acceptance
     )
     spec = Spec(
@@ -80,11 +81,11 @@ def main() -> int:
     }
     loads = [load for load in LOADS if load <= problem.most]
     rows = {name: {load: round(rate(problem, each, load), 1) for load in loads} for name, each in cases.items()}
-    shown = table("tokens/s of decodes, by the model", "case", *map(str, loads), "all")
-    together: dict[str, float] = {}
-    for name, row in rows.items():
-        together[name] = problem.work(1, problem.most) / problem.total(cases[name]) * 1e3
-        shown.add_row(name, *(f"{value:,.0f}" for value in row.values()), f"{together[name]:,.0f}")
+    together = {name: problem.work(1, problem.most) / problem.total(each) * 1e3 for name, each in cases.items()}
+    shown = table("tokens/s of decodes, by the model", "requests", *cases)
+    for load in loads:
+        shown.add_row(str(load), *(f"{row[load]:,.0f}" for row in rows.values()))
+    shown.add_row("all", *(f"{value:,.0f}" for value in together.values()))
     CONSOLE.print(shown)
     for decision in chosen.decisions:
         CONSOLE.print(decision.message, markup=False)

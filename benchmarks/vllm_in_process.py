@@ -261,7 +261,7 @@ def schedule_targets(short: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
         return short[name][load]["tokens_per_second"][2]  # type: ignore[no-any-return]
 
     def seconds(name: str) -> float:
-        return sum(load / rate(name, load) for load in short[tuned])
+        return sum((load / rate(name, load) for load in short[tuned]), 0.0)
 
     for name in (min(fixed, key=seconds), *(name for name in short if "adaptive" in name and short[name])):
         gain = seconds(name) / seconds(tuned)

@@ -245,22 +245,37 @@ def test_plan_file_with_the_word_measured_is_refused():
 
 
 def test_work_counts_tokens_and_not_steps():
-    """A step of query length 4 gives 1 + 0.8 + 0.6 + 0.4 tokens a request; a tenth is spread over all sizes."""
+    """A step of query length 4 gives 1 + 0.8 + 0.6 + 0.4 tokens a request, one of 1 a single token."""
     tokens = (1.0, 1.8, 2.4, 2.8)
-    both = replace(LOAD, batches=(*decodes({2: 10}).batches, *decodes({3: 10}, query_len=1).batches))
-    flat = (28 + 10) * 0.1 / 4
-    assert work_of(both, tokens, 4) == pytest.approx((flat, 28 + flat, 10 + flat, flat))
+    long, short = (work_of(decodes({2: 10**6}, query_len), tokens, 4) for query_len in (4, 1))
+    assert long == pytest.approx([2.8 * work for work in short])
+    both = replace(LOAD, batches=(*decodes({2: 10**6}).batches, *decodes({3: 10**6}, query_len=1).batches))
+    work = work_of(both, tokens, 4)
+    assert work[1] > work[2] > max(work[0], work[3]) > 0
+    assert work_of(None, tokens, 4) == (1.0,) * 4
 
 
-@given(st.dictionaries(st.integers(1, 64), st.integers(50, 1000), min_size=1), st.integers(1, 6))
-def test_rescheduled_traffic_has_the_same_work_in_the_schedule_s_lengths(counts, query_len):
-    """Each batch of decodes has the query length of its number of requests, and as many tokens as before."""
-    traffic, speculative = decodes(counts, query_len), made().speculative
+@given(
+    st.dictionaries(st.integers(1, 64), st.integers(50, 1000), min_size=1),
+    st.dictionaries(st.integers(1, 64), st.integers(50, 1000)),
+    st.tuples(st.integers(1, 3), st.integers(4, 6)),
+)
+def test_rescheduled_traffic_has_the_same_work_in_the_lengths_of_the_schedule(counts, others, query_lens):
+    """Each number of requests has decodes of one query length, and as many tokens as before; prompts stay."""
+    prompt = TrafficCount(role=Role.TARGET, num_reqs=2, num_tokens=90, past_prompt=False, count=7)
+    draft = TrafficCount(role=Role.DRAFT_DECODE, num_reqs=2, num_tokens=2, query_len=1, past_prompt=True, count=7)
+    listed = [*decodes(counts, query_lens[0]).batches, *decodes(others, query_lens[1]).batches]
+    traffic, speculative = replace(LOAD, batches=(*listed, prompt, draft)), made().speculative
     tokens = [1 + sum(ACCEPTANCE[:k]) for k in range(6)]
-    for before, after in zip(traffic.batches, rescheduled(traffic, speculative).batches, strict=True):
-        assert after.query_len == 1 + speculative.draft_tokens(before.num_reqs)
-        done, wanted = (each.count * tokens[each.query_len - 1] for each in (after, before))
-        assert done == pytest.approx(wanted, rel=0.06)
+    after = rescheduled(traffic, speculative)
+    assert prompt in after.batches
+    found = {batch.num_reqs: batch for batch in after.batches if batch.past_prompt}
+    assert len(found) == len(after.batches) - 1
+    assert set(found) == {*counts, *others}
+    for num_reqs, batch in found.items():
+        assert batch.query_len == 1 + speculative.draft_tokens(num_reqs)
+        wanted = sum(each.count * tokens[each.query_len - 1] for each in listed if each.num_reqs == num_reqs)
+        assert batch.count * tokens[batch.query_len - 1] == pytest.approx(wanted, rel=0.06)
 
 
 def test_small_budget_chooses_fewer_ranges_and_sizes():
