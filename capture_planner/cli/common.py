@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from rich.console import Console, RenderableType
@@ -179,6 +179,9 @@ class OwnOptions(click.Command):
     Engines have short flags of several letters (``-cc.mode=NONE``, ``-O3``), which click would take apart.
     """
 
+    own_short: ClassVar[tuple[str, ...]] = ("-h",)
+    """Our short options, which no engine has."""
+
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         """Say whether the words may include options of an engine."""
         return True
@@ -191,7 +194,7 @@ class OwnOptions(click.Command):
             for option in self.get_params(ctx)
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
-            if name.startswith("--") or name == "-h"
+            if name.startswith("--") or name in self.own_short
         }
         own, rest = split_words(args, takes_value)
         for word, value in pairwise(rest):

@@ -31,7 +31,7 @@ from capture_planner.testing import (
 )
 
 ANY_RECORD = (
-    specs(measured=True)
+    specs(measured=None, scheduled=True)
     | environments()
     | plans(max_reqs=512)
     | arbitrary_plans()

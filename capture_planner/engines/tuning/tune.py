@@ -15,7 +15,7 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
-TOLERANCE = 0.002
+TOLERANCE = 0.003
 """Of the tables whose steps take longer by no more than this share of the best, the one with the fewest graphs."""
 
 MOST_GRAPHS = 256
@@ -40,7 +40,7 @@ class ParetoPoint:
 
 
 @attrs.frozen(kw_only=True)
-class Bounds:
+class TuningBounds:
     """What a table may take; None: no bound."""
 
     graphs: int | None = None
@@ -96,7 +96,7 @@ def tune(
     chosen: Mapping[Batch, int],
     judging: Mapping[Batch, int],
     *,
-    bounds: Bounds | None = None,
+    bounds: TuningBounds | None = None,
     objective: str = "mean",
     accepted: float = 0.0,
 ) -> Tuning:
@@ -105,7 +105,8 @@ def tune(
     Of all tables within the bounds it takes the fastest, or of those within ``TOLERANCE`` the one with the fewest
     graphs; never a slower one than today's, if today's is within the bounds.
 
-    :param bounds: None: the memory and the time of capture that today's graphs take.
+    :param bounds: what ``propose`` keeps to; None: nothing, and the memory and the time of capture that today's graphs
+        take are the bounds.
     :param objective: as in ``Sizes.objective``; ``propose`` chooses by the same.
     :param accepted: drafts that a request gets accepted in a step, on average.
     :raises PlanningError: the profile has no times of a role.
@@ -120,9 +121,10 @@ def tune(
         says = "graphs are turned off, so no sizes are chosen; allow them, and tune again"
         return Tuning(verdict=Verdict.KEEP, reason=says, today=before, proposed=before)
     past = judged(present, chosen, objective=objective)
-    limits = bounds or Bounds(memory_mib=before.memory_mib, seconds=before.seconds)
+    limits = bounds or TuningBounds(memory_mib=before.memory_mib, seconds=before.seconds)
     candidates = list(_candidates(propose, present, chosen, limits, objective))
-    selected = _selected(candidates, past, limits)
+    within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
+    selected = _selected(within, past if limits.hold(past) else None)
     proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
     spread = costs.profile.spread
     noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
@@ -149,7 +151,7 @@ def _change(before: SideFigures, after: SideFigures) -> str:
 
 
 def _candidates(
-    propose: Propose, present: Pricing, chosen: Mapping[Batch, int], limits: Bounds, objective: str
+    propose: Propose, present: Pricing, chosen: Mapping[Batch, int], limits: TuningBounds, objective: str
 ) -> Iterator[_Candidate]:
     """Yield the best table of each number of graphs that is tried, without those that need no more than one before."""
     today = len(present.deployment.graphs)
@@ -173,16 +175,18 @@ def _side(plan: Plan, today: Emulation) -> Emulation:
     return attrs.evolve(side, managers=managers, whole_prompts=today.whole_prompts)
 
 
-def _selected(candidates: Sequence[_Candidate], past: SideFigures, limits: Bounds) -> _Candidate:
-    within = [each for each in candidates if limits.hold(each.chosen)] or list(candidates[:1])
-    best = min(each.chosen.objective for each in within)
+def _selected(candidates: Sequence[_Candidate], past: SideFigures | None) -> _Candidate:
+    """Return the candidate with the fewest graphs that is nearly the best, and no worse than ``past``."""
+    best = min(each.chosen.objective for each in candidates)
     most = best * (1 + TOLERANCE)
-    if limits.hold(past):
+    if past is not None:
         most = max(best, min(most, past.objective))
-    return next(each for each in within if each.chosen.objective <= most)
+    return next(each for each in candidates if each.chosen.objective <= most)
 
 
-def _pareto(candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: Bounds) -> Iterator[ParetoPoint]:
+def _pareto(
+    candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: TuningBounds
+) -> Iterator[ParetoPoint]:
     """Yield the candidates that are faster than all with fewer graphs, on the steps that chose them."""
     fastest = float("inf")
     for each in candidates:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from fractions import Fraction
 from itertools import accumulate
 
-PRIOR_STEPS = 2000
+PRIOR_STEPS = 1000
 """Steps that weigh as much as the prior."""
 
-LEAST_PRIOR = Fraction(1, 5)
+LEAST_PRIOR = Fraction(1, 10)
 """The prior's part however many steps there are."""
 
 FLAT = Fraction(1, 10)

@@ -29,8 +29,8 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Limits, Spec
-from capture_planner.testing.strategies.measured import measurements
+from capture_planner.records.spec import Limits, Policy, Spec
+from capture_planner.testing.strategies.measurements import measurements
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
@@ -177,7 +177,6 @@ class PlanInputs:
     environment: Environment
     registry: Registry
     measurements: Measurements | None = None
-    """What a measured schedule is chosen by; None where the spec has none."""
 
     def plan(self) -> Plan:
         """Return the plan; raises ``PlanningError`` if none exists."""
@@ -185,13 +184,17 @@ class PlanInputs:
 
 
 @composite
-def deployments(draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096) -> PlanInputs:
-    """Return specs with an environment, a registry that has every backend they name, and what they need measured."""
-    spec = draw(specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=True))
-    is_measured = spec.speculative is not None and spec.speculative.is_measured
-    return PlanInputs(
-        spec=spec,
-        environment=draw(environments()),
-        registry=draw(registries()),
-        measurements=draw(measurements()) if is_measured else None,
+def deployments(
+    draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, measured: bool | None = None
+) -> PlanInputs:
+    """Return specs with an environment, a registry that has every backend they name, and what they measured.
+
+    :param measured: whether sizes are measured; None: sometimes, and the schedule of draft lengths too.
+    """
+    spec = draw(specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=measured is None))
+    environment, registry = draw(environments()), draw(registries())
+    is_measured = spec.sizes.policy is Policy.MEASURED or (
+        spec.speculative is not None and spec.speculative.is_measured
     )
+    known = draw(measurements(spec, environment)) if is_measured else None
+    return PlanInputs(spec=spec, environment=environment, registry=registry, measurements=known)

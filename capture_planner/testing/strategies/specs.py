@@ -14,6 +14,7 @@ from capture_planner.records.model import DataType, DraftModel, Latent, Method, 
 from capture_planner.records.spec import (
     Budget,
     GroupSpec,
+    KindGraphs,
     Limits,
     Lora,
     Parallel,
@@ -98,12 +99,12 @@ def _draft_models() -> SearchStrategy[DraftModel]:
 
 
 @composite
-def _speculatives(draw: DrawFn, measured: bool) -> Speculative:
+def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
     longest = draw(one_of((1, 2, 3, 4, 5, 6, 15)))
     schedule: tuple[tuple[int, int, int], ...] | ScheduleSource = (
         draw(_schedules(longest)) if draw(st.booleans()) else ()
     )
-    if measured and draw(one_of((False, False, True))):
+    if scheduled and draw(one_of((False, False, True))):
         schedule = ScheduleSource.MEASURED
     given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
     return Speculative(
@@ -122,8 +123,16 @@ def _size_lists() -> SearchStrategy[tuple[int, ...]]:
 
 
 @composite
+def _measured_sizes(draw: DrawFn, objectives: bool) -> Sizes:
+    """Draw the policy measured: for all roles, or without an objective for one."""
+    objective = draw(maybe(one_of(("mean", "p50", "p99", "regret")))) if objectives else None
+    most = draw(maybe(one_of((1, 32, 100, 2048))))
+    return Sizes(policy=Policy.MEASURED, objective=objective, max_tokens=most, max_reqs=draw(maybe(counts())))
+
+
+@composite
 def _sizes(draw: DrawFn) -> Sizes:
-    """Draw any policy with the options that it takes."""
+    """Draw any policy but measured with the options that it takes."""
     policy = draw(one_of(policy for policy in Policy if policy is not Policy.MEASURED))
     listed = _size_lists()
     tokens = reqs = None
@@ -145,7 +154,7 @@ def _sizes(draw: DrawFn) -> Sizes:
 
 
 @composite
-def _role_specs(draw: DrawFn, layers: int, names: Sequence[str]) -> RoleSpec:
+def _role_specs(draw: DrawFn, layers: int, names: Sequence[str], measured: bool) -> RoleSpec:
     groups: list[GroupSpec] = []
     for number in range(draw(one_of((0, 1, 2, 3)))):
         left = layers - sum(group.layers for group in groups)
@@ -163,7 +172,7 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str]) -> RoleSpec:
     return RoleSpec(
         backend=draw(maybe(one_of(names))),
         mode=draw(maybe(one_of(GraphMode))),
-        sizes=draw(maybe(_sizes())),
+        sizes=draw(maybe(_measured_sizes(False) if measured else _sizes())),
         groups=tuple(groups),
     )
 
@@ -176,6 +185,7 @@ def _budgets() -> SearchStrategy[Budget]:
         max_graphs=maybe(counts()),
         memory=maybe(st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts()),
         seconds=maybe(one_of((0.1, 1, 2.5, 20, 1e9))),
+        graphs=st.builds(KindGraphs, decode=maybe(counts()), mixed=maybe(counts())),
         memory_per_graph=one_of((25 << 20, 7 << 20, 1, 0)),
         seconds_per_graph=one_of((0.25, 0.05, 1, 1e-9)),
     )
@@ -193,29 +203,33 @@ def specs(
     max_reqs: int = 512,
     max_tokens: int = 4096,
     backends: Sequence[str] = BACKENDS,
-    measured: bool = False,
+    measured: bool | None = False,
+    scheduled: bool = False,
 ) -> Spec:
-    """Return specs: any field of any block takes part. ``backends`` are the names they choose from.
+    """Return specs: any field of any block takes part.
 
-    :param measured: schedules may be the word ``measured``, with an acceptance; to plan them takes measurements.
+    :param backends: the names of the backends that they choose from.
+    :param measured: whether sizes are measured; None: sometimes.
+    :param scheduled: whether schedules may be the word ``measured``, which takes measurements to plan too.
     """
+    measured = draw(one_of((True, False, False))) if measured is None else measured
     names = tuple(backends)
     tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
-    speculative = draw(maybe(_speculatives(measured)))
+    speculative = draw(maybe(_speculatives(scheduled)))
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
     layers[Role.TARGET] = model.num_layers
     roles = {}
     for role in Role:
         if role is Role.TARGET or speculative is not None:
-            roles[role.value] = draw(_role_specs(layers[role], names)) if draw(st.booleans()) else RoleSpec()
+            roles[role.value] = draw(_role_specs(layers[role], names, measured)) if draw(st.booleans()) else RoleSpec()
     return Spec(
         model=model,
         limits=draw(_limits(max_reqs, max_tokens)),
         mode=draw(one_of(GraphMode)),
         backend=draw(one_of(names)),
         speculative=speculative,
-        sizes=draw(_sizes()) if draw(st.booleans()) else Sizes(),
+        sizes=draw(_measured_sizes(True)) if measured else draw(_sizes()) if draw(st.booleans()) else Sizes(),
         roles=Roles(**roles),
         parallel=Parallel(
             data=draw(one_of((1, 1, 8))),
