@@ -60,7 +60,7 @@ def allocate(groups: Sequence[Group], bounds: Sequence[int]) -> list[tuple[int, 
     Of equal costs, the fewest sizes in all, then in the first groups. A group that takes of no bound that could bind
     has the fewest sizes within ``TOLERANCE``.
     """
-    if any(sum(group.least()[i] for group in groups) > bound for i, bound in enumerate(bounds)):
+    if groups and any(sum(group.least()[i] for group in groups) > bound for i, bound in enumerate(bounds)):
         return None
     free = [not any(group.takes) and group.pool is None for group in groups]
     chosen: dict[int, tuple[int, ...]] = {

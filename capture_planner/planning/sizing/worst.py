@@ -30,7 +30,7 @@ def least_worst(groups: Sequence[Group], bounds: Sequence[int]) -> list[tuple[in
 
     longest = max((time for group in bound_groups for time in (*group.problem.times, *group.problem.eager)), default=1)
     fewest = chosen(Fraction(longest + 1))
-    if not fits(fewest):
+    if groups and not fits(fewest):
         return None
     low, high, grain = Fraction(1), worst(fewest), Fraction(1, longest**2 + 1)
     if fits(chosen(low)):
