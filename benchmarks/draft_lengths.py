@@ -59,9 +59,7 @@ def main() -> int:
     traffic = None if arguments.traffic is None else Document.read(arguments.traffic).load(Traffic)
     acceptance = tuple(arguments.acceptance or ACCEPTANCE)
     drafter = profile.speculative or Speculative(method=Method.EAGLE3, num_tokens=1)
-    speculative = replace(
-        drafter, num_tokens=len(acceptance), schedule=ScheduleSource.MEASURED, acceptance=acceptance
-    )
+    speculative = replace(drafter, num_tokens=len(acceptance), schedule=ScheduleSource.MEASURED, acceptance=acceptance)
     spec = Spec(
         model=profile.model,
         limits=Limits(max_num_reqs=arguments.requests, max_num_tokens=8192),

@@ -18,7 +18,7 @@ from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Model, ScheduleSource, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import CostCurve, Profile
-from capture_planner.records.spec import Budget, Limits, Spec
+from capture_planner.records.spec import Budget, Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner.testing import FakeBackend, deployments
 from support import reference
@@ -276,6 +276,23 @@ def test_rescheduled_traffic_has_the_same_work_in_the_lengths_of_the_schedule(co
         assert batch.query_len == 1 + speculative.draft_tokens(num_reqs)
         wanted = sum(each.count * tokens[each.query_len - 1] for each in listed if each.num_reqs == num_reqs)
         assert batch.count * tokens[batch.query_len - 1] == pytest.approx(wanted, rel=0.06)
+
+
+def test_measured_sizes_are_chosen_for_the_chosen_ranges():
+    """One decision after the other, on the traffic as the schedule makes it: each ladder has the passes of its range."""
+    sizes = Sizes(policy=Policy.MEASURED, traffic="t.yaml", profile="p.yaml")
+    found = made(sizes=sizes, budget=Budget(max_graphs=24))
+    assert found.num_graphs <= 24
+    assert found.forecast.eager_share == 0
+    assert found.forecast.traffic == digest(LOAD)
+    for role in found.roles:
+        sentences = [each.message for each in role.decisions if each.rule == "sizes-measured"]
+        assert not [each for each in sentences if "for 0 passes" in each]
+    for first, last, k in found.speculative.tiers(64):
+        own = [entry.num_reqs for entry in found.role(Role.TARGET).entries if entry.query_len == 1 + k]
+        assert own
+        assert max(own) == last
+        assert min(own) >= first
 
 
 def test_small_budget_chooses_fewer_ranges_and_sizes():
