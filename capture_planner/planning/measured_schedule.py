@@ -64,7 +64,7 @@ def choose_schedule(spec: Spec, modes: Mapping[Role, GraphMode], measurements: M
         "batch sizes are those of the traffic, though fewer requests run at once where each finishes sooner",
         "steps with prompts in them are not counted",
         *([rule] if rule else []),
-        *costs.assumptions([*dict.fromkeys(_families(modes, speculative))]),
+        *_assumptions(costs, modes, speculative),
     ]
     acceptance = f"acceptance {', '.join(f'{share:.2f}' for share in shares)}, {source}"
     decisions = (
@@ -163,6 +163,15 @@ def _allowed(spec: Spec, modes: Mapping[Role, GraphMode]) -> tuple[int | None, s
     if decodes is not None:
         bounds.append((decodes, "graphs.decode"))
     return min(bounds, default=(None, ""))
+
+
+def _assumptions(costs: Costs, modes: Mapping[Role, GraphMode], speculative: Speculative) -> Iterator[str]:
+    """Yield where a time was taken from, and how many others were taken from what is near."""
+    first, *others = [*costs.assumptions([*dict.fromkeys(_families(modes, speculative))])] or [""]
+    if first:
+        yield first
+    if others:
+        yield f"the times of {counted(len(others), 'other kind')} of passes too are those of the nearest that it has"
 
 
 def _families(modes: Mapping[Role, GraphMode], speculative: Speculative) -> Iterator[Family]:

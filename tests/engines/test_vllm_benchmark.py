@@ -10,10 +10,7 @@ from _paired import paired_cost
 from _vllm_cases import groups
 
 from capture_planner.codec import dumps
-from capture_planner.modes import GraphMode, Role
-from capture_planner.records.environment import Device, DeviceKind
-from capture_planner.records.model import Model
-from capture_planner.records.profile import CostCurve, Profile
+from support.measured import profile
 
 WORKER = """
 import json, os, sys
@@ -93,28 +90,9 @@ def test_rounds_before_a_broken_engine_are_kept(run):
     assert [len(engine["rounds"]) for engine in file["results"]["main"]["engines"].values()] == [1, 2, 2]
 
 
-def times(per_token):
-    """A profile of the small shape: passes that take as long for up to 64 tokens, and more above."""
-    floors = {Role.TARGET: 2.0, Role.DRAFT_PREFILL: 0.2, Role.DRAFT_DECODE: 0.15}
-    curves = tuple(
-        CostCurve(
-            role=role,
-            mode=mode,
-            query_len=1,
-            tokens=(1, 64, 1536),
-            milliseconds=(floor, floor, floor * (1 + per_token * 1472)),
-        )
-        for role, floor in floors.items()
-        for mode in (GraphMode.FULL, GraphMode.NONE)
-    )
-    device = Device(kind=DeviceKind.CUDA, name="H200", capability="9.0", memory=141 << 30, multiprocessors=132)
-    model = Model(name="m", num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, max_model_len=4096)
-    return Profile(source="test", date="2026-11-22T12:00:00Z", device=device, model=model, curves=curves)
-
-
 def test_group_of_schedules_has_each_fixed_length_the_chosen_ranges_and_adaptive_verification(tmp_path):
     """Acceptance is the same for all, as far as each drafts; the ranges are those of the plan."""
-    (group,) = [group for group in groups(tmp_path, 0.1, times(0.003)) if group.name == "schedule"]
+    (group,) = [group for group in groups(tmp_path, 0.1, profile(per_token=0.003)) if group.name == "schedule"]
     drafts = {}
     for case in group.cases:
         words = dict(zip(case.words, case.words[1:], strict=False))
@@ -126,7 +104,7 @@ def test_group_of_schedules_has_each_fixed_length_the_chosen_ranges_and_adaptive
     assert len(ranges) > 1
     assert drafts["plan, schedule"]["num_speculative_tokens_per_batch_size"] == [list(tier) for tier in ranges]
     assert drafts["vLLM, adaptive verification"]["enable_adaptive_verification"] is True
-    (one,) = [group for group in groups(tmp_path, 0.1, times(0.0)) if group.name == "schedule"]
+    (one,) = [group for group in groups(tmp_path, 0.1, profile(per_token=0.0, draft=0.001)) if group.name == "schedule"]
     (alone,) = [case for case in one.cases if case.name == "plan, schedule"]
     assert alone.plan.speculative.ranges == ()
     assert "per_batch_size" not in " ".join(alone.words)
@@ -137,7 +115,7 @@ def test_group_of_schedules_needs_a_profile(run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("--groups", "schedule")
     assert "give --profile FILE" in capsys.readouterr().err
-    (tmp_path / "profile.yaml").write_text(dumps(times(0.003)), encoding="utf-8")
+    (tmp_path / "profile.yaml").write_text(dumps(profile(per_token=0.003)), encoding="utf-8")
     words = ("--profile", str(tmp_path / "profile.yaml"), "--rounds", "1", "--loads", "8")
     _, file = run("--groups", "schedule", *words)
     texts = [text for text in file["targets"] if "all loads" in text]
@@ -159,7 +137,7 @@ def test_schedule_is_compared_with_the_fixed_length_that_is_best_over_all_loads(
 
 def test_every_plan_fits_the_limits_that_its_engine_is_given(tmp_path):
     """The words of each case and its plan agree on requests, tokens and drafts."""
-    cases = [case for group in groups(tmp_path, 0.1, times(0.003)) for case in group.cases]
+    cases = [case for group in groups(tmp_path, 0.1, profile(per_token=0.003)) for case in group.cases]
     for case in cases:
         words = dict(zip(case.words, case.words[1:], strict=False))
         drafts = json.loads(words.get("--speculative-config", "{}"))

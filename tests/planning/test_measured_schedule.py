@@ -13,19 +13,17 @@ from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import digest, replace
 from capture_planner.records.backend import Support
-from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.model import Method, Model, ScheduleSource, Speculative
+from capture_planner.records.model import Method, ScheduleSource, Speculative
 from capture_planner.records.plan import Plan
-from capture_planner.records.profile import CostCurve, Profile
 from capture_planner.records.spec import Budget, Limits, Policy, Sizes, Spec
-from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner.records.traffic import TrafficCount
 from capture_planner.testing import FakeBackend, deployments
 from support import reference
+from support.measured import GPU, MODEL, curves, decodes, profile
 
-GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)
 MACHINE = Environment(name="h100", device=GPU)
-MODEL = Model(name="m", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=4096)
 ACCEPTANCE = (0.8, 0.6, 0.4, 0.3, 0.2)
 MEASURED = Speculative(method=Method.EAGLE3, num_tokens=5, schedule=ScheduleSource.MEASURED, acceptance=ACCEPTANCE)
 SPEC = Spec(
@@ -35,57 +33,6 @@ SPEC = Spec(
     backend="alpha",
     speculative=MEASURED,
 )
-
-
-def curves(*, per_token=0.02, target=2.0, draft=0.2, roles=tuple(Role)):
-    """Times of graphs that are flat up to 64 tokens and grow above, and eager times that are twice as long."""
-    found = []
-    for role in roles:
-        floor = target if role is Role.TARGET else draft
-        tokens = (1, 64, 1024)
-        times = (floor, floor, floor + per_token * 960 * floor / target)
-        for mode, factor in ((GraphMode.FULL, 1), (GraphMode.NONE, 2)):
-            query_len = 1 if role is Role.DRAFT_DECODE else 4
-            found.append(
-                CostCurve(
-                    role=role,
-                    mode=mode,
-                    query_len=query_len,
-                    tokens=tokens,
-                    milliseconds=tuple(time * factor for time in times),
-                )
-            )
-    return tuple(found)
-
-
-def profile(**shape):
-    """A profile of made-up times."""
-    return Profile(
-        source="test",
-        date="2026-11-22T12:00:00Z",
-        device=GPU,
-        model=MODEL,
-        curves=curves(**shape),
-        step_milliseconds=0.3,
-    )
-
-
-def decodes(counts, query_len=4):
-    """A traffic of decodes: steps by requests."""
-    return Traffic(
-        sources=("test",),
-        batches=tuple(
-            TrafficCount(
-                role=Role.TARGET,
-                num_reqs=n,
-                num_tokens=n * query_len,
-                query_len=query_len,
-                past_prompt=True,
-                count=count,
-            )
-            for n, count in counts.items()
-        ),
-    )
 
 
 LOAD = decodes(dict.fromkeys(range(1, 65), 100))
@@ -279,7 +226,7 @@ def test_rescheduled_traffic_has_the_same_work_in_the_lengths_of_the_schedule(co
 
 
 def test_measured_sizes_are_chosen_for_the_chosen_ranges():
-    """One decision after the other, on the traffic as the schedule makes it: each ladder has the passes of its range."""
+    """The sizes follow on the traffic as the schedule makes it: each ladder has the passes of its range."""
     sizes = Sizes(policy=Policy.MEASURED, traffic="t.yaml", profile="p.yaml")
     found = made(sizes=sizes, budget=Budget(max_graphs=24))
     assert found.num_graphs <= 24
