@@ -52,6 +52,8 @@ class Group:
     output: int = 192
     tokens: bool = False
     dispatch: bool = False
+    pair: tuple[str, str] | None = None
+    """Cases whose decode steps are compared in neighbouring blocks: the plan and what it must keep up with."""
 
 
 def planned(
@@ -124,6 +126,7 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
         name="main",
         loads=LOADS,
         dispatch=True,
+        pair=("plan", "flags of check"),
         cases=(
             Case(name="vLLM by itself", compared=False, words=small),
             Case(name="flags of check", words=(*small, *largest)),
@@ -179,6 +182,7 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
         name="compile",
         loads=(64,),
         output=128,
+        pair=("plan", "vLLM by itself"),
         cases=(
             Case(name="vLLM by itself", words=compiled),
             Case(
@@ -209,6 +213,7 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
     yield Group(
         name="large",
         loads=(1, 48, 200),
+        pair=("plan", "flags of check"),
         cases=(
             Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),

@@ -10,7 +10,7 @@ import attrs
 import click
 
 from capture_planner import codec
-from capture_planner.cli.common import environment_named, plan_document, read_document
+from capture_planner.cli.common import ChosenMachine, machine_named, plan_document, read_document, show_notes
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine, own_words
 from capture_planner.engines.emulation import Emulation
@@ -94,7 +94,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     machine, spec = _machine(environment, profile), document.load(Spec)
     return Subject(
         name=words[0],
-        today=emulation_of_plan(plan_document(document, machine)),
+        today=emulation_of_plan(plan_document(document, ChosenMachine(machine))),
         environment=machine,
         derive=lambda like: DerivedSpec(spec=spec),
         file=words[0],
@@ -131,7 +131,9 @@ def _machine(name: str | None, profile: Profile | None) -> Environment:
         for each in _shipped():
             if each.device.name == profile.device.name:
                 return each
-    return environment_named(name)
+    chosen = machine_named(name)
+    show_notes(chosen.notes)
+    return chosen.environment
 
 
 @attrs.frozen(kw_only=True)

@@ -15,6 +15,7 @@ import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
 import ranks_tables
+import transformers_tables
 import vllm_tables
 from results import ROOT, table
 
@@ -180,4 +181,5 @@ PARTS: dict[str, Callable[[], str]] = {
     **gpu_equality_tables.PARTS,
     **gallery_tables.PARTS,
     **vllm_tables.PARTS,
+    **transformers_tables.PARTS,
 }
