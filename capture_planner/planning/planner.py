@@ -23,7 +23,7 @@ from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
-from capture_planner.records.batch import Entry
+from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
@@ -112,6 +112,15 @@ def _resolve(
 
 
 def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
+    for kind in Kind:
+        alike = [ladder for working in roles for ladder in working.ladders if ladder.kind is kind]
+        most = spec.budget.allowed_of(kind)
+        if most is not None and total(alike) > most:
+            rest = iter(fit(alike, most, Reason.BUDGET))
+            why = f"graphs.{kind.value} allows {most} of {total(alike)} graphs"
+            for working in roles:
+                kept = [next(rest) if ladder.kind is kind else ladder for ladder in working.ladders]
+                working.refit(kept, "budget", why)
     bound = spec.budget.allowed_graphs()
     ladders = [ladder for working in roles for ladder in working.ladders]
     if bound is None or total(ladders) <= bound[0]:

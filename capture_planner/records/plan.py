@@ -6,6 +6,8 @@ Nothing downstream decides again.
 
 from typing import Annotated
 
+import attrs
+
 from capture_planner.errors import DispatchError, InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import AtLeast, Name, NonNegative, Pattern, digest, field, record, refuse_duplicates
@@ -180,6 +182,15 @@ class Plan:
             if each.role == role:
                 return each
         raise DispatchError(f"the plan has no role {role!s}; it has {', '.join(r.role for r in self.roles)}")
+
+    def allowed_graphs(self) -> tuple[int, str] | None:
+        """Return the most graphs that fit and the bound in words, or None without a bound.
+
+        A forecast has the memory and the time of its own graphs, so that only the number of graphs is left.
+        """
+        if self.forecast is None:
+            return self.budget.allowed_graphs()
+        return attrs.evolve(self.budget, memory=None, seconds=None).allowed_graphs()
 
     @property
     def planned(self) -> tuple[Role, ...]:

@@ -198,7 +198,7 @@ def test_budget_bounds_the_whole_plan(deployment):
         found = deployment.plan()
     except PlanningError:
         reject()
-    bound = found.budget.allowed_graphs()
+    bound = found.allowed_graphs()
     assert bound is None or found.num_graphs <= bound[0]
     for role in found.roles:
         full = [entry for entry in role.entries if entry.mode is GraphMode.FULL]

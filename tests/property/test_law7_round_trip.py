@@ -17,7 +17,6 @@ from capture_planner.records._base import digest
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Spec
 from capture_planner.testing import (
-    PlanInputs,
     arbitrary_plans,
     backends,
     deployments,
@@ -80,11 +79,10 @@ def test_planning_is_deterministic(deployment):
 @given(deployments())
 def test_a_written_spec_gives_the_same_plan(deployment):
     """Law 7: nothing that planning needs is lost in a file."""
-    again = PlanInputs(
+    again = attrs.evolve(
+        deployment,
         spec=codec.loads(codec.dumps(deployment.spec), Spec),
         environment=codec.loads(codec.dumps(deployment.environment), Environment),
-        registry=deployment.registry,
-        measurements=deployment.measurements,
     )
     assert _plan_of(again) == _plan_of(deployment)
 

@@ -171,7 +171,7 @@ def test_fit_drops_mixed_before_decodes_and_drafters_before_targets(given_ladder
     assert max(dropped, default=-1) < min(kept, default=99)
 
 
-@given(ladders(lora=False), st.integers(0, 60), st.integers(1, 20))
+@given(ladders(), st.integers(0, 60), st.integers(1, 20))
 def test_larger_budget_never_pads_more(given_ladders, allowed, more):
     """Monotone: among budgets that keep every ladder, more graphs mean no worse padding."""
     one, other = (fit(given_ladders, n, Reason.BUDGET) for n in (allowed, allowed + more))
