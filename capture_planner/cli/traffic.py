@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from capture_planner.cli import options
 from capture_planner.cli.common import emit, emit_file, progress_bars, refuse_outputs
 from capture_planner.cli.options import FILE, POSITIVE, ParsedText, option
 from capture_planner.measuring.traffic import SourceOptions, TraceLimits, TrafficSource, fitting, read_traffic
-from capture_planner.measuring.traffic.source import BLOCK
+from capture_planner.measuring.traffic.source import BLOCK, Advance
 from capture_planner.records.batch_space import Deployment
 from capture_planner.records.spec import Limits
 from capture_planner.report.traffic import traffic_json, traffic_tables
@@ -26,6 +28,22 @@ def _part(text: str) -> tuple[float, float]:
     if not 0 <= first < last <= 1:
         raise ValueError(f"{text!r}: expected two shares from 0 to 1, the first one below the second.")
     return first, last
+
+
+@contextmanager
+def reading_bar(sources: Sequence[str], visible: bool | None, times: int = 1) -> Iterator[Advance]:
+    """Show how much of the sources is read; yields what counts bytes. Each is read so many ``times``."""
+    total = times * sum(TrafficSource(path).size() for path in sources) // BLOCK + 1
+    bytes_read = 0
+    with progress_bars(visible)("reading", total) as advance:
+
+        def count(read: int) -> None:
+            nonlocal bytes_read
+            for _ in range((bytes_read + read) // BLOCK - bytes_read // BLOCK):
+                advance("")
+            bytes_read += read
+
+        yield count
 
 
 @click.command(short_help="Count the batches of logs, metrics, observations or traces.")
@@ -77,17 +95,8 @@ def traffic(
         step_seconds=step_ms / 1000,
         part=part,
     )
-    total = sum(TrafficSource(path).size() for path in sources) // BLOCK + 1
-    bytes_read = 0
-    with progress_bars(progress)("reading", total) as advance:
-
-        def count(read: int) -> None:
-            nonlocal bytes_read
-            for _ in range((bytes_read + read) // BLOCK - bytes_read // BLOCK):
-                advance("")
-            bytes_read += read
-
-        counted, unreadable = read_traffic(sources, chosen, count)
+    with reading_bar(sources, progress) as advance:
+        counted, unreadable = read_traffic(sources, chosen, advance)
     for line in unreadable:
         click.echo(f"skipped: {line}", err=True)
     written = counted if output is None else fitting(counted)

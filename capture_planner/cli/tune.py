@@ -37,6 +37,7 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.measurements import Measurements
+from capture_planner.records.model import ScheduleSource
 from capture_planner.records.profile import family_name
 from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
 from capture_planner.report.page import page as html
@@ -111,8 +112,8 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     near = costs_of(subject, subject.derive(PLAIN_MODEL).spec.model, given, name)
     derived = subject.derive(near.profile.model)
     load = load_of(subject, sources or [str(subject.file)], _source_options(subject, values))
-    accepted = accepted_of(load.traffic)
-    spec, costs = _wanted(derived.spec, values), Costs(near.profile)
+    accepted = accepted_of(load.traffic, derived.spec.speculative)
+    spec, costs = _wanted(derived.spec, subject.today, values), Costs(near.profile)
     measurements = Measurements(profile=near.profile, traffic=load.traffic)
     backends = registry.load_backends()
     try:
@@ -169,9 +170,15 @@ def _source_options(subject: TuneSubject, values: Mapping[str, Any]) -> SourceOp
     )
 
 
-def _wanted(spec: Spec, values: Mapping[str, Any]) -> Spec:
-    """Return the spec with measured sizes, under the bounds of the command line, or else its own."""
+def _wanted(spec: Spec, today: Emulation, values: Mapping[str, Any]) -> Spec:
+    """Return the spec with measured sizes, under the bounds of the command line, or else its own.
+
+    A schedule that is measured stays as it is today: steps of other draft lengths give other tokens, and the sides
+    would not be judged on the same work.
+    """
     old = spec.sizes
+    if spec.speculative is not None and isinstance(spec.speculative.schedule, ScheduleSource):
+        spec = replace(spec, speculative=today.speculative)
     sizes = Sizes(
         policy=Policy.MEASURED,
         max_tokens=old.max_tokens,

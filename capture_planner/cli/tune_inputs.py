@@ -11,6 +11,7 @@ import click
 
 from capture_planner import codec
 from capture_planner.cli.common import ChosenMachine, machine_named, plan_document, read_document
+from capture_planner.cli.traffic import reading_bar
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine, own_words
 from capture_planner.engines.emulation import Emulation
@@ -23,7 +24,7 @@ from capture_planner.measuring.traffic import SourceOptions, fitting, read_traff
 from capture_planner.modes import Role
 from capture_planner.planning.steps import Steps, steps_of
 from capture_planner.records.environment import Environment
-from capture_planner.records.model import Model
+from capture_planner.records.model import Model, Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
@@ -193,11 +194,14 @@ def load_of(subject: TuneSubject, sources: Sequence[str], options: SourceOptions
     held_out = "-" not in sources
     if held_out:
         try:
-            parts = [read_traffic(sources, attrs.evolve(options, part=part))[0] for part in (CHOSEN, JUDGED)]
+            with reading_bar(sources, None, times=2) as advance:
+                each = [attrs.evolve(options, part=part) for part in (CHOSEN, JUDGED)]
+                parts = [read_traffic(sources, own, advance)[0] for own in each]
         except InvalidDocument:
             held_out = False  # A source without an order, a short one, or one that cannot be read at all.
     if not held_out:
-        parts = [read_traffic(sources, options)[0]] * 2
+        with reading_bar(sources, None) as advance:
+            parts = [read_traffic(sources, options, advance)[0]] * 2
     chosen, judged = fitting(parts[0]), parts[1]
     if not any(each.role is Role.TARGET for each in (*chosen.batches, *judged.batches)):
         roles = ", ".join(sorted({each.role.value for each in chosen.batches}))
@@ -231,11 +235,16 @@ def _strange(traffic: Traffic, deployment: Emulation) -> list[str]:
     return found
 
 
-def accepted_of(traffic: Traffic) -> float | None:
-    """Return the drafts that a request gets accepted in a step, on average; None where the traffic does not say."""
+def accepted_of(traffic: Traffic, speculative: Speculative | None) -> float | None:
+    """Return the drafts that a request gets accepted in a step, on average: by the traffic, or else by the spec.
+
+    None where neither says.
+    """
     shares = [
         accepted / drafted for drafted, accepted in zip(traffic.drafted, traffic.accepted, strict=False) if drafted
     ]
+    if not shares and speculative is not None:
+        shares = list(speculative.acceptance[: speculative.num_tokens])
     return sum(shares) if shares else None
 
 
