@@ -77,11 +77,11 @@ def _objective(text: str) -> str:
 @click.option("--max-graphs", type=POSITIVE, help="Most graphs.")
 @click.option("--memory", type=SIZE, help="Most memory for graphs, such as 1GiB.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Most time to capture.")
-@option(
+@click.option(
     "--objective",
     type=ParsedText("mean|pNN|regret", _objective),
-    default="mean",
-    help="What to make least: the mean step, a percentile such as p99, or the worst step against a graph of its size.",
+    help="What to make least: the mean step, a percentile such as p99, or the worst step against a graph of its size. "
+    "Default: the spec's, or mean.",
 )
 @click.option("--query-len", type=POSITIVE, help="Tokens of each decode (1 + K), where a log does not have them.")
 @option("--decode-log-interval", type=POSITIVE, default=40, help="SGLang's own option: decodes for one log line.")
@@ -113,7 +113,9 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     derived = subject.derive(near.profile.model)
     load = load_of(subject, sources or [str(subject.file)], _source_options(subject, values))
     accepted = accepted_of(load.traffic, derived.spec.speculative)
-    spec, costs = _wanted(derived.spec, subject.today, values), Costs(near.profile)
+    objective = values["objective"] or derived.spec.sizes.objective or "mean"
+    spec = _wanted(derived.spec, subject.today, {**values, "objective": objective})
+    costs = Costs(near.profile)
     measurements = Measurements(profile=near.profile, traffic=load.traffic)
     backends = registry.load_backends()
     try:
@@ -124,7 +126,7 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
             load.chosen.counts,
             load.judged.counts,
             bounds=_bounds(spec.budget),
-            objective=values["objective"],
+            objective=objective,
             accepted=accepted or 0.0,
         )
     except PlanningError as error:
