@@ -47,6 +47,8 @@ class Group:
     output: int = 192
     tokens: bool = False
     dispatch: bool = False
+    pair: tuple[str, str] | None = None
+    """Cases whose decode steps are compared in neighbouring blocks: the plan and what it must keep up with."""
 
 
 def planned(shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, **roles: Any) -> Plan:
@@ -107,6 +109,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         name="main",
         loads=LOADS,
         dispatch=True,
+        pair=("plan", "flags of check"),
         cases=(
             Case(name="vLLM by itself", compared=False, words=small),
             Case(name="flags of check", words=(*small, *largest)),
@@ -150,6 +153,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         name="compile",
         loads=(64,),
         output=128,
+        pair=("plan", "vLLM by itself"),
         cases=(
             Case(name="vLLM by itself", words=compiled),
             Case(
@@ -180,6 +184,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
     yield Group(
         name="large",
         loads=(1, 48, 200),
+        pair=("plan", "flags of check"),
         cases=(
             Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),

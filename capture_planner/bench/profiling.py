@@ -31,6 +31,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
+from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.ledger import GraphCapture
@@ -182,7 +183,18 @@ def _measure(
 
 
 def _round(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, context: int, deadline: _Deadline) -> None:
-    """Capture the graphs of a round into one pool, and time them and its eager passes."""
+    """Measure the sizes of a round together; where that breaks, each by itself, so that one costs no other."""
+    done = False
+    with rig.trying(f"{counted(len(batch), 'size')} together"):
+        _together(rig, batch, findings, context, deadline)
+        done = True
+    if not done and len(batch) > 1:
+        for size in batch:
+            _round(rig, [size], findings, context, deadline)
+
+
+def _together(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, context: int, deadline: _Deadline) -> None:
+    """Capture the graphs of some sizes into one pool, and time them and their eager passes."""
     most = rig.plan.limits.max_num_reqs
     graphs = [(family[0], entry_of(family, size, most)) for family, size in batch if family[1] is not GraphMode.NONE]
     with rig.runner(plan_with(rig.plan, rig.registry, graphs)) as runner:

@@ -11,7 +11,7 @@ from capture_planner import codec
 from capture_planner.cli import options
 from capture_planner.cli.common import emit, emit_file, progress_bars, refuse_outputs
 from capture_planner.cli.options import FILE, POSITIVE, ParsedText, option
-from capture_planner.measuring.traffic import Source, SourceOptions, TraceLimits, fitting, read_traffic
+from capture_planner.measuring.traffic import SourceOptions, TraceLimits, TrafficSource, fitting, read_traffic
 from capture_planner.measuring.traffic.source import BLOCK
 from capture_planner.records.batch_space import Deployment
 from capture_planner.records.spec import Limits
@@ -77,7 +77,7 @@ def traffic(
         step_seconds=step_ms / 1000,
         part=part,
     )
-    total = sum(Source(path).size() for path in sources) // BLOCK + 1
+    total = sum(TrafficSource(path).size() for path in sources) // BLOCK + 1
     bytes_read = 0
     with progress_bars(progress)("reading", total) as advance:
 

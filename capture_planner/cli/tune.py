@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
 from capture_planner import codec
@@ -14,7 +15,7 @@ from capture_planner.cli.common import FINDINGS, OwnOptions, emit, emit_file, re
 from capture_planner.cli.options import FILE, POSITIVE, SIZE, ParsedText, option
 from capture_planner.cli.tune_inputs import (
     PLAIN_MODEL,
-    Subject,
+    TuneSubject,
     accepted_of,
     costs_of,
     folder_conflict,
@@ -26,7 +27,8 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.tuning.launching import LaunchLine, launch_line
 from capture_planner.engines.tuning.tune import Tuning, TuningBounds
 from capture_planner.engines.tuning.tune import tune as compare_tables
-from capture_planner.engines.tuning.verdict import SPREAD, Verdict
+from capture_planner.engines.tuning.verdict import SPREAD, TuneVerdict
+from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.measuring.fits import entry_family
 from capture_planner.measuring.traffic import SourceOptions
 from capture_planner.modes import Role
@@ -34,9 +36,7 @@ from capture_planner.planning.costs import Costs
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
-from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.plan import Plan
 from capture_planner.records.profile import family_name
 from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
 from capture_planner.report.page import page as html
@@ -106,26 +106,32 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     name, sources = values["profile_file"], values["sources"]
     given = None if name is None else codec.load_profile(name)
     subject = subject_of(words, values["environment"], given)
-    near = costs_of(subject, subject.derive(PLAIN_MODEL).spec.model, given, name)
-    derived = subject.derive(near.profile.model)
     if not sources and not subject.is_observed:
         raise click.UsageError("Missing option '--traffic'.")
+    near = costs_of(subject, subject.derive(PLAIN_MODEL).spec.model, given, name)
+    derived = subject.derive(near.profile.model)
     load = load_of(subject, sources or [str(subject.file)], _source_options(subject, values))
     accepted = accepted_of(load.traffic)
     spec, costs = _wanted(derived.spec, values), Costs(near.profile)
     measurements = Measurements(profile=near.profile, traffic=load.traffic)
-    tuning = compare_tables(
-        subject.today,
-        lambda count: _planned(spec, count, subject.environment, measurements),
-        costs,
-        load.chosen.counts,
-        load.judged.counts,
-        bounds=_bounds(spec.budget),
-        objective=values["objective"],
-        accepted=accepted or 0.0,
-    )
-    assumptions = [each for each in (near.assumption,) if each is not None]
+    backends = registry.load_backends()
+    try:
+        tuning = compare_tables(
+            subject.today,
+            lambda count: make_plan(_with_graphs(spec, count), subject.environment, backends, measurements),
+            costs,
+            load.chosen.counts,
+            load.judged.counts,
+            bounds=_bounds(spec.budget),
+            objective=values["objective"],
+            accepted=accepted or 0.0,
+        )
+    except PlanningError as error:
+        raise InvalidDocument(_of_profile(problem, near.name) for problem in error.problems) from None
+    assumptions = [*subject.notes, *(each for each in (near.assumption,) if each is not None)]
     assumptions += [*subject.today.notes, *derived.assumptions, *_assumed(tuning, costs, subject.today, accepted)]
+    if load.simulated:
+        assumptions.append(f"steps of traces are those of a simple scheduler, of {values['step_ms']:g} ms each")
     line = _launch(subject, tuning, output)
     report = TuneReport(
         tuning=tuning,
@@ -142,11 +148,19 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
         _write(output, form, tuning, spec, measurements, line)
     if page is not None:
         emit_file(form, page, lambda: html(tune_report(report)))
-    if tuning.verdict is Verdict.TOO_LITTLE_DATA:
+    if tuning.verdict is TuneVerdict.TOO_LITTLE_DATA:
         click.get_current_context().exit(FINDINGS)
 
 
-def _source_options(subject: Subject, values: Mapping[str, Any]) -> SourceOptions:
+def _of_profile(problem: Problem, file: str) -> Problem:
+    """Return a problem of planning as one of the profile, where it is about that."""
+    if problem.path != ("sizes", "profile"):
+        return problem
+    remedy = "measure one of this deployment: capture-planner profile SPEC -o FILE"
+    return attrs.evolve(problem, path=(), file=file, remedy=remedy)
+
+
+def _source_options(subject: TuneSubject, values: Mapping[str, Any]) -> SourceOptions:
     return SourceOptions(
         query_len=values["query_len"],
         decode_log_interval=values["decode_log_interval"],
@@ -183,10 +197,6 @@ def _with_graphs(spec: Spec, count: int) -> Spec:
     return replace(spec, budget=replace(spec.budget, max_graphs=count))
 
 
-def _planned(spec: Spec, count: int, machine: Environment, measurements: Measurements) -> Plan:
-    return make_plan(_with_graphs(spec, count), machine, registry.load_backends(), measurements)
-
-
 def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | None) -> Iterator[str]:
     """Yield what the figures rest on, where no source says it."""
     if tuning.pricings is not None:
@@ -195,15 +205,17 @@ def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | N
         yield from costs.assumptions(families)
     if costs.profile.spread is None:
         yield f"the profile does not state its spread; it is taken to be {SPREAD:.0%}"
+    if tuning.today is not None and tuning.today.unknown:
+        yield f"{tuning.today.unknown:,} steps count as eager today: the observation has no answer for their batches"
     if not costs.profile.step_milliseconds:
         yield "the profile has no time of a step apart from its passes; shares of a step are shares of its passes"
     if today.speculative is not None and accepted is None:
         yield "the traffic has no acceptance of drafts; a step counts as one token of each request"
 
 
-def _launch(subject: Subject, tuning: Tuning, output: Path | None) -> LaunchLine | None:
+def _launch(subject: TuneSubject, tuning: Tuning, output: Path | None) -> LaunchLine | None:
     """Return the command that starts the engine under the plan; None without an engine's words, or without a change."""
-    if tuning.verdict is not Verdict.CHANGE or tuning.plan is None or subject.engine is None or not subject.words:
+    if tuning.verdict is not TuneVerdict.CHANGE or tuning.plan is None or subject.engine is None or not subject.words:
         return None
     return launch_line(subject.engine, tuning.plan, subject.words, str((output or Path()) / PLAN_FILE))
 
@@ -218,7 +230,7 @@ def _write(
     folder: Path, form: str, tuning: Tuning, spec: Spec, measurements: Measurements, line: LaunchLine | None
 ) -> None:
     """Write what reproduces the plan, and the command that uses it."""
-    if tuning.verdict is not Verdict.CHANGE or tuning.plan is None or tuning.max_graphs is None:
+    if tuning.verdict is not TuneVerdict.CHANGE or tuning.plan is None or tuning.max_graphs is None:
         click.echo(f"nothing is written to {folder}: no change is proposed", err=form == "json")
         return
     assert measurements.traffic is not None, "it was read"

@@ -10,7 +10,7 @@ import attrs
 import click
 
 from capture_planner import codec
-from capture_planner.cli.common import environment_named, plan_document, read_document
+from capture_planner.cli.common import ChosenMachine, machine_named, plan_document, read_document
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine, own_words
 from capture_planner.engines.emulation import Emulation
@@ -45,7 +45,7 @@ CHOSEN, JUDGED = (0.0, 2 / 3), (2 / 3, 1.0)
 
 
 @attrs.frozen(kw_only=True)
-class Subject:
+class TuneSubject:
     """A deployment as it is today."""
 
     name: str
@@ -54,6 +54,8 @@ class Subject:
     environment: Environment
     derive: Callable[[Model], DerivedSpec]
     """From a model, for what is not known of the deployment's own, to its spec."""
+    notes: tuple[str, ...] = ()
+    """What was assumed about the machine."""
     engine: Engine | None = None
     words: tuple[str, ...] = ()
     """The engine's own words, behind its variables."""
@@ -62,7 +64,7 @@ class Subject:
     is_observed: bool = False
 
 
-def subject_of(words: Sequence[str], environment: str | None, profile: Profile | None) -> Subject:
+def subject_of(words: Sequence[str], environment: str | None, profile: Profile | None) -> TuneSubject:
     """Return the deployment that the words of the command name.
 
     :param profile: names the machine where ``environment`` does not.
@@ -72,11 +74,12 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     if words[0] in engines():
         machine = _machine(environment, profile)
         engine = find_engine(words[0])
-        today = emulate(engine.name, words[1:], machine)
-        return Subject(
+        today = emulate(engine.name, words[1:], machine.environment)
+        return TuneSubject(
             name=f"{engine.name} {engine.version}",
             today=today,
-            environment=machine,
+            environment=machine.environment,
+            notes=machine.notes,
             derive=lambda like: spec_of(today, engine, like),
             engine=engine,
             words=tuple(own_words(engine, words[1:])),
@@ -92,16 +95,17 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     if document.is_plan:
         raise click.UsageError(f"{words[0]} is a plan; tune its spec, or an observation of the engine that runs it.")
     machine, spec = _machine(environment, profile), document.load(Spec)
-    return Subject(
+    return TuneSubject(
         name=words[0],
-        today=emulation_of_plan(plan_document(document, machine)),
-        environment=machine,
+        today=emulation_of_plan(plan_document(document, ChosenMachine(machine.environment))),
+        environment=machine.environment,
+        notes=machine.notes,
         derive=lambda like: DerivedSpec(spec=spec),
         file=words[0],
     )
 
 
-def _observed(observation: Observation, file: str, environment: str | None) -> Subject:
+def _observed(observation: Observation, file: str, environment: str | None) -> TuneSubject:
     machine = next((each for each in _shipped() if each.device.name == observation.device), None)
     if environment is not None:
         machine = catalog.find_environment(environment)
@@ -110,7 +114,7 @@ def _observed(observation: Observation, file: str, environment: str | None) -> S
         raise click.UsageError(f"{file} was observed on {device}, which does not ship; give --environment FILE.")
     engine = find_engine(observation.engine) if observation.engine in engines() else None
     today = emulation_of(observation)
-    return Subject(
+    return TuneSubject(
         name=f"{observation.engine} {observation.engine_version}, observed",
         today=today,
         environment=machine,
@@ -125,45 +129,48 @@ def _shipped() -> list[Environment]:
     return [codec.load_environment(path) for path in catalog.shipped_environments().values()]
 
 
-def _machine(name: str | None, profile: Profile | None) -> Environment:
+def _machine(name: str | None, profile: Profile | None) -> ChosenMachine:
     """Return the machine that is named, or else the one that the profile is of."""
     if name is None and profile is not None:
         for each in _shipped():
             if each.device.name == profile.device.name:
-                return each
-    return environment_named(name)
+                return ChosenMachine(each)
+    return machine_named(name)
 
 
 @attrs.frozen(kw_only=True)
 class TuneCosts:
     """A profile, and how far it is from the deployment."""
 
+    name: str
     profile: Profile
     assumption: str | None
     """None: it is of this model on this device, and was given."""
 
 
-def costs_of(subject: Subject, model: Model, given: Profile | None, name: str | None) -> TuneCosts:
+def costs_of(subject: TuneSubject, model: Model, given: Profile | None, name: str | None) -> TuneCosts:
     """Return the profile that was given, or the nearest shipped one; raises ``CapturePlannerError`` without any."""
     machine = subject.environment
     if given is not None:
         near = catalog.find_profile(machine, model, {str(name): given})
         if near is None:
             device = f"{given.device.name}, and this is {machine.device.name}"
-            return TuneCosts(profile=given, assumption=f"the costs of {name} were measured on {device}")
+            return TuneCosts(name=str(name), profile=given, assumption=f"the costs of {name} were measured on {device}")
         known = given.model.name == model.name
-        return TuneCosts(profile=given, assumption=None if known else f"the costs of {name} were {near.distance}")
+        says = None if known else f"the costs of {name} were {near.distance}"
+        return TuneCosts(name=str(name), profile=given, assumption=says)
     near = catalog.find_profile(machine, model)
     if near is None:
         raise CapturePlannerError(
             f"no shipped profile is of {machine.device.name}; measure one with `capture-planner profile SPEC -o FILE`, "
             "and give it as --profile FILE"
         )
-    return TuneCosts(profile=near.profile, assumption=f"costs are the shipped profile {near.name}, {near.distance}")
+    says = f"costs are those of the shipped profile {near.name}, {near.distance}"
+    return TuneCosts(name=f"the shipped profile {near.name}", profile=near.profile, assumption=says)
 
 
 @attrs.frozen(kw_only=True)
-class Load:
+class TuneLoad:
     """The traffic in two parts."""
 
     traffic: Traffic
@@ -173,14 +180,16 @@ class Load:
     held_out: bool
     """Whether ``judged`` comes after ``chosen``; else they are the same."""
     notes: tuple[str, ...]
+    simulated: bool
+    """Whether some of it is a trace of requests, run through the model of a scheduler."""
 
 
-def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) -> Load:
+def load_of(subject: TuneSubject, sources: Sequence[str], options: SourceOptions) -> TuneLoad:
     """Read the sources: two thirds and the last one where all have an order, else all of them once.
 
     Raises ``InvalidDocument`` where a source cannot be read, ``CapturePlannerError`` where none has the target's steps.
     """
-    deployment = subject.today
+    deployment, sources = subject.today, sorted(sources)
     held_out = "-" not in sources
     if held_out:
         try:
@@ -197,24 +206,18 @@ def load_of(subject: Subject, sources: Sequence[str], options: SourceOptions) ->
             "which its drafter follows"
         )
     steps = steps_of(chosen, deployment), steps_of(judged, deployment)
+    simulated = any(": trace of " in source for source in chosen.sources)
     notes = dict.fromkeys((*chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment)))
-    return Load(traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(notes))
+    if simulated:  # which is an assumption, and said as one
+        notes = {note: None for note in notes if not note.startswith("batches are those of a simple scheduler")}
+    return TuneLoad(
+        traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(notes), simulated=simulated
+    )
 
 
 def _strange(traffic: Traffic, deployment: Emulation) -> list[str]:
     """Return what shows that the traffic is of another deployment."""
-    limits, found = deployment.limits, []
-    beyond = sum(
-        each.count
-        for each in traffic.batches
-        if each.role is Role.TARGET
-        and ((each.num_reqs or 0) > limits.max_num_reqs or (each.num_tokens or 0) > limits.max_num_tokens)
-    )
-    if beyond:
-        found.append(
-            f"{beyond:,} steps have more than {limits.max_num_reqs} requests or {limits.max_num_tokens} tokens, the "
-            "limits of this deployment: is the traffic of another one?"
-        )
+    found = []
     lengths = {family.query_len for family in deployment.families(Role.TARGET)}
     for width in sorted({each.query_len for each in traffic.batches if each.query_len is not None}):
         steps = sum(each.count for each in traffic.batches if each.query_len == width and each.role is Role.TARGET)

@@ -91,13 +91,18 @@ def _backend(emulation: Emulation, engine: Engine | None, assumptions: list[str]
 
 def _base(emulation: Emulation, like: Model, name: str | None, assumptions: list[str]) -> Spec:
     """Return a spec with the engine's model: by name that of ``like``, by its configuration, or else like it."""
-    name = name or str(next(_settings(emulation, _MODEL), like.name))
+    # TensorRT-LLM's settings have no model: it is the first word.
+    first = [word for word in emulation.command[:1] if not word.startswith("-")]
+    name = name or next(map(str, (*_settings(emulation, _MODEL), *first)), None)
+    if name is None:
+        name = like.name
+        assumptions.append(f"no model is named; the plan is made for {name}")
     spec = Spec(model=like, limits=emulation.limits, backend=BACKEND)
     if name != like.name:
         spec = _configured(name, like, assumptions) or replace(spec, model=replace(like, name=name))
     length = next(_settings(emulation, _LENGTH), None)
     # An observation has its settings as text.
-    changes: dict[str, Any] = {"max_model_len": int(length)} if str(length).isdigit() else {}
+    changes: dict[str, Any] = {"max_model_len": int(str(length))} if str(length).isdigit() else {}
     dtype = _setting(emulation, "dtype")
     if dtype in {each.value for each in DataType}:
         changes["dtype"] = DataType(dtype)

@@ -1,4 +1,4 @@
-"""Measured times as the curves of a profile, and what there is to say about them."""
+"""Measured times as the curves of a profile, and the notes that belong to them."""
 
 from __future__ import annotations
 

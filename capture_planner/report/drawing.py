@@ -41,6 +41,7 @@ _WIDTH, _HEIGHT = 4.6, 2.5
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.labelsize": 10,
+    "axes.labelpad": 7,
     "xtick.labelsize": 9.5,
     "ytick.labelsize": 9.5,
     "axes.edgecolor": _LINE,
@@ -88,7 +89,7 @@ def figure(plot: Plot) -> Figure:
 
 def _figure(plot: Plot) -> Figure:
     rows = any(one.mark is Mark.ROWS for one in plot.series)
-    height = max(1.6, 0.8 + 0.28 * len(plot.series[0].points)) if rows else _HEIGHT
+    height = _rows_height(plot) if rows else _HEIGHT
     # 72 units an inch, as SVG has: text is measured in what it is drawn in.
     figure = Figure(figsize=(_WIDTH, height), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
     figure.patch.set_visible(False)
@@ -122,8 +123,15 @@ def _wrap(label: Text, text: str, room: float) -> None:
             return
 
 
-def _names(points: Iterable[tuple[float | str, float]], width: int) -> list[str]:
+def _names(points: Iterable[tuple[float | str, float | None]], width: int) -> list[str]:
     return [textwrap.fill(printable(x), width) if isinstance(x, str) else _tick(x) for x, _ in points]
+
+
+def _rows_height(plot: Plot) -> float:
+    """Return the inches that the names of all rows need."""
+    names = _names(plot.series[0].points, 26)
+    lines = max(name.count("\n") + 1 for name in names)
+    return max(1.6, 0.8 + len(names) * (0.1 + 0.18 * lines))
 
 
 def _rows(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, float]]]) -> None:
@@ -134,6 +142,7 @@ def _rows(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, fl
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_yticks(range(len(shown[0])), labels=_names(shown[0], 26))
     axes.invert_yaxis()
+    axes.yaxis.labelpad = 14  # names may be wider in a browser
     axes.grid(False, axis="y")
     axes.set_xlim(0, 1.03 * max(starts) or 1)
     _linear_ticks(axes.xaxis, starts)
@@ -164,8 +173,8 @@ def _marks(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, f
         axes.grid(False, axis="x")
     else:
         _fit(axes.xaxis, plot.x, [float(x) for points in shown for x, _ in points])
-    heights = [y for points in shown for _, y in points] + base
     filled = any(one.mark in (Mark.BARS, Mark.AREA) for one in plot.series)
+    heights = [y for points in shown for _, y in points] + base * filled
     _fit(axes.yaxis, plot.y, [height for height in heights if not math.isnan(height)], zero=filled)
 
 
@@ -242,12 +251,13 @@ def _log_ticks(low: float, least: float, high: float, base: int) -> list[float]:
 def _drop_overlaps(figure: Figure, axes: Axes) -> None:
     """Remove ticks' labels, then points' labels, that would overlap text before them or leave the picture."""
     figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what is measured stays where it is
     frame = Bbox.from_extents(0, 0, figure.bbox.width, figure.bbox.height)
     taken = [axes.xaxis.label.get_window_extent(), axes.yaxis.label.get_window_extent()]
 
     def is_free(box: Bbox) -> bool:
-        # Browsers take a font of their own, which may be wider.
-        box = box.expanded(1.1, 1.0)
+        # Browsers take a font of their own, which may be wider, and higher lines.
+        box = box.expanded(1.1, 1.0).padded(2, 1.5)
         inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
         if free := inside and not any(box.overlaps(other) for other in taken):
             taken.append(box)

@@ -12,13 +12,16 @@ from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
 from capture_planner.engines.tuning.judgement import SideFigures
 from capture_planner.engines.tuning.tune import ParetoPoint, Tuning
-from capture_planner.engines.tuning.verdict import LEAST_STEPS, Verdict
+from capture_planner.engines.tuning.verdict import LEAST_STEPS, TuneVerdict
 from capture_planner.modes import Role
-from capture_planner.records.text import counted
 from capture_planner.report.tune_charts import tune_charts
 from capture_planner.report.writing import Grid, Report, Section, percent
 
-ADVICE = {Verdict.CHANGE: "change", Verdict.KEEP: "keep what you have", Verdict.TOO_LITTLE_DATA: "too little data"}
+ADVICE = {
+    TuneVerdict.CHANGE: "change",
+    TuneVerdict.KEEP: "keep what you have",
+    TuneVerdict.TOO_LITTLE_DATA: "too little data",
+}
 
 _JUDGED = ("graphs", "mean_step_ms", "token_ms", "eager_share", "memory_mib", "seconds", "regret", "worst_regret")
 
@@ -72,12 +75,21 @@ def _json(report: TuneReport) -> dict[str, Any]:
 
 @json_of(SideFigures)
 def _side(side: SideFigures) -> dict[str, Any]:
-    return plain_some(side, *_JUDGED) | ({"unknown": side.unknown} if side.unknown else {})
+    figures = plain_some(side, *_JUDGED) | ({"unknown": side.unknown} if side.unknown else {})
+    return {name: _digits(value) for name, value in figures.items()}
 
 
 @json_of(ParetoPoint)
 def _point(point: ParetoPoint) -> dict[str, Any]:
-    return plain_some(point, "graphs", "mean_step_ms", "memory_mib", "seconds", "within")
+    names = ("graphs", "mean_step_ms", "memory_mib", "seconds", "within")
+    return {name: _digits(value) for name, value in plain_some(point, *names).items()}
+
+
+def _digits(value: Any) -> Any:
+    """Return a figure with six digits, which is more than any is known to."""
+    if isinstance(value, dict):
+        return {key: _digits(each) for key, each in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def tune_report(report: TuneReport) -> Report:
@@ -95,9 +107,9 @@ def tune_report(report: TuneReport) -> Report:
 
 def _verdict(report: TuneReport) -> Section:
     tuning, steps = report.tuning, report.steps
-    judged = f"judged on the last {counted(steps.judged, 'step')}, after {steps.chosen:,} that sizes are chosen by"
+    judged = f"judged on the last {steps.judged:,} steps; sizes are chosen by the {steps.chosen:,} before them"
     if not steps.held_out:
-        judged = f"chosen by and judged on the same {counted(steps.judged, 'step')}: nothing is held out"
+        judged = f"chosen by and judged on the same {steps.judged:,} steps: nothing is held out"
     return Section(
         name="verdict",
         title=f"{report.model} on {report.machine}, {report.today}: {ADVICE[tuning.verdict]}",
@@ -134,7 +146,7 @@ def _eager(role: Role, side: SideFigures) -> str:
 
 
 def _noise(tuning: Tuning) -> tuple[str, ...]:
-    if tuning.noise is None:
+    if tuning.noise is None or tuning.objective != "mean":
         return ()
     noise = tuning.noise
     return (

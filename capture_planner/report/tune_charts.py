@@ -162,7 +162,7 @@ def _costs(tuning: Tuning) -> Chart | None:
             Series("today", Mark.STAIRS, [(n, today[n].milliseconds / 1e3) for n in load.tokens], color=TODAY),
             Series("proposed", Mark.STAIRS, [(n, proposed[n].milliseconds / 1e3) for n in load.tokens], color=PROPOSED),
         ]
-        x, y = PlotAxis("batch", "tokens", log=True), PlotAxis("time", "s", from_zero=True)
+        x, y = PlotAxis("batch", "tokens", log=True), PlotAxis("time", "s")
         plots.append(Plot(title=f"Time of a pass: {load.name}", x=x, y=y, series=series))
     if not plots:
         return None

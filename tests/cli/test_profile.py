@@ -10,6 +10,7 @@ import pytest
 
 from capture_planner import codec
 from capture_planner.codec.shipped import find_environment, find_profile
+from capture_planner.errors import RunError
 from capture_planner.measuring import staircase
 from capture_planner.measuring.fits import predict
 from capture_planner.modes import GraphMode, Role
@@ -78,6 +79,23 @@ def test_an_interruption_keeps_what_was_measured(run: Run, monkeypatch: pytest.M
     profile = codec.load_profile("part.yaml")
     assert sum(len(curve.tokens) for curve in profile.curves) == 3
     assert any(note.startswith("interrupted") for note in profile.notes)
+
+
+def test_a_graph_that_breaks_costs_no_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sizes cannot be captured together, each is by itself, and the notes have the reason."""
+    profiling = importlib.import_module("capture_planner.bench.profiling")
+    real = profiling.plan_with
+
+    def alone(plan: object, backends: object, graphs: list[object]) -> object:
+        if len(graphs) > 1:
+            raise RunError("no room")
+        return real(plan, backends, graphs)
+
+    monkeypatch.setattr(staircase, "MOST", 1)
+    monkeypatch.setattr(profiling, "plan_with", alone)
+    data = run("plan.yaml", "--seconds", "4", "--format", "json").data
+    assert sum(len(curve["tokens"]) for curve in data["curves"]) > 2
+    assert any("together: RunError: no room" in note for note in data["notes"])
 
 
 def test_a_model_with_experts_is_profiled(run: Run) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from support.pages import COMMANDS  # noqa: E402
 from support.plots import plots  # noqa: E402
 
 CHECKS = (Path(__file__).parent / "checks.js").read_text("utf-8")
-WIDTHS = (400, 1600)
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FEW = settings(max_examples=max(settings.default.max_examples // 10, 5))
 
@@ -51,33 +52,38 @@ def browser() -> Iterator[Any]:
 
 
 def problems_of(browser: Any, file: Path) -> list[str]:
-    """Open a page in each width and colour scheme, with its tables shut and open, and return what is wrong."""
-    found: list[str] = []
-    for width in WIDTHS:
-        for scheme in ("light", "dark"):
-            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            tab, here, url = context.new_page(), [], file.as_uri()
+    """Open a page in each width and colour scheme, and return what is wrong."""
+    found = []
+    for width, scheme in product((400, 1600), ("light", "dark")):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        problems = dict.fromkeys(problems_in(context, file.as_uri()))
+        found += [f"{width} pixels, {scheme}: {problem}" for problem in problems]
+        context.close()
+    return found
 
-            def fetch(route: Any, url: str = url, here: list[str] = here) -> None:
-                if route.request.url == url:
-                    route.continue_()
-                else:
-                    here.append(f"fetches {route.request.url}")
-                    route.abort()
 
-            context.route("**/*", fetch)
-            tab.on("console", lambda message, here=here: here.append(f"console: {message.type}: {message.text}"))
-            tab.on("pageerror", lambda error, here=here: here.append(f"error: {error}"))
-            tab.goto(url)
-            here += tab.evaluate(CHECKS)
-            tab.evaluate("() => document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-            here += tab.evaluate(CHECKS)
-            for title in tab.locator("figcaption").all_inner_texts():
-                figure = tab.get_by_role("figure", name=title, exact=True)
-                if figure.get_by_role("img").count() != 1 or figure.get_by_role("table").count() != 1:
-                    here.append(f"no picture and table can be reached by the name {title!r}")
-            found += [f"{width} pixels, {scheme}: {problem}" for problem in dict.fromkeys(here)]
-            context.close()
+def problems_in(context: Any, url: str) -> list[str]:
+    """Open a page, first with its tables shut and then open; nothing but the page itself is fetched."""
+    tab, found = context.new_page(), []
+
+    def fetch(route: Any) -> None:
+        if route.request.url == url:
+            route.continue_()
+        else:
+            found.append(f"fetches {route.request.url}")
+            route.abort()
+
+    context.route("**/*", fetch)
+    tab.on("console", lambda message: found.append(f"console: {message.type}: {message.text}"))
+    tab.on("pageerror", lambda error: found.append(f"error: {error}"))
+    tab.goto(url)
+    found += tab.evaluate(CHECKS)
+    tab.evaluate("() => document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    found += tab.evaluate(CHECKS)
+    for title in tab.locator("figcaption").all_inner_texts():
+        figure = tab.get_by_role("figure", name=title, exact=True)
+        if figure.get_by_role("img").count() != 1 or figure.get_by_role("table").count() != 1:
+            found.append(f"no picture and table can be reached by the name {title!r}")
     return found
 
 
@@ -159,8 +165,8 @@ def test_pareto_points_with_labels_can_be_read(browser: Any, tmp_path: Path) -> 
         ),
     )
     html = page_of(report_of([plot]))
-    assert html.count("4 graphs</text>") >= 2
-    assert ">today</text>" in html
+    drawn = set(re.findall(r"<text[^>]*>((?:\d+ graphs|today))</text>", html))
+    assert {"4 graphs", "8 graphs", "today"} <= drawn
     file = tmp_path / "page.html"
     file.write_text(html, "utf-8")
     assert problems_of(browser, file) == []

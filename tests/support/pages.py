@@ -5,20 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from html.parser import HTMLParser
+from pathlib import Path
 
 import attrs
 import pytest
 
 from capture_planner.report.plots import Chart, Plot
 from capture_planner.report.writing import printable
+from support.conformance_command import FEW
 
+HERE = Path(__file__).parent.parent / "pages"
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "run": ("--html", ("plan.yaml", "--requests", "12", "--drafter", "chance", "--threads", "1")),
+    "run": ("--html", ("plan.yaml", "--requests", "12", "--drafter", "chance", "--clip", "--threads", "1")),
     "bench": (
         "--page",
         ("plan.yaml", "--quick", "--load-requests", "3", "--prompt-tokens", "5", "--output-tokens", "6"),
     ),
-    "conformance": ("--html", ("reference", "--examples", "3", "--steps", "5", "--threads", "1")),
+    "tune": (
+        "--page",
+        (
+            "spec.yaml",
+            "-e",
+            "cpu",
+            "--traffic",
+            str(HERE / "tiny-traffic.yaml"),
+            "--profile",
+            str(HERE / "tiny-profile.yaml"),
+        ),
+    ),
+    "conformance": ("--html", ("reference", *FEW, "--threads", "1")),
 }
 """Each command that writes a page: the option for it, and arguments for one of a tiny model on a CPU."""
 
@@ -126,7 +141,9 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def tabled(plot: Plot, head: list[str], rows: list[list[str]]) -> list[tuple[str, float | str, float | None]]:
+def tabled(
+    plot: Plot, head: list[str], rows: list[list[str]]
+) -> list[tuple[str, float | str | None, float | str | None]]:
     """Return name, x and y of each point that a table has, in the units of the plot."""
     (x_unit, _), (y_unit, _) = plot.units()
     if head[0] == "series":

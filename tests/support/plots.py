@@ -25,7 +25,7 @@ def plots(draw: st.DrawFn) -> Plot:
     count = draw(st.integers(1, 12) | st.integers(1, 60))
     xs: list[Any] = draw(st.lists(words if texts else values, min_size=count, max_size=count, unique=True))
     xs = xs if texts else sorted(xs)
-    series = []
+    series: list[Series] = []
     for name in names:
         ys = draw(st.lists(values if not series else st.none() | values, min_size=count, max_size=count))
         mark = draw(st.sampled_from(marks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable
 
@@ -70,27 +69,17 @@ def profile(
     )
 
 
-def vllm_log(steps: int, sizes: Iterable[int], *, width: int = 1, seed: int = 0) -> str:
+def vllm_log(steps: int, sizes: Iterable[int], *, width: int = 1, longest: int = 512, seed: int = 0) -> str:
     """Return vLLM's lines about so many steps: decodes of ``sizes`` requests, and one prompt in ten steps."""
     draw, counts = random.Random(seed), tuple(sizes)
     lines = []
     for step in range(steps):
         reqs = draw.choice(counts)
         prompts = 1 if step % 10 == 0 else 0
-        tokens = prompts * draw.randrange(16, 512)
+        tokens = prompts * draw.randrange(8, longest)
         lines.append(
             f"(EngineCore_DP0 pid=41) INFO 11-22 06:{step // 3000 % 60:02}:{step // 50 % 60:02} [loggers.py:312] "
-            f"Engine 000: Iteration({step}): {prompts} context requests, {tokens} context tokens, {reqs} generation requests, "
-            f"{reqs * width} generation tokens, iteration elapsed time: 9.81 ms, GPU KV cache usage: 3.1%"
+            f"Engine 000: Iteration({step}): {prompts} context requests, {tokens} context tokens, {reqs} generation "
+            f"requests, {reqs * width} generation tokens, iteration elapsed time: 9.81 ms, GPU KV cache usage: 3.1%"
         )
     return "\n".join(lines) + "\n"
-
-
-def requests_csv(rows: Iterable[tuple[float, int, int]]) -> str:
-    """Return a trace of requests: arrival, tokens of the prompt, tokens of the output."""
-    return "t,in_len,out_len\n" + "".join(f"{arrival},{prompt},{output}\n" for arrival, prompt, output in rows)
-
-
-def as_json(text: str) -> dict[str, object]:
-    """Return the one JSON document in an output."""
-    return dict(json.loads(text))

@@ -15,7 +15,7 @@ from capture_planner.records.plan import Plan
 
 @attrs.frozen(kw_only=True)
 class LaunchLine:
-    """The command, or why there is none, with what differs from today's flags."""
+    """The command, or no command and the reasons, with what differs from today's flags."""
 
     command: str | None
     notes: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import attrs
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.engines.tuning.judgement import Pricing, SideFigures, judged
-from capture_planner.engines.tuning.verdict import LEAST_STEPS, SPREAD, Noise, Verdict, noise_between, verdict_on
+from capture_planner.engines.tuning.verdict import LEAST_STEPS, SPREAD, Noise, TuneVerdict, noise_between, verdict_on
 from capture_planner.planning.costs import Costs
 from capture_planner.records.batch import Batch
 from capture_planner.records.plan import Plan
@@ -64,7 +64,7 @@ class TuningBounds:
 class Tuning:
     """Today and what is proposed, judged on the same steps by the same costs."""
 
-    verdict: Verdict
+    verdict: TuneVerdict
     reason: str
     today: SideFigures | None
     proposed: SideFigures | None
@@ -78,6 +78,8 @@ class Tuning:
     max_graphs: int | None = None
     """The number of graphs with which it was planned."""
     noise: Noise | None = None
+    """In the difference of the two sides by the objective."""
+    objective: str = "mean"
 
 
 @attrs.frozen
@@ -114,34 +116,39 @@ def tune(
     total = sum(judging.values())
     if total < LEAST_STEPS:
         says = f"{counted(total, 'step')} to judge on; below {LEAST_STEPS:,} nothing is promised"
-        return Tuning(verdict=Verdict.TOO_LITTLE_DATA, reason=says, today=None, proposed=None)
+        return Tuning(verdict=TuneVerdict.TOO_LITTLE_DATA, reason=says, today=None, proposed=None)
     present = Pricing(today, costs)
     before = judged(present, judging, objective=objective, accepted=accepted)
     if not today.graphs and not any(mode.allowed for mode in today.modes.values()):
         says = "graphs are turned off, so no sizes are chosen; allow them, and tune again"
-        return Tuning(verdict=Verdict.KEEP, reason=says, today=before, proposed=before)
+        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before)
     past = judged(present, chosen, objective=objective)
     limits = bounds or TuningBounds(memory_mib=before.memory_mib, seconds=before.seconds)
     candidates = list(_candidates(propose, present, chosen, limits, objective))
     within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
     selected = _selected(within, past if limits.hold(past) else None)
+    pareto = tuple(_pareto(candidates, judging, limits))
+    if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
+        says = "the measured sizes would take longer than today's on the steps that chose them"
+        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto)
     proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
     spread = costs.profile.spread
     noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
     verdict, reason = verdict_on(before, proposed, noise, objective)
     if not limits.hold(before) and limits.hold(proposed):
-        verdict, reason = Verdict.CHANGE, f"today's graphs exceed the budget; within it {_change(before, proposed)}"
+        verdict, reason = TuneVerdict.CHANGE, f"today's graphs exceed the budget; within it {_change(before, proposed)}"
     return Tuning(
         verdict=verdict,
         reason=reason,
         today=before,
         proposed=proposed,
-        pareto=tuple(_pareto(candidates, judging, limits)),
+        pareto=pareto,
         plan=selected.plan,
         pricings=(present, selected.pricing),
         judging=judging,
         max_graphs=selected.allowed,
         noise=noise,
+        objective=objective,
     )
 
 

@@ -27,11 +27,13 @@ MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15
 SUBJECTS = {"mean": "mean step", "regret": "worst step, against a graph of its own size,"}
 """What an objective is about; a percentile goes by its name."""
 
+REST = "memory and start-up stay about the same"
+
 _NORMAL = 1.96
 """Standard errors on each side of a mean that hold 95 % of all cases."""
 
 
-class Verdict(enum.StrEnum):
+class TuneVerdict(enum.StrEnum):
     """What to do."""
 
     CHANGE = "change"
@@ -83,7 +85,9 @@ def _shape(entry: Entry | None) -> object:
     return entry and (entry.mode, entry.num_tokens, entry.query_len, entry.draft_steps)
 
 
-def verdict_on(today: SideFigures, proposed: SideFigures, noise: Noise, objective: str = "mean") -> tuple[Verdict, str]:
+def verdict_on(
+    today: SideFigures, proposed: SideFigures, noise: Noise, objective: str = "mean"
+) -> tuple[TuneVerdict, str]:
     """Return the verdict, and why, in a sentence."""
     gain = today.objective - proposed.objective
     share, error = gain / today.objective, noise.total / today.objective
@@ -92,16 +96,16 @@ def verdict_on(today: SideFigures, proposed: SideFigures, noise: Noise, objectiv
     bound = f"noise of {error:.1%} (profile {parts[0]:.1%}, number of steps {parts[1]:.1%})"
     subject = f"the {SUBJECTS.get(objective, f'{objective} step')} takes"
     if gain > noise.total:
-        more = f"; the plan saves {' and '.join(savings)} too" if savings else ""
-        return Verdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}{more}"
+        more = f"; the plan also saves {', '.join(savings)}" if savings else ""
+        return TuneVerdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}{more}"
     if share < -SLOWER:
-        return Verdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.1%} more time"
+        return TuneVerdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.1%} more time"
     if savings:
         same = f"{subject} the same time within the {bound}"
-        return Verdict.CHANGE, f"the plan saves {', '.join(savings)}, and {same}"
+        return TuneVerdict.CHANGE, f"the plan saves {', '.join(savings)}, and {same}"
     if share >= 0.0005:
-        return Verdict.KEEP, f"the gain of {share:.1%} is within the {bound}; memory and start-up stay about the same"
-    return Verdict.KEEP, "no table of sizes is faster; memory and start-up stay about the same"
+        return (TuneVerdict.KEEP, f"the gain of {share:.1%} is within the {bound}; {REST}")
+    return TuneVerdict.KEEP, f"no table of sizes is faster; {REST}"
 
 
 def _savings(today: SideFigures, proposed: SideFigures) -> list[str]:

@@ -7,14 +7,14 @@ whole file. ``reading`` has the table of them.
 from capture_planner.measuring.traffic.fitting import fitting
 from capture_planner.measuring.traffic.reading import LINE_FORMATS, read_source, read_traffic
 from capture_planner.measuring.traffic.request_trace import TraceLimits, part_of
-from capture_planner.measuring.traffic.source import Source, SourceCounts, SourceOptions
+from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions, TrafficSource
 
 __all__ = [
     "LINE_FORMATS",
-    "Source",
     "SourceCounts",
     "SourceOptions",
     "TraceLimits",
+    "TrafficSource",
     "fitting",
     "part_of",
     "read_source",

@@ -17,7 +17,6 @@ from capture_planner.records.traffic import TrafficCount
 
 _SCHEDULED = ("scheduled_requests", "scheduled")
 _FIELDS = ("num_prefill_requests", "sum_prefill_tokens", "num_decode_requests")
-MIXED = "mixed"
 
 
 def _find(block: bytes) -> list[Key]:
@@ -43,22 +42,22 @@ def _shape(key: Key) -> Shape:
     _, prompted, tokens, decoding = key
     if not prompted:
         return DECODE, decoding, 0
-    return (MIXED, prompted + decoding, decoding, tokens) if decoding else PROMPTS, prompted, tokens
+    return (PROMPTS, decoding) if decoding else PROMPTS, prompted + decoding, tokens
 
 
 def _count(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
     batches = [batch for batch in prompts(shapes) if batch.num_tokens]
     unknown = 0
-    for (kind, reqs, _), count in shapes.items():
+    for (kind, reqs, tokens), count in shapes.items():
         if kind == DECODE and reqs:
             batches.append(TrafficCount(role=Role.TARGET, num_reqs=reqs, past_prompt=True, count=count))
         elif isinstance(kind, tuple):
-            _, num_reqs, decoding, tokens = kind
+            _, decoding = kind
             each = options.query_len
             unknown += count if each is None else 0
             batch = TrafficCount(
                 role=Role.TARGET,
-                num_reqs=num_reqs,
+                num_reqs=reqs,
                 num_tokens=None if each is None else tokens + decoding * each,
                 past_prompt=False,
                 count=count,

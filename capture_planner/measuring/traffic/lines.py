@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +23,13 @@ Shape = tuple[Any, int, int]
 """Kind of a step, its requests and its tokens; 0 where the line does not say."""
 
 DECODE, PROMPTS = "decode", "prompts"
-"""Kinds that formats share; each may have others."""
+"""Kinds that formats share; each may have others, and a tuple with PROMPTS in it is rounded where it is rare."""
 
-MAX_SHAPES = 1 << 18
+MAX_SHAPES = 1 << 16
 """Shapes of one source that are counted apart."""
+
+RESOLUTION = 0.005
+"""How far rare shapes are rounded up at first where there are more."""
 
 
 @attrs.frozen(kw_only=True)
@@ -110,7 +115,8 @@ class LineReader:
             counted = [tally for tally in alike if tally in rich or not tally.format.detail]
             parts = [tally.format.count(tally.keys, options) for tally in counted]
             if merged := sum(tally.merged for tally in rich):
-                notes += (f"{merged} rare shapes were rounded up by at most 1 % while reading, to bound the memory",)
+                share = max(tally.share for tally in rich)
+                notes += (f"{merged} rare shapes were rounded up by at most {share:.1%} each, to bound the memory",)
             yield SourceCounts(
                 format=names,
                 batches=tuple(batch for part in parts for batch in part.batches),
@@ -135,8 +141,8 @@ class _LineTally:
     def __init__(self, line_format: LineFormat) -> None:
         self.format = line_format
         self.keys: Counter[Shape] = Counter()
-        self.merged = 0
-        self._milliseconds: Counter[Any] = Counter()
+        self.merged, self.share = 0, RESOLUTION
+        self._milliseconds: dict[Any, float] = {}
         self._first = self._last = b""
 
     def add(self, block: bytes) -> bool:
@@ -145,13 +151,15 @@ class _LineTally:
         if not expected:
             return True
         found = self.format.find(block)
-        counted: Counter[Key] = Counter(found)
         if self.format.milliseconds:
-            counted = Counter(key[:-1] for key in found)
-            times: dict[Any, list[float]] = {}
-            for key in found:
-                times.setdefault(key[0], []).append(float(key[-1] or 0))
-            self._milliseconds.update({engine: sum(each) for engine, each in times.items()})
+            *columns, times = zip(*found, strict=True) if found else ((), ())
+            counted = Counter(zip(*columns, strict=True))
+            for engine in set(columns[0]):
+                of_engine = itertools.compress(times, map(engine.__eq__, columns[0]))
+                before = self._milliseconds.get(engine, 0.0)
+                self._milliseconds[engine] = math.fsum(map(float, of_engine)) + before
+        else:
+            counted = Counter(found)
         shape = self.format.shape
         for key, count in counted.items():
             self.keys[shape(key)] += count
@@ -163,13 +171,18 @@ class _LineTally:
         return len(found) == expected
 
     def _merge(self) -> None:
-        """Round up the rarer half of the shapes with prompts, by at most 1 %, so that memory stays bounded."""
-        for key, count in self.keys.most_common()[len(self.keys) // 2 :]:
-            kind, reqs, tokens = key
-            if kind == PROMPTS:
-                self.merged += 1
-                del self.keys[key]
-                self.keys[kind, rounded_up(reqs, 0.01), rounded_up(tokens, 0.01)] += count
+        """Round up the rarer shapes with prompts, as little as it takes to bound the memory."""
+        while len(self.keys) > MAX_SHAPES * 3 // 4:
+            for key, _ in self.keys.most_common()[len(self.keys) // 4 :]:
+                kind, reqs, tokens = key
+                rounded = kind, rounded_up(reqs, self.share), rounded_up(tokens, self.share)
+                if PROMPTS in kind and rounded != key:
+                    self.merged += 1
+                    self.keys[rounded] += self.keys.pop(key)
+            if len(self.keys) > MAX_SHAPES * 3 // 4:
+                if self.share > 1:  # decodes alone are more
+                    return
+                self.share *= 2
 
     @property
     def seconds(self) -> float | None:

@@ -20,7 +20,14 @@ from capture_planner.measuring.traffic.observed import read_document, read_run_r
 from capture_planner.measuring.traffic.prometheus import RECOGNISED, read_prometheus
 from capture_planner.measuring.traffic.request_trace import drafter_batches, is_trace, read_trace
 from capture_planner.measuring.traffic.sglang_log import DECODES, PREFILLS
-from capture_planner.measuring.traffic.source import HEAD, MAX_WHOLE, Advance, Source, SourceCounts, SourceOptions
+from capture_planner.measuring.traffic.source import (
+    HEAD,
+    MAX_WHOLE,
+    Advance,
+    SourceCounts,
+    SourceOptions,
+    TrafficSource,
+)
 from capture_planner.measuring.traffic.tensorrt_llm_log import ITERATION_LOG
 from capture_planner.measuring.traffic.vllm_acceptance import ACCEPTANCE
 from capture_planner.measuring.traffic.vllm_graph_table import GRAPH_TABLE
@@ -47,7 +54,7 @@ OTHER_FORMATS = {
 }
 """Formats that are read as a whole, each with how it begins or what is in it."""
 
-_OURS = re.compile(rb'(?m)^(?:engine|batches|sources):|^\{\s*"version": *\d')
+_OURS = re.compile(rb"(?:\s|#[^\n]*\n)*[a-z_]+:[ \n](?s:.*\n)?(?:engine|batches|sources):")
 _PARTLESS = "has no order in time, so no part of it can be read"
 
 
@@ -63,7 +70,9 @@ def read_traffic(
     Raises ``InvalidDocument`` where a source cannot be read, or has no batches of a known format.
     """
     options = options or SourceOptions()
-    read = [(Source(path), counts) for path in paths for counts in read_source(Source(path), options, advance)]
+    read = [
+        (TrafficSource(path), counts) for path in paths for counts in read_source(TrafficSource(path), options, advance)
+    ]
     batches = summed(_completed(each, options) for _, counts in read for each in counts.batches)
     notes = [note for _, counts in read for note in counts.notes]
     target = [each for each in batches if each.role is Role.TARGET]
@@ -87,7 +96,7 @@ def read_traffic(
     return traffic, tuple(sample for _, counts in read for sample in counts.samples)
 
 
-def read_source(source: Source, options: SourceOptions, advance: Advance = lambda _: None) -> list[SourceCounts]:
+def read_source(source: TrafficSource, options: SourceOptions, advance: Advance = lambda _: None) -> list[SourceCounts]:
     """Return what was counted in one source, in the format or the formats that it has.
 
     Raises ``InvalidDocument`` where it cannot be read, or has no batches of a known format.
@@ -125,12 +134,14 @@ def _whole_format(head: bytes) -> Whole | None:
         return read_trace
     if RECOGNISED.search(head):
         return _prometheus
-    if _OURS.search(head):
+    if _OURS.match(head):
         return _document
-    start = head.lstrip()
-    if start.startswith(b"{") and (not _is_json(start.split(b"\n", 1)[0]) or b'"captured":' in start):
-        return _report if b'"environment"' in start else None
-    return None
+    first, _, rest = head.lstrip().partition(b"\n")
+    if not first.startswith(b"{") or (rest.strip() and _is_json(first)):  # text, or JSON lines
+        return None
+    if b'"environment"' in head and b'"captured"' in head:
+        return _report
+    return _document if b'"version"' in head and (b'"engine"' in head or b'"sources"' in head) else None
 
 
 def _is_json(line: bytes) -> bool:
@@ -141,7 +152,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _text(source: Source, blocks: Iterable[bytes]) -> str:
+def _text(source: TrafficSource, blocks: Iterable[bytes]) -> str:
     """Return a whole file as text; raises ``InvalidDocument`` where it is too large, or no text."""
     parts: list[bytes] = []
     for block in blocks:

@@ -6,6 +6,7 @@ import attrs
 
 from capture_planner.analysis.arrivals import batches_of, for_role
 from capture_planner.analysis.trace import ALIASES, TraceRow, trace_rows
+from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
@@ -44,6 +45,8 @@ def part_of(rows: list[TraceRow], part: tuple[float, float]) -> list[TraceRow]:
 def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
     """Return the batches that the scheduler makes of a trace; raises ``InvalidDocument``."""
     rows = part_of(trace_rows(text, name), options.part)
+    if not rows:
+        raise InvalidDocument([Problem(file=name, message="no request arrives in this part of the time")])
     deployment = options.deployment or TraceLimits()
     limits, speculative = deployment.limits, deployment.speculative
     met = batches_of(rows, deployment, step_seconds=options.step_seconds)

@@ -62,7 +62,7 @@ class SourceCounts:
 
 
 @attrs.frozen
-class Source:
+class TrafficSource:
     """A file, plain or compressed by gzip, or standard input as ``-``."""
 
     path: str

@@ -23,7 +23,7 @@ _CLOCK = re.compile(rb"timestamp = \d{4}-(\d\d-\d\d \d\d:\d\d:\d\d), ")
 
 def _find(block: bytes) -> list[Key]:
     return [
-        (rank, reqs or older, context_reqs, context_tokens, tokens, time)
+        (rank, reqs or older, context_reqs, context_tokens, tokens, time or b"0")
         for rank, reqs, time, older, context_reqs, context_tokens, tokens in _LINE.findall(block)
         if reqs or older
     ]

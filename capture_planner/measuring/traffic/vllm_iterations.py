@@ -16,7 +16,7 @@ _LINE = re.compile(
     rb"(\d+) generation requests, (\d+) generation tokens(?:, )iteration elapsed time: (\d+\.?\d*) ms"
     rb'(?=( \(dummy\))?(?:[,\r\n"\\\x1b]|\Z))'
 )
-CLOCK = re.compile(rb"INFO\S* \S*?(\d\d-\d\d \d\d:\d\d:\d\d)\S* \S*loggers\.py:")
+CLOCK = re.compile(rb"INFO\S* \S*?(\d\d-\d\d \d\d:\d\d:\d\d)\S* \S*(?:loggers|cuda_graph)\.py:")
 
 
 def _find(block: bytes) -> list[Key]:
