@@ -19,6 +19,7 @@ from capture_planner.records._base import key_of
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic
 
@@ -76,4 +77,4 @@ _CONVERTER.register_unstructure_hook_func(_is(tuple, list), lambda items: [plain
 _CONVERTER.register_unstructure_hook_func(
     _is(Mapping), lambda items: {str(plain(key)): plain(item) for key, item in items.items()}
 )
-json_of(Plan, Spec, Environment, Observation, Traffic)(to_data)
+json_of(Plan, Spec, Environment, Observation, Traffic, Profile)(to_data)

@@ -15,12 +15,19 @@ from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
 from capture_planner.records.traffic import Traffic
 
 T = TypeVar("T")
 
-_CALLED: Mapping[type, str] = {Spec: "a spec", Plan: "a plan", Observation: "an observation", Traffic: "traffic"}
+_CALLED: Mapping[type, str] = {
+    Spec: "a spec",
+    Plan: "a plan",
+    Observation: "an observation",
+    Traffic: "traffic",
+    Profile: "a profile",
+}
 
 
 def structure(data: Any, kind: type[T]) -> T:
@@ -76,10 +83,17 @@ class Document:
         return "batches" in self._top
 
     @property
-    def kind(self) -> type[Spec] | type[Plan] | type[Observation] | type[Traffic]:
-        """What it looks like, by its keys alone: a spec, unless it is another kind of file."""
+    def is_profile(self) -> bool:
+        """Whether it is a profile: it has curves, and no other kind of file does."""
+        return "curves" in self._top
+
+    @property
+    def kind(self) -> type[Spec] | type[Plan] | type[Observation] | type[Traffic] | type[Profile]:
+        """What it looks like, by its keys alone: a spec, unless the keys of another kind are there."""
         if self.is_traffic:
             return Traffic
+        if self.is_profile:
+            return Profile
         return Observation if self.is_observation else Plan if self.is_plan else Spec
 
     @property
@@ -119,6 +133,8 @@ class Document:
 
 def read(path: str | Path) -> str:
     """Return the text of a file; raises ``InvalidDocument`` where it cannot be read or is too large."""
+    if not str(path).strip() or path == Path():
+        raise InvalidDocument([Problem(message=f"{str(path)!r} names no file", remedy="give the path of one")])
     try:
         with Path(path).open("rb") as file:
             return read_stream(file, str(path))
@@ -165,6 +181,11 @@ def load_observation(path: str | Path) -> Observation:
 def load_traffic(path: str | Path) -> Traffic:
     """Read a traffic file; raises ``InvalidDocument`` with every problem in it."""
     return Document.read(path).load(Traffic)
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile file; raises ``InvalidDocument`` with every problem in it."""
+    return Document.read(path).load(Profile)
 
 
 def loads(text: str, kind: type[T], name: str = "<text>") -> T:

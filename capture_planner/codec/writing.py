@@ -22,6 +22,7 @@ from capture_planner.errors import CapturePlannerError
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic
 
@@ -46,7 +47,7 @@ def _listed(data: Any) -> Any:
     return label(data) if isinstance(data, enum.Enum) else data
 
 
-def dumps(value: Spec | Environment | Plan | Observation | Traffic) -> str:
+def dumps(value: Spec | Environment | Plan | Observation | Traffic | Profile) -> str:
     """Return a record as YAML text; the same record gives the same bytes."""
     if isinstance(value, Observation | Traffic):
         return compact_yaml(to_data(value))

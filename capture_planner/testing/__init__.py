@@ -25,6 +25,7 @@ from capture_planner.testing.strategies.machines import (
 )
 from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
+from capture_planner.testing.strategies.profiles import profiles
 from capture_planner.testing.strategies.ranks import submissions, vectors
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.traffic import traffics
@@ -44,6 +45,7 @@ __all__ = [
     "observations",
     "padding_contracts",
     "plans",
+    "profiles",
     "registries",
     "specs",
     "submissions",

@@ -24,11 +24,14 @@ from capture_planner.testing import (
     environments,
     observations,
     plans,
+    profiles,
     specs,
     traffics,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | traffics()
+ANY_RECORD = (
+    specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | traffics() | profiles()
+)
 
 
 @given(ANY_RECORD)
