@@ -30,7 +30,7 @@ from capture_planner.testing import (
 )
 
 ANY_RECORD = (
-    specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | profiles() | traffics()
+    specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | traffics() | profiles()
 )
 
 

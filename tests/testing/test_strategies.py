@@ -25,6 +25,7 @@ from capture_planner.testing import (
     plans,
     profiles,
     specs,
+    traffics,
 )
 
 # There is one schema version so far, and a newer one cannot be read.
@@ -102,6 +103,11 @@ def test_every_field_of_an_observation_takes_part():
     assert not _unseen(observations(), Observation, examples=60)
 
 
+def test_every_field_of_traffic_takes_part():
+    """The same for traffic."""
+    assert not _unseen(traffics(), Traffic, examples=60)
+
+
 def test_every_field_of_a_profile_takes_part():
     """The same for profiles."""
     assert not _unseen(profiles(), Profile, examples=60)
@@ -141,5 +147,5 @@ def test_documents_are_damaged_and_whole():
         seen.add((document.kind, document.mutated))
 
     collect()
-    kinds = (Spec, Environment, Plan, Observation, Profile, Traffic)
+    kinds = (Spec, Environment, Plan, Observation, Traffic, Profile)
     assert seen == {(kind, damaged) for kind in kinds for damaged in (True, False)}
