@@ -76,24 +76,24 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
         click.echo(f"written to {output}", err=form == "json")
 
 
-@click.command(short_help="Show a plan, an observation, a profile or traffic as tables.")
-@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|PROFILE|TRAFFIC")
+@click.command(short_help="Show a plan, an observation, traffic or a profile as tables.")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|TRAFFIC|PROFILE")
 @options.environment
 @options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
 
-    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of a profile:
-    what each size of graph costs. Of traffic: the most frequent batches by role.
+    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of traffic: the
+    most frequent batches by role. Of a profile: what each size of graph costs.
     """
     document = read_document(plan_file)
-    if document.is_profile:
-        profile = document.load(Profile)
-        emit(form, lambda: profile, partial(profile_tables, profile))
-        return
     if document.is_traffic:
         traffic = document.load(Traffic)
         emit(form, lambda: traffic, partial(traffic_tables, traffic))
+        return
+    if document.is_profile:
+        profile = document.load(Profile)
+        emit(form, lambda: profile, partial(profile_tables, profile))
         return
     if document.is_observation:
         observation = observation_of(document, environment)

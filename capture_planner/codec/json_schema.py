@@ -37,7 +37,7 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
     kind.__name__.lower(): partial(json_schema, kind)
-    for kind in (Spec, Plan, Environment, Observation, Profile, Traffic)
+    for kind in (Spec, Plan, Environment, Observation, Traffic, Profile)
 }
 """The kinds of file, each with its schema."""
 

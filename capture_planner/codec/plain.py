@@ -77,4 +77,4 @@ _CONVERTER.register_unstructure_hook_func(_is(tuple, list), lambda items: [plain
 _CONVERTER.register_unstructure_hook_func(
     _is(Mapping), lambda items: {str(plain(key)): plain(item) for key, item in items.items()}
 )
-json_of(Plan, Spec, Environment, Observation, Profile, Traffic)(to_data)
+json_of(Plan, Spec, Environment, Observation, Traffic, Profile)(to_data)

@@ -25,8 +25,8 @@ _CALLED: Mapping[type, str] = {
     Spec: "a spec",
     Plan: "a plan",
     Observation: "an observation",
-    Profile: "a profile",
     Traffic: "traffic",
+    Profile: "a profile",
 }
 
 
@@ -78,18 +78,18 @@ class Document:
         return "engine" in self._top
 
     @property
-    def is_profile(self) -> bool:
-        """Whether it is a profile: it has curves, and no other kind of file does."""
-        return "curves" in self._top
-
-    @property
     def is_traffic(self) -> bool:
         """Whether it is traffic: it has batches at its top, and no other kind of file does."""
         return "batches" in self._top
 
     @property
-    def kind(self) -> type[Spec] | type[Plan] | type[Observation] | type[Profile] | type[Traffic]:
-        """What it looks like, by its keys alone: a spec, unless it is another kind of file."""
+    def is_profile(self) -> bool:
+        """Whether it is a profile: it has curves, and no other kind of file does."""
+        return "curves" in self._top
+
+    @property
+    def kind(self) -> type[Spec] | type[Plan] | type[Observation] | type[Traffic] | type[Profile]:
+        """What it looks like, by its keys alone: a spec, unless the keys of another kind are there."""
         if self.is_traffic:
             return Traffic
         if self.is_profile:

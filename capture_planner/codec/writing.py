@@ -47,7 +47,7 @@ def _listed(data: Any) -> Any:
     return label(data) if isinstance(data, enum.Enum) else data
 
 
-def dumps(value: Spec | Environment | Plan | Observation | Profile | Traffic) -> str:
+def dumps(value: Spec | Environment | Plan | Observation | Traffic | Profile) -> str:
     """Return a record as YAML text; the same record gives the same bytes."""
     if isinstance(value, Observation | Traffic):
         return compact_yaml(to_data(value))

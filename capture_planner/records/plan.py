@@ -6,11 +6,19 @@ Nothing downstream decides again.
 
 from typing import Annotated
 
-import attrs
-
 from capture_planner.errors import DispatchError, InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.records._base import AtLeast, Name, NonNegative, Pattern, digest, field, record, refuse_duplicates
+from capture_planner.records._base import (
+    AtLeast,
+    Name,
+    NonNegative,
+    Pattern,
+    digest,
+    field,
+    record,
+    refuse_duplicates,
+    replace,
+)
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
@@ -190,7 +198,7 @@ class Plan:
         """
         if self.forecast is None:
             return self.budget.allowed_graphs()
-        return attrs.evolve(self.budget, memory=None, seconds=None).allowed_graphs()
+        return replace(self.budget, memory=None, seconds=None).allowed_graphs()
 
     @property
     def planned(self) -> tuple[Role, ...]:

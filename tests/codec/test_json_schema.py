@@ -31,8 +31,8 @@ KINDS: dict[str, type] = {
     "plan": Plan,
     "environment": Environment,
     "observation": Observation,
-    "profile": Profile,
     "traffic": Traffic,
+    "profile": Profile,
 }
 FOLDERS = {"spec": "specs", "plan": "locked", "environment": "environments", "profile": "profiles"}
 SHIPPED = [

@@ -222,7 +222,7 @@ def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:
         missing["tokens"] += batch.count * (batch.num_tokens is None)
         missing["phase"] += batch.count * (batch.past_prompt is None)
     follows = {
-        "requests": "the requests of {} of the steps are not known: sizes of their decodes cannot be chosen by them",
+        "requests": "the requests of {} of the steps are not known; --query-len gives those of decodes",
         "tokens": "the tokens of {} of the steps are not known: give --query-len, the tokens of each decode (1 + K)",
         "phase": "whether {} of the steps are decodes or have prompts is not known",
     }

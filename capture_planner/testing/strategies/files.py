@@ -57,10 +57,9 @@ def _mutations(draw: DrawFn, text: str) -> str:
 
 @st.composite
 def documents(draw: DrawFn) -> DocumentText:
-    """Return the text of any kind of file, half of them damaged in a place or two."""
-    value: Any = draw(
-        specs(max_reqs=64) | environments() | arbitrary_plans() | observations() | profiles() | traffics()
-    )
+    """Return the text of files of every kind, half of them damaged in a place or two."""
+    kinds = specs(max_reqs=64) | environments() | arbitrary_plans() | observations() | traffics() | profiles()
+    value: Any = draw(kinds)
     text, damage = codec.dumps(value), draw(st.sampled_from((0, 0, 1, 2)))
     for _ in range(damage):
         text = draw(_mutations(text))

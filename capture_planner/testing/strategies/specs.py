@@ -127,7 +127,15 @@ def _measured_sizes(draw: DrawFn, objectives: bool) -> Sizes:
     """Draw the policy measured: for all roles, or without an objective for one."""
     objective = draw(maybe(one_of(("mean", "p50", "p99", "regret")))) if objectives else None
     most = draw(maybe(one_of((1, 32, 100, 2048))))
-    return Sizes(policy=Policy.MEASURED, objective=objective, max_tokens=most, max_reqs=draw(maybe(counts())))
+    files = one_of((None, "traffic.yaml", "data/chat.yaml")) if objectives else st.none()
+    return Sizes(
+        policy=Policy.MEASURED,
+        objective=objective,
+        traffic=draw(files),
+        profile=draw(files),
+        max_tokens=most,
+        max_reqs=draw(maybe(counts())),
+    )
 
 
 @composite
