@@ -124,10 +124,17 @@ def tune(
         return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before)
     past = judged(present, chosen, objective=objective)
     limits = bounds or TuningBounds(memory_mib=before.memory_mib, seconds=before.seconds)
-    candidates = list(_candidates(propose, present, chosen, limits, objective))
+
+    def candidate(count: int) -> _Candidate:
+        plan = propose(count)
+        pricing = Pricing(_side(plan, today), costs)
+        return _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective))
+
+    candidates = list(_candidates(candidate, len(today.graphs), limits))
     within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
-    selected = _selected(within, past if limits.hold(past) else None)
-    pareto = tuple(_pareto(candidates, judging, limits))
+    selected = _selected(within, past if limits.hold(past) else None, candidate)
+    tried = sorted({each.allowed: each for each in (*candidates, selected)}.values(), key=lambda each: each.allowed)
+    pareto = tuple(_pareto(tried, judging, limits))
     if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
         says = "the measured sizes would take longer than today's on the steps that chose them"
         return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto)
@@ -157,21 +164,17 @@ def _change(before: SideFigures, after: SideFigures) -> str:
     return f"the mean step takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
 
 
-def _candidates(
-    propose: Propose, present: Pricing, chosen: Mapping[Batch, int], limits: TuningBounds, objective: str
-) -> Iterator[_Candidate]:
+def _candidates(candidate: Callable[[int], _Candidate], today: int, limits: TuningBounds) -> Iterator[_Candidate]:
     """Yield the best table of each number of graphs that is tried, without those that need no more than one before."""
-    today = len(present.deployment.graphs)
     top = limits.graphs if limits.graphs is not None else max(MOST_GRAPHS, today)
     numbers = sorted({count for count in _COUNTS if count < top} | {top} | ({today} if 0 < today <= top else set()))
     graphs = None
     for count in numbers:
-        plan = propose(count)
-        if plan.num_graphs != graphs:
-            graphs = plan.num_graphs
-            pricing = Pricing(_side(plan, present.deployment), present.costs)
-            yield _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective))
-        elif count > 2 * plan.num_graphs:
+        found = candidate(count)
+        if found.plan.num_graphs != graphs:
+            graphs = found.plan.num_graphs
+            yield found
+        elif count > 2 * graphs:
             return  # More graphs would buy nothing.
 
 
@@ -182,13 +185,26 @@ def _side(plan: Plan, today: Emulation) -> Emulation:
     return attrs.evolve(side, managers=managers, whole_prompts=today.whole_prompts)
 
 
-def _selected(candidates: Sequence[_Candidate], past: SideFigures | None) -> _Candidate:
-    """Return the candidate with the fewest graphs that is nearly the best, and no worse than ``past``."""
+def _selected(
+    candidates: Sequence[_Candidate], past: SideFigures | None, candidate: Callable[[int], _Candidate]
+) -> _Candidate:
+    """Return the candidate with the fewest graphs that is nearly the best, and no worse than ``past``.
+
+    Between the numbers of graphs that were tried it searches on, down to steps of a sixteenth.
+    """
     best = min(each.chosen.objective for each in candidates)
     most = best * (1 + TOLERANCE)
     if past is not None:
         most = max(best, min(most, past.objective))
-    return next(each for each in candidates if each.chosen.objective <= most)
+    index = next(index for index, each in enumerate(candidates) if each.chosen.objective <= most)
+    few, selected = candidates[index - 1].allowed if index else 0, candidates[index]
+    while index and selected.allowed - few > max(1, selected.allowed // 16):
+        between = candidate((few + selected.allowed) // 2)
+        if between.chosen.objective <= most:
+            selected = between
+        else:
+            few = between.allowed
+    return selected
 
 
 def _pareto(
