@@ -66,10 +66,16 @@ class Demand:
 def _serving(batch: Batch, repeats: int, ladders: Sequence[Ladder]) -> Ladder | None:
     """Return the ladder whose graphs serve a batch, whatever its sizes will be; None: none does."""
     query_len = batch.uniform_query_len
-    for ladder in ladders:
-        same = ladder.query_len == query_len and ladder.draft_steps in (None, repeats)
-        if ladder.kind is Kind.DECODE and same and batch.num_reqs <= _last(ladder):
-            return ladder
+    decodes = [
+        ladder
+        for ladder in ladders
+        if ladder.kind is Kind.DECODE
+        and ladder.query_len == query_len
+        and ladder.draft_steps in (None, repeats)
+        and batch.num_reqs <= _last(ladder)
+    ]
+    if decodes:  # of chains of several lengths, the one that the schedule has for these requests
+        return min(decodes, key=lambda ladder: batch.num_reqs not in ladder.domain)
     for ladder in ladders:
         fits = ladder.mode is GraphMode.PIECEWISE or batch.num_reqs <= ladder.max_num_reqs
         if ladder.kind is Kind.MIXED and batch.num_tokens <= _last(ladder) and fits:

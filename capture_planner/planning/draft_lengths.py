@@ -216,7 +216,7 @@ def _is_hidden(
 
 
 @attrs.frozen
-class _Run:
+class _DraftRun:
     """Neighbouring spans of one K, and what their work takes in the optimum."""
 
     spans: tuple[Span, ...]
@@ -235,7 +235,9 @@ def _settled(problem: DraftProblem, spans: tuple[Span, ...]) -> tuple[Span, ...]
 
     Gains are those over the optimum, so no range ever takes longer than that by more than ``NOISE``.
     """
-    runs = [_Run(each := tuple(alike), problem.total(each)) for _, alike in groupby(spans, key=lambda span: span.k)]
+    runs = [
+        _DraftRun(each := tuple(alike), problem.total(each)) for _, alike in groupby(spans, key=lambda span: span.k)
+    ]
     graphs = {length.k: length.graphs for length in problem.lengths}
     while len(runs) > 1:
         used = problem.num_graphs([span for run in runs for span in run.spans])
@@ -251,7 +253,7 @@ def _settled(problem: DraftProblem, spans: tuple[Span, ...]) -> tuple[Span, ...]
             break
         runs[index] = attrs.evolve(runs[index], spans=runs[index].with_k(k))
         joined = [list(alike) for _, alike in groupby(runs, key=lambda run: run.k)]
-        runs = [_Run(sum((r.spans for r in alike), ()), sum(r.least for r in alike)) for alike in joined]
+        runs = [_DraftRun(sum((r.spans for r in alike), ()), sum(r.least for r in alike)) for alike in joined]
     return tuple(span for run in runs for span in run.spans)
 
 

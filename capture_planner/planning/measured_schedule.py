@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, takewhile
 
@@ -11,6 +12,7 @@ from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import Chain, GraphMode, Role
 from capture_planner.planning.costs import Costs, Family
 from capture_planner.planning.draft_lengths import DraftLength, DraftProblem, Span, ranges, schedule
+from capture_planner.planning.sizing.smoothing import smoothed
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.measurements import Measurements
@@ -19,9 +21,6 @@ from capture_planner.records.plan import Decision
 from capture_planner.records.spec import Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
-
-PRIOR = 0.1
-"""Part of the work that is spread over all batch sizes, for those that the traffic has not met."""
 
 
 @attrs.frozen
@@ -65,7 +64,7 @@ def choose_schedule(spec: Spec, modes: Mapping[Role, GraphMode], measurements: M
         "batch sizes are those of the traffic, though fewer requests run at once where each finishes sooner",
         "steps with prompts in them are not counted",
         *([rule] if rule else []),
-        *costs.assumptions([*dict.fromkeys(_families(modes, speculative))]),
+        *_assumptions(costs, modes, speculative),
     ]
     acceptance = f"acceptance {', '.join(f'{share:.2f}' for share in shares)}, {source}"
     decisions = (
@@ -99,22 +98,23 @@ def acceptance_of(speculative: Speculative, traffic: Traffic | None) -> tuple[tu
 def work_of(traffic: Traffic | None, tokens: tuple[float, ...], most: int) -> tuple[float, ...]:
     """Return the tokens that a request got while n ran, by n up to ``most``: ``[n - 1]``. Flat without traffic.
 
-    A decode of query length q gave each request ``tokens[q - 1]``. A tenth of the work is spread over all batch sizes,
-    so that those that the traffic has not met, or hardly, get the K that is best for them, and not any.
+    A decode of query length q gave each request ``tokens[q - 1]``. Steps are smoothed as those of measured sizes are,
+    so that batch sizes that the traffic has not met, or hardly, get the K that is best for them, and not any.
     """
     if traffic is None:
         return (1.0,) * most
-    work = [0.0] * most
+    steps: dict[float, Counter[int]] = {}
     for batch in traffic.batches:
         num_reqs = _decode_requests(batch)
         if num_reqs is not None and num_reqs <= most:
-            drafts = (batch.query_len or len(tokens)) - 1
-            work[num_reqs - 1] += batch.count * tokens[min(drafts, len(tokens) - 1)]
-    total = sum(work)
-    if not total:
+            given = tokens[min(batch.query_len or len(tokens), len(tokens)) - 1]
+            steps.setdefault(given, Counter())[num_reqs] += batch.count
+    if not steps:
         message = "the traffic has no decode of the target whose number of requests it says"
         raise _refusal("schedule", message, "take traffic of a source that says it, such as an observation")
-    return tuple(weight + total * PRIOR / most for weight in work)
+    total = sum(counts.total() for counts in steps.values())
+    weights = [[given * weight for weight in smoothed(counts, most, total)] for given, counts in steps.items()]
+    return tuple(map(sum, zip(*weights, strict=True)))[1:]
 
 
 def rescheduled(traffic: Traffic, speculative: Speculative) -> Traffic:
@@ -126,21 +126,20 @@ def rescheduled(traffic: Traffic, speculative: Speculative) -> Traffic:
     :param speculative: with a concrete schedule, and the acceptance that it was chosen by.
     """
     tokens = tuple(accumulate(speculative.acceptance, initial=1.0))
-    batches = []
+    steps: dict[TrafficCount, float] = {}
     for batch in traffic.batches:
+        if batch.role is not Role.TARGET:
+            continue
+        count: float = batch.count
         num_reqs = _decode_requests(batch)
         if num_reqs is not None:
-            query_len = 1 + speculative.draft_tokens(num_reqs)
             given = tokens[min(batch.query_len or len(tokens), len(tokens)) - 1]
-            batch = attrs.evolve(
-                batch,
-                num_reqs=num_reqs,
-                num_tokens=num_reqs * query_len,
-                query_len=query_len,
-                count=max(round(batch.count * given / tokens[query_len - 1]), 1),
-            )
-        if batch.role is Role.TARGET:
-            batches.append(batch)
+            query_len = 1 + speculative.draft_tokens(num_reqs)
+            count *= given / tokens[query_len - 1]
+            batch = attrs.evolve(batch, num_reqs=num_reqs, num_tokens=num_reqs * query_len, query_len=query_len)
+        shape = attrs.evolve(batch, count=1)
+        steps[shape] = steps.get(shape, 0.0) + count
+    batches = (attrs.evolve(shape, count=max(round(count), 1)) for shape, count in steps.items())
     return replace(traffic, batches=tuple(batches))
 
 
@@ -164,6 +163,15 @@ def _allowed(spec: Spec, modes: Mapping[Role, GraphMode]) -> tuple[int | None, s
     if decodes is not None:
         bounds.append((decodes, "graphs.decode"))
     return min(bounds, default=(None, ""))
+
+
+def _assumptions(costs: Costs, modes: Mapping[Role, GraphMode], speculative: Speculative) -> Iterator[str]:
+    """Yield where a time was taken from, and how many others were taken from what is near."""
+    first, *others = [*costs.assumptions([*dict.fromkeys(_families(modes, speculative))])] or [""]
+    if first:
+        yield first
+    if others:
+        yield f"the times of {counted(len(others), 'other kind')} of passes too are those of the nearest that it has"
 
 
 def _families(modes: Mapping[Role, GraphMode], speculative: Speculative) -> Iterator[Family]:

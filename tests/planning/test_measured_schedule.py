@@ -13,19 +13,17 @@ from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import digest, replace
 from capture_planner.records.backend import Support
-from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.model import Method, Model, ScheduleSource, Speculative
+from capture_planner.records.model import Method, ScheduleSource, Speculative
 from capture_planner.records.plan import Plan
-from capture_planner.records.profile import CostCurve, Profile
-from capture_planner.records.spec import Budget, Limits, Spec
-from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner.records.spec import Budget, Limits, Policy, Sizes, Spec
+from capture_planner.records.traffic import TrafficCount
 from capture_planner.testing import FakeBackend, deployments
 from support import reference
+from support.measured import GPU, MODEL, curves, decodes, profile
 
-GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)
 MACHINE = Environment(name="h100", device=GPU)
-MODEL = Model(name="m", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=4096)
 ACCEPTANCE = (0.8, 0.6, 0.4, 0.3, 0.2)
 MEASURED = Speculative(method=Method.EAGLE3, num_tokens=5, schedule=ScheduleSource.MEASURED, acceptance=ACCEPTANCE)
 SPEC = Spec(
@@ -35,57 +33,6 @@ SPEC = Spec(
     backend="alpha",
     speculative=MEASURED,
 )
-
-
-def curves(*, per_token=0.02, target=2.0, draft=0.2, roles=tuple(Role)):
-    """Times of graphs that are flat up to 64 tokens and grow above, and eager times that are twice as long."""
-    found = []
-    for role in roles:
-        floor = target if role is Role.TARGET else draft
-        tokens = (1, 64, 1024)
-        times = (floor, floor, floor + per_token * 960 * floor / target)
-        for mode, factor in ((GraphMode.FULL, 1), (GraphMode.NONE, 2)):
-            query_len = 1 if role is Role.DRAFT_DECODE else 4
-            found.append(
-                CostCurve(
-                    role=role,
-                    mode=mode,
-                    query_len=query_len,
-                    tokens=tokens,
-                    milliseconds=tuple(time * factor for time in times),
-                )
-            )
-    return tuple(found)
-
-
-def profile(**shape):
-    """A profile of made-up times."""
-    return Profile(
-        source="test",
-        date="2026-11-22T12:00:00Z",
-        device=GPU,
-        model=MODEL,
-        curves=curves(**shape),
-        step_milliseconds=0.3,
-    )
-
-
-def decodes(counts, query_len=4):
-    """A traffic of decodes: steps by requests."""
-    return Traffic(
-        sources=("test",),
-        batches=tuple(
-            TrafficCount(
-                role=Role.TARGET,
-                num_reqs=n,
-                num_tokens=n * query_len,
-                query_len=query_len,
-                past_prompt=True,
-                count=count,
-            )
-            for n, count in counts.items()
-        ),
-    )
 
 
 LOAD = decodes(dict.fromkeys(range(1, 65), 100))
@@ -245,22 +192,54 @@ def test_plan_file_with_the_word_measured_is_refused():
 
 
 def test_work_counts_tokens_and_not_steps():
-    """A step of query length 4 gives 1 + 0.8 + 0.6 + 0.4 tokens a request; a tenth is spread over all sizes."""
+    """A step of query length 4 gives 1 + 0.8 + 0.6 + 0.4 tokens a request, one of 1 a single token."""
     tokens = (1.0, 1.8, 2.4, 2.8)
-    both = replace(LOAD, batches=(*decodes({2: 10}).batches, *decodes({3: 10}, query_len=1).batches))
-    flat = (28 + 10) * 0.1 / 4
-    assert work_of(both, tokens, 4) == pytest.approx((flat, 28 + flat, 10 + flat, flat))
+    long, short = (work_of(decodes({2: 10**6}, query_len), tokens, 4) for query_len in (4, 1))
+    assert long == pytest.approx([2.8 * work for work in short])
+    both = replace(LOAD, batches=(*decodes({2: 10**6}).batches, *decodes({3: 10**6}, query_len=1).batches))
+    work = work_of(both, tokens, 4)
+    assert work[1] > work[2] > max(work[0], work[3]) > 0
+    assert work_of(None, tokens, 4) == (1.0,) * 4
 
 
-@given(st.dictionaries(st.integers(1, 64), st.integers(50, 1000), min_size=1), st.integers(1, 6))
-def test_rescheduled_traffic_has_the_same_work_in_the_schedule_s_lengths(counts, query_len):
-    """Each batch of decodes has the query length of its number of requests, and as many tokens as before."""
-    traffic, speculative = decodes(counts, query_len), made().speculative
+@given(
+    st.dictionaries(st.integers(1, 64), st.integers(50, 1000), min_size=1),
+    st.dictionaries(st.integers(1, 64), st.integers(50, 1000)),
+    st.tuples(st.integers(1, 3), st.integers(4, 6)),
+)
+def test_rescheduled_traffic_has_the_same_work_in_the_lengths_of_the_schedule(counts, others, query_lens):
+    """Each number of requests has decodes of one query length, and as many tokens as before; prompts stay."""
+    prompt = TrafficCount(role=Role.TARGET, num_reqs=2, num_tokens=90, past_prompt=False, count=7)
+    draft = TrafficCount(role=Role.DRAFT_DECODE, num_reqs=2, num_tokens=2, query_len=1, past_prompt=True, count=7)
+    listed = [*decodes(counts, query_lens[0]).batches, *decodes(others, query_lens[1]).batches]
+    traffic, speculative = replace(LOAD, batches=(*listed, prompt, draft)), made().speculative
     tokens = [1 + sum(ACCEPTANCE[:k]) for k in range(6)]
-    for before, after in zip(traffic.batches, rescheduled(traffic, speculative).batches, strict=True):
-        assert after.query_len == 1 + speculative.draft_tokens(before.num_reqs)
-        done, wanted = (each.count * tokens[each.query_len - 1] for each in (after, before))
-        assert done == pytest.approx(wanted, rel=0.06)
+    after = rescheduled(traffic, speculative)
+    assert prompt in after.batches
+    found = {batch.num_reqs: batch for batch in after.batches if batch.past_prompt}
+    assert len(found) == len(after.batches) - 1
+    assert set(found) == {*counts, *others}
+    for num_reqs, batch in found.items():
+        assert batch.query_len == 1 + speculative.draft_tokens(num_reqs)
+        wanted = sum(each.count * tokens[each.query_len - 1] for each in listed if each.num_reqs == num_reqs)
+        assert batch.count * tokens[batch.query_len - 1] == pytest.approx(wanted, rel=0.06)
+
+
+def test_measured_sizes_are_chosen_for_the_chosen_ranges():
+    """The sizes follow on the traffic as the schedule makes it: each ladder has the passes of its range."""
+    sizes = Sizes(policy=Policy.MEASURED, traffic="t.yaml", profile="p.yaml")
+    found = made(sizes=sizes, budget=Budget(max_graphs=24))
+    assert found.num_graphs <= 24
+    assert found.forecast.eager_share == 0
+    assert found.forecast.traffic == digest(LOAD)
+    for role in found.roles:
+        sentences = [each.message for each in role.decisions if each.rule == "sizes-measured"]
+        assert not [each for each in sentences if "for 0 passes" in each]
+    for first, last, k in found.speculative.tiers(64):
+        own = [entry.num_reqs for entry in found.role(Role.TARGET).entries if entry.query_len == 1 + k]
+        assert own
+        assert max(own) == last
+        assert min(own) >= first
 
 
 def test_small_budget_chooses_fewer_ranges_and_sizes():

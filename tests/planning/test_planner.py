@@ -95,6 +95,7 @@ def test_chain_affects_draft_decodes_only(deployment):
                 replace(spec, speculative=replace(speculative, chain=chain)),
                 deployment.environment,
                 deployment.registry,
+                deployment.measurements,
             )
             for chain in Chain
         )

@@ -30,7 +30,13 @@ from capture_planner.testing import (
 )
 
 ANY_RECORD = (
-    specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | traffics() | profiles()
+    specs(measured=None, scheduled=True)
+    | environments()
+    | plans(max_reqs=512)
+    | arbitrary_plans()
+    | observations()
+    | profiles()
+    | traffics()
 )
 
 

@@ -171,7 +171,7 @@ def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
 
 @attrs.frozen(kw_only=True)
 class PlanInputs:
-    """A spec, the machine it is for, and the backends it names: all that ``plan`` takes."""
+    """A spec, the machine it is for, the backends it names, and measurements: all that ``plan`` takes."""
 
     spec: Spec
     environment: Environment
@@ -189,10 +189,12 @@ def deployments(
 ) -> PlanInputs:
     """Return specs with an environment, a registry that has every backend they name, and what they measured.
 
-    :param measured: whether sizes are measured; None: sometimes.
+    :param measured: whether sizes are measured; None: sometimes, and the schedule of draft lengths too.
     """
-    spec = draw(specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured))
+    spec = draw(specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=measured is None))
     environment, registry = draw(environments()), draw(registries())
-    is_measured = spec.sizes.policy is Policy.MEASURED
+    is_measured = spec.sizes.policy is Policy.MEASURED or (
+        spec.speculative is not None and spec.speculative.is_measured
+    )
     known = draw(measurements(spec, environment)) if is_measured else None
     return PlanInputs(spec=spec, environment=environment, registry=registry, measurements=known)

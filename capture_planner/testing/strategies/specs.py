@@ -10,7 +10,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
-from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.spec import (
     Budget,
     GroupSpec,
@@ -78,6 +78,12 @@ def _schedules(draw: DrawFn, longest: int) -> tuple[tuple[int, int, int], ...]:
 
 
 @functools.cache
+def _acceptances(longest: int) -> SearchStrategy[tuple[float, ...]]:
+    shares = st.lists(one_of((0.0, 0.5, 0.8, 1.0)) | st.floats(0, 1), min_size=longest, max_size=longest)
+    return shares.map(lambda drawn: tuple(sorted(drawn, reverse=True)))
+
+
+@functools.cache
 def _draft_models() -> SearchStrategy[DraftModel]:
     model = st.builds(
         DraftModel,
@@ -93,12 +99,19 @@ def _draft_models() -> SearchStrategy[DraftModel]:
 
 
 @composite
-def _speculatives(draw: DrawFn) -> Speculative:
+def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
     longest = draw(one_of((1, 2, 3, 4, 5, 6, 15)))
+    schedule: tuple[tuple[int, int, int], ...] | ScheduleSource = (
+        draw(_schedules(longest)) if draw(st.booleans()) else ()
+    )
+    if scheduled and draw(one_of((False, False, True))):
+        schedule = ScheduleSource.MEASURED
+    given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
     return Speculative(
         method=draw(one_of(Method)),
         num_tokens=longest,
-        schedule=draw(_schedules(longest)) if draw(st.booleans()) else (),
+        schedule=schedule,
+        acceptance=draw(_acceptances(longest)) if given else (),
         model=draw(_draft_models()),
         chain=draw(one_of(Chain)),
     )
@@ -199,17 +212,19 @@ def specs(
     max_tokens: int = 4096,
     backends: Sequence[str] = BACKENDS,
     measured: bool | None = False,
+    scheduled: bool = False,
 ) -> Spec:
     """Return specs: any field of any block takes part.
 
     :param backends: the names of the backends that they choose from.
     :param measured: whether sizes are measured; None: sometimes.
+    :param scheduled: whether schedules may be the word ``measured``, which takes measurements to plan too.
     """
     measured = draw(one_of((True, False, False))) if measured is None else measured
     names = tuple(backends)
     tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
-    speculative = draw(maybe(_speculatives()))
+    speculative = draw(maybe(_speculatives(scheduled)))
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
     layers[Role.TARGET] = model.num_layers
     roles = {}
