@@ -13,6 +13,7 @@ from capture_planner._extras import refuse_missing
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     INTERRUPTED,
+    Machine,
     emit,
     emit_file,
     plan_document,
@@ -121,13 +122,9 @@ def _plan(file: str, environment: str | None) -> Plan:
     from capture_planner.runtime.host import this_environment
 
     document = read_document(file)
-    if environment is not None or document.is_plan:
-        return plan_of(document, environment)
-    if not torch.cuda.is_available():
-        click.echo("note: no --environment given; using cpu", err=True)
-        return plan_of(document, "cpu")
-    click.echo("note: no --environment given; using this machine", err=True)
-    return plan_document(document, this_environment("here"))
+    if environment is not None or document.is_plan or not torch.cuda.is_available():
+        return plan_of(document, environment, default="cpu")
+    return plan_document(document, Machine(this_environment("here"), ("no --environment given; using this machine",)))
 
 
 def _measure(plan: Plan, values: dict[str, Any]) -> BenchReport:

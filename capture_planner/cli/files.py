@@ -17,7 +17,17 @@ from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, emit, environment_named, plan_document, plan_of, read_document, to_json
+from capture_planner.cli.common import (
+    FINDINGS,
+    Machine,
+    emit,
+    machine_named,
+    plan_document,
+    plan_of,
+    read_document,
+    refuse_to_replace,
+    to_json,
+)
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
@@ -27,7 +37,6 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.observed_diff import observed_diff
-from capture_planner.errors import CapturePlannerError, InvalidDocument
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
 from capture_planner.records.batch import Batch
@@ -51,8 +60,8 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     the name of the output file (model.h100.yaml is for h100), or else is h100.
     """
     if output is not None:
-        _refuse_to_replace(output, spec)
-    result = plan_document(read_document(spec), environment_named(environment, output))
+        refuse_to_replace(output, Plan, spec)
+    result = plan_document(read_document(spec), machine_named(environment, output))
     if output is not None:
         codec.write(output, to_json(result) + "\n" if Path(output).suffix == ".json" else codec.dumps(result))
     if form == "text" and output is None:
@@ -61,23 +70,6 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
         emit(form, lambda: result, partial(tables.plan_summary, result))
     if output is not None:
         click.echo(f"written to {output}", err=form == "json")
-
-
-def _refuse_to_replace(output: str, spec: str) -> None:
-    """Keep --output from replacing anything but a plan: a typing error must not overwrite a spec."""
-    if not output:
-        raise click.UsageError("--output needs the name of a file.")
-    target = Path(output)
-    if not target.is_file() or target.stat().st_size == 0:
-        return
-    try:
-        replaceable = Document.read(output).is_plan
-    except InvalidDocument:
-        replaceable = False
-    if not replaceable:
-        is_spec = Path(spec).exists() and target.samefile(spec)
-        subject = "the spec itself" if is_spec else "a file that is not a plan"
-        raise CapturePlannerError(f"--output {output} is {subject}; name another file, or remove it first")
 
 
 @click.command(short_help="Show a plan or an observation as tables.")
@@ -234,7 +226,7 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
     plan = document.load(Plan)
-    for change in difference.diff(plan, plan_document(spec, plan.environment)):
+    for change in difference.diff(plan, plan_document(spec, Machine(plan.environment))):
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 

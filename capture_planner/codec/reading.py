@@ -111,6 +111,8 @@ class Document:
 
 def read(path: str | Path) -> str:
     """Return the text of a file; raises ``InvalidDocument`` where it cannot be read or is too large."""
+    if not str(path).strip() or path == Path():
+        raise InvalidDocument([Problem(message=f"{str(path)!r} names no file", remedy="give the path of one")])
     try:
         with Path(path).open("rb") as file:
             return read_stream(file, str(path))

@@ -78,6 +78,15 @@ def test_graphs_are_the_captured_ones(environment):
     assert (seen.graph_mib, seen.kv_blocks) == (3.0, 1000)
 
 
+def test_schedule_is_shown_as_ranges():
+    """By batch size, as vLLM takes them: a list of [first, last, drafts]."""
+    with process() as folder:
+        started(schedule=[[1, 4, 3], (5, 16, 1)]).shutdown()
+        seen = observed(folder)
+    assert dict(seen.settings)["num_speculative_tokens_per_batch_size"] == "1 to 4: 3, 5 to 16: 1"
+    assert seen.speculative.schedule == ((1, 4, 3), (5, 16, 1))
+
+
 def test_nothing_is_wrapped_without_a_folder():
     """Not one function differs."""
     with process(**{observe.OBSERVE: ""}) as folder:

@@ -127,7 +127,15 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             self.capture_bs, _ = base.get_batch_sizes_to_capture(model_runner, width)
             self.max_bs, self.bs = max(self.capture_bs), 0
 
-        capture_one_shape: Any
+        def capture_one_shape(
+            self,
+            size: int,
+            forward: Any,
+            stream_idx: Any = None,
+            variant_label: Any = None,
+            attention_variant: Any = None,
+        ) -> None:
+            self.backend._graphs[self._make_graph_key(size)] = size
 
         def capture(self) -> None:
             for size in reversed(self.capture_bs):
@@ -167,16 +175,6 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.max_bs == self.capture_bs[-1]
             self.capture()
 
-        def capture_one_shape(
-            self,
-            size: int,
-            forward: Any,
-            stream_idx: Any = None,
-            variant_label: Any = None,
-            attention_variant: Any = None,
-        ) -> None:
-            self.backend._graphs[self._make_graph_key(size)] = size
-
         def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> str:
             self.replay(forward_batch)
             assert self._replay_graph_key in self.backend._graphs
@@ -191,16 +189,6 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.max_bs == self.capture_bs[-1]
             self.capture()
 
-        def capture_one_shape(
-            self,
-            size: int,
-            forward: Any,
-            stream_idx: Any = None,
-            variant_label: Any = None,
-            attention_variant: Any = None,
-        ) -> None:
-            self.backend._graphs[self._make_graph_key(size)] = size
-
         def execute(self, forward_batch: Any, select_index: Any) -> str:
             self.replay(forward_batch)
             assert self.bs in self.capture_bs
@@ -214,16 +202,6 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.captured_req_width
             assert self.max_bs == self.capture_bs[-1]
             self.capture()
-
-        def capture_one_shape(
-            self,
-            size: int,
-            forward: Any,
-            stream_idx: Any = None,
-            variant_label: Any = None,
-            attention_variant: Any = None,
-        ) -> None:
-            self.backend._graphs[self._make_graph_key(size)] = size
 
         def execute(self, forward_batch: Any) -> str:
             self.replay(forward_batch)
