@@ -15,7 +15,7 @@ from capture_planner.engines.observed import emulation_of
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Decision
-from capture_planner_vllm import observe, watch
+from capture_planner_vllm import observe, steps, watch
 from capture_planner_vllm import observe_seams as seams
 from support.vllm_observed import MODES, PLAN, STEPS, Event, counted, observed, process, run, started, step, summary
 
@@ -120,23 +120,30 @@ def test_engine_gets_what_it_gets_unobserved():
     assert results() == results(**{observe.OBSERVE: ""}) == results(**{observe.PROFILE: "1"})
 
 
-@pytest.mark.parametrize("method", ["begin", "dispatched", "specialized", "forward", "end", "drafts", "accepted"])
-def test_error_of_ours_ends_the_observation_only(method, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        *((watch.StepWatch, name) for name in ("begin", "timed", "forward", "forward_end", "end", "read", "flush")),
+        *((steps.Dispatches, name) for name in ("dispatched", "specialized")),
+        *((steps.Verifications, name) for name in ("scheduled", "sampled", "accepted", "take")),
+    ],
+)
+def test_error_of_ours_ends_the_observation_only(owner, method, monkeypatch, caplog):
     """The engine runs on with the same answers; the log and the file say what happened."""
 
     def broken(*arguments):
         raise ZeroDivisionError("of ours")
 
-    steps = [step(4, 4, sampled=[2] * 4) for _ in range(5)]
+    served = [step(4, 4, sampled=[2] * 4) for _ in range(watch.EVERY)]
     with process() as folder:
         runner = started()
-        run(runner, steps[0])
-        monkeypatch.setattr(watch.StepWatch, method, broken)
-        outputs = [run(runner, each).sampled_token_ids for each in steps]
+        run(runner, served[0])
+        monkeypatch.setattr(owner, method, broken)
+        outputs = [run(runner, each).sampled_token_ids for each in served]
         runner.shutdown()
-        assert outputs == [each.sampled for each in steps]
-        assert len(runner.answers) == 6
-        assert sum("of ours" in record.message for record in caplog.records) == 1
+        assert outputs == [each.sampled for each in served]
+        assert len(runner.answers) == 1 + len(served)
+        assert any("of ours" in record.message for record in caplog.records)
         assert any("of ours" in note for note in observed(folder).notes)
 
 
