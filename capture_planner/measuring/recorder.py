@@ -235,10 +235,10 @@ class Recorder:
             return
         self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
-        for *shape, milliseconds in [self._timed.popleft() for _ in range(len(self._timed))]:
-            samples = self._samples.setdefault(tuple(shape), _Samples())
+        for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
+            samples = self._samples.setdefault(timed[:6], _Samples())
             samples.count += 1
-            samples.latest.append(milliseconds)
+            samples.latest.append(timed[6])
         if len(self._steps) > MAX_SHAPES:
             for outcome, steps in self._steps.most_common()[MAX_SHAPES // 2 :]:
                 self._forgotten[outcome[0], outcome[6]] += steps

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -145,6 +146,84 @@ def test_error_of_ours_ends_the_observation_only(owner, method, monkeypatch, cap
         assert len(runner.answers) == 1 + len(served)
         assert any("of ours" in record.message for record in caplog.records)
         assert any("of ours" in note for note in observed(folder).notes)
+
+
+@given(taken=STEPS, fused=st.booleans(), mode=st.sampled_from(MODES), data=st.data())
+def test_steps_read_late_are_what_they_are_read_at_once(taken, fused, mode, data):
+    """Whenever the log is read: after each event, now and then between them, or at the end alone."""
+    served = [step(*each, sampled=data.draw(accepted_by(each))) for each in taken]
+
+    def written(read):
+        with process() as folder:
+            with pytest.MonkeyPatch.context() as patch:
+                recorders = []
+                begin = watch.StepRecorder.begin
+                patch.setattr(
+                    watch.StepRecorder, "begin", lambda self, base: (recorders.append(self), begin(self, base))
+                )
+                runner = started(fused, mode=mode)
+            for each in served:
+                for part in parts(runner, each):
+                    part()
+                    if read():
+                        recorders[-1].gather()
+            runner.shutdown()
+            seen = observed(folder)
+        return (
+            seen.drafted,
+            seen.accepted,
+            [(role.batches, [each.replays for each in role.graphs]) for role in seen.roles],
+        )
+
+    assert written(lambda: True) == written(lambda: data.draw(st.booleans())) == written(lambda: False)
+
+
+def accepted_by(taken):
+    """The tokens that each request of a step gets: none of a part of a prompt."""
+    num_reqs, query_len, prompts, _ = taken
+    return st.lists(st.integers(0, query_len), min_size=num_reqs, max_size=num_reqs).map(
+        lambda own: own + [0] * prompts
+    )
+
+
+def parts(runner, scheduled):
+    """A step, in the order of the engine's calls."""
+    output = []
+    return (
+        lambda: runner.execute_model(scheduled),
+        lambda: output.append(runner.sample_tokens(None)),
+        lambda: output[0].get_output(),
+    )
+
+
+def test_step_that_is_not_timed_calls_eight_functions_of_ours():
+    """One around each function of vLLM, and nothing that reads what they log."""
+    entered = Counter()
+
+    def count(frame, event, argument):
+        if event == "call" and "capture_planner" in frame.f_globals["__name__"]:
+            entered[frame.f_code.co_name] += 1
+
+    with process() as folder:
+        runner, each = started(), step(8, 4)
+        run(runner, each)
+        sys.setprofile(count)
+        try:
+            for _ in range(watch.EVERY - 2):
+                run(runner, each)
+        finally:
+            sys.setprofile(None)
+        runner.shutdown()
+        assert observed(folder).roles[0].steps == watch.EVERY - 1
+    steps_run = watch.EVERY - 2
+    assert entered == {
+        "execute_model": steps_run,
+        "dispatch_cg_and_sync_dp": 3 * steps_run,
+        "forward_start": steps_run,
+        "specialize_spec_tokens": steps_run,
+        "sample_tokens": steps_run,
+        "get_output": steps_run,
+    }
 
 
 def test_only_sampled_steps_are_timed_and_never_waited_for():

@@ -62,9 +62,8 @@ def attach(
         seconds = float(os.environ.get(SECONDS) or EVERY)
     except ValueError:
         seconds = EVERY
-        report(
-            logging.WARNING, [f"{SECONDS} is no number: {os.environ[SECONDS]!r}; observations are written every 30 s"]
-        )
+        says = f"{SECONDS} is no number: {os.environ[SECONDS]!r}; observations are written every 30 s"
+        report(logging.WARNING, [says])
     observer = Observer(Path(folder), seconds, plan, decisions or {})
     observer.watch_managers(module)
 
@@ -215,13 +214,8 @@ class Observer:
         self._runners += 1
         again = "" if self._runners == 1 else f".{self._runners}"
         name = f"vllm.rank{base.rank}.{os.getpid()}{again}"
-        watch = functools.partial(
-            StepWatch,
-            self._tracks,
-            event=device.event,
-            bonus=facts.bonus_tokens(runner),
-            drafts=self._reads_drafts and runner.num_speculative_steps > 0,
-        )
+        drafts, bonus = self._reads_drafts and runner.num_speculative_steps > 0, facts.bonus_tokens(runner)
+        watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts)
         recorder = StepRecorder(self._folder, name, self._seconds, watch, self._failed)
         recorder.begin(base)
         if self._runners == 1:
@@ -238,13 +232,12 @@ class Observer:
             except Exception as error:
                 profile.restore(runner)
                 LOG.error("%s", self._end("profiling eager steps", error))
-        applied = self._plan if self._decisions else None
         base = facts.observation(runner, self._tracks, self._note)
         if self._asks:
             base = facts.with_answers(base, self._tracks)
         return replace(
             facts.with_capture(base, capture, 0 if captures is None else captures.replaying),
-            plan=None if applied is None else digest(applied),
+            plan=digest(self._plan) if self._plan is not None and self._decisions else None,
             decisions=tuple(each for found in self._decisions.values() for each in found),
             roles=tuple(replace(role, eager=eager.get(role.role, ())) for role in base.roles),
             notes=tuple(self._notes),
@@ -344,8 +337,7 @@ class Observer:
             watch = self._active
             if watch is not None:
                 try:
-                    event = (SPECIALIZED, answer, num_speculative_tokens)
-                    watch.log(event)
+                    watch.log(event := (SPECIALIZED, answer, num_speculative_tokens))
                     if watch.timing:
                         watch.timed(event)
                 except Exception as error:

@@ -152,17 +152,19 @@ class Dispatches:
         """
         loras, longest = others.get("num_active_loras", 0), others.get("max_query_len")
         # Steps repeat themselves. An object of the table's has its id for good, and hashing one takes a microsecond.
-        key = id(manager), num_reqs, num_tokens, query_len, loras, longest is None, id(answer), self._target
-        found = self._known.get(key)
+        key = id(manager), num_reqs, num_tokens, query_len, loras, longest is None, self._target
+        found = self._known.get((id(answer), *key))
         if found is None:
             track = self._tracks.get(id(manager))
             if track is None:
                 return None
-            found = self._dispatched(track, num_reqs, num_tokens, query_len, loras, longest, answer)
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            if track.owns(answer):
-                self._known[key] = found
+            found = None if answer.cg_mode else self._known.get((None, *key))
+            if found is None:
+                found = self._dispatched(track, num_reqs, num_tokens, query_len, loras, longest, answer)
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                if track.owns(answer) or not answer.cg_mode:
+                    self._known[id(answer) if track.owns(answer) else None, *key] = found
         passed, self._target, self._decode = found
         return passed
 

@@ -143,7 +143,9 @@ class StepWatch:
 
     def read(self) -> None:
         """Pass on the times that are there."""
-        for (outcome, passes), milliseconds in self._clock.passed():
+        passed: Pass
+        for passed, milliseconds in self._clock.passed():
+            outcome, passes = passed
             self.sink.sample(*outcome[:6], milliseconds / passes)
 
     def flush(self) -> None:
@@ -174,7 +176,7 @@ class StepWatch:
             elif kind == SCHEDULED:
                 verifications.scheduled(*event)
             elif kind == SAMPLED:
-                verifications.sampled(*event, dispatches.query_len)
+                verifications.sampled(event[0], dispatches.query_len)
             else:
                 verifications.accepted(*event)
 
