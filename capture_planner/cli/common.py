@@ -46,7 +46,7 @@ def show_text(renderable: RenderableType) -> None:
 
 
 @attrs.frozen
-class Machine:
+class ChosenMachine:
     """The machine of a command, and what to note about the choice once it matters."""
 
     environment: Environment
@@ -59,7 +59,9 @@ def show_notes(notes: Iterable[str]) -> None:
         click.echo(f"note: {note}", err=True)
 
 
-def machine_named(name: str | None, output: str | None = None, default: str = catalog.DEFAULT_ENVIRONMENT) -> Machine:
+def machine_named(
+    name: str | None, output: str | None = None, default: str = catalog.DEFAULT_ENVIRONMENT
+) -> ChosenMachine:
     """Find the machine: that of the output's name where none was named, or else the default."""
     in_name = catalog.environment_of_output(output)
     if name is not None and in_name not in (None, name):
@@ -69,10 +71,10 @@ def machine_named(name: str | None, output: str | None = None, default: str = ca
     else:
         notes = ()
     chosen = in_name or default if name is None else name
-    return Machine(catalog.find_environment(chosen), notes)
+    return ChosenMachine(catalog.find_environment(chosen), notes)
 
 
-def emulated(name: str, flags: Sequence[str], machine: Machine) -> Emulation:
+def emulated(name: str, flags: Sequence[str], machine: ChosenMachine) -> Emulation:
     """Emulate an engine, and note the machine and what the emulation had to assume."""
     emulation = engines.emulate(name, flags, machine.environment)
     show_notes((*machine.notes, *emulation.notes))
@@ -101,7 +103,7 @@ def plan_of(document: Document, environment: str | None, default: str = catalog.
     return plan
 
 
-def plan_document(document: Document, machine: Machine) -> Plan:
+def plan_document(document: Document, machine: ChosenMachine) -> Plan:
     """Plan a spec; problems that planning finds have their place in the file too."""
     spec = document.load(Spec)
     show_notes(machine.notes)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
+from capture_planner.analysis.trace import read_trace
 from capture_planner.cli import options
-from capture_planner.cli.common import Machine, emit, machine_named, plan_document, read_document, show_notes
+from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document, show_notes
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
 from capture_planner.engines import emulate, engines
@@ -40,11 +41,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
     A and B are each a PLAN, a SPEC, an OBSERVATION, or an engine's command line in quotes that starts with
     its name, such as "vllm --max-num-seqs 256". Without --environment, specs and engines use the machine of the plan.
     """
-    requests = None
-    if traffic is not None:
-        from capture_planner.runtime.serving.workload.trace import read_trace
-
-        requests = read_trace(traffic)
+    requests = None if traffic is None else read_trace(traffic)
     documents = [_document(letter, argument) for letter, argument in (("A", a), ("B", b))]
     loaded = [_loaded(document) for document in documents]
     machines = [each.environment for each in loaded if isinstance(each, Plan)]
@@ -52,7 +49,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         raise click.UsageError(
             "A and B are plans or observations, each of its own machine; --environment goes with a spec or an engine."
         )
-    machine = machine_named(environment) if environment is not None or not machines else Machine(machines[0])
+    machine = machine_named(environment) if environment is not None or not machines else ChosenMachine(machines[0])
     left, right = (
         each or _deployment(letter, argument, document, machine.environment)
         for letter, argument, document, each in zip("AB", (a, b), documents, loaded, strict=True)
@@ -90,7 +87,7 @@ def _document(letter: str, argument: str) -> Document | None:
 
 def _deployment(letter: str, argument: str, document: Document | None, environment: Environment) -> Plan | Emulation:
     if document is not None:
-        return plan_document(document, Machine(environment))
+        return plan_document(document, ChosenMachine(environment))
     return _emulated(letter, argument, environment)
 
 

@@ -19,7 +19,7 @@ from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
-    Machine,
+    ChosenMachine,
     emit,
     machine_named,
     plan_document,
@@ -42,10 +42,14 @@ from capture_planner.plugins import registry
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
+from capture_planner.records.traffic import Traffic
 from capture_planner.report import findings, tables
 from capture_planner.report.backends import backend_support, backends_table
 from capture_planner.report.observation import diff_text, observation_tables
+from capture_planner.report.profile import profile_tables
+from capture_planner.report.traffic import traffic_tables
 
 
 @click.command(short_help="Make the plan of a spec.")
@@ -72,16 +76,25 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
         click.echo(f"written to {output}", err=form == "json")
 
 
-@click.command(short_help="Show a plan or an observation as tables.")
-@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
+@click.command(short_help="Show a plan, an observation, traffic or a profile as tables.")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|TRAFFIC|PROFILE")
 @options.environment
 @options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
 
-    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager.
+    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of traffic: the
+    most frequent batches by role. Of a profile: what each size of graph costs.
     """
     document = read_document(plan_file)
+    if document.is_traffic:
+        traffic = document.load(Traffic)
+        emit(form, lambda: traffic, partial(traffic_tables, traffic))
+        return
+    if document.is_profile:
+        profile = document.load(Profile)
+        emit(form, lambda: profile, partial(profile_tables, profile))
+        return
     if document.is_observation:
         observation = observation_of(document, environment)
         emit(form, lambda: observation, partial(observation_tables, observation))
@@ -226,7 +239,7 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
     plan = document.load(Plan)
-    for change in difference.diff(plan, plan_document(spec, Machine(plan.environment))):
+    for change in difference.diff(plan, plan_document(spec, ChosenMachine(plan.environment))):
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 

@@ -226,6 +226,24 @@ def test_step_that_is_not_timed_calls_eight_functions_of_ours():
     }
 
 
+@pytest.mark.parametrize("place", ["facts.tracks", "facts.bonus_tokens", "StepRecorder"])
+def test_error_of_ours_after_the_capture_ends_the_observation_only(place, monkeypatch, caplog):
+    """VLLM has captured, and serves; the log says once why there is no file."""
+
+    def broken(*arguments):
+        raise ZeroDivisionError("of ours")
+
+    owner, name = (observe.facts, place.split(".")[1]) if "." in place else (observe, place)
+    monkeypatch.setattr(owner, name, broken)
+    with process() as folder:
+        runner = started()
+        outputs = [run(runner, step(4, 4, sampled=[2] * 4)).sampled_token_ids for _ in range(3)]
+        runner.shutdown()
+        assert outputs == [[[0] * 2] * 4] * 3
+        assert list(folder.iterdir()) == []
+    assert sum("of ours" in record.message for record in caplog.records) == 1
+
+
 def test_only_sampled_steps_are_timed_and_never_waited_for():
     """One step in ``EVERY``; a time is read when the device is done, at a later sampled step or at the end."""
     with process() as folder:

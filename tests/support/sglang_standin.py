@@ -127,15 +127,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             self.capture_bs, _ = base.get_batch_sizes_to_capture(model_runner, width)
             self.max_bs, self.bs = max(self.capture_bs), 0
 
-        def capture_one_shape(
-            self,
-            size: int,
-            forward: Any,
-            stream_idx: Any = None,
-            variant_label: Any = None,
-            attention_variant: Any = None,
-        ) -> None:
-            self.backend._graphs[self._make_graph_key(size)] = size
+        capture_one_shape: Any
 
         def capture(self) -> None:
             for size in reversed(self.capture_bs):
@@ -160,7 +152,18 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             self.bs = self._pad_to_bucket(batch.batch_size, self.capture_bs)
             self._replay_graph_key = self._make_graph_key(self.bs)
 
-    class DecodeCudaGraphRunner(Runner):
+    class UniformRunner(Runner):
+        def capture_one_shape(
+            self,
+            size: int,
+            forward: Any,
+            stream_idx: Any = None,
+            variant_label: Any = None,
+            attention_variant: Any = None,
+        ) -> None:
+            self.backend._graphs[self._make_graph_key(size)] = size
+
+    class DecodeCudaGraphRunner(UniformRunner):
         def __init__(
             self,
             model_runner: Any,
@@ -180,7 +183,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self._replay_graph_key in self.backend._graphs
             return "graph"
 
-    class EAGLEDraftExtendCudaGraphRunner(Runner):
+    class EAGLEDraftExtendCudaGraphRunner(UniformRunner):
         def __init__(
             self, eagle_worker: Any, *, draft_extend_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:
@@ -194,7 +197,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.bs in self.capture_bs
             return "graph"
 
-    class EAGLEDraftCudaGraphRunner(Runner):
+    class EAGLEDraftCudaGraphRunner(UniformRunner):
         def __init__(
             self, eagle_worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:

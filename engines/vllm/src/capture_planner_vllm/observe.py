@@ -62,10 +62,9 @@ def attach(
         seconds = float(os.environ.get(SECONDS) or EVERY)
     except ValueError:
         seconds = EVERY
-        says = f"{SECONDS} is no number: {os.environ[SECONDS]!r}; observations are written every 30 s"
-        report(logging.WARNING, [says])
-    observer = Observer(Path(folder), seconds, plan, decisions or {})
-    observer.watch_managers(module)
+        line = f"{SECONDS} is no number: {os.environ[SECONDS]!r}; observations are written every 30 s"
+        report(logging.WARNING, [line])
+    Observer(Path(folder), seconds, plan, decisions or {}).watch_managers(module)
 
 
 class Observer:
@@ -101,8 +100,7 @@ class Observer:
         self._attached = True
         if not self._wrap(seams.CAPTURE_MODEL, self._capture_model):
             return
-        if not self._wrap(seams.DUMMY, self._dummy_run):
-            # Without it, dummy runs would count as steps.
+        if not self._wrap(seams.DUMMY, self._dummy_run):  # without it, dummy runs would count as steps
             return
         self._wrap(seams.EXECUTE, self._execute_model)
         original = getattr(sys.modules.get(seams.RANKS), seams.STEP.name, None)
@@ -120,10 +118,10 @@ class Observer:
         self, seam: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]], module: ModuleType | None = None
     ) -> bool:
         """Wrap one function; return whether it is wrapped, now or before."""
-        if not self._fits(seam, module):
-            return False
-        wrap(*seam.owner(module), make)
-        return True
+        fits = self._fits(seam, module)
+        if fits:
+            wrap(*seam.owner(module), make)
+        return fits
 
     def _fits(self, known: Seam | ObservedFields, module: ModuleType | None = None) -> bool:
         """Return whether a part of vLLM is as it is known; note where not."""
@@ -206,14 +204,16 @@ class Observer:
         :param capture: seconds and bytes of the whole capture.
         """
         try:
-            base = self._base = self._described(runner, captures, capture)
+            self._record(runner, self._described(runner, captures, capture))
         except Exception as error:
             report(logging.ERROR, [self._end("describing what was captured", error)], error)
-            return
+
+    def _record(self, runner: Any, base: Observation) -> None:
+        """Write a file for a model runner, and count into it."""
+        self._base = base
         self._finish()
         self._runners += 1
-        again = "" if self._runners == 1 else f".{self._runners}"
-        name = f"vllm.rank{base.rank}.{os.getpid()}{again}"
+        name = f"vllm.rank{base.rank}.{os.getpid()}" + ("" if self._runners == 1 else f".{self._runners}")
         drafts, bonus = self._reads_drafts and runner.num_speculative_steps > 0, facts.bonus_tokens(runner)
         watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts)
         recorder = StepRecorder(self._folder, name, self._seconds, watch, self._failed)
