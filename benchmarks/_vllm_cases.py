@@ -49,10 +49,21 @@ class Group:
     dispatch: bool = False
 
 
+EAGLE = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
+
+
 def planned(shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, **roles: Any) -> Plan:
     """Return the plan of a server of 256 requests on an H200; ``roles`` are specs by role name."""
+    spec = server_spec(shape, sizes, mode, drafts, backend, Roles(**roles))
+    return make_plan(spec, load_environment(ROOT / "plans" / "environments" / "h200.yaml"), registry.load_backends())
+
+
+def server_spec(
+    shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, roles: Roles, **others: Any
+) -> Spec:
+    """Return the spec of a server of 256 requests; ``others`` are further fields of the spec."""
     config = CONFIGS[shape]
-    spec = Spec(
+    return Spec(
         model=Model(
             name=f"Qwen3 {shape} shape",
             num_layers=config["num_hidden_layers"],
@@ -68,14 +79,13 @@ def planned(shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | Non
         backend=backend,
         sizes=sizes,
         speculative=drafts,
-        roles=Roles(**roles),
+        roles=roles,
+        **others,
     )
-    return make_plan(spec, load_environment(ROOT / "plans" / "environments" / "h200.yaml"), registry.load_backends())
 
 
 def groups(folder: Path, utilization: float) -> Iterator[Group]:
     """Yield the groups; ``folder`` has a model folder for each of CONFIGS."""
-    eagle = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
     sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS)
     full = GraphMode.FULL_DECODE_ONLY
 
@@ -101,7 +111,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         return words(shape, **{"speculative-config": drafting(shape), "compilation-config": graphs(full)})
 
     largest = ("--max-cudagraph-capture-size", "1024")
-    small, plan = serving("small"), planned("small", sizes, full, eagle, "flash_attention")
+    small, plan = serving("small"), planned("small", sizes, full, EAGLE, "flash_attention")
     eager = RoleSpec(mode=GraphMode.NONE)
     yield Group(
         name="main",
@@ -115,7 +125,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
                 name="plan, draft decodes eager",
                 compared=False,
                 words=small,
-                plan=planned("small", sizes, full, eagle, "flash_attention", draft_decode=eager),
+                plan=planned("small", sizes, full, EAGLE, "flash_attention", draft_decode=eager),
             ),
             Case(
                 name="all eager",
@@ -172,7 +182,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         tokens=True,
         cases=(
             Case(name="vLLM by itself", words=own),
-            Case(name="plan", words=own, plan=planned("small", sizes, full, eagle, "triton")),
+            Case(name="plan", words=own, plan=planned("small", sizes, full, EAGLE, "triton")),
             Case(name="all eager", words=words("small", **exact, **{"compilation-config": graphs(GraphMode.NONE)})),
         ),
     )
@@ -183,7 +193,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         cases=(
             Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),
-            Case(name="plan", words=large, plan=planned("large", sizes, full, eagle, "flash_attention")),
+            Case(name="plan", words=large, plan=planned("large", sizes, full, EAGLE, "flash_attention")),
         ),
     )
 
