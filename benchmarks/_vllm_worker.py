@@ -6,8 +6,8 @@ engine is (``facts``), then one answer for each further line of stdin:
 
 - ``{"requests": 8, "prompt": 128, "output": 192, "seed": 1}``: serve so many requests that arrive together, and
   answer with tokens per second, times per output token, inter-token latencies, and the observed batches;
-- ``{"trace": [[0.5, 128, 192], ...]}``: the same for requests that arrive at so many seconds, each with the tokens of its
-  prompt and of its output;
+- ``{"trace": [[0.5, 128, 192], ...]}``: the same for requests that arrive at so many seconds, each with the tokens of
+  its prompt and of its output;
 - ``{"observation": 4}``: answer with the observation so far, and time one step in so many from here on;
 - ``{"tokens": true, ...}``: the same, with the tokens of each request in order;
 - ``{"core": 3, ...}``: the same on this core, which all engines of a group share by turns;

@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import attrs
 from _bench import CONSOLE, finish, parser, table, verdict
 from _model_configs import CONFIGS
 from _vllm_cases import EAGLE, Case, groups, server_spec
@@ -165,9 +164,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, print and write; exit code 1 where a target is missed."""
     options = parser(__doc__)
     options.add_argument("--trace", type=Path, help="CSV of requests; default: waves of requests")
-    options.add_argument("--seconds", type=float, default=20.0, help="length of the load")
+    options.add_argument("--seconds", type=float, default=8.0, help="length of the load")
     options.add_argument("--speedup", type=float, default=15.0, help="pace of the trace")
-    options.add_argument("--rate", type=float, default=60.0, help="requests per second of the waves")
+    options.add_argument("--rate", type=float, default=150.0, help="requests per second of the waves")
     options.add_argument("--graphs", type=int, default=32, help="most graphs of the plan")
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--utilization", type=float, default=0.14, help="of the GPU's memory, for each engine")
