@@ -51,3 +51,25 @@ CONFIGS = {
     "large": config_of(_LARGE, 36, tied=False),
     "large-drafter": drafter_of(_LARGE),
 }
+
+
+def mixture(layers: int) -> dict[str, Any]:
+    """Return the config.json of Qwen3-30B-A3B: 128 experts, of which each token takes 8; with 48 layers, all of it."""
+    return {
+        **_ATTENTION,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": layers,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }

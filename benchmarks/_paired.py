@@ -4,11 +4,42 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+BLOCK = 8
+"""Steps that an engine runs before the other has its turn."""
 TRIM = 0.2
 """Share of the pairs that is left out at each end: bursts of other work on the host."""
+
+
+class Stepper(Protocol):
+    """An engine of benchmarks/_vllm_worker.py."""
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request."""
+
+
+def paired_steps(one: Stepper, other: Stepper, load: Mapping[str, Any], runs: int) -> list[tuple[float, float]]:
+    """Return the seconds of neighbouring blocks of decode steps of two engines that serve the same load at once.
+
+    They take turns to be first, and only one works at a time. Steps with prompts, and with fewer requests than the
+    load has, are left out.
+    """
+    pairs: list[tuple[float, float]] = []
+    for _ in range(runs):
+        for engine in (one, other):
+            engine.answer({**load, "begin": True})
+        ended = False
+        while not ended:
+            order = (one, other) if len(pairs) % 2 else (other, one)
+            blocks = {id(engine): engine.answer({"steps": BLOCK}) for engine in order}
+            ended = any(block["ended"] for block in blocks.values())
+            if not ended:
+                pairs.append((blocks[id(one)]["seconds"], blocks[id(other)]["seconds"]))
+        for engine in (one, other):
+            engine.answer({"drain": True})
+    return pairs
 
 
 def trimmed_mean(values: Sequence[float]) -> float:

@@ -47,6 +47,8 @@ class Group:
     output: int = 192
     tokens: bool = False
     dispatch: bool = False
+    pair: tuple[str, str] | None = None
+    """Cases whose decode steps are compared in neighbouring blocks: the plan and what it must keep up with."""
 
 
 EAGLE = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
@@ -117,6 +119,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         name="main",
         loads=LOADS,
         dispatch=True,
+        pair=("plan", "flags of check"),
         cases=(
             Case(name="vLLM by itself", compared=False, words=small),
             Case(name="flags of check", words=(*small, *largest)),
@@ -160,6 +163,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         name="compile",
         loads=(64,),
         output=128,
+        pair=("plan", "vLLM by itself"),
         cases=(
             Case(name="vLLM by itself", words=compiled),
             Case(
@@ -190,6 +194,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
     yield Group(
         name="large",
         loads=(1, 48, 200),
+        pair=("plan", "flags of check"),
         cases=(
             Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),

@@ -10,7 +10,9 @@ engine is (``facts``), then one answer for each further line of stdin:
   its prompt and of its output;
 - ``{"observation": 4}``: answer with the observation so far, and time one step in so many from here on;
 - ``{"tokens": true, ...}``: the same, with the tokens of each request in order;
-- ``{"core": 3, ...}``: the same on this core, which all engines of a group share by turns;
+- ``{"core": 3, ...}``: before any of these, keep to this core, which all engines of a group share by turns;
+- ``{"begin": true, ...}``: take the requests, and serve until all of them decode; then ``{"steps": 8}``: answer with
+  the seconds of so many steps, and whether a request ended; then ``{"drain": true}``: serve the rest;
 - ``{"observing": 20, ...}``: serve the load so many times, observe blocks of its steps by turns, and answer with the
   seconds of each pair of blocks, observed and not, and with the share of a core that the recorder's thread takes;
 - ``{"device": true}``: milliseconds on the device of one pass by role and requests, as observed (CUDA events);
@@ -30,7 +32,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -137,8 +139,6 @@ def add_request(engine: Any, name: str, prompt: list[int], output: int) -> None:
 
 def serve(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
     """Serve requests that arrive together, or as a trace says, and return the figures; times are in milliseconds."""
-    if "core" in load:
-        os.sched_setaffinity(0, {load["core"]})  # of this thread
     arrivals: dict[str, list[tuple[float, int]]] = {}
     tokens: dict[str, list[int]] = {}
     before = observed_batches()
@@ -233,6 +233,28 @@ PROMPT_STEPS = 16
 """Steps until every request of a load decodes."""
 
 
+def begin(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
+    """Serve a load until all requests decode."""
+    add_requests(engine, load, name)
+    for _ in range(PROMPT_STEPS):
+        engine.step()
+    return {}
+
+
+def steps(engine: Any, count: int) -> dict[str, Any]:
+    """Return the seconds of so many steps, and whether a request ended in one."""
+    start = time.perf_counter()
+    ended = [output.finished for _ in range(count) for output in engine.step()]
+    return {"seconds": time.perf_counter() - start, "ended": any(ended)}
+
+
+def drain(engine: Any) -> dict[str, Any]:
+    """Serve what is left."""
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {}
+
+
 def observing_costs(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
     """Return the seconds of neighbouring blocks of decode steps, [observed, not observed], each first in half of them.
 
@@ -241,29 +263,24 @@ def observing_costs(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
     (observer,) = OBSERVERS
     watch = observer._active
     assert watch is not None, "observing has ended; the log says why"
-    pairs = []
-    clocks = [time.pthread_getcpuclockid(each.ident) for each in threading.enumerate() if "recorder" in each.name]
+    pairs: list[tuple[float, float]] = []
+    recorders = [each.ident for each in threading.enumerate() if "recorder" in each.name]
+    clocks = [time.pthread_getcpuclockid(ident) for ident in recorders if ident is not None]
     started, busy = time.perf_counter(), sum(map(time.clock_gettime, clocks))
 
-    def block(observed: bool) -> tuple[float, bool]:
-        observer._active = watch if observed else None
-        start = time.perf_counter()
-        ended = [output.finished for _ in range(BLOCK) for output in engine.step()]
-        return time.perf_counter() - start, any(ended)
-
     for run in range(load["observing"]):
-        add_requests(engine, load, f"o{run}")
-        for _ in range(PROMPT_STEPS):
-            engine.step()
+        begin(engine, load, f"o{run}")
         ended = False
         while not ended:
-            order = (True, False) if len(pairs) % 2 else (False, True)
-            (first, early), (second, late) = map(block, order)
-            ended = early or late
+            seconds = {}
+            for observed in (True, False) if len(pairs) % 2 else (False, True):
+                observer._active = watch if observed else None
+                block = steps(engine, BLOCK)
+                seconds[observed] = block["seconds"]
+                ended |= block["ended"]
             if not ended:
-                pairs.append((first, second) if order[0] else (second, first))
-        while engine.has_unfinished_requests():
-            engine.step()
+                pairs.append((seconds[True], seconds[False]))
+        drain(engine)
     observer._active = watch
     busy = sum(map(time.clock_gettime, clocks)) - busy
     return {"pairs": pairs, "recorder": busy / (time.perf_counter() - started), "clocks": len(clocks)}
@@ -292,9 +309,12 @@ def device_times() -> dict[str, dict[int, float]]:
 def dispatch_times(engine: Any, batches: Sequence[Sequence[int]]) -> dict[str, float]:
     """Return the median nanoseconds of a dispatch over these decodes, (requests, query length) each, by role."""
     times = {}
+    target = runner_of(engine).cudagraph_manager
     for role, manager in managers_of(engine):
         cases = [(reqs, reqs * query_len, query_len, 0) for reqs, query_len in batches]
-        if role == "draft_decode":
+        if role == "draft_prefill":  # it is asked for the tokens of the target's graph
+            cases = [(case[0], target.dispatch(*case).num_tokens, *case[2:]) for case in cases]
+        elif role == "draft_decode":
             cases = [(reqs, reqs, 1, 0) for reqs, _ in batches]
         rounds = []
         for _ in range(9):
@@ -305,6 +325,22 @@ def dispatch_times(engine: Any, batches: Sequence[Sequence[int]]) -> dict[str, f
             rounds.append((time.perf_counter_ns() - start) / (20 * len(cases)))
         times[role] = round(statistics.median(rounds), 1)
     return times
+
+
+def answer(engine: Any, request: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the answer to a line of stdin."""
+    answers: dict[str, Callable[[], dict[str, Any]]] = {
+        "dispatch": lambda: {"dispatch_ns": dispatch_times(engine, request["dispatch"])},
+        "observing": lambda: {"observing": observing_costs(engine, request)},
+        "device": lambda: {"device_ms": device_times()},
+        "begin": lambda: begin(engine, request, name),
+        "steps": lambda: steps(engine, request["steps"]),
+        "drain": lambda: drain(engine),
+        "observation": lambda: {"observation": observation(request["observation"])},
+        "trace": lambda: serve(engine, request, name),
+        "requests": lambda: serve(engine, request, name),
+    }
+    return next(answers[key] for key in answers if key in request)()
 
 
 def main() -> None:
@@ -320,18 +356,9 @@ def main() -> None:
     print(json.dumps({"facts": facts_of(engine, time.perf_counter() - start)}), file=out)
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
-        answer = (
-            {"dispatch_ns": dispatch_times(engine, request["dispatch"])}
-            if "dispatch" in request
-            else {"observing": observing_costs(engine, request)}
-            if "observing" in request
-            else {"device_ms": device_times()}
-            if "device" in request
-            else {"observation": observation(request["observation"])}
-            if "observation" in request
-            else serve(engine, request, f"r{number}")
-        )
-        print(json.dumps(answer), file=out)
+        if "core" in request:
+            os.sched_setaffinity(0, {request["core"]})  # of this thread
+        print(json.dumps(answer(engine, request, f"r{number}")), file=out)
     engine.engine_core.shutdown()
 
 

@@ -35,8 +35,8 @@ from _deployments import CASES, Case, environment, missing
 
 from capture_planner.conformance import (
     Log,
-    Profile,
     Scene,
+    SearchProfile,
     Shape,
     Stage,
     Subject,
@@ -78,7 +78,7 @@ def on(case: Case, device: str) -> Subject:
     return under_test(case.backend, environment=environment(case, torch.device(device)))
 
 
-def report(case: Case, under: Subject, profile: Profile, seed: int, outcome: SuiteResult) -> Data:
+def report(case: Case, under: Subject, profile: SearchProfile, seed: int, outcome: SuiteResult) -> Data:
     """Return one process's part as data."""
     implementation = under.registry[under.backend]
     # Another capability is planned for by a file of one's own: the command names the backend alone.
@@ -99,7 +99,7 @@ def report(case: Case, under: Subject, profile: Profile, seed: int, outcome: Sui
     return data
 
 
-def search(name: str, device: str, seed: int, profile: Profile, until: float) -> Data:
+def search(name: str, device: str, seed: int, profile: SearchProfile, until: float) -> Data:
     """Run a part of the scenes of one backend, in portions, until the clock of the machine says ``until``."""
     case = CASES[name]
     parts: list[Data] = []
@@ -121,7 +121,7 @@ def attack(name: str, device: str, seed: int) -> Data:
     audited = audit(under, shapes, seed=seed)
     took = time.perf_counter() - began
     outcome = SuiteResult(shapes=shapes, refused=refused, log=Log(), failures=(), audited=audited, seconds=took)
-    return report(case, under, Profile(name="audits", examples=0, steps=0), seed, outcome)
+    return report(case, under, SearchProfile(name="audits", examples=0, steps=0), seed, outcome)
 
 
 def compile_for(name: str, device: str, k: int) -> int:
@@ -216,7 +216,7 @@ class Campaign:
         audited = self.result(before)
         until = time.time() + seconds
         for number, part in enumerate(split(examples, self._arguments.jobs)):
-            profile = Profile(name="thorough", examples=part, steps=self._arguments.steps)
+            profile = SearchProfile(name="thorough", examples=part, steps=self._arguments.steps)
             self._submit(search, seed + number * SEEDS, profile, until)
         return self.result(audited) if self._parts else audited
 

@@ -2,8 +2,9 @@
 
 Each case is a vLLM engine in a process of its own (benchmarks/_vllm_worker.py); all of a group are alive at once, and
 only one works at a time. Cases alternate within each round, load by load, and serve a load on the same core, which
-changes from load to load. Medians over the rounds are reported with their spread; ratios are between the best rounds,
-since other work on a shared host only slows one, with the ratio of the medians next to them.
+changes from load to load. Medians over the rounds are reported with their spread. Rounds differ by up to half, as other
+work on a shared host slows one, so what must agree within a few percent is compared step by step: two engines serve
+the same load at once and run eight steps each by turns; the trimmed mean of their ratios has a 95 % interval.
 Weights are random and acceptance is synthetic, except in the group ``greedy``.
 
 Groups: ``main`` (EAGLE-3, K=3, 256 requests: vLLM by itself, with --max-cudagraph-capture-size 1024, and under plans
@@ -31,12 +32,14 @@ from typing import Any
 import attrs
 from _bench import CONSOLE, finish, parser, table, verdict
 from _model_configs import CONFIGS
-from _paired import paired_cost
+from _paired import paired_cost, paired_steps
 from _vllm_cases import Case, Group, groups
 
 from capture_planner.codec import dumps
 from capture_planner.engines import find_engine
 
+COMPARED_TOKENS, COMPARED_RUNS = 384, 5
+"""Where steps of two engines are compared: tokens of a request, which 256 requests have room for, and repetitions."""
 WORKER = Path(__file__).with_name("_vllm_worker.py")
 
 
@@ -116,7 +119,7 @@ def measure(
                 results[case.name] = {"error": str(error)}
                 continue
             CONSOLE.print(f"{group.name}: {case.name}: {facts}", markup=False)
-            command = shlex.join([Path(word).name if "/" in word and word[0] == "/" else word for word in case.words])
+            command = shlex.join(case.words).replace(f"{folder}/", "")
             results[case.name] = {"facts": facts, "words": command, "rounds": []}
             engines.append(engine)
             for load in loads:
@@ -139,16 +142,26 @@ def measure(
             }
             results[engine.case.name]["device_ms"] = of_loads
         yield results
+        by_name = {engine.case.name: engine for engine in engines}
+        if group.pair is not None and by_name.keys() >= set(group.pair):
+            one, other = (by_name[name] for name in group.pair)
+            compared: dict[int, dict[str, Any]] = {}
+            results[group.pair[0]]["steps_compared"] = {"with": group.pair[1], "loads": compared}
+            for load in loads:
+                request = {**_load(group, load, COMPARED_TOKENS), "core": next(cores)}
+                compared[load] = paired_cost(paired_steps(one, other, request, COMPARED_RUNS))
+            yield results
         if group.dispatch:
+            core = next(cores)
             for engine in engines:
                 if engine.case.name == "plan":
-                    observed = engine.answer({**_load(group, 48, 1536), "observing": 12})["observing"]
+                    observed = engine.answer({**_load(group, 48, 1536), "observing": 12, "core": core})["observing"]
                     (place / "observing.json").write_text(json.dumps(observed))
                     cost = paired_cost(observed.pop("pairs"))
                     results[engine.case.name]["observing"] = cost | observed
             cases = [(reqs, 4) for reqs in range(1, 257)]
             for _, engine in itertools.product(range(3), engines):
-                times = engine.answer({"dispatch": cases})["dispatch_ns"]
+                times = engine.answer({"dispatch": cases, "core": core})["dispatch_ns"]
                 results[engine.case.name].setdefault("dispatch_ns", []).append(times)
             yield results
         for engine in started:
@@ -195,10 +208,11 @@ def targets_of(
     """Return which targets hold."""
     targets: dict[str, bool] = {}
 
-    def ratios(a: str, b: str, load: int) -> tuple[float, str]:
-        """Compare the best rounds: other work on a shared host only slows a round, often by a third."""
-        (median, _, best), (others, _, other) = (short[name][load]["tokens_per_second"] for name in (a, b))
-        return best / other, f"{best / other:.3f}, of medians {median / others:.3f}"
+    def speeds() -> Iterator[tuple[int, float, str]]:
+        """Yield each load with the plan's speed relative to the case that it is compared with, also as text."""
+        for load, steps in results["plan"]["steps_compared"]["loads"].items():
+            speed, high, low = (1 / (1 + cost) for cost in (steps["cost"], *steps["interval"]))
+            yield load, speed, f"{speed:.3f}; 95 %: {low:.3f} to {high:.3f}"
 
     for case in cases:
         if case.plan is not None:
@@ -209,11 +223,11 @@ def targets_of(
             )
     if group in ("main", "large"):
         own, flags, plan = "vLLM by itself", "flags of check", "plan"
-        gain, text = ratios(plan, own, 200)
-        targets[f"{group}: 200 requests, plan at least 2.5x vLLM by itself ({text})"] = gain >= 2.5
-        for load in short[plan]:
-            share, text = ratios(plan, flags, load)
-            targets[f"{group}: {load} requests, plan at least 0.98x the flags ({text})"] = share >= 0.98
+        if short.get(own):  # --cases may leave it out
+            gain = short[plan][200]["tokens_per_second"][0] / short[own][200]["tokens_per_second"][0]
+            targets[f"{group}: 200 requests, plan at least 2.5x vLLM by itself ({gain:.2f})"] = gain >= 2.5
+        for load, speed, text in speeds():
+            targets[f"{group}: {load} requests, plan at least 0.98x the flags ({text})"] = speed >= 0.98
         facts = [results[name]["facts"] for name in (flags, plan)]
         graphs, seconds = ([fact[key] for fact in facts] for key in ("graphs", "capture_seconds"))
         counts = [sum(each.values()) for each in graphs]
@@ -227,14 +241,15 @@ def targets_of(
         low, high = (value + observed["recorder"] for value in observed["interval"])
         targets[f"main: observing costs at most 0.5 % ({cost:.2%}; 95 %: {low:.2%} to {high:.2%})"] = cost <= 0.005
         for role in ("target", "draft_prefill", "draft_decode"):
-            times = [min(row[role] for row in results[name]["dispatch_ns"]) for name in ("vLLM by itself", "plan")]
+            # vLLM by itself has no graph for the largest batches, and takes longer to say so.
+            times = [min(row[role] for row in results[name]["dispatch_ns"]) for name in ("flags of check", "plan")]
             targets[f"main: dispatch of {role} within 100 ns of vLLM's own ({times[1]} and {times[0]} ns)"] = (
                 times[1] <= times[0] + 100
             )
     if group == "compile":
-        share, text = ratios("plan", "vLLM by itself", 64)
         own_graphs, graphs = (sum(results[name]["facts"]["graphs"].values()) for name in ("vLLM by itself", "plan"))
-        targets[f"compile: plan at least 1.0x ({text})"] = share >= 1.0
+        for load, speed, text in speeds():
+            targets[f"compile: {load} requests, plan at least 1.0x ({text})"] = speed >= 1.0
         targets[f"compile: at most half the graphs ({graphs} of {own_graphs})"] = graphs * 2 <= own_graphs
     if group == "greedy":
         outputs = {

@@ -18,8 +18,10 @@ from capture_planner.cli.export import export
 from capture_planner.cli.init import init
 from capture_planner.cli.launch import launch
 from capture_planner.cli.new_backend import new_backend
+from capture_planner.cli.profile import profile
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
+from capture_planner.cli.traffic import traffic
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, InvalidValue
 
@@ -56,7 +58,10 @@ def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
 
 
 FILES = [files.plan, files.show, files.explain, files.check, files.diff, files.backends, files.schema]
-OTHERS = [init, ranks, engine, compare, export, launch, run, bench, conformance, environment, new_backend]
+OTHERS = [
+    *[init, ranks, engine, compare, export, launch, traffic, run, bench, profile],
+    *[conformance, environment, new_backend],
+]
 
 
 @click.group(commands=[*FILES, *OTHERS], context_settings={"help_option_names": ["-h", "--help"]})

@@ -13,6 +13,7 @@ from capture_planner._extras import refuse_missing
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     INTERRUPTED,
+    ChosenMachine,
     emit,
     emit_file,
     plan_document,
@@ -24,6 +25,7 @@ from capture_planner.cli.common import (
     to_json,
 )
 from capture_planner.cli.options import FILE, NUMBERS, ParsedText, dashed, flag, option
+from capture_planner.codec import Document
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
 
@@ -90,7 +92,7 @@ def bench(plan_file: str, environment: str | None, form: str, **values: Any) -> 
     refuse_outputs(plan_file, {"--output": values["output"], "--page": values["page"]})
     _refuse_unused(values)
     refuse_missing()
-    report = _measure(_plan(plan_file, environment), values)
+    report = _measure(machine_plan(read_document(plan_file), environment), values)
     from capture_planner.report.bench import bench_report
     from capture_planner.report.page import page
     from capture_planner.report.terminal import tables
@@ -114,20 +116,17 @@ def _refuse_unused(values: dict[str, Any]) -> None:
         raise click.UsageError(f"{unused[0]} goes with throughput, which --only leaves out.")
 
 
-def _plan(file: str, environment: str | None) -> Plan:
-    """Read a plan, or plan a spec for this very machine, unless another is named."""
+def machine_plan(document: Document, environment: str | None) -> Plan:
+    """Return the plan of a document; a spec is planned for this very machine, unless another is named."""
     import torch
 
     from capture_planner.runtime.host import this_environment
 
-    document = read_document(file)
-    if environment is not None or document.is_plan:
-        return plan_of(document, environment)
-    if not torch.cuda.is_available():
-        click.echo("note: no --environment given; using cpu", err=True)
-        return plan_of(document, "cpu")
-    click.echo("note: no --environment given; using this machine", err=True)
-    return plan_document(document, this_environment("here"))
+    if environment is not None or document.is_plan or not torch.cuda.is_available():
+        return plan_of(document, environment, default="cpu")
+    return plan_document(
+        document, ChosenMachine(this_environment("here"), ("no --environment given; using this machine",))
+    )
 
 
 def _measure(plan: Plan, values: dict[str, Any]) -> BenchReport:
@@ -140,11 +139,11 @@ def _measure(plan: Plan, values: dict[str, Any]) -> BenchReport:
     settings = Bench(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         load=default_load(quick=values["quick"], **load),
-        command=shlex.join(["capture-planner", *map(_named, sys.argv[1:])]),
+        command=shlex.join(["capture-planner", *map(without_folder, sys.argv[1:])]),
     )
     return measure(plan, registry.load_backends(), settings, progress_bars(values["progress"]))
 
 
-def _named(argument: str) -> str:
+def without_folder(argument: str) -> str:
     """Drop the folder of an absolute path: the record is shared, and the folder is private."""
     return Path(argument).name if Path(argument).is_absolute() else argument

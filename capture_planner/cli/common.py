@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 from rich.console import Console, RenderableType
 
@@ -18,7 +19,7 @@ from capture_planner import codec, engines
 from capture_planner.codec import Document, dumps_json, plain
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines.emulation import Emulation
-from capture_planner.errors import InvalidDocument, PlanningError, Problem
+from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
@@ -44,23 +45,39 @@ def show_text(renderable: RenderableType) -> None:
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
 
 
-def environment_named(name: str | None, output: str | None = None) -> Environment:
-    """Find the environment, and note which one it is where none was named."""
+@attrs.frozen
+class ChosenMachine:
+    """The machine of a command, and what to note about the choice once it matters."""
+
+    environment: Environment
+    notes: tuple[str, ...] = ()
+
+
+def show_notes(notes: Iterable[str]) -> None:
+    """Print notes on standard error: late, so that none stands above an error that it has nothing to do with."""
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def machine_named(
+    name: str | None, output: str | None = None, default: str = catalog.DEFAULT_ENVIRONMENT
+) -> ChosenMachine:
+    """Find the machine: that of the output's name where none was named, or else the default."""
     in_name = catalog.environment_of_output(output)
     if name is not None and in_name not in (None, name):
-        click.echo(f"note: {output} is named for {in_name}, but the plan is for {name}", err=True)
-    environment = in_name if name is None else name
-    if environment is None:
-        environment = catalog.DEFAULT_ENVIRONMENT
-        click.echo(f"note: no --environment given; using {environment}", err=True)
-    return catalog.find_environment(environment)
+        notes: tuple[str, ...] = (f"{output} is named for {in_name}, but the plan is for {name}",)
+    elif name is None and in_name is None:
+        notes = (f"no --environment given; using {default}",)
+    else:
+        notes = ()
+    chosen = in_name or default if name is None else name
+    return ChosenMachine(catalog.find_environment(chosen), notes)
 
 
-def emulated(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
-    """Emulate an engine, and note what the emulation had to assume."""
-    emulation = engines.emulate(name, flags, environment)
-    for note in emulation.notes:
-        click.echo(f"note: {note}", err=True)
+def emulated(name: str, flags: Sequence[str], machine: ChosenMachine) -> Emulation:
+    """Emulate an engine, and note the machine and what the emulation had to assume."""
+    emulation = engines.emulate(name, flags, machine.environment)
+    show_notes((*machine.notes, *emulation.notes))
     return emulation
 
 
@@ -74,10 +91,10 @@ def read_document(path: str) -> Document:
     return document
 
 
-def plan_of(document: Document, environment: str | None) -> Plan:
+def plan_of(document: Document, environment: str | None, default: str = catalog.DEFAULT_ENVIRONMENT) -> Plan:
     """Return the plan of a document: a plan itself, or what its spec is planned as."""
     if not document.is_plan:
-        return plan_document(document, environment_named(environment))
+        return plan_document(document, machine_named(environment, default=default))
     plan = document.load(Plan)
     if environment is not None:
         raise click.UsageError(
@@ -86,10 +103,12 @@ def plan_of(document: Document, environment: str | None) -> Plan:
     return plan
 
 
-def plan_document(document: Document, environment: Environment) -> Plan:
+def plan_document(document: Document, machine: ChosenMachine) -> Plan:
     """Plan a spec; problems that planning finds have their place in the file too."""
+    spec = document.load(Spec)
+    show_notes(machine.notes)
     try:
-        return make_plan(document.load(Spec), environment, registry.load_backends())
+        return make_plan(spec, machine.environment, registry.load_backends())
     except PlanningError as error:
         raise InvalidDocument(document.place(error.problems)) from None
 
@@ -136,6 +155,30 @@ def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subje
         if same:
             raise click.UsageError(f"{name} {file} is also the file of {same[0]}; name another.")
         files[name] = file
+
+
+def refuse_to_replace(output: str, kind: type[Plan] | type[Environment], source: str = "") -> None:
+    """Keep --output from replacing a file of another kind: a typing error must not overwrite a spec.
+
+    :param source: the file that is read.
+    """
+    if not output:
+        raise click.UsageError("--output needs the name of a file.")
+    target = Path(output)
+    if not target.is_file() or target.stat().st_size == 0:
+        return
+    try:
+        document = Document.read(output)
+        replaceable = document.is_plan if kind is Plan else bool(document.load(kind))
+    except InvalidDocument:
+        replaceable = False
+    if not replaceable:
+        is_source = Path(source).exists() and target.samefile(source)
+        subject = "the spec itself" if is_source else f"a file that is not {_KINDS[kind]}"
+        raise CapturePlannerError(f"--output {output} is {subject}; name another file, or remove it first")
+
+
+_KINDS = {Plan: "a plan", Environment: "an environment"}
 
 
 def _try_to_write(target: Path) -> None:

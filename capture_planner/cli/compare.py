@@ -8,11 +8,12 @@ from pathlib import Path
 
 import click
 
+from capture_planner.analysis.trace import read_trace
 from capture_planner.cli import options
-from capture_planner.cli.common import emit, emulated, environment_named, plan_document, read_document
+from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document, show_notes
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
-from capture_planner.engines import engines
+from capture_planner.engines import emulate, engines
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.observed import emulation_of
 from capture_planner.engines.parsing import near
@@ -40,11 +41,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
     A and B are each a PLAN, a SPEC, an OBSERVATION, or an engine's command line in quotes that starts with
     its name, such as "vllm --max-num-seqs 256". Without --environment, specs and engines use the machine of the plan.
     """
-    requests = None
-    if traffic is not None:
-        from capture_planner.runtime.serving.workload.trace import read_trace
-
-        requests = read_trace(traffic)
+    requests = None if traffic is None else read_trace(traffic)
     documents = [_document(letter, argument) for letter, argument in (("A", a), ("B", b))]
     loaded = [_loaded(document) for document in documents]
     machines = [each.environment for each in loaded if isinstance(each, Plan)]
@@ -52,13 +49,14 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         raise click.UsageError(
             "A and B are plans or observations, each of its own machine; --environment goes with a spec or an engine."
         )
-    machine = machines[0] if machines and environment is None else None
-    if machine is None and None in loaded:
-        machine = environment_named(environment)
+    machine = machine_named(environment) if environment is not None or not machines else ChosenMachine(machines[0])
     left, right = (
-        each or _deployment(letter, argument, document, machine)
+        each or _deployment(letter, argument, document, machine.environment)
         for letter, argument, document, each in zip("AB", (a, b), documents, loaded, strict=True)
     )
+    planned = machine.notes if None in loaded else ()
+    emulations = (side for side, each in zip((left, right), loaded, strict=True) if each is None)
+    show_notes((*planned, *(note for each in emulations if isinstance(each, Emulation) for note in each.notes)))
     compared = side_by_side(left, right, requests, names=(a, b))
     emit(form, lambda: compared, partial(side_by_side_table, compared))
 
@@ -87,9 +85,10 @@ def _document(letter: str, argument: str) -> Document | None:
     return read_document(argument)
 
 
-def _deployment(letter: str, argument: str, document: Document | None, machine: Environment | None) -> Plan | Emulation:
-    assert machine is not None  # Only plans and observations need none.
-    return _emulated(letter, argument, machine) if document is None else plan_document(document, machine)
+def _deployment(letter: str, argument: str, document: Document | None, environment: Environment) -> Plan | Emulation:
+    if document is not None:
+        return plan_document(document, ChosenMachine(environment))
+    return _emulated(letter, argument, environment)
 
 
 def _emulated(letter: str, argument: str, environment: Environment) -> Emulation:
@@ -98,6 +97,6 @@ def _emulated(letter: str, argument: str, environment: Environment) -> Emulation
     except ValueError as error:
         raise click.UsageError(f"{letter}: {argument!r}: {error}; quote it as a shell would.") from None
     try:
-        return emulated(name, flags, environment)
+        return emulate(name, flags, environment)
     except FlagError as error:
         raise type(error)(problem.under((letter,)) for problem in error.problems) from None

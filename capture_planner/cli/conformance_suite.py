@@ -86,7 +86,7 @@ def _choices(values: dict[str, Any]) -> suite.SuiteOptions:
     profile = suite.THOROUGH if values["thorough"] or values["profile"] == "thorough" else suite.DEFAULT
     examples, steps = values["examples"], values["steps"]
     if examples is not None or steps is not None:
-        profile = suite.Profile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
+        profile = suite.SearchProfile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
     return suite.SuiteOptions(
         profile=profile,
         seed=values["seed"],

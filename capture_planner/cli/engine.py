@@ -11,7 +11,7 @@ import click
 
 from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, OwnOptions, emit, emulated, environment_named
+from capture_planner.cli.common import FINDINGS, OwnOptions, emit, emulated, machine_named
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.engines import INSTALL, engines, find_engine
 from capture_planner.engines.check import check
@@ -69,7 +69,7 @@ class EngineCommand(OwnOptions):
 _NAMED = f"{__name__}.named"
 
 environment_option = click.option(
-    "--environment", metavar="NAME|FILE", help="Machine: a shipped environment or an environment file."
+    "--environment", metavar="NAME|FILE", help="ChosenMachine: a shipped environment or an environment file."
 )
 
 
@@ -85,7 +85,7 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. Lines and
     answers of --batches are as in explain: what the engine's own dispatcher would answer.
     """
-    emulation = emulated(name, flags, environment_named(environment))
+    emulation = emulated(name, flags, machine_named(environment))
     if batches is not None:
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
             never = why_inadmissible(batch, emulation)
@@ -99,7 +99,7 @@ def check_engine(name: str, flags: Sequence[str], environment: str | None, form:
     """Lint what an engine makes of its flags; exit code 2 if there are findings."""
     if form not in ("text", "json"):
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
-    emulation = emulated(name, flags, environment_named(environment))
+    emulation = emulated(name, flags, machine_named(environment))
     findings = check(emulation)
     emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings))
     if any(strict or each.severity is not Severity.NOTE for each in findings):

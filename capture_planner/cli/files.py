@@ -17,7 +17,17 @@ from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, emit, environment_named, plan_document, plan_of, read_document, to_json
+from capture_planner.cli.common import (
+    FINDINGS,
+    ChosenMachine,
+    emit,
+    machine_named,
+    plan_document,
+    plan_of,
+    read_document,
+    refuse_to_replace,
+    to_json,
+)
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
@@ -27,16 +37,19 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.observed_diff import observed_diff
-from capture_planner.errors import CapturePlannerError, InvalidDocument
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
+from capture_planner.records.traffic import Traffic
 from capture_planner.report import findings, tables
 from capture_planner.report.backends import backend_support, backends_table
 from capture_planner.report.observation import diff_text, observation_tables
+from capture_planner.report.profile import profile_tables
+from capture_planner.report.traffic import traffic_tables
 
 
 @click.command(short_help="Make the plan of a spec.")
@@ -51,8 +64,8 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     the name of the output file (model.h100.yaml is for h100), or else is h100.
     """
     if output is not None:
-        _refuse_to_replace(output, spec)
-    result = plan_document(read_document(spec), environment_named(environment, output))
+        refuse_to_replace(output, Plan, spec)
+    result = plan_document(read_document(spec), machine_named(environment, output))
     if output is not None:
         codec.write(output, to_json(result) + "\n" if Path(output).suffix == ".json" else codec.dumps(result))
     if form == "text" and output is None:
@@ -63,33 +76,25 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
         click.echo(f"written to {output}", err=form == "json")
 
 
-def _refuse_to_replace(output: str, spec: str) -> None:
-    """Keep --output from replacing anything but a plan: a typing error must not overwrite a spec."""
-    if not output:
-        raise click.UsageError("--output needs the name of a file.")
-    target = Path(output)
-    if not target.is_file() or target.stat().st_size == 0:
-        return
-    try:
-        replaceable = Document.read(output).is_plan
-    except InvalidDocument:
-        replaceable = False
-    if not replaceable:
-        is_spec = Path(spec).exists() and target.samefile(spec)
-        subject = "the spec itself" if is_spec else "a file that is not a plan"
-        raise CapturePlannerError(f"--output {output} is {subject}; name another file, or remove it first")
-
-
-@click.command(short_help="Show a plan or an observation as tables.")
-@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
+@click.command(short_help="Show a plan, an observation, traffic or a profile as tables.")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|TRAFFIC|PROFILE")
 @options.environment
 @options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
 
-    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager.
+    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of traffic: the
+    most frequent batches by role. Of a profile: what each size of graph costs.
     """
     document = read_document(plan_file)
+    if document.is_traffic:
+        traffic = document.load(Traffic)
+        emit(form, lambda: traffic, partial(traffic_tables, traffic))
+        return
+    if document.is_profile:
+        profile = document.load(Profile)
+        emit(form, lambda: profile, partial(profile_tables, profile))
+        return
     if document.is_observation:
         observation = observation_of(document, environment)
         emit(form, lambda: observation, partial(observation_tables, observation))
@@ -234,7 +239,7 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
     plan = document.load(Plan)
-    for change in difference.diff(plan, plan_document(spec, plan.environment)):
+    for change in difference.diff(plan, plan_document(spec, ChosenMachine(plan.environment))):
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 

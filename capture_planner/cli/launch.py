@@ -6,10 +6,11 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shutil import which
 
 import click
 
-from capture_planner.cli.common import read_document
+from capture_planner.cli.common import read_document, show_notes
 from capture_planner.cli.options import FILE, flag
 from capture_planner.engines import engines
 from capture_planner.engines.engine import Engine
@@ -19,14 +20,14 @@ from capture_planner.records.spec import Spec
 
 
 @click.command(short_help="Run an engine's own command under a plan.")
-@click.argument("plan_file", metavar="PLAN")
+@click.argument("plan_file", metavar="PLAN", required=False)
 @click.option("--observe", type=FILE, metavar="FOLDER", help="Write what ran into this folder, a file per worker.")
 @flag("--profile", "Time each graph after capture; needs --observe.")
 @flag("--strict", "Fail at start-up if the engine cannot follow the plan, instead of logging it.")
 @flag("--dry-run", "Print the environment and the command line, and run nothing.")
-@click.argument("command", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.argument("command", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    plan_file: str, observe: Path | None, profile: bool, strict: bool, dry_run: bool, command: tuple[str, ...]
+    plan_file: str | None, observe: Path | None, profile: bool, strict: bool, dry_run: bool, command: tuple[str, ...]
 ) -> None:
     """Run an engine's own command under a plan: launch PLAN -- vllm serve MODEL.
 
@@ -34,6 +35,10 @@ def launch(
     environment and the command line, one per line, and runs the command. Flags of the command that
     contradict the plan are errors. A Python script gets the environment only; its flags are notes.
     """
+    if plan_file is None or _is_program(plan_file, command):
+        raise click.UsageError(f"PLAN is missing: {_EXAMPLE}")
+    if not command:
+        raise click.UsageError(f"the engine's command is missing: {_EXAMPLE}")
     if observe is not None and str(observe).startswith("-"):
         raise click.UsageError(f"--observe needs a FOLDER, got {observe}.")
     document = read_document(plan_file)
@@ -48,13 +53,23 @@ def launch(
     variables |= {OBSERVE: str(observe.absolute())} if observe is not None else {}
     variables |= {name: "1" for name, wanted in ((PROFILE, profile), (STRICT, strict)) if wanted}
     words, notes = _completed(plan, command[count:])
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
+    show_notes(notes)
     for name, value in variables.items():
         click.echo(f"{name}={shlex.quote(value)}")
     click.echo(shlex.join(words))
     if not dry_run:
         _replace_process(words, variables)
+
+
+_EXAMPLE = "capture-planner launch PLAN -- vllm serve MODEL"
+
+
+def _is_program(word: str, rest: Sequence[str]) -> bool:
+    """Whether a word that should name a plan begins a command instead."""
+    if Path(word).exists():
+        return False
+    every = [item.value for item in engines().values()]
+    return bool(leading_variables([word])) or started([word, *rest], every) is not None or which(word) is not None
 
 
 def _completed(plan: Plan, command: Sequence[str]) -> tuple[list[str], list[str]]:

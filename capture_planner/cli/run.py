@@ -127,11 +127,7 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
 
 def _plan(file: str, environment: str | None) -> Plan:
     """Read a plan, or plan a spec for the processor, which every machine has."""
-    document = read_document(file)
-    if environment is None and not document.is_plan:
-        environment = "cpu"
-        click.echo("note: no --environment given; using cpu", err=True)
-    return plan_of(document, environment)
+    return plan_of(read_document(file), environment, default="cpu")
 
 
 def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:

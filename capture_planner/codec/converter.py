@@ -17,17 +17,20 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 from capture_planner.codec import entry_rows as rows
 from capture_planner.codec.documents import KeyPart
 from capture_planner.codec.observation_rows import AnswerRow, BatchRow, GraphRow
+from capture_planner.codec.traffic_rows import TrafficRow
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
 from capture_planner.records._base import BYTES, constraints, key_of, raise_any
 from capture_planner.records.batch import Entry
 from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
+from capture_planner.records.traffic import TrafficCount
 
 ROWS: Mapping[Any, type] = {
     tuple[Entry, ...]: rows.EntryRow,
     tuple[ObservedGraph, ...]: GraphRow,
     tuple[DispatchRun, ...]: AnswerRow,
     tuple[BatchCount, ...]: BatchRow,
+    tuple[TrafficCount, ...]: TrafficRow,
 }
 """The types of tables that files have as rows, each with the record of a row."""
 

@@ -86,7 +86,7 @@ def parse(text: str, name: str) -> Node:
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        builder.note(f"not YAML: {reason}{_hint(reason)}", mark)
+        builder.note(f"not YAML: {_plainly(reason)}", mark)
     if builder.problems:
         raise InvalidDocument(builder.problems)
     return builder.root or Node(None, 1, 1)
@@ -100,12 +100,23 @@ def _events(yaml: YAML, text: str) -> Iterator[events.Event]:
         raise YAMLError(f"a directive is wrong: {error}") from error
 
 
-def _hint(reason: str) -> str:
+def _plainly(reason: str) -> str:
+    """Return the parser's reason, with what to do, and without the names of its tokens."""
     if "'\\t'" in reason:
-        return "; indent with spaces, not tabs"
+        return f"{reason}; indent with spaces, not tabs"
     if "mapping values are not allowed" in reason:
-        return "; check the indentation, and quote a text that has a colon in it"
-    return ""
+        return f"{reason}; check the indentation, and quote a text that has a colon in it"
+    return next((plainly for start, plainly in _REASONS.items() if reason.startswith(start)), reason)
+
+
+_REASONS = {
+    "expected '<document start>'": "the value above ends before this; check that it is the file that was meant",
+    "expected <block end>": "this fits neither the value above nor its end; check the indentation and the quotes",
+    "expected the node content": "a value is missing here",
+    "expected ',' or ']'": "a list in brackets goes on or ends here; expected ',' or ']'",
+    "expected ',' or '}'": "a mapping in braces goes on or ends here; expected ',' or '}'",
+}
+"""How ruamel.yaml's reasons start, and what they mean in words."""
 
 
 class _Stop(Exception):

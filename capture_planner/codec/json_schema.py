@@ -18,7 +18,9 @@ from capture_planner.records._base import BYTES, constraints, default_of, key_of
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
+from capture_planner.records.traffic import Traffic
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -34,7 +36,8 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    kind.__name__.lower(): partial(json_schema, kind) for kind in (Spec, Plan, Environment, Observation)
+    kind.__name__.lower(): partial(json_schema, kind)
+    for kind in (Spec, Plan, Environment, Observation, Traffic, Profile)
 }
 """The kinds of file, each with its schema."""
 

@@ -1,24 +1,88 @@
-"""The environments that ship with the package, and how one is chosen on the command line."""
+"""The environments and profiles that ship with the package, and how one is chosen."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
+
+import attrs
 
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records.environment import Environment
+from capture_planner.records.model import Model
+from capture_planner.records.profile import Profile
 
 DEFAULT_ENVIRONMENT = "h100"
 
-_PACKAGED = Path(__file__).parent.parent / "environments"
-_CHECKOUT = Path(__file__).parent.parent.parent / "plans" / "environments"
+_PACKAGE = Path(__file__).parent.parent
+_CHECKOUT = _PACKAGE.parent / "plans"
+
+
+def _shipped(kind: str) -> dict[str, Path]:
+    """Return the files of a folder that the package has, or else the checkout that it runs from."""
+    folder = _PACKAGE / kind if (_PACKAGE / kind).is_dir() else _CHECKOUT / kind
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def shipped_environments() -> dict[str, Path]:
     """Return the files of the shipped environments by name."""
-    folder = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return _shipped("environments")
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Return the files of the shipped profiles by name."""
+    return _shipped("profiles")
+
+
+@attrs.frozen
+class NearProfile:
+    """A profile for a deployment, and how far it is from it."""
+
+    name: str
+    profile: Profile
+    factor: float
+    """How many times the larger of the two models has the size of the smaller one; 1: the same shape."""
+    distance: str
+    """The same in words, as decisions have it."""
+
+
+def find_profile(
+    environment: Environment, model: Model, profiles: Mapping[str, Profile] | None = None
+) -> NearProfile | None:
+    """Return the profile that was measured on this device with the model of the nearest size; None without any.
+
+    The size of a model is what its layers read for a token: layers times the squared width. Nothing is known of the
+    widths of feed-forward parts, so a mixture of experts is as near as a dense model of its width.
+
+    :param profiles: by name; None: those that ship.
+    """
+    if profiles is None:
+        profiles = {name: codec.load_profile(path) for name, path in shipped_profiles().items()}
+    near = [
+        NearProfile(name, profile, factor, _distance(profile, model, factor))
+        for name, profile in sorted(profiles.items())
+        if profile.device.name == environment.device.name
+        for factor in [_factor(profile.model, model)]
+    ]
+    return min(near, key=lambda each: (each.profile.model.name != model.name, each.factor), default=None)
+
+
+def _factor(one: Model, other: Model) -> float:
+    small, large = sorted(map(_size, (one, other)))
+    return large / small
+
+
+def _size(model: Model) -> int:
+    return model.num_layers * (model.hidden_size or model.num_heads * model.head_dim) ** 2
+
+
+def _distance(profile: Profile, model: Model, factor: float) -> str:
+    measured = f"measured with {profile.model.name} on {profile.device.name} on {profile.date[:10]}"
+    if profile.model.name == model.name:
+        return f"{measured}: this model"
+    return f"{measured}: a model of the same shape" if factor == 1 else f"{measured}: a factor of {factor:.1f} in size"
 
 
 def find_environment(name: str) -> Environment:

@@ -28,7 +28,7 @@ from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
-class Profile:
+class SearchProfile:
     """The effort of a search."""
 
     name: str
@@ -38,8 +38,8 @@ class Profile:
     """Most steps of a scene."""
 
 
-DEFAULT = Profile(name="default", examples=150, steps=15)
-THOROUGH = Profile(name="thorough", examples=2000, steps=15)
+DEFAULT = SearchProfile(name="default", examples=150, steps=15)
+THOROUGH = SearchProfile(name="thorough", examples=2000, steps=15)
 
 BATCH = 10
 """Scenes of one Hypothesis run. After its tenth example, Hypothesis draws mostly variations of earlier ones: in
@@ -53,7 +53,7 @@ DRAFTS = (0, 1, 2, 3, 5)
 class SuiteOptions:
     """What one run of the suite tries, and what it does with a failing case."""
 
-    profile: Profile = DEFAULT
+    profile: SearchProfile = DEFAULT
     seed: int = 0
     shapes: tuple[Shape, ...] = ()
     """Shapes to test; empty: all of ``shapes.CANDIDATES`` that the backend runs."""

@@ -11,11 +11,12 @@ from capture_planner.analysis.diff import Change, differing_fields, graphs_text
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Effect, compared
+from capture_planner.engines.export.proof import single
 from capture_planner.engines.observed import emulation_of
 from capture_planner.engines.observed_check import counted_steps, shape, share, why
 from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.modes import Role
-from capture_planner.records._base import digest
+from capture_planner.records._base import digest, grouped
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import decode_tiers, split_when
 from capture_planner.records.observation import Observation, ObservedRole
@@ -34,7 +35,7 @@ class ObservedDiff:
 def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedDiff:
     """Compare two deployments: limits, modes, graphs, the answer to every admissible batch, and what really ran."""
     before, after = _emulation(old), _emulation(new)
-    changes = [*_whole(old, new), *_modes(before, after), *_graphs(before, after)]
+    changes = [*_whole(old, new), *_passes(before, after), *_modes(before, after), *_graphs(before, after)]
     proof = compared(before, after, both_admit=True)
     changes += _answers(proof.differences)
     notes = []
@@ -70,6 +71,16 @@ def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]
         yield Change(None, "plan", f"applied plan: {before} became {after}")
 
 
+def _passes(before: Emulation, after: Emulation) -> Iterator[Change]:
+    """Compare the tokens of each request in a pass of draft decodes."""
+    role = Role.DRAFT_DECODE
+    if role in before.modes and role in after.modes:
+        old, new = (sorted({family.query_len for family in each.families(role)}) for each in (before, after))
+        if old and new and old != new:
+            tokens = " became ".join(", ".join(map(str, each)) for each in (old, new))
+            yield Change(role, "drafts", f"{role}: tokens of each request in a pass: {tokens}")
+
+
 def _modes(before: Emulation, after: Emulation) -> Iterator[Change]:
     for role in Role:
         old, new = before.modes.get(role), after.modes.get(role)
@@ -83,21 +94,20 @@ def _modes(before: Emulation, after: Emulation) -> Iterator[Change]:
 
 def _graphs(before: Emulation, after: Emulation) -> Iterator[Change]:
     for role in Role:
-        old, new = (Counter(_entries(each.graphs, role)) for each in (before, after))
-        for subject, words, entries in (
+        old, new = (Counter(_graphs_of(each.graphs, role)) for each in (before, after))
+        for subject, words, graphs in (
             ("added", "also captures", new - old),
             ("gone", "no longer captures", old - new),
         ):
-            if entries:
-                ordered = tuple(sorted(entries.elements(), key=lambda entry: entry.capture_order))
-                yield Change(role, subject, f"{role} {words} {graphs_text(ordered)}", entries=ordered)
+            for widest, alike in grouped(graphs.elements(), lambda graph: graph[1]).items():
+                ordered = tuple(sorted((entry for entry, _ in alike), key=lambda entry: entry.capture_order))
+                only = "" if widest is None else f", for decodes of up to {widest}"
+                yield Change(role, subject, f"{role} {words} {graphs_text(ordered)}{only}", entries=ordered)
 
 
-def _entries(graphs: Iterable[CapturedGraph], role: Role) -> Iterator[Entry]:
-    """Yield the entries of a role; a chain of one draft decode is a single step."""
-    for graph in graphs:
-        if graph.role is role:
-            yield attrs.evolve(graph.entry, draft_steps=None) if graph.entry.draft_steps == 1 else graph.entry
+def _graphs_of(graphs: Iterable[CapturedGraph], role: Role) -> Iterator[tuple[Entry, int | None]]:
+    """Yield entry and longest decode of each graph of a role."""
+    return ((single(graph.entry), graph.max_query_len) for graph in graphs if graph.role is role)
 
 
 MAX_SPANS = 5
@@ -110,6 +120,7 @@ _EFFECTS = {
     Effect.TIGHTER: "are padded less",
     Effect.STRONGER: "run FULL instead of PIECEWISE",
     Effect.CAPTURED: "have a graph, and had none",
+    Effect.OTHER: "run on a graph of another query length or chain",
 }
 
 
@@ -162,9 +173,7 @@ def _others(role: ObservedRole, dispatcher: Dispatcher, *, eager: bool) -> tuple
     for count in role.batches:
         planned = dispatcher.dispatch(count.batch(role.role)).entry
         ran = None if count.graph is None else role.graphs[count.graph].entry
-        if ran is not None and ran.draft_steps == 1:
-            ran = attrs.evolve(ran, draft_steps=None)
-        if planned is None or planned == ran or (ran is None) is not eager:
+        if planned is None or (ran is not None and single(planned) == single(ran)) or (ran is None) is not eager:
             continue
         steps += count.steps
         example = example or f"{shape(count)} ({why(count.reason) if ran is None else f'{ran}, not {planned}'})"

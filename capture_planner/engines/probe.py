@@ -21,7 +21,7 @@ import attrs
 from capture_planner.engines.answers import Answers, form_of
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records.batch import Batch
+from capture_planner.records.batch import Batch, Rejection
 from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras, split_at
 from capture_planner.records.observation import DispatchRun, ObservedGraph
 
@@ -71,16 +71,22 @@ def answers(
 def why_eager(batch: Batch, mode: GraphMode, graphs: Iterable[ObservedGraph], draft_steps: int | None = None) -> Reason:
     """Return why a batch that the limits admit has no graph, where the engine does not say.
 
+    SHADOWED: a graph could serve it. SIZES: those for such batches are too small. MODE: there are none for its query
+    length, its adapters or its chain of drafts.
+
     :param mode: the resolved mode of the role.
     :param draft_steps: how many draft decodes the schedule runs for this batch size.
     """
-    graphs = tuple(graphs)
-    if any(captured(batch.role, graph).rejection(batch, draft_steps) is None for graph in graphs):
+    rejections = {
+        captured(batch.role, graph).rejection(batch, draft_steps)
+        for graph in graphs
+        if graph.entry.active_loras >= batch.active_loras and graph.entry.draft_steps in (None, draft_steps)
+    }
+    if None in rejections:
         return Reason.SHADOWED
-    uniform = batch.uniform_query_len is not None
-    if (mode.decode_mode if uniform else mode.mixed_mode) is GraphMode.NONE:
-        return Reason.MODE
-    return Reason.SIZES if all(graph.entry.num_tokens < batch.num_tokens for graph in graphs) else Reason.UNCOVERED
+    half = mode.mixed_mode if batch.uniform_query_len is None else mode.decode_mode
+    too_small = rejections & {Rejection.TOKENS, Rejection.REQUESTS}
+    return Reason.SIZES if too_small and half is not GraphMode.NONE else Reason.MODE
 
 
 def captured(role: Role, graph: ObservedGraph) -> CapturedGraph:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from operator import index
 from pathlib import Path
+from typing import Protocol
 
 import attrs
 
@@ -35,11 +36,27 @@ MAX_SHAPES = 1 << 14
 MAX_SAMPLES = 63
 """Most timed steps of a shape that are kept: the latest."""
 
-_Shape = tuple[Role, int, int, int | None, bool, int]
-"""Role, requests, tokens, query length, whether past the prompt, adapters."""
+Shape = tuple[Role, int, int, int | None, bool, int]
+"""Role, requests, tokens, query length, whether past the prompt, adapters: as in ``Batch``."""
 
-_Outcome = tuple[Role, int, int, int | None, bool, int, int | None, Reason | None]
-"""A shape with its graph, or with the reason for none."""
+Outcome = tuple[Role, int, int, int | None, bool, int, int | None, Reason | None]
+"""A shape; the index of its graph into those of the role, or None; the reason for none, or None."""
+
+TimedShape = tuple[Role, int, int, int | None, bool, int, float]
+"""A shape, and the milliseconds of one step."""
+
+
+class StepSink(Protocol):
+    """Takes what an engine's steps did. All calls are positional: they are on the hot path."""
+
+    def count(self, *outcome: *Outcome) -> None:
+        """Count one step."""
+
+    def sample(self, *timed: *TimedShape) -> None:
+        """Add the time of one step that is also counted."""
+
+    def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
 
 
 @attrs.define
@@ -65,9 +82,9 @@ class Recorder:
         self._every = every
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._queue: deque[_Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
-        self._steps: Counter[_Outcome] = Counter()
-        self._samples: dict[_Shape, _Samples] = {}
+        self._queue: deque[Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
+        self._steps: Counter[Outcome] = Counter()
+        self._samples: dict[Shape, _Samples] = {}
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
         self._drafted: list[int] = []
         self._accepted: list[int] = []
@@ -98,35 +115,13 @@ class Recorder:
             atexit.register(self.close)
         self._write()
 
-    def count(
-        self,
-        role: Role,
-        num_reqs: int,
-        num_tokens: int,
-        query_len: int | None,
-        past_prompt: bool,
-        active_loras: int,
-        graph: int | None,
-        reason: Reason | None,
-    ) -> None:
-        """Count one step of a batch, whose numbers are as in ``Batch``.
+    def count(self, *outcome: *Outcome) -> None:
+        """Count one step; its graph is an index into those of the role in ``begin``."""
+        self._queue.append(outcome)
 
-        :param graph: index into the graphs of that role in ``begin``; None: eager, for a ``reason``.
-        """
-        self._queue.append((role, num_reqs, num_tokens, query_len, past_prompt, active_loras, graph, reason))
-
-    def sample(
-        self,
-        role: Role,
-        num_reqs: int,
-        num_tokens: int,
-        query_len: int | None,
-        past_prompt: bool,
-        active_loras: int,
-        milliseconds: float,
-    ) -> None:
-        """Add the time of one step of a batch that is also counted."""
-        key = (role, num_reqs, num_tokens, query_len, past_prompt, active_loras)
+    def sample(self, *timed: *TimedShape) -> None:
+        """Add the time of one step that is also counted."""
+        key, milliseconds = timed[:6], timed[6]
         with self._lock:
             samples = self._samples.get(key)
             if samples is None:
@@ -165,7 +160,7 @@ class Recorder:
         )
 
     def _with_counts(
-        self, role: ObservedRole, steps: Counter[_Outcome], forgotten: Counter[tuple[Role, int | None]]
+        self, role: ObservedRole, steps: Counter[Outcome], forgotten: Counter[tuple[Role, int | None]]
     ) -> ObservedRole:
         """Return the role with its most frequent batches, and the number of its other steps."""
         own = [(outcome, count) for outcome, count in steps.items() if outcome[0] is role.role]

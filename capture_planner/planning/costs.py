@@ -75,7 +75,8 @@ class Costs:
         for family in families:
             nearest = self._nearest(family)
             if nearest.key != family:
-                yield f"times of {family_name(*family)} are taken from {family_name(*nearest.key)}, which the profile has"
+                source = family_name(*nearest.key)
+                yield f"times of {family_name(*family)} are taken from {source}, which the profile has"
 
     def _curve(self, family: Family) -> Curve:
         nearest = self._nearest(family)

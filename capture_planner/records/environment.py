@@ -43,7 +43,8 @@ class Device:
         return int(major), int(minor)
 
 
-def _by_name(packages: Mapping[str, str]) -> dict[str, str]:
+def by_name(packages: Mapping[str, str]) -> dict[str, str]:
+    """Return versions of packages in the order of their names."""
     return dict(sorted(packages.items()))
 
 
@@ -57,7 +58,7 @@ class Environment:
     driver: Version | None = field("version of the device driver", default=None)
     cuda: Version | None = field("version of the CUDA runtime", default=None)
     packages: Mapping[Name, Version] = field(
-        "versions of the installed packages that backends depend on", factory=dict, converter=_by_name, hash=False
+        "versions of the installed packages that backends depend on", factory=dict, converter=by_name, hash=False
     )
 
     def package(self, name: str) -> tuple[int, ...] | None:

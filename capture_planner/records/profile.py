@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import AtLeast, Count, Gt, Name, field, raise_any, record, refuse_duplicates
-from capture_planner.records.environment import Device
+from capture_planner.records.environment import Device, Version, by_name
 from capture_planner.records.model import Model, Speculative
 from capture_planner.records.observation import Moment
 from capture_planner.records.spec import SCHEMA_VERSION, Parallel, QueryLength, SchemaVersion
@@ -52,16 +52,25 @@ class CostCurve:
 
 @record
 class GraphCost:
-    """What one graph of a family costs: memory of the allocator and of the driver, and time to capture."""
+    """What graphs of a family cost: memory of the allocator and of the driver, and time to capture.
+
+    Graphs of a pool share their intermediates: of all graphs of one mode in it, the largest takes
+    ``largest_mib + mib_per_token * tokens`` MiB, and each adds ``mib`` in the pool and ``driver_mib`` outside of it
+    (``measuring.fits``).
+    """
 
     role: Role = field("the role")
     mode: GraphMode = field("FULL or PIECEWISE")
     query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
     draft_steps: Count | None = field("draft decodes in one graph; None: one", default=None)
-    mib: Amount = field("memory of a graph in the allocator's pool, in MiB")
+    mib: Amount = field("memory that each graph adds to the allocator's pool, in MiB")
     driver_mib: Amount = field("memory of a graph outside of the allocator, in MiB", default=0.0)
     mib_per_token: Amount = field("memory of the pool for each token of the largest graph, in MiB", default=0.0)
-    seconds: Amount = field("time to capture a graph")
+    seconds: Amount = field("time to capture a graph, apart from its tokens")
+    seconds_per_token: Amount = field("time to capture a graph for each of its tokens", default=0.0)
+    largest_mib: Amount = field("memory of the pool for the largest graph, apart from its tokens, in MiB", default=0.0)
+    mib_error: Amount = field("by how much memory is off for a graph that was not fitted, in MiB", default=0.0)
+    seconds_error: Amount = field("by how much the time is off for a graph that was not fitted", default=0.0)
 
     @property
     def key(self) -> tuple[Role, GraphMode, int | None, int | None]:
@@ -80,6 +89,9 @@ class Profile:
     device: Device = field("the device")
     driver: str | None = field("version of the device driver", default=None)
     torch: str | None = field("version of torch", default=None)
+    packages: Mapping[Name, Version] = field(
+        "versions of what ran the passes, by name", factory=dict, converter=by_name, hash=False
+    )
     model: Model = field("the model that was measured")
     speculative: Speculative | None = field("its speculative decoding; None: off", default=None)
     parallel: Parallel = field("how the model was spread over devices", factory=Parallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from capture_planner.bench import record
@@ -11,20 +12,15 @@ from capture_planner.bench.targets import verdicts
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.plain import plain_some
 from capture_planner.records.text import counted
+from capture_planner.report.bench_charts import bench_charts
 from capture_planner.report.sections import NONE
-from capture_planner.report.writing import Chart, Grid, Report, Section, seconds, size
+from capture_planner.report.writing import Grid, Report, Section, seconds, size
 
 STOPPED = "the bench was stopped before all figures were measured"
 
 
 def bench_report(report: BenchReport) -> Report:
     """Return the report of a bench for ``terminal.tables`` and ``page.page``."""
-
-    def charts() -> tuple[Chart, ...]:
-        from capture_planner.report.bench_charts import bench_charts
-
-        return bench_charts(report)
-
     alerts = [f"INTERRUPTED: {STOPPED}"] if report.interrupted else []
     if report.failed:
         broken = dict.fromkeys(absent.figure for absent in report.failed)
@@ -35,7 +31,7 @@ def bench_report(report: BenchReport) -> Report:
         title=f"Bench of {report.plan.model.name}",
         alert="; ".join(alerts) or None,
         sections=tuple(part(report) for part in parts),
-        charts=charts,
+        charts=partial(bench_charts, report),
         spec=report.plan.spec_digest,
     )
 

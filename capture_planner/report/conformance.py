@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from capture_planner.conformance import Check, Failure, Log, loads, verdicts
 from capture_planner.conformance.case_text import describe_case
 from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
+from capture_planner.report.conformance_charts import conformance_charts
 from capture_planner.report.conformance_record import Conformance, forwards
-from capture_planner.report.writing import Chart, Grid, Report, Section, seconds
+from capture_planner.report.writing import Grid, Report, Section, seconds
 
 STOPPED = "the suite was stopped before its end; what it did until then is below"
 
@@ -19,12 +21,6 @@ def conformance_report(report: Conformance, *, commands: bool = False) -> Report
 
     ``commands``: with the commands that reproduce findings, for a page; a terminal would break their lines.
     """
-
-    def charts() -> tuple[Chart, ...]:
-        from capture_planner.report.conformance_charts import conformance_charts
-
-        return conformance_charts(report)
-
     alert = f"INTERRUPTED: {STOPPED}" if report.interrupted else None
     if report.outcome.failures:
         alert = f"{counted(len(report.outcome.failures), 'finding')}: what is marked as broken does not hold"
@@ -33,7 +29,7 @@ def conformance_report(report: Conformance, *, commands: bool = False) -> Report
         title=f"Conformance of {report.backend}: {report.says}",
         alert=alert,
         sections=tuple(_sections(report, commands=commands)),
-        charts=charts,
+        charts=partial(conformance_charts, report),
     )
 
 

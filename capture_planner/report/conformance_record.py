@@ -10,7 +10,7 @@ import attrs
 
 from capture_planner.codec import json_of, plain, plain_fields
 from capture_planner.codec.plain import plain_some
-from capture_planner.conformance import AuditResult, Log, Profile, SuiteResult, Verdict, loads, verdicts
+from capture_planner.conformance import AuditResult, Log, SearchProfile, SuiteResult, Verdict, loads, verdicts
 from capture_planner.conformance.case_text import describe_case
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.environment import Environment
@@ -31,7 +31,7 @@ class Conformance:
     host: Mapping[str, str]
     """This machine and its versions."""
     seed: int
-    profile: Profile | None
+    profile: SearchProfile | None
     """None where one printed case was done again."""
     drafts: tuple[int, ...] = ()
     """K of the scenes."""

@@ -1,183 +1,282 @@
-"""How every picture of a report looks: colours, figures, SVG that stands inside a page.
+"""Draws a plot as SVG that stands inside a page; the only module that imports matplotlib.
 
 Colours are CSS variables of the page, so that one picture serves a light screen, a dark one and paper.
 The modes' colours also differ in lightness, as in Paul Tol's high-contrast scheme, and have markers of their own.
+Titles and keys are HTML of the page, which wraps them. A picture is as wide as a column of a page on a phone:
+its text is not smaller there than on the page.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import attrs
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import PercentFormatter
+from matplotlib.text import Annotation, Text
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.transforms import Bbox
 
-from capture_planner.modes import GraphMode
-from capture_planner.report.writing import MODES, Chart
-from capture_planner.runtime.ledger import Step
+from capture_planner.report.plots import COLORS, Color, Mark, Plot, PlotAxis, Series
+from capture_planner.report.writing import printable
 
-MAX_POINTS = 200
-"""Most points, bars or buckets of one series."""
+# Stand-ins that no drawing has by chance; ``svg`` puts the page's variables in their place.
+_LINE = "#d3c4b5"
+_INKS: dict[Color, str] = dict(
+    zip(COLORS, ("#1a4b8c", "#d9a63b", "#b9546a", "#0a1b2c", "#0b7a6c", "#7c4d9b"), strict=True)
+)
+_VARIABLES = {_LINE: "--line"} | {ink: f"--{color}" for color, ink in _INKS.items()}
+_MARKERS: dict[Color, str] = dict(zip(COLORS, "osD^vP", strict=True))
 
-# Stand-ins that no drawing has by chance; ``as_svg`` puts the page's variables in their place.
-INK, LINE = "#0a1b2c", "#d3c4b5"
-COLORS = {GraphMode.FULL: "#1a4b8c", GraphMode.PIECEWISE: "#d9a63b", GraphMode.NONE: "#b9546a"}
-_VARIABLES = {INK: "--ink", LINE: "--line"} | {color: f"--{mode.value.lower()}" for mode, color in COLORS.items()}
+_WIDTH, _HEIGHT = 4.6, 2.5
+"""Inches of 72 units of the picture."""
 
-MARKERS = {GraphMode.FULL: "o", GraphMode.PIECEWISE: "s", GraphMode.NONE: "D"}
-
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
+_STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.labelsize": 10,
+    "axes.labelpad": 7,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "axes.edgecolor": _LINE,
+    "axes.labelcolor": _INKS["ink"],
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": LINE,
+    "grid.color": _LINE,
     "grid.linewidth": 0.5,
-    "xtick.color": LINE,
-    "ytick.color": LINE,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
+    "xtick.color": _LINE,
+    "ytick.color": _LINE,
+    "xtick.labelcolor": _INKS["ink"],
+    "ytick.labelcolor": _INKS["ink"],
+    "text.color": _INKS["ink"],
+    "text.parse_math": False,
     "lines.linewidth": 1.4,
     "svg.fonttype": "none",
     "svg.hashsalt": "capture-planner",
 }
-_WIDTH = 9.8
-
-Of = TypeVar("Of")
 
 
-def charts_of(report: Of, drawers: Iterable[Callable[[Of], Chart | None]]) -> tuple[Chart, ...]:
-    """Return the pictures of a report in one style; those that would be empty are left out."""
-    with matplotlib.rc_context(STYLE):
-        return tuple(chart for draw in drawers if (chart := draw(report)) is not None)
+def svg(plot: Plot, name: str) -> str:
+    """Return the picture of a plot as an element of a page that may hold others: its ids start with ``name``.
 
-
-def new_figure(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Figure, list[list[Axes]]]:
-    figure = Figure(figsize=(_WIDTH, rows * height), layout=ConstrainedLayoutEngine(h_pad=0.09))
-    figure.patch.set_visible(False)
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=sharex)
-    for one in axes.flat:
-        one.patch.set_visible(False)
-    return figure, [list(row) for row in axes]
-
-
-def as_svg(figure: Figure, name: str) -> str:
-    """Return the figure as an element of a page that may hold others: its ids start with ``name``."""
+    Text that would overlap another is not drawn; ``plot_tables.plot_grid`` has all numbers and labels.
+    """
+    drawing = figure(plot)
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    with matplotlib.rc_context(_STYLE):
+        drawing.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    for color, variable in _VARIABLES.items():
-        text = text.replace(color, f"var({variable})")
+    for ink, variable in _VARIABLES.items():
+        text = text.replace(ink, f"var({variable})")
     return text.replace("<svg ", '<svg aria-hidden="true" ', 1).strip()
 
 
-def chart(
-    figure: Figure, name: str, *, alt: str, caption: str, section: str = "", modes: tuple[GraphMode, ...] = MODES
-) -> Chart:
-    """Return the figure as the picture of a section, by default the one of its name."""
-    svg = as_svg(figure, name)
-    return Chart(name=name, section=section or name, svg=svg, alt=alt, caption=caption, modes=modes)
+def figure(plot: Plot) -> Figure:
+    """Return the picture of a plot as matplotlib has it; its texts neither overlap nor leave it."""
+    with matplotlib.rc_context(_STYLE):
+        return _figure(plot)
 
 
-def draw_marks(plot: Axes, points: Sequence[tuple[float, float]], mode: GraphMode, size: float) -> None:
-    """Draw points in the colour and with the marker of a mode."""
-    style: dict[str, Any] = {"color": COLORS[mode], "markersize": size, "markeredgewidth": 0, "alpha": 0.75}
-    plot.plot([x for x, _ in points], [y for _, y in points], MARKERS[mode], **style)
+def _figure(plot: Plot) -> Figure:
+    rows = any(one.mark is Mark.ROWS for one in plot.series)
+    height = _rows_height(plot) if rows else _HEIGHT
+    # 72 units an inch, as SVG has: text is measured in what it is drawn in.
+    figure = Figure(figsize=(_WIDTH, height), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
+    figure.patch.set_visible(False)
+    axes = figure.subplots()
+    axes.patch.set_visible(False)
+    (x_unit, x_scale), (y_unit, y_scale) = plot.units()
+    shown = [_scaled(one, x_scale, y_scale) for one in plot.series]
+    (_rows if rows else _marks)(axes, plot, shown)
+    labels = f"{plot.x.label} ({x_unit})", f"{plot.y.label} ({y_unit})"
+    _wrap(axes.xaxis.label, labels[rows], 72 * _WIDTH - 50)
+    _wrap(axes.yaxis.label, labels[not rows], 72 * height - 40)
+    axes.xaxis.label.set_gid("x-label")
+    axes.yaxis.label.set_gid("y-label")
+    _drop_overlaps(figure, axes)
+    return figure
 
 
-def draw_rows(plot: Axes, names: Sequence[str], parts: Iterable[tuple[str, Sequence[int]]], xlabel: str) -> None:
-    """Draw a horizontal bar for each name, of parts in their colours, from the top down."""
-    starts = [0] * len(names)
-    for color, widths in parts:
-        plot.barh(range(len(names)), widths, 0.7, left=starts, color=color, linewidth=0)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    plot.set_yticks(range(len(names)), labels=names)
-    plot.invert_yaxis()
-    plot.set_xlabel(xlabel)
-    plot.grid(False, axis="y")
-
-
-def in_percent(axis: Axis) -> None:
-    """Write the shares of an axis in percent."""
-    axis.set_major_formatter(PercentFormatter(1, decimals=0))
-
-
-def cumulative(values: Iterable[float]) -> tuple[list[float], list[float]]:
-    """Return x and y of the share of values up to x, at most MAX_POINTS steps; the extremes are exact."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    steps = min(MAX_POINTS, last) or 1
-    at = sorted({round(step * last / steps) for step in range(steps + 1)})
-    return [ordered[0], *(ordered[i] for i in at)], [0.0, *((i + 1) / len(ordered) for i in at)]
-
-
-def draw_cumulative(plot: Axes, values: Sequence[float], color: str, dash: str, label: str) -> None:
-    """Draw the share of values up to x, in percent."""
-    x, y = cumulative(values)
-    in_percent(plot.yaxis)
-    plot.set_ylim(0, 1.03)
-    plot.step(x, y, where="post", color=color, linestyle=dash, label=label)
-
-
-def thinned(counts: Mapping[tuple[int, int], int]) -> list[tuple[tuple[int, int], int]]:
-    """Return at most MAX_POINTS points with their counts: of neighbours, the most frequent for all."""
-    points = sorted(counts.items(), key=lambda point: point[0][::-1])
-    width = -(-len(points) // MAX_POINTS)
+def _scaled(series: Series, x_scale: float, y_scale: float) -> list[tuple[float | str, float]]:
+    """Return the points in the units that are shown; a value that was not measured is not a number."""
     return [
-        (max(group, key=lambda point: point[1])[0], sum(count for _, count in group))
-        for start in range(0, len(points), width or 1)
-        if (group := points[start : start + width])
+        (x if isinstance(x, str) else x / x_scale, math.nan if y is None else y / y_scale) for x, y in series.points
     ]
 
 
-@attrs.frozen(kw_only=True)
-class Buckets:
-    """Steps in at most MAX_POINTS buckets of equally many neighbours; the last may have fewer."""
+def _wrap(label: Text, text: str, room: float) -> None:
+    """Write the label of an axis in as many lines as it needs to be no longer than its axis."""
+    for width in range(60, 4, -4):
+        label.set_text(textwrap.fill(printable(text), width))
+        box = label.get_window_extent()
+        if max(box.width, box.height) <= room:
+            return
 
-    first: int
-    width: int
-    """Steps in a bucket."""
-    steps: tuple[int, ...]
-    """How many steps were taken in each."""
 
-    @classmethod
-    def of(cls, steps: Sequence[Step]) -> Buckets:
-        """Lay buckets over at least one step."""
-        first, last = min(step.index for step in steps), max(step.index for step in steps)
-        width = -(-(last - first + 1) // MAX_POINTS)
-        counts = [0] * -(-(last - first + 1) // width)
-        for step in steps:
-            counts[(step.index - first) // width] += 1
-        return cls(first=first, width=width, steps=tuple(counts))
+def _names(points: Iterable[tuple[float | str, float | None]], width: int) -> list[str]:
+    return [textwrap.fill(printable(x), width) if isinstance(x, str) else _tick(x) for x, _ in points]
 
-    @property
-    def edges(self) -> list[int]:
-        """The number of the first step of each bucket, and the end of the last one."""
-        return [self.first + self.width * index for index in range(len(self.steps) + 1)]
 
-    def means(self, values: Iterable[tuple[int, float]]) -> list[float]:
-        """Return the mean over the steps of each bucket of ``(step, value)`` pairs, which may be many a step."""
-        totals = [0.0] * len(self.steps)
-        for number, value in values:
-            index = (number - self.first) // self.width
-            # A step that was cut off has forwards and no end: it is in no bucket.
-            if 0 <= index < len(totals):
-                totals[index] += value
-        return [total / max(count, 1) for total, count in zip(totals, self.steps, strict=True)]
+def _rows_height(plot: Plot) -> float:
+    """Return the inches that the names of all rows need."""
+    names = _names(plot.series[0].points, 26)
+    lines = max(name.count("\n") + 1 for name in names)
+    return max(1.6, 0.8 + len(names) * (0.1 + 0.18 * lines))
+
+
+def _rows(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, float]]]) -> None:
+    starts = [0.0] * len(shown[0])
+    for points, color in zip(shown, plot.colors, strict=True):
+        widths = [0.0 if math.isnan(y) else y for _, y in points]
+        axes.barh(range(len(points)), widths, 0.7, left=starts, color=_INKS[color], linewidth=0)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axes.set_yticks(range(len(shown[0])), labels=_names(shown[0], 26))
+    axes.invert_yaxis()
+    axes.yaxis.labelpad = 14  # names may be wider in a browser
+    axes.grid(False, axis="y")
+    axes.set_xlim(0, 1.03 * max(starts) or 1)
+    _linear_ticks(axes.xaxis, starts)
+
+
+def _marks(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, float]]]) -> None:
+    bars = [index for index, one in enumerate(plot.series) if one.mark is Mark.BARS]
+    base = [0.0] * len(shown[0])
+    for index, (one, points, color) in enumerate(zip(plot.series, shown, plot.colors, strict=True)):
+        ink, xs, ys = _INKS[color], [x for x, _ in points], [y for _, y in points]
+        if one.mark is Mark.BARS:
+            width = 0.8 / len(bars)
+            shift = (bars.index(index) - (len(bars) - 1) / 2) * width
+            axes.bar([place + shift for place in range(len(xs))], ys, width * 0.92, color=ink, linewidth=0)
+        elif one.mark is Mark.AREA:
+            top = [low + (0.0 if math.isnan(y) else y) for low, y in zip(base, ys, strict=True)]
+            _area(axes, [float(x) for x in xs], base, top, ink)
+            base = top
+        elif one.mark is Mark.POINTS:
+            _points(axes, one, points, ink, _MARKERS[color])
+        elif one.mark is Mark.LINE:
+            axes.plot(xs, ys, one.dash, color=ink, marker=_MARKERS[color], markersize=2.5, markeredgewidth=0)
+        else:
+            axes.step(xs, ys, one.dash, where="post" if one.mark is Mark.STEP else "pre", color=ink)
+    if bars:
+        axes.set_xticks(range(len(shown[0])), labels=_names(shown[0], 12))
+        axes.set_xlim(-0.6, max(len(shown[0]), 3) - 0.4)
+        axes.grid(False, axis="x")
+    else:
+        _fit(axes.xaxis, plot.x, [float(x) for points in shown for x, _ in points])
+    filled = any(one.mark in (Mark.BARS, Mark.AREA) for one in plot.series)
+    heights = [y for points in shown for _, y in points] + base * filled
+    _fit(axes.yaxis, plot.y, [height for height in heights if not math.isnan(height)], zero=filled)
+
+
+def _area(axes: Axes, xs: Sequence[float], base: Sequence[float], top: Sequence[float], ink: str) -> None:
+    """Fill steps between two heights; the last is as wide as the one before it."""
+    edges = [*xs, xs[-1] + (xs[-1] - xs[-2] if len(xs) > 1 else 1)]
+    axes.stairs(top, edges, baseline=base, fill=True, color=ink, linewidth=0)
+
+
+def _points(axes: Axes, series: Series, points: Sequence[tuple[Any, float]], ink: str, marker: str) -> None:
+    style: dict[str, Any] = {"color": ink, "markeredgewidth": 0, "alpha": 0.8}
+    most = max(series.counts, default=1)
+    # A third of the most on a logarithmic scale: counts differ by orders of magnitude.
+    levels = [min(2, int(3 * math.log(count + 1) / math.log(most + 2))) for count in series.counts] or [1] * len(points)
+    for level, size in enumerate((3.0, 4.5, 6.0)):
+        some = [point for point, its in zip(points, levels, strict=True) if its == level]
+        axes.plot([x for x, _ in some], [y for _, y in some], marker, markersize=size, **style)
+    for (x, y), label in zip(points, series.labels, strict=False):
+        if label and not math.isnan(y):
+            axes.annotate(printable(label), (x, y), (5, 4), textcoords="offset points", annotation_clip=False)
+
+
+def _tick(value: float) -> str:
+    """Write a value on an axis: integers in full, the rest with few digits."""
+    if abs(value) >= 1e9:
+        return str(EngFormatter(sep="")(value))
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+
+
+def _fit(axis: Axis, wanted: PlotAxis, values: Sequence[float], *, zero: bool = False) -> None:
+    """Set scale, limits and ticks of an axis to the values."""
+    low, high = min(values), max(values)
+    if not wanted.log or zero or high <= 0 or low < 0 or low == high:
+        zero = low >= 0 and (zero or wanted.from_zero)
+        margin = 0.04 * (high - low) or abs(high) * 0.1
+        _limits(axis, 0 if zero else low - (margin or 0.02), high + (margin or 1))
+        _linear_ticks(axis, values)
+        return
+    whole = all(float(value).is_integer() for value in values)
+    base, least = 2 if whole else 10, min(value for value in values if value > 0)
+    # Not plain log where a value is 0: an idle rank has batches of 0.
+    set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
+    set_scale("symlog", base=base, linthresh=least) if low == 0 else set_scale("log", base=base)
+    margin = (high / least) ** 0.04
+    _limits(axis, -0.3 * least if low == 0 else low / margin, high * margin)
+    axis.set_ticks(ticks := _log_ticks(low, least, high, base), labels=map(_tick, ticks))
+    axis.set_ticks([], minor=True)
+
+
+def _limits(axis: Axis, low: float, high: float) -> None:
+    (axis.axes.set_xlim if axis is axis.axes.xaxis else axis.axes.set_ylim)(low, high)
+
+
+def _linear_ticks(axis: Axis, values: Iterable[float]) -> None:
+    low, high = sorted(axis.get_view_interval())
+    whole = all(float(value).is_integer() for value in values)
+    ticks = MaxNLocator(5, integer=whole).tick_values(low, high)
+    ticks = [float(tick) for tick in ticks if low <= tick <= high]
+    axis.set_ticks(ticks, labels=map(_tick, ticks))
+
+
+def _log_ticks(low: float, least: float, high: float, base: int) -> list[float]:
+    """Return at most 8 ticks: powers of the base, or round numbers where the values span few powers."""
+    first, last = math.floor(math.log(least, base)), math.ceil(math.log(high, base))
+    ticks = [float(base) ** power for power in range(first, last + 1)]
+    if last - first < 3 and base == 10:
+        ticks = [digit * tick for tick in ticks for digit in (1, 2, 5)]
+    ticks = [tick for tick in ticks if least * 0.999 <= tick <= high * 1.001]
+    if len(ticks) < 2:
+        ticks = [float(tick) for tick in MaxNLocator(4).tick_values(least, high) if least <= tick <= high]
+    return [0.0] * (low == 0) + ticks[:: 1 + len(ticks) // 8]
+
+
+def _drop_overlaps(figure: Figure, axes: Axes) -> None:
+    """Remove ticks' labels, then points' labels, that would overlap text before them or leave the picture."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what is measured stays where it is
+    frame = Bbox.from_extents(0, 0, figure.bbox.width, figure.bbox.height)
+    taken = [axes.xaxis.label.get_window_extent(), axes.yaxis.label.get_window_extent()]
+
+    def is_free(box: Bbox) -> bool:
+        # Browsers take a font of their own, which may be wider, and higher lines.
+        box = box.expanded(1.1, 1.0).padded(2, 1.5)
+        inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+        if free := inside and not any(box.overlaps(other) for other in taken):
+            taken.append(box)
+        return free
+
+    for axis in (axes.xaxis, axes.yaxis):
+        ticks = [(tick.get_loc(), tick.label1) for tick in axis.get_major_ticks()]
+        texts = [text.get_text() if is_free(text.get_window_extent()) else "" for _, text in ticks]
+        axis.set_ticks([place for place, _ in ticks], labels=texts)
+    for text in [each for each in axes.texts if isinstance(each, Annotation)]:
+        if not any(_moved(text, *place) and is_free(text.get_window_extent()) for place in _PLACES):
+            text.remove()
+
+
+_PLACES = ((5, 4, "left"), (-5, 4, "right"), (5, -11, "left"), (-5, -11, "right"))
+"""Where a label of a point can stand: offsets in points, and its side at the point."""
+
+
+def _moved(text: Annotation, right: float, up: float, side: Any) -> bool:
+    text.xyann = (right, up)
+    text.set_horizontalalignment(side)
+    return True

@@ -49,8 +49,10 @@ def export_table(export: Export, output: Path | None) -> RenderableType:
 
 def _losses(export: Export) -> Iterator[RenderableType]:
     if not export.losses:
-        if export.proof is not None:
+        if export.proof is not None and export.proof.loss is None:
             yield Text("nothing of the plan is lost", style="green")
+        elif export.proof is not None:
+            yield Text(f"lost, though the engine's plugin names no loss: {export.proof.loss}", style="bold red")
         return
     rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in export.losses)
     yield table_of("lost", "meaning", "cost", rows=rows)

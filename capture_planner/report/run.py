@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from capture_planner.codec import json_fields, json_of, plain
 from capture_planner.codec.plain import plain_some
+from capture_planner.report.charts import charts
 from capture_planner.report.sections import alert, sections
 from capture_planner.report.summary import Acceptance, GraphUse, RunSummary, ServedMode, summary
-from capture_planner.report.writing import Chart, Report
+from capture_planner.report.writing import Report
 from capture_planner.runtime.ledger import Accounts, Forward, RunReport
 
 __all__ = ["run_report", "summary"]
@@ -16,12 +18,6 @@ __all__ = ["run_report", "summary"]
 
 def run_report(report: RunReport) -> Report:
     """Return the report of a run for ``terminal.tables`` and ``page.page``."""
-
-    def charts() -> tuple[Chart, ...]:
-        from capture_planner.report.charts import charts
-
-        return charts(report)
-
     numbers = summary(report)
     return Report(
         kind="run",
@@ -29,7 +25,7 @@ def run_report(report: RunReport) -> Report:
         alert=alert(report, numbers),
         alert_in_tables=True,
         sections=sections(report, numbers),
-        charts=charts,
+        charts=partial(charts, report),
         spec=report.plan.spec_digest,
     )
 

@@ -8,6 +8,7 @@ import attrs
 
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Entry
+from capture_planner.report.plots import Chart
 
 Cell = str | GraphMode
 """Text, or the mode that a forward ran in."""
@@ -52,20 +53,6 @@ class Section:
 
 
 @attrs.frozen(kw_only=True)
-class Chart:
-    """One picture: what it shows in words, and what to look for in it."""
-
-    name: str
-    section: str
-    """The section of the report that it belongs to."""
-    svg: str
-    alt: str
-    caption: str
-    modes: tuple[GraphMode, ...] = MODES
-    """Those whose colours it has."""
-
-
-@attrs.frozen(kw_only=True)
 class Report:
     """What a terminal (``terminal.tables``) and a page (``page.page``) show of a run, bench or suite."""
 
@@ -78,7 +65,7 @@ class Report:
     """Whether a terminal shows the alert too: False where a section warns of the same."""
     sections: tuple[Section, ...]
     charts: Callable[[], tuple[Chart, ...]]
-    """Draws; called for a page only, as matplotlib may be missing."""
+    """Called for a page only."""
     spec: str | None = None
     """Digest of the spec; None where the report is not of one plan."""
 

@@ -25,8 +25,10 @@ from capture_planner.testing.strategies.machines import (
 )
 from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
+from capture_planner.testing.strategies.profiles import profiles
 from capture_planner.testing.strategies.ranks import submissions, vectors
 from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.traffic import traffics
 
 del _hypothesis
 
@@ -43,8 +45,10 @@ __all__ = [
     "observations",
     "padding_contracts",
     "plans",
+    "profiles",
     "registries",
     "specs",
     "submissions",
+    "traffics",
     "vectors",
 ]

@@ -26,6 +26,7 @@ from capture_planner.report.page import page  # noqa: E402
 from capture_planner.report.plain import plain  # noqa: E402
 from capture_planner.report.terminal import tables  # noqa: E402
 from capture_planner.runtime.ledger import GraphCapture  # noqa: E402
+from support.pages import check_plots  # noqa: E402
 from support.tiny import planned  # noqa: E402
 
 PLAN = planned(4, GraphMode.FULL_AND_PIECEWISE)
@@ -208,7 +209,8 @@ def test_report_page_is_complete_and_self_contained(report: BenchReport) -> None
     assert parsed.open == []
     assert not parsed.tags & {"script", "link", "img", "iframe", "object", "embed"}
     assert max(parsed.ids.values()) == 1
-    drawn = set(re.findall(r'<figure id="figure-(\w+)"', text))
+    check_plots(bench_report(report).charts(), text)
+    drawn = set(re.findall(r'id="figure-(\w+)"', text))
     assert drawn == {
         name
         for name, is_there in {

@@ -90,6 +90,32 @@ def test_yaml_that_is_not(run: Run, command: str) -> None:
     assert "not YAML" in ran.err
 
 
+@pytest.mark.parametrize("command", [("plan",), ("check",), ("explain", "--coverage"), ("export", "--to", "vllm")])
+def test_empty_name_is_a_one_line_error(run: Run, command: tuple[str, ...]) -> None:
+    ran = run(command[0], "", *command[1:])
+    assert (ran.code, ran.err) == (1, "error: '' names no file; give the path of one\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "wrong.yaml"),
+        ("show", "wrong.yaml"),
+        ("run", "wrong.yaml"),
+        ("engine", "vllm", "--bad"),
+        ("check", "--engine", "sglang", "--bad"),
+        ("compare", "wrong.yaml", "vllm"),
+        ("compare", "vllm", "sglang --bad"),
+    ],
+)
+def test_no_note_stands_above_an_unrelated_error(run: Run, command: tuple[str, ...]) -> None:
+    """The default machine, and what an emulation assumes."""
+    edited("wrong.yaml", SPEC, ("max_num_reqs: 256", "max_num_reqs: 8.7"))
+    ran = run(*command)
+    assert ran.code == 1
+    assert "note:" not in ran.err
+
+
 def test_every_error_of_a_file_with_its_line_and_column(run: Run) -> None:
     wrong = edited(
         "wrong.yaml",

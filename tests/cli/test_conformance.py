@@ -139,7 +139,7 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
 
     def conform(on: Any, choices: Any, *progress: Any) -> Any:
         asked.append(choices)
-        few = conformance.Profile(name="few", examples=1, steps=5)
+        few = conformance.SearchProfile(name="few", examples=1, steps=5)
         return healthy(on, attrs.evolve(choices, profile=few, audits=False), *progress)
 
     monkeypatch.setattr(importlib.import_module("capture_planner.cli.conformance_suite"), "conform", conform)

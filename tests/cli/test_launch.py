@@ -49,6 +49,24 @@ def test_process_becomes_the_engine(call: Run, monkeypatch: pytest.MonkeyPatch) 
     assert (environment["KEPT"], environment["CAPTURE_PLANNER_PLAN"]) == ("1", DENSE)
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("--dry-run", "--", *SERVE), "PLAN"),
+        (("--dry-run", "X=1", *SERVE), "PLAN"),
+        (("--", "python3", "serve.py"), "PLAN"),
+        (("--dry-run",), "PLAN"),
+        ((DENSE, "--dry-run"), "the engine's command"),
+    ],
+)
+def test_missing_words_are_named_with_an_example(call: Run, words: tuple[str, ...], missing: str) -> None:
+    """A command in the place of the plan is not read as a file."""
+    ran = call("launch", *words)
+    assert ran.code == 1
+    assert f"Error: {missing} is missing: capture-planner launch PLAN -- vllm serve MODEL\n" in ran.err
+    assert "cannot be read" not in ran.err
+
+
 def test_missing_program_is_an_error(call: Run) -> None:
     """As a shell would say, and what to do."""
     ran = call("launch", DENSE, "--", "/nowhere/vllm", "serve")
@@ -133,7 +151,7 @@ def test_script_gets_the_environment_and_notes(call: Run) -> None:
         ((DENSE, "--dry-run", "--", "trtllm-serve", "serve", "x"), "tensorrt-llm has no plugin that runs a plan"),
         ((DENSE, "--profile", "--", *SERVE), "give --observe FOLDER too"),
         ((DENSE, "--observe", "--", *SERVE), "--observe needs a FOLDER, got --"),
-        ((DENSE,), "Missing argument"),
+        ((DENSE,), "is missing"),
         (("missing.yaml", "--", *SERVE), "missing.yaml: cannot be read"),
     ],
 )

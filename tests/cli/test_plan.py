@@ -16,6 +16,27 @@ from support.commands import PLAN, SPEC, Run, edited
 ROOT = Path(__file__).parent.parent.parent
 
 
+# environment -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", [SPEC, PLAN])
+def test_environment_replaces_no_other_file(run: Run, file: str) -> None:
+    pytest.importorskip("torch")
+    before = Path(file).read_bytes()
+    ran = run("environment", "-o", file)
+    assert ran.code == 1
+    assert f"--output {file} is a file that is not an environment; name another file, or remove it first" in ran.err
+    assert Path(file).read_bytes() == before
+
+
+def test_environment_replaces_an_environment(run: Run) -> None:
+    pytest.importorskip("torch")
+    for name in ("first", "second"):
+        ran = run("environment", "-o", "here.yaml", "--name", name)
+        assert (ran.code, ran.out) == (0, "written to here.yaml\n")
+        assert codec.load_environment("here.yaml").name == name
+
+
 # plan --------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,16 @@ def test_what_is_not_yaml_is_refused_with_its_place(text):
     assert all(problem.startswith("f.yaml:") for problem in problems)
 
 
+@given(
+    st.lists(
+        st.sampled_from(("# Title\n", "a: 1\n", "  - b\n", "text\n", "[1, ", "{a: ", "]", "? ", "- ", "'", "---\n"))
+    )
+)
+def test_syntax_errors_have_no_words_of_the_parser(pieces):
+    """Tokens such as ``<block mapping start>``; a file that was not meant is the most frequent cause."""
+    assert not re.search("<[a-z ]+>", "".join(refused("".join(pieces))))
+
+
 @pytest.mark.parametrize("whole", ["", "3", "[]", "a"])
 def test_a_file_that_is_no_mapping_is_refused(whole):
     """A spec is a mapping."""

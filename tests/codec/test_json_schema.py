@@ -20,12 +20,21 @@ from capture_planner.errors import InvalidDocument
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
-from capture_planner.testing import environments, observations, plans, specs
+from capture_planner.records.traffic import Traffic
+from capture_planner.testing import environments, observations, plans, profiles, specs, traffics
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
-KINDS: dict[str, type] = {"spec": Spec, "plan": Plan, "environment": Environment, "observation": Observation}
-FOLDERS = {"spec": "specs", "plan": "locked", "environment": "environments"}
+KINDS: dict[str, type] = {
+    "spec": Spec,
+    "plan": Plan,
+    "environment": Environment,
+    "observation": Observation,
+    "traffic": Traffic,
+    "profile": Profile,
+}
+FOLDERS = {"spec": "specs", "plan": "locked", "environment": "environments", "profile": "profiles"}
 SHIPPED = [
     pytest.param(kind, path, id=path.name)
     for kind, folder in FOLDERS.items()
@@ -75,6 +84,16 @@ def test_the_plan_schema_accepts_what_is_written_of_any_plan(plan: Plan) -> None
 @given(observations())
 def test_the_observation_schema_accepts_what_is_written_of_any(observation: Observation) -> None:
     validator("observation").validate(json.loads(codec.dumps_json(codec.to_data(observation))))
+
+
+@given(traffics())
+def test_the_traffic_schema_accepts_what_is_written_of_any(traffic: Traffic) -> None:
+    validator("traffic").validate(json.loads(codec.dumps_json(codec.to_data(traffic))))
+
+
+@given(profiles())
+def test_the_profile_schema_accepts_what_is_written_of_any(profile: Profile) -> None:
+    validator("profile").validate(json.loads(codec.dumps_json(codec.to_data(profile))))
 
 
 def _set(value: object, *path: str | int) -> Change:

@@ -7,8 +7,8 @@ from capture_planner.conformance import (
     Attack,
     Case,
     Check,
-    Profile,
     Scene,
+    SearchProfile,
     Shape,
     SuiteOptions,
     Verdict,
@@ -29,7 +29,7 @@ from capture_planner_reference import Reference
 from support.faulty import DoubledOutput, ImpureSupport, NoGraphs, OwnerReader, TailReader, UnreadFields
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHORT = Profile(name="short", examples=15, steps=15)
+SHORT = SearchProfile(name="short", examples=15, steps=15)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -191,7 +191,7 @@ def test_a_healthy_backend_is_the_baseline():
 
 def test_a_search_without_a_forward_does_not_pass():
     """A scene that is set up, and no step after that: there is nothing to say. A few more, and there is."""
-    profile = Profile(name="none", examples=2, steps=1)
+    profile = SearchProfile(name="none", examples=2, steps=1)
     with pytest.raises(RunError, match=r"no forward ran in 2 scenes of up to 1 step, .* more scenes or steps"):
         conform(under_test("reference"), SuiteOptions(profile=profile))
     outcome = conform(under_test("reference"), SuiteOptions(profile=attrs.evolve(profile, steps=5), audits=False))

@@ -18,8 +18,8 @@ from capture_planner.conformance import (
     Check,
     Failure,
     Log,
-    Profile,
     Scene,
+    SearchProfile,
     SuiteOptions,
     dumps,
     loads,
@@ -252,7 +252,7 @@ def test_what_fails_now_and_then_is_said_to(shrink: bool) -> None:
 
     tested = under_test(FaultyReference(reserve=Once))
     log = Log()
-    profile = Profile(name="few", examples=20, steps=6)
+    profile = SearchProfile(name="few", examples=20, steps=6)
     found = search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), log)
     assert found is not None
     assert found.message.startswith("(not at every run) ")
@@ -264,7 +264,7 @@ def test_what_fails_now_and_then_is_said_to(shrink: bool) -> None:
 def test_what_always_fails_is_not_doubted() -> None:
     """With or without making it small."""
     tested = under_test(FaultyReference(reserve=EmptyRowFault))
-    profile = Profile(name="some", examples=60, steps=10)
+    profile = SearchProfile(name="some", examples=60, steps=10)
     kept, small = (
         search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), Log()) for shrink in (False, True)
     )

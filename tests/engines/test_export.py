@@ -1,9 +1,12 @@
 """Exports: flags that say what the plan says, losses with numbers, and a proof that can fail."""
 
+from pathlib import Path
+
 import attrs
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from rich.console import Console
 from ruamel.yaml import YAML
 
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
@@ -19,8 +22,10 @@ from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import decode_families, decode_tiers, is_admissible
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
+from capture_planner.report.export import export_table
 from capture_planner.report.plain import plain
 from capture_planner.testing import batches, plans
+from capture_planner.testing.strategies.plans import entries
 from support.export_plans import SCHEDULES, made
 from support.small_engines import EMULATORS, vllm_table
 
@@ -45,6 +50,14 @@ def deployed(draw, tiers):
     return made(reqs=reqs, tokens=512, **options)
 
 
+def export_text(export):
+    """What people are shown of an export."""
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(export_table(export, Path("file")))
+    return capture.get()
+
+
 def proved(engine, planned):
     """Return the export of a plan with its proof, by the restated engine."""
     return prove(find_engine(engine).export(planned), planned, EMULATORS[engine])
@@ -56,6 +69,15 @@ def test_proof_of_an_exact_engine_has_no_difference(planned):
     proof = compared(planned, emulation_of_plan(planned))
     assert proof.exact
     assert len(proof.same) == planned.num_graphs
+
+
+@given(entries(lora=True), st.data())
+def test_effect_sees_every_field_of_an_entry(ours, data):
+    """Equal graphs alone have none; a chain of one draft decode is a single step."""
+    name = data.draw(st.sampled_from(("num_tokens", "num_reqs", "query_len", "active_loras", "draft_steps")))
+    theirs = attrs.evolve(ours, **{name: data.draw(st.integers(1, 3))})
+    pair = [attrs.evolve(e, draft_steps=None if e.draft_steps == 1 else e.draft_steps) for e in (ours, theirs)]
+    assert (effect(ours, theirs) is None) is (pair[0] == pair[1])
 
 
 @given(PLANS, st.data())
@@ -123,6 +145,19 @@ def test_proof_counts_each_graph_once(engine, planned):
     assert len(proof.same) + len(proof.adds) == len(emulation.graphs)
     assert all(loss.cost == proof.cost(loss.scope) for loss in proven.losses)
     assert plain(proven)["proof"]["exact"] is proof.exact
+
+
+@given(NAMES, PLANS)
+def test_nothing_is_lost_only_where_the_proof_says_so(engine, planned):
+    """Whatever losses a plugin names, such as none."""
+    export = attrs.evolve(proved(engine, planned), losses=())
+    proof = export.proof
+    lesser = any(d.effect in (Effect.EAGER, Effect.WEAKER, Effect.PADDED) for d in proof.differences)
+    lost = bool(proof.lacks or proof.unrun or lesser)
+    first = export_text(export).splitlines()[0]
+    assert (first == "nothing of the plan is lost") is not lost
+    assert ("names no loss" in first) is lost
+    assert (proof.loss is None) is not lost
 
 
 @given(NAMES, PLANS)

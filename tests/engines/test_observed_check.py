@@ -101,6 +101,35 @@ def test_lost_graph_and_lost_answers_are_differences(plan: Plan, data: st.DataOb
     assert all(each.role is role.role for each in found.changes)
 
 
+@SLOW
+@given(plans(max_reqs=16, max_tokens=64), st.data())
+def test_graph_of_another_kind_is_a_difference(plan: Plan, data: st.DataObject) -> None:
+    """The same mode and extents for another query length, number of adapters or chain: captured, and answered."""
+    observation = observation_of(plan)
+    roles = [role for role in observation.roles if any(run.graph is not None for run in role.answers)]
+    assume(roles)
+    role = data.draw(st.sampled_from(roles))
+    place = data.draw(st.sampled_from(sorted({run.graph for run in role.answers if run.graph is not None})))
+    graph = role.graphs[place]
+    entry, field = graph.entry, data.draw(st.sampled_from(("query_len", "active_loras", "draft_steps", "widest")))
+    if field == "query_len":
+        other = attrs.evolve(entry, query_len=None if entry.query_len else 1)
+    elif field == "active_loras":
+        other = attrs.evolve(entry, active_loras=entry.active_loras + 1)
+    else:
+        other = attrs.evolve(entry, draft_steps=(entry.draft_steps or 1) + 1)
+    changed = attrs.evolve(graph, max_query_len=3) if field == "widest" else attrs.evolve(graph, entry=other)
+    assume(all(each.entry != other for each in role.graphs))
+    graphs = (*role.graphs[:place], changed, *role.graphs[place + 1 :])
+    swapped = attrs.evolve(role, graphs=graphs)
+    after = replace(observation, roles=tuple(swapped if each is role else each for each in observation.roles))
+    subjects = {"gone", "added"} | (set() if field == "widest" else {"answer"})
+    for old in (plan, observation):
+        found = observed_diff(old, after).changes
+        assert {each.subject for each in found} == subjects
+        assert {each.role for each in found} == {role.role}
+
+
 def test_batches_that_one_side_never_runs_are_no_difference() -> None:
     """With one draft from 17 requests on there is no draft decode, so none of them runs eager."""
     constant = TIERS.partition(',"num_speculative_tokens_per')[0] + "}"

@@ -287,14 +287,20 @@ def test_older_descriptor_is_built_from_the_fields_that_it_has(modules, monkeypa
     assert {type(desc) for descs in manager._capture_descs.values() for desc in descs} == {older}
 
 
-def test_error_of_ours_leaves_vllm_alone(modules, monkeypatch, caplog):
-    """One line with its kind; the tables are vLLM's own."""
+@pytest.mark.parametrize(
+    "place", ["facts_of", "role_table", "_fill_tables", "agreement.limit_differences", "agreement.plan_sizes"]
+)
+def test_error_of_ours_leaves_vllm_alone(modules, monkeypatch, caplog, place):
+    """One line with its kind; the tables are vLLM's own, that of the adapters too, and no plan counts as applied."""
     vllm_plugin.register()
     config = configured(modules)
-    monkeypatch.setattr(hooks, "facts_of", lambda manager, role: 1 // 0)
-    assert own_sizes(manager_for(modules, config, PLAN, Role.TARGET)) == sorted(
-        config.compilation_config.cudagraph_capture_sizes, reverse=True
-    )
+    own = [0, 2, 5]
+    owner, name = (hooks.agreement, place.split(".")[1]) if "." in place else (hooks, place)
+    monkeypatch.setattr(owner, name, lambda *words: 1 // 0)
+    manager = modules[MANAGERS].ModelCudaGraphManager(config, None, CUDAGraphMode.FULL_AND_PIECEWISE, 4, own)
+    assert own_sizes(manager) == sorted(config.compilation_config.cudagraph_capture_sizes, reverse=True)
+    assert manager._lora_dispatch_map == {1: 2, 2: 2, 3: 5, 4: 5, 5: 5}
+    assert Role.TARGET not in hooks.decisions
     assert "ZeroDivisionError" in errors(caplog)[0]
 
 
@@ -321,6 +327,18 @@ def test_lower_mode_is_a_decision_with_the_reason_of_vllm(modules):
     (decision,) = hooks.decisions[Role.TARGET]
     assert (decision.rule, decision.before, decision.after) == ("engine-mode", "FULL_AND_PIECEWISE", "PIECEWISE")
     assert decision.message.endswith(text)
+
+
+def test_planned_role_without_a_manager_is_a_decision(modules, caplog):
+    """An independent draft model has no graphs in vLLM."""
+    vllm_plugin.register()
+    config = configured(modules)
+    config.speculative_config.method = "draft_model"
+    manager_for(modules, config, PLAN, Role.TARGET)
+    assert [hooks.decisions[role][0].rule for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE)] == [
+        "engine-no-manager"
+    ] * 2
+    assert sum("vLLM has no graphs for" in line for line in errors(caplog)) == 2
 
 
 def test_single_steps_replace_chains_where_the_drafter_has_none(modules, monkeypatch, caplog):

@@ -26,6 +26,11 @@ for number, line in enumerate(sys.stdin):
         answer = {"dispatch_ns": dict.fromkeys(roles, 100 if plan else SLOWER)}
     elif "observing" in request:
         answer = {"observing": {"pairs": [[COST, 1.0]] * 30 + [[9.0, 1.0]], "recorder": 0.001, "clocks": 1}}
+    elif "begin" in request or "drain" in request:
+        left, answer = 3, {}
+    elif "steps" in request:
+        left -= 1
+        answer = {"seconds": SLOW if plan else 1.0, "ended": left == 0}
     elif "device" in request:
         answer = {"device_ms": {"target": {"200": 4.9, "37": 2.0}}}
     else:
@@ -42,8 +47,8 @@ COMPARED = ["vLLM by itself", "flags of check", "plan"]
 def run(tmp_path, monkeypatch):
     """Return a function that runs the benchmark with such workers, and returns its exit code and file."""
 
-    def called(*words, gain=3, slower=100, breaks_at=-1, cost=1.003):
-        constants = f"GAIN, SLOWER, BREAKS_AT, COST = {gain}, {slower}, {breaks_at}, {cost}\n"
+    def called(*words, gain=3, slower=100, breaks_at=-1, cost=1.003, slow=1.0):
+        constants = f"GAIN, SLOWER, BREAKS_AT, COST, SLOW = {gain}, {slower}, {breaks_at}, {cost}, {slow}\n"
         (tmp_path / "worker.py").write_text(constants + WORKER, "utf-8")
         monkeypatch.setattr(vllm_in_process, "WORKER", tmp_path / "worker.py")
         file = tmp_path / "result.json"
@@ -69,9 +74,9 @@ def test_targets_hold_where_the_plan_gains(run):
     assert medians["plan"]["8"]["eager_share"] == {"target": 0.25}
 
 
-@pytest.mark.parametrize("change", [{"gain": 2.4}, {"slower": -10}, {"cost": 1.0045}])
+@pytest.mark.parametrize("change", [{"gain": 2.4}, {"slower": -10}, {"cost": 1.0045}, {"slow": 1.03}])
 def test_missed_target_is_listed_and_ends_with_1(run, change):
-    """Too small a gain, a dispatch that takes 110 ns longer than vLLM's own, 0.45 % a step and 0.1 % for the thread."""
+    """Too small a gain, dispatch that takes 110 ns longer than vLLM's own, observing for 0.45 + 0.1 %, slower steps."""
     code, file = run("--groups", "main", "--rounds", "1", "--loads", "200", "--cases", *COMPARED, **change)
     missed = [text for text, met in file["targets"].items() if not met]
     assert code == 1

@@ -78,6 +78,15 @@ def test_graphs_are_the_captured_ones(environment):
     assert (seen.graph_mib, seen.kv_blocks) == (3.0, 1000)
 
 
+def test_schedule_is_shown_as_ranges():
+    """By batch size, as vLLM takes them: a list of [first, last, drafts]."""
+    with process() as folder:
+        started(schedule=[[1, 4, 3], (5, 16, 1)]).shutdown()
+        seen = observed(folder)
+    assert dict(seen.settings)["num_speculative_tokens_per_batch_size"] == "1 to 4: 3, 5 to 16: 1"
+    assert seen.speculative.schedule == ((1, 4, 3), (5, 16, 1))
+
+
 def test_nothing_is_wrapped_without_a_folder():
     """Not one function differs."""
     with process(**{observe.OBSERVE: ""}) as folder:
@@ -129,6 +138,24 @@ def test_error_of_ours_ends_the_observation_only(method, monkeypatch, caplog):
         assert len(runner.answers) == 6
         assert sum("of ours" in record.message for record in caplog.records) == 1
         assert any("of ours" in note for note in observed(folder).notes)
+
+
+@pytest.mark.parametrize("place", ["facts.tracks", "facts.bonus_tokens", "StepRecorder"])
+def test_error_of_ours_after_the_capture_ends_the_observation_only(place, monkeypatch, caplog):
+    """VLLM has captured, and serves; the log says once why there is no file."""
+
+    def broken(*arguments):
+        raise ZeroDivisionError("of ours")
+
+    owner, name = (observe.facts, place.split(".")[1]) if "." in place else (observe, place)
+    monkeypatch.setattr(owner, name, broken)
+    with process() as folder:
+        runner = started()
+        outputs = [run(runner, step(4, 4, sampled=[2] * 4)).sampled_token_ids for _ in range(3)]
+        runner.shutdown()
+        assert outputs == [[[0] * 2] * 4] * 3
+        assert list(folder.iterdir()) == []
+    assert sum("of ours" in record.message for record in caplog.records) == 1
 
 
 def test_only_sampled_steps_are_timed_and_never_waited_for():

@@ -1,13 +1,22 @@
 """From a plan to what one of vLLM's graph managers captures and tries, by what vLLM has decided about it."""
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
+from capture_planner.records.spec import Lora
+from capture_planner.testing import deployments
+from capture_planner_vllm.agreement import roles_without_graphs
 from capture_planner_vllm.apply import ManagerFacts, role_table
 
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
@@ -91,6 +100,70 @@ def test_graph_of_more_adapters_is_reported_where_the_plan_uses_it():
     (decision,) = table.decisions
     assert decision.rule == "engine-adapter-case"
     assert decision.message.startswith("at 8 numbers of tokens")
+
+
+@pytest.mark.parametrize(
+    ("method", "several", "roles"),
+    [
+        ("draft_model", False, [Role.DRAFT_PREFILL, Role.DRAFT_DECODE]),
+        ("mtp", True, [Role.DRAFT_DECODE]),
+        ("mtp", False, []),
+        ("eagle3", False, []),
+    ],
+)
+def test_planned_role_without_a_manager_is_a_decision(method, several, roles):
+    """An independent draft model has no graphs, MTP of several modules those of the draft prefill only."""
+    config = SimpleNamespace(method=method, use_multi_module_mtp=lambda: several)
+    found = [*roles_without_graphs(PLAN, SimpleNamespace(speculative_config=config))]
+    assert [decision.role for decision in found] == roles
+    assert not [*roles_without_graphs(PLAN, SimpleNamespace(speculative_config=None))]
+
+
+def answer(table, tokens, num_reqs, loras, query_len):
+    """The graph that vLLM's dispatch takes, by a scan of the candidates."""
+    case = table.lora_dispatch.get(loras, loras)
+    for entry in table.candidates.get((tokens, case), ()):
+        if entry.query_len in (None, query_len) and (entry.num_reqs is None or entry.num_reqs >= num_reqs):
+            return entry
+    return None
+
+
+@st.composite
+def plans_with_adapters(draw):
+    """Plans with graphs for several numbers of adapters."""
+    inputs = draw(deployments(max_reqs=12, max_tokens=48))
+    lora = Lora(max_active=draw(st.integers(1, 4)), specialize=True)
+    try:
+        return attrs.evolve(inputs, spec=replace(inputs.spec, lora=lora)).plan()
+    except PlanningError:
+        reject()
+
+
+@given(plans_with_adapters())
+def test_ranks_pad_alike_whatever_they_run(plan):
+    """They agree on tokens and query length; requests and adapters are a rank's own, and an idle one has the most."""
+    role, loras = plan.role(Role.TARGET), plan.lora.max_active + 1
+    decided = ManagerFacts(
+        role=role.role,
+        mode=role.mode,
+        max_num_reqs=plan.limits.max_num_reqs,
+        max_num_tokens=plan.limits.max_num_tokens,
+        lora_cases=tuple(sorted({0, loras, *(entry.active_loras for entry in role.entries)})),
+        num_speculative_tokens=0 if plan.speculative is None else plan.speculative.num_tokens,
+        ranks=2,
+    )
+    table = role_table(plan, decided)
+    cases = {case for _, case in table.candidates}
+    query_lens = {None, *(entry.query_len for entry in table.entries)}
+    for tokens, query_len in itertools.product(range(1, plan.limits.max_num_tokens + 1), query_lens):
+        found = {
+            graph and (graph.mode, graph.num_tokens)
+            for num_reqs in range(1, min(tokens // (query_len or 1), plan.limits.max_num_reqs) + 1)
+            for count in range(loras + 1)
+            if table.lora_dispatch.get(count, count) in cases
+            for graph in [answer(table, tokens, num_reqs, count, query_len)]
+        }
+        assert len(found) <= 1
 
 
 def test_adapters_beyond_the_cases_run_eager():

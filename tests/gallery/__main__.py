@@ -125,7 +125,7 @@ def _report(data: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
 
 def _command(mutant: dict[str, Any], options: argparse.Namespace) -> str:
     """Return the command that searches for it again, with a seed that misses it where there is one."""
-    words = ["python -m gallery", mutant["name"], "--catch"]
+    words = ["PYTHONPATH=tests python -m gallery", mutant["name"], "--catch"]
     # The lint of a plan draws nothing.
     if mutant["planted"] != "plan":
         words += ["--seed", str(next(iter(mutant["missed"]), options.seed))]

@@ -20,7 +20,7 @@ from capture_planner import codec
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import link
-from capture_planner.conformance import Profile, SuiteOptions, conform, loads, under_test
+from capture_planner.conformance import SearchProfile, SuiteOptions, conform, loads, under_test
 from capture_planner.conformance.rank_agreement import check_agreement
 from capture_planner.records.backend import Backend
 from capture_planner.records.plan import Plan
@@ -36,7 +36,7 @@ class Search:
 
     name: str
     seed: int
-    profile: Profile
+    profile: SearchProfile
     healthy: bool = False
     minimize: bool = False
     """Minimize the failing case, and find out which garbage it needs."""
@@ -64,7 +64,7 @@ class Result:
 
 
 def searches(
-    mutants: Sequence[Mutant], seeds: Sequence[int], profile: Profile, *, with_healthy: bool
+    mutants: Sequence[Mutant], seeds: Sequence[int], profile: SearchProfile, *, with_healthy: bool
 ) -> Iterator[Search]:
     """Yield every search. A plan is linted once: seeds make no difference to it."""
     for mutant in mutants:

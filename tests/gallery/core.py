@@ -12,7 +12,7 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance import DEFAULT, Failure, Profile, SuiteOptions, conform, under_test
+from capture_planner.conformance import DEFAULT, Failure, SearchProfile, SuiteOptions, conform, under_test
 from capture_planner.records.backend import Backend
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.executor import Metadata
@@ -82,7 +82,9 @@ class Detection:
     finding: Failure | None = None
 
 
-def detect(mutant: Mutant, *, seed: int = 0, profile: Profile = DEFAULT, minimize: bool = True) -> Detection | None:
+def detect(
+    mutant: Mutant, *, seed: int = 0, profile: SearchProfile = DEFAULT, minimize: bool = True
+) -> Detection | None:
     """Let the suite, or the lint, look for the mutant; None where nothing is found.
 
     ``minimize``: minimize the failing case, and say which garbage it needs.

@@ -55,8 +55,8 @@ def test_catch_shows_what_found_a_mutant(command):
     code, out, _ = command("--catch", "--seed", "5", *QUICK)
     assert code == 0
     assert "prefill-sizes-far-apart (C, plan): found with 1 of 1 seed by CP023\n  CP023 heavy-padding" in out
-    assert f"  again: python -m gallery {QUICK[0]} --catch\n" in out
-    assert f"  again: python -m gallery {QUICK[1]} --catch --seed 5\n" in out
+    assert f"  again: PYTHONPATH=tests python -m gallery {QUICK[0]} --catch\n" in out
+    assert f"  again: PYTHONPATH=tests python -m gallery {QUICK[1]} --catch --seed 5\n" in out
     assert out.endswith("2 of 2 mutants found with every seed\n")
     _, first, _ = command(QUICK[1], "--catch", "--seed", "5", "--format", "json")
     _, again, _ = command(QUICK[1], "--catch", "--seed", "5", "--format", "json")
@@ -115,7 +115,7 @@ def test_catch_passes_profile_and_seed_to_the_suite(command, monkeypatch):
     assert out.splitlines() == [
         "planted (C, backend): found with 2 of 2 seeds by rows",
         "  row 0 differs",
-        "  again: python -m gallery planted --catch --seed 7 --profile thorough",
+        "  again: PYTHONPATH=tests python -m gallery planted --catch --seed 7 --profile thorough",
         "1 of 1 mutant found with every seed",
     ]
     command("--catch", "planted", "--examples", "3")

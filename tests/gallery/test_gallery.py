@@ -12,13 +12,13 @@ import capture_planner
 import gallery
 from capture_planner.analysis.lint import RULES, BugClass, Severity, lint
 from capture_planner.analysis.lint.core import REPOSITORIES, link
-from capture_planner.conformance import Check, Profile
+from capture_planner.conformance import Check, SearchProfile
 from capture_planner.errors import RunError
 from gallery import MUTANTS, detect, named
 from gallery.core import replaced
 
 ROOT = Path(capture_planner.__file__).parent
-TRIED = Profile(name="tried", examples=1, steps=2)
+TRIED = SearchProfile(name="tried", examples=1, steps=2)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

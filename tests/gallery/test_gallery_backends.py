@@ -15,7 +15,7 @@ from gallery.paged import PagedBackend
 from gallery.scheduled import ScheduledReference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = conformance.Profile(name="few", examples=4, steps=12)
+FEW = conformance.SearchProfile(name="few", examples=4, steps=12)
 
 
 @pytest.mark.parametrize(

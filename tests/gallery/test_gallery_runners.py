@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from capture_planner.conformance import Case, Profile, Scene, Shape, SuiteOptions, conform, play, under_test
+from capture_planner.conformance import Case, Scene, SearchProfile, Shape, SuiteOptions, conform, play, under_test
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
@@ -105,7 +105,7 @@ def test_names_are_unique_and_each_says_what_it_does() -> None:
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:
     """Nothing is found in it, and its draft decodes are single steps: what is caught above is the runner's."""
     outcome = conform(
-        under_test(Planning()), SuiteOptions(profile=Profile(name="x", examples=6, steps=12), audits=False)
+        under_test(Planning()), SuiteOptions(profile=SearchProfile(name="x", examples=6, steps=12), audits=False)
     )
     assert outcome.passed
     assert {mode.value for mode in (GraphMode.FULL, GraphMode.PIECEWISE)} <= {

@@ -24,10 +24,14 @@ from capture_planner.testing import (
     environments,
     observations,
     plans,
+    profiles,
     specs,
+    traffics,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations()
+ANY_RECORD = (
+    specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | traffics() | profiles()
+)
 
 
 @given(ANY_RECORD)

@@ -31,6 +31,7 @@ from capture_planner.report.conformance_record import Conformance
 from capture_planner.report.page import page
 from capture_planner.report.plain import plain
 from capture_planner.report.terminal import tables
+from support.pages import check_plots
 
 SHAPES = [shape for shapes in CANDIDATES for shape in shapes]
 WORDS = st.text("abc '\"$`\\<&[]", max_size=8)
@@ -117,7 +118,9 @@ def text(report: Conformance) -> str:
 @given(report=REPORTS)
 def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> None:
     """Every finding with its law and steps, every count, every verdict; the page is of bounded size."""
-    shown, html = text(report), unescape(page(conformance_report(report, commands=True)))
+    written = conformance_report(report, commands=True)
+    shown, html = text(report), unescape(page(written))
+    check_plots(written.charts(), page(written))
     assert len(html) < 2_000_000
     for number, finding in enumerate(report.outcome.failures, 1):
         for said in (f"Finding {number}: {finding.check.value}", finding.check.law, *finding.causes):

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
-from capture_planner.report.drawing import MAX_POINTS, Buckets, cumulative, thinned
 from capture_planner.report.page import page
+from capture_planner.report.plots import MAX_POINTS
 from capture_planner.report.run import run_report
 from capture_planner.report.sections import sections
 from capture_planner.report.summary import summary
+from capture_planner.report.thinning import Buckets, cumulative, thinned
 from capture_planner.report.writing import printable, ran
 from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, RunReport, Step
 from support import ledgers
+from support.pages import check_plots
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -161,6 +163,7 @@ def check(report, page):
                 text = ran(cell) if isinstance(cell, GraphMode) else printable(cell).strip()
                 assert not text or text in shown
     assert report.plan.spec_digest in page
+    check_plots(run_report(report).charts(), page)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -169,7 +172,7 @@ def test_the_page_of_every_kind_of_run_is_whole(name):
     report = RUNS[name]()
     html = page(run_report(report))
     check(report, html)
-    drawn = set(re.findall(r'<figure id="figure-(\w+)"', html))
+    drawn = set(re.findall(r'id="figure-(\w+)"', html))
     wanted = {
         "memory": bool(report.captured),
         "batches": bool(report.forwards),
@@ -223,8 +226,7 @@ def test_the_same_run_gives_the_same_page():
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_a_missing_library_is_named_with_its_remedy(missing, monkeypatch):
     """The page is the only part that needs them."""
-    for module in ("charts", "drawing"):
-        monkeypatch.delitem(sys.modules, f"capture_planner.report.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, "capture_planner.report.drawing", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(CapturePlannerError, match=rf"needs {missing}.*pip install '\.\[run\]'"):
         page(run_report(run_of(TINY, captured=False)))

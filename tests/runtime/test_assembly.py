@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Workspace
-from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Method, Speculative
 from capture_planner.records.plan import GroupPlan, RolePlan, Support
 from capture_planner.records.spec import GroupSpec, Limits, Roles, RoleSpec, Spec
 from capture_planner.runtime.assembly import assemble, capacity_of, dtype_of, layers_of
@@ -26,27 +24,18 @@ from capture_planner.runtime.options import Options
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.testing import plans
 from capture_planner_reference import Reference
+from support import launches
+from support.launches import HERE, registry_of
 
 CPU = torch.device("cpu")
 PAGES = PageFormat(page_size=4, num_pages=30)
-MODEL = Model(
-    name="tiny",
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_model_len=32,
-    hidden_size=16,
-    vocab_size=20,
-    dtype=DataType.FLOAT64,
-)
+MODEL = replace(launches.MODEL, num_layers=3, max_model_len=32)
 SPEC = Spec(
     model=MODEL,
     limits=Limits(max_num_reqs=3, max_num_tokens=12),
     backend="reference",
     speculative=Speculative(method=Method.EAGLE, num_tokens=2, model=DraftModel(num_layers=2)),
 )
-HERE = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="x86-64", memory=1 << 30))
 HYBRID = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -102,11 +91,6 @@ class PlansOnly:
         self.name, self._real = name, Reference()
         self.support, self.padding = self._real.support, self._real.padding
         self.refresh, self.workspace = self._real.refresh, self._real.workspace
-
-
-def registry_of(*backends):
-    """A registry of these backends, of one distribution."""
-    return Registry(RegisteredBackend(backend=b, distribution="of-a-test", version="1.2") for b in backends)
 
 
 def put_together(spec, *backends, planned_with=None, target=None):

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner.analysis import trace as trace_module
 from capture_planner.errors import InvalidDocument, InvalidValue, RunError
 from capture_planner.runtime.serving.workload import Request, admit, from_trace, generated
-from capture_planner.runtime.serving.workload import trace as trace_module
 
 TRAFFIC = Path(__file__).parents[2] / "plans" / "traffic"
 HEADERS = [

@@ -96,9 +96,9 @@ class ProgressRecord:
         yield advance
 
 
-def registry_of(backend):
-    """A registry of one backend."""
-    return Registry([RegisteredBackend(backend=backend, distribution="of-a-test", version="1.2")])
+def registry_of(*backends):
+    """A registry of these backends, of one distribution."""
+    return Registry(RegisteredBackend(backend=b, distribution="of-a-test", version="1.2") for b in backends)
 
 
 def requests_of(vocab_size, count=7, output_tokens=(3, 12)):

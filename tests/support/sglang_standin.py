@@ -152,7 +152,18 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             self.bs = self._pad_to_bucket(batch.batch_size, self.capture_bs)
             self._replay_graph_key = self._make_graph_key(self.bs)
 
-    class DecodeCudaGraphRunner(Runner):
+    class UniformRunner(Runner):
+        def capture_one_shape(
+            self,
+            size: int,
+            forward: Any,
+            stream_idx: Any = None,
+            variant_label: Any = None,
+            attention_variant: Any = None,
+        ) -> None:
+            self.backend._graphs[self._make_graph_key(size)] = size
+
+    class DecodeCudaGraphRunner(UniformRunner):
         def __init__(
             self,
             model_runner: Any,
@@ -167,22 +178,12 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.max_bs == self.capture_bs[-1]
             self.capture()
 
-        def capture_one_shape(
-            self,
-            size: int,
-            forward: Any,
-            stream_idx: Any = None,
-            variant_label: Any = None,
-            attention_variant: Any = None,
-        ) -> None:
-            self.backend._graphs[self._make_graph_key(size)] = size
-
         def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> str:
             self.replay(forward_batch)
             assert self._replay_graph_key in self.backend._graphs
             return "graph"
 
-    class EAGLEDraftExtendCudaGraphRunner(Runner):
+    class EAGLEDraftExtendCudaGraphRunner(UniformRunner):
         def __init__(
             self, eagle_worker: Any, *, draft_extend_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:
@@ -191,22 +192,12 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.max_bs == self.capture_bs[-1]
             self.capture()
 
-        def capture_one_shape(
-            self,
-            size: int,
-            forward: Any,
-            stream_idx: Any = None,
-            variant_label: Any = None,
-            attention_variant: Any = None,
-        ) -> None:
-            self.backend._graphs[self._make_graph_key(size)] = size
-
         def execute(self, forward_batch: Any, select_index: Any) -> str:
             self.replay(forward_batch)
             assert self.bs in self.capture_bs
             return "graph"
 
-    class EAGLEDraftCudaGraphRunner(Runner):
+    class EAGLEDraftCudaGraphRunner(UniformRunner):
         def __init__(
             self, eagle_worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: Any = None
         ) -> None:
@@ -214,16 +205,6 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             assert self.captured_req_width
             assert self.max_bs == self.capture_bs[-1]
             self.capture()
-
-        def capture_one_shape(
-            self,
-            size: int,
-            forward: Any,
-            stream_idx: Any = None,
-            variant_label: Any = None,
-            attention_variant: Any = None,
-        ) -> None:
-            self.backend._graphs[self._make_graph_key(size)] = size
 
         def execute(self, forward_batch: Any) -> str:
             self.replay(forward_batch)

@@ -62,7 +62,9 @@ def process(**environment):
     sys.modules.update(before)
 
 
-def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, rank=0, lengths=(3, 2), eager=False):
+def config(
+    sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, rank=0, lengths=(3, 2), eager=False, schedule=None
+):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
     return SimpleNamespace(
@@ -86,7 +88,7 @@ def config(sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, rank=0, l
         speculative_config=SimpleNamespace(
             method="eagle3",
             num_speculative_tokens=k,
-            num_speculative_tokens_per_batch_size=None,
+            num_speculative_tokens_per_batch_size=schedule,
             rejection_sample_method="standard",
         )
         if k

@@ -11,7 +11,9 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
+from capture_planner.records.traffic import Traffic
 from capture_planner.testing import (
     arbitrary_plans,
     backends,
@@ -21,7 +23,9 @@ from capture_planner.testing import (
     environments,
     observations,
     plans,
+    profiles,
     specs,
+    traffics,
 )
 
 # There is one schema version so far, and a newer one cannot be read.
@@ -99,6 +103,16 @@ def test_every_field_of_an_observation_takes_part():
     assert not _unseen(observations(), Observation, examples=60)
 
 
+def test_every_field_of_traffic_takes_part():
+    """The same for traffic."""
+    assert not _unseen(traffics(), Traffic, examples=60)
+
+
+def test_every_field_of_a_profile_takes_part():
+    """The same for profiles."""
+    assert not _unseen(profiles(), Profile, examples=60)
+
+
 @given(backends())
 def test_a_fake_backend_is_a_backend(backend):
     """What the strategy gives meets the contract's protocol."""
@@ -127,10 +141,11 @@ def test_documents_are_damaged_and_whole():
     """Both kinds of text are drawn, of each kind of record."""
     seen = set()
 
-    @settings(max_examples=150, database=None, derandomize=True)
+    @settings(max_examples=300, database=None, derandomize=True)
     @given(documents())
     def collect(document):
         seen.add((document.kind, document.mutated))
 
     collect()
-    assert seen == {(kind, damaged) for kind in (Spec, Environment, Plan, Observation) for damaged in (True, False)}
+    kinds = (Spec, Environment, Plan, Observation, Traffic, Profile)
+    assert seen == {(kind, damaged) for kind in kinds for damaged in (True, False)}

@@ -15,6 +15,7 @@ import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
 import ranks_tables
+import transformers_tables
 import vllm_tables
 from results import ROOT, table
 
@@ -33,6 +34,8 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
+from capture_planner.records.traffic import Traffic
 from capture_planner.report.findings import DRIFT_CODE
 
 
@@ -172,10 +175,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "environment": lambda: _reference(Environment),
     "plan": lambda: _reference(Plan, spec.Spec, Environment),
     "observation": lambda: _reference(Observation, Plan, spec.Spec, Environment),
+    "traffic": lambda: _reference(Traffic),
+    "profile": lambda: _reference(Profile, Plan, spec.Spec, Environment),
     **ranks_tables.PARTS,
     **conformance_tables.PARTS,
     **gpu_bench_tables.PARTS,
     **gpu_equality_tables.PARTS,
     **gallery_tables.PARTS,
     **vllm_tables.PARTS,
+    **transformers_tables.PARTS,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from results import NO_VALUE, files, table
@@ -14,6 +14,8 @@ CASES = {
     "plan, draft decodes eager": "draft decodes eager",
     "all eager": "all eager",
 }
+COMPARED = ("vLLM by itself", "flags of check", "plan")
+DRAFTERS = ("plan", "plan, draft decodes eager", "all eager")
 
 
 def _group(name: str) -> dict[str, Any]:
@@ -21,8 +23,8 @@ def _group(name: str) -> dict[str, Any]:
     return next(file["results"][name] for file in reversed(files("vllm_*.json")) if name in file["results"])
 
 
-def _columns(group: Mapping[str, Any]) -> dict[str, str]:
-    return {case: text for case, text in CASES.items() if group["medians"].get(case)}
+def _columns(group: Mapping[str, Any], cases: Collection[str]) -> dict[str, str]:
+    return {case: CASES[case] for case in cases if group["medians"].get(case)}
 
 
 def _loads(group: Mapping[str, Any]) -> list[str]:
@@ -32,7 +34,7 @@ def _loads(group: Mapping[str, Any]) -> list[str]:
 def headline() -> str:
     """Return the medians of tokens per second, graphs and capture of vLLM by itself, with a flag, and under a plan."""
     group = _group("main")
-    cases = [case for case in ("vLLM by itself", "flags of check", "plan") if case in group["medians"]]
+    cases = [case for case in COMPARED if case in group["medians"]]
     rows = [
         (
             f"tokens/s, {load} request{'s' if load != '1' else ''}",
@@ -62,10 +64,10 @@ def _cell(group: Mapping[str, Any], case: str, load: str, figure: str, form: str
     return f"{middle} ({least} to {most})"
 
 
-def _figures(name: str, figure: str, form: str) -> Callable[[], str]:
+def _figures(name: str, figure: str, form: str, cases: Collection[str] = COMPARED) -> Callable[[], str]:
     def part() -> str:
         group = _group(name)
-        columns = _columns(group)
+        columns = _columns(group, cases)
         rows = [(load, *[_cell(group, case, load, figure, form) for case in columns]) for load in _loads(group)]
         return table(("requests", *columns.values()), rows)
 
@@ -77,11 +79,11 @@ def start(name: str) -> Callable[[], str]:
 
     def part() -> str:
         group = _group(name)
-        columns = _columns(group)
+        columns = _columns(group, COMPARED)
         facts = [group["engines"][case]["facts"] for case in columns]
         rows = [
             (
-                "graphs of target, draft prefill, draft decode",
+                "graphs of target" + ", draft prefill, draft decode" * (len(facts[0]["graphs"]) > 1),
                 *[" + ".join(map(str, fact["graphs"].values())) for fact in facts],
             ),
             ("capture, s", *[f"{fact['capture_seconds']:.1f}" for fact in facts]),
@@ -96,13 +98,25 @@ def start(name: str) -> Callable[[], str]:
 def eager() -> str:
     """Return the share of steps that ran eager, by role; steps with prompts always do here."""
     group = _group("main")
-    columns = _columns(group)
+    columns = _columns(group, COMPARED)
     rows = []
     for load in _loads(group):
         cells = []
         for case in columns:
             shares = group["medians"][case][load].get("eager_share", {})
             cells.append(" / ".join(f"{share:.0%}" for share in shares.values()) or NO_VALUE)
+        rows.append((load, *cells))
+    return table(("requests", *columns.values()), rows)
+
+
+def device() -> str:
+    """Return the milliseconds of a decode pass of each role on the device, as each engine's observation has them."""
+    group = _group("main")
+    columns = _columns(group, COMPARED)
+    rows = []
+    for load in _loads(group):
+        passes = [[times.get(load) for times in group["engines"][case]["device_ms"].values()] for case in columns]
+        cells = [" / ".join(NO_VALUE if ms is None else f"{ms:.2f}" for ms in times) for times in passes]
         rows.append((load, *cells))
     return table(("requests", *columns.values()), rows)
 
@@ -134,10 +148,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "vllm-tpot-p99": _figures("main", "tpot_ms_p99", "{:.2f}"),
     "vllm-start": start("main"),
     "vllm-eager": eager,
-    "vllm-drafter": _figures("drafter", "tokens_per_second", "{:,.0f}"),
-    "vllm-drafter-tpot": _figures("drafter", "tpot_ms_p50", "{:.2f}"),
-    "vllm-drafter-itl": _figures("drafter", "itl_ms_p50", "{:.2f}"),
+    "vllm-drafter": _figures("main", "tokens_per_second", "{:,.0f}", DRAFTERS),
+    "vllm-drafter-tpot": _figures("main", "tpot_ms_p50", "{:.2f}", DRAFTERS),
+    "vllm-drafter-itl": _figures("main", "itl_ms_p50", "{:.2f}", DRAFTERS),
     "vllm-dynamic": _figures("dynamic", "tokens_per_second", "{:,.0f}"),
     "vllm-dynamic-start": start("dynamic"),
+    "vllm-device": device,
+    "vllm-compile": _figures("compile", "tokens_per_second", "{:,.0f}"),
+    "vllm-compile-start": start("compile"),
     "vllm-targets": targets,
 }

@@ -44,6 +44,8 @@ class Effect(enum.StrEnum):
     """PIECEWISE in the plan, FULL in the engine."""
     CAPTURED = "captured"
     """Eager in the plan, and the engine has a graph."""
+    OTHER = "other"
+    """The same mode and padding, on a graph for other query lengths or for another chain of draft decodes."""
 
 
 @attrs.frozen(kw_only=True)
@@ -125,6 +127,20 @@ class Proof:
     def exact(self) -> bool:
         """Whether the engine has the plan's graphs, and answers every batch alike."""
         return not (self.lacks or self.adds or self.differences or self.unrun)
+
+    @property
+    def loss(self) -> Cost | None:
+        """What is lost of the plan, in all: graphs that the engine lacks, and batches with a lesser one; else None."""
+        batches = {effect: self.count(effect) for effect in (Effect.PADDED, Effect.WEAKER, Effect.EAGER)}
+        if not (self.lacks or self.unrun or any(batches.values())):
+            return None
+        return Cost(
+            graphs_added=len(self.adds),
+            graphs_lost=len(self.lacks),
+            padded=batches[Effect.PADDED],
+            weaker=batches[Effect.WEAKER],
+            eager=batches[Effect.EAGER],
+        )
 
     def count(self, effect: Effect, role: Role | None = None, kind: Kind | None = None) -> int:
         """Return how many batches have that effect, of all or of one role or kind."""

@@ -125,10 +125,13 @@ def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool =
 
 
 def _plain(graph: CapturedGraph) -> CapturedGraph:
-    """Return the graph as a plan has it: a chain of one draft decode is a single step."""
-    if graph.entry.draft_steps != 1:
-        return graph
-    return attrs.evolve(graph, entry=attrs.evolve(graph.entry, draft_steps=None))
+    entry = single(graph.entry)
+    return graph if entry is graph.entry else attrs.evolve(graph, entry=entry)
+
+
+def single(entry: Entry) -> Entry:
+    """Return the entry as a plan has it: a chain of one draft decode is a single step."""
+    return attrs.evolve(entry, draft_steps=None) if entry.draft_steps == 1 else entry
 
 
 def effect(ours: Entry | None, theirs: Entry | None) -> Effect | None:
@@ -141,7 +144,7 @@ def effect(ours: Entry | None, theirs: Entry | None) -> Effect | None:
         return Effect.WEAKER if ours.mode is GraphMode.FULL else Effect.STRONGER
     shapes = [(e.num_tokens, e.num_reqs or 0, e.active_loras) for e in (ours, theirs)]
     if shapes[0] == shapes[1]:
-        return None
+        return None if single(ours) == single(theirs) else Effect.OTHER
     return Effect.PADDED if any(b > a for a, b in zip(*shapes, strict=True)) else Effect.TIGHTER
 
 

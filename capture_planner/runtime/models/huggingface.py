@@ -186,8 +186,7 @@ def load_target(
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
-    # Expert loops read on the host how many tokens each expert has; batched products do not.
-    options = {"dtype": chosen, "attn_implementation": INTERFACE, "experts_implementation": "batched_mm"}
+    options = {"dtype": chosen, "attn_implementation": INTERFACE, "experts_implementation": _experts(device, chosen)}
     model: Any
     try:
         if found.files:
@@ -218,6 +217,17 @@ def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
     if not shape.causal:
         sentences.append(f"model.causal: the plan says that it is not, {model.name} is")
     return tuple(sentences)
+
+
+def _experts(device: torch.device, dtype: torch.dtype) -> str:
+    """Return how transformers computes experts: without reading on the host how many tokens each one has.
+
+    Batched products copy an expert's weights for every token. Grouped ones do not; torch has kernels for
+    them that a CUDA graph holds, for bfloat16 on compute capability 8.0 and later.
+    """
+    if device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm"):
+        return "grouped_mm" if torch.cuda.get_device_capability(device) >= (8, 0) else "batched_mm"
+    return "batched_mm"
 
 
 def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Files: specs, plans, environments and observations as text, whole or spoilt."""
+"""Files of each kind as text, whole or spoilt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from capture_planner import codec
 from capture_planner.testing.strategies.machines import environments
 from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans
+from capture_planner.testing.strategies.profiles import profiles
 from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.traffic import traffics
 
 
 @attrs.frozen(kw_only=True)
@@ -55,8 +57,9 @@ def _mutations(draw: DrawFn, text: str) -> str:
 
 @st.composite
 def documents(draw: DrawFn) -> DocumentText:
-    """Return the text of specs, environments, plans and observations, half of them damaged in a place or two."""
-    value: Any = draw(specs(max_reqs=64) | environments() | arbitrary_plans() | observations())
+    """Return the text of files of every kind, half of them damaged in a place or two."""
+    kinds = specs(max_reqs=64) | environments() | arbitrary_plans() | observations() | traffics() | profiles()
+    value: Any = draw(kinds)
     text, damage = codec.dumps(value), draw(st.sampled_from((0, 0, 1, 2)))
     for _ in range(damage):
         text = draw(_mutations(text))

@@ -10,6 +10,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -210,8 +211,6 @@ class Event:
 @pytest.fixture
 def observing(monkeypatch, tmp_path):
     """The environment of a process that is observed, with events and memory of no device."""
-    import torch
-
     monkeypatch.setenv(sglang_plugin.OBSERVE, str(tmp_path / "seen"))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
@@ -303,6 +302,22 @@ def test_failure_of_observing_stops_it_and_not_sglang(plan_file, observing, monk
     del scheduler.target.model_runner.lora_manager
     assert scheduler.target.execute(batch(5)) == "graph"
     assert scheduler.target.execute(batch(5)) == "graph"
+    assert [record.getMessage() for record in caplog.records] == ["SGLang is not observed any more"]
+
+
+@pytest.mark.parametrize("broken", ["mem_get_info", "Event", "record", "_before_capture", "_keep", "tables"])
+def test_failure_anywhere_leaves_sglang_as_it_is(broken, plan_file, observing, monkeypatch, caplog):
+    """While it captures, when a runner is made, when the scheduler is, and where a step is timed."""
+
+    def fails(*words, **options):
+        raise ZeroDivisionError(broken)
+
+    plan_file(PLAN)
+    owners = {"mem_get_info": torch.cuda, "Event": torch.cuda, "record": Event}
+    monkeypatch.setattr(owners.get(broken, SglangObserver), broken, fails)
+    _, scheduler = start(monkeypatch, **values(PLAN, prefill="breakable"))
+    for _ in range(3):
+        assert scheduler.target.execute(batch(5)) == "graph"
     assert [record.getMessage() for record in caplog.records] == ["SGLang is not observed any more"]
 
 

@@ -59,6 +59,8 @@ class SglangObserver:
         """Of each runner with graphs: its index of a graph by SGLang's key."""
         self._recorder: Recorder | None = None
         """Set once all graphs are captured."""
+        self._ended = False
+        """Whether something failed here."""
         self._in_chain = False
         self._calls: Counter[Role] = Counter()
         self._timed: deque[tuple[Shape, Any, Any]] = deque(maxlen=_PENDING)
@@ -77,6 +79,9 @@ class SglangObserver:
 
     def built(self, role: Role | None, prompts: bool, result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
         """After a runner's ``__init__``: keep it, with what its graphs cost. The last of a role counts."""
+        self._safely(self._keep, role, prompts, runner)
+
+    def _keep(self, role: Role | None, prompts: bool, runner: Any) -> None:
         kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
         drafter = bool(runner.model_runner.is_draft_worker)
         if role is None:
@@ -88,21 +93,30 @@ class SglangObserver:
 
     def captured(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the capture of one shape: its seconds and its memory, shared by the graphs that it made."""
-        before, free, started = set(runner.backend._graphs), self._free(), time.perf_counter()
+        before = self._safely(self._before_capture, runner)
         result = original(runner, *args, **kwargs)
+        if before is not None:
+            self._safely(self._after_capture, runner, *before)
+        return result
+
+    def _before_capture(self, runner: Any) -> tuple[set[Any], int, float]:
+        return set(runner.backend._graphs), self._free(), time.perf_counter()
+
+    def _after_capture(self, runner: Any, before: set[Any], free: int, started: float) -> None:
         seconds, memory = time.perf_counter() - started, max(free - self._free(), 0) / (1 << 20)
         made = [key for key in runner.backend._graphs if key not in before]
         costs = self._costs.setdefault(id(runner), {})
         costs.update((key, (seconds / len(made), memory / len(made))) for key in made)
-        return result
 
     def begin(self, result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """After the scheduler is made: all graphs are captured."""
+        self._recorder = self._safely(self._recording, scheduler)
+
+    def _recording(self, scheduler: Any) -> Recorder:
         if self._profile:
-            for key, runner in [*self.runners.items()]:
-                self.runners[key] = self._safely(runner.timed, self._event) or runner
+            self.runners = {key: runner.timed(self._event) for key, runner in self.runners.items()}
         self._known = {id(each.runner): (each, table) for each, table in self.tables().items()}
-        self._recorder = self._safely(self._begin, self, scheduler)
+        return self._begin(self, scheduler)
 
     def tables(self) -> dict[CapturedRunner, dict[Any, int]]:
         """Return the index of each graph in its role's list, by SGLang's key: prompts first, then decodes."""
@@ -177,9 +191,18 @@ class SglangObserver:
         self._calls[shape[0]] += 1
         if self._calls[shape[0]] % _EVERY != 1:
             return run()
+        events = self._safely(self._start)
+        result = run()
+        if events is not None:
+            self._safely(self._stop, shape, *events)
+        return result
+
+    def _start(self) -> tuple[Any, Any]:
         start, stop = self._event(), self._event()
         start.record()
-        result = run()
+        return start, stop
+
+    def _stop(self, shape: Shape, start: Any, stop: Any) -> None:
         stop.record()
         self._timed.append((shape, start, stop))
         while self._timed[0][2].query():
@@ -188,13 +211,14 @@ class SglangObserver:
                 self._recorder.sample(*done, before.elapsed_time(after))
             if not self._timed:
                 break
-        return result
 
     def _safely(self, function: Callable[..., T], *args: Any) -> T | None:
+        if self._ended:
+            return None
         try:
             return function(*args)
         except Exception:
-            self._recorder = None
+            self._recorder, self._ended = None, True
             if self._strict:
                 raise
             _LOG.exception("SGLang is not observed any more")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from capture_planner.modes import Role
-from capture_planner.records.plan import Plan
+from capture_planner.records.plan import Decision, Plan
+from capture_planner.records.text import counted
 from capture_planner_vllm.export import export_vllm
 from capture_planner_vllm.schedule import draft_tokens, normalized
 
@@ -77,6 +78,24 @@ def speculation_differences(plan: Plan, config: Any) -> Iterator[str]:
         first, count = wrong[0], f"{len(wrong)} of {max_num_seqs} batch sizes"
         values = f"the plan drafts {planned.draft_tokens(first)}, vLLM {theirs[first]}"
         yield f"speculative_config.{name}: {count} differ, the first at {first} requests: {values}"
+
+
+def roles_without_graphs(plan: Plan, config: Any) -> Iterator[Decision]:
+    """Yield a decision for each planned role that has no graph manager in vLLM (``spec_decode/__init__.py``, 0.33)."""
+    found = config.speculative_config
+    several = getattr(found, "use_multi_module_mtp", None)
+    if found is not None and found.method == "draft_model":
+        roles, why = [Role.DRAFT_PREFILL, Role.DRAFT_DECODE], "an independent draft model"
+    elif several is not None and several():
+        roles, why = [Role.DRAFT_DECODE], "draft decodes of their own with MTP of several modules"
+    else:
+        return
+    for role in roles:
+        if role in plan.planned and plan.role(role).entries:
+            graphs = counted(len(plan.role(role).entries), "graph")
+            message = f"{graphs} not captured: vLLM has no graphs for {why}"
+            before = plan.role(role).mode.value
+            yield Decision(rule="engine-no-manager", before=before, after="NONE", role=role, message=message)
 
 
 def obstacle(plan: Plan, config: Any) -> str | None:

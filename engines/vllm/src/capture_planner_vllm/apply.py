@@ -43,6 +43,8 @@ class ManagerFacts:
     """With adaptive verification, 1 + K: decode graphs take any mix of 1 to so many tokens."""
     widest_mixed: int | None = None
     """Most tokens of a graph of mixed batches, where the model bounds them (recoverSSM)."""
+    ranks: int = 1
+    """Data-parallel ranks that pad together."""
     reason: str = ""
     """Why the mode is what it is, as vLLM logged it."""
 
@@ -67,8 +69,9 @@ def role_table(plan: Plan, facts: ManagerFacts) -> RoleTable:
     left: dict[str, list[Entry]] = {}
     usable = []
     shapes = _target_shapes(plan, facts)
+    cases_of = _cases_by_shape(planned.entries)
     for entry in planned.entries:
-        rule = _obstacle(entry, facts, shapes)
+        rule = _obstacle(entry, facts, shapes) or _ranks_obstacle(entry, facts, cases_of)
         if rule is None:
             usable.append(entry)
         else:
@@ -193,6 +196,30 @@ def _obstacle(entry: Entry, facts: ManagerFacts, shapes: Collection[Shape]) -> s
     return None
 
 
+def _cases_by_shape(entries: Iterable[Entry]) -> Mapping[tuple[GraphMode, Shape], set[int]]:
+    found: dict[tuple[GraphMode, Shape], set[int]] = {}
+    for entry in entries:
+        found.setdefault((entry.mode, _shape(entry)), set()).add(entry.active_loras)
+    return found
+
+
+def _ranks_obstacle(
+    entry: Entry, facts: ManagerFacts, cases_of: Mapping[tuple[GraphMode, Shape], set[int]]
+) -> str | None:
+    """Return the rule by which an entry would let data-parallel ranks pad to different numbers of tokens, or None.
+
+    Ranks agree on tokens and query length, and each then looks for a graph with its own requests and adapters
+    (vllm/v1/worker/gpu/dp_utils.py, 0.33): neither may decide. An idle rank has one request and the most adapters.
+    """
+    if facts.ranks < 2:
+        return None
+    room = min(entry.num_tokens, facts.max_num_reqs)
+    if entry.query_len is None and entry.num_reqs is not None and entry.num_reqs < room:
+        return "engine-ranks"
+    every = set().union(*cases_of.values())
+    return None if cases_of[entry.mode, _shape(entry)] == every else "engine-ranks"
+
+
 def _omission(planned: RolePlan, facts: ManagerFacts, rule: str, entries: Sequence[Entry]) -> Decision:
     before, after, why = {
         "engine-mode": (planned.mode.value, facts.mode.value, _mode_reason(facts)),
@@ -215,6 +242,11 @@ def _omission(planned: RolePlan, facts: ManagerFacts, rule: str, entries: Sequen
             ", ".join(str(entry.num_tokens) for entry in entries[:6]),
             "the target's",
             "it runs on the target's attention metadata, and the target has no full graph of that shape",
+        ),
+        "engine-ranks": (
+            ", ".join(str(entry.num_tokens) for entry in entries[:6]),
+            "none",
+            "data-parallel ranks with other requests or adapters would pad to another size, and have to pad alike",
         ),
         "engine-recurrent-state": (
             str(max(entry.num_tokens for entry in entries)),

@@ -81,8 +81,13 @@ def written(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, list | tuple):
-        return ", ".join(map(written, value))
+        return ", ".join(_range(item) if isinstance(item, list | tuple) else written(item) for item in value)
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _range(tier: Sequence[Any]) -> str:
+    """Return a tier of ``num_speculative_tokens_per_batch_size``: first and last batch size, and the drafts."""
+    return "{} to {}: {}".format(*tier) if len(tier) == 3 else str(list(tier))
 
 
 def bonus_tokens(runner: Any) -> int:

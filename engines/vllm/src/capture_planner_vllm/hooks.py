@@ -213,6 +213,7 @@ def _with_plan(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _filled(manager: Any, plan: Plan) -> bool:
     """Fill a manager's tables; an error of ours is logged, and leaves the engine to its own lists."""
+    adapters = getattr(manager, "_lora_dispatch_map", None)
     try:
         return fill(manager, plan)
     except RunError:
@@ -220,6 +221,7 @@ def _filled(manager: Any, plan: Plan) -> bool:
     except Exception as error:
         manager._candidates.clear()
         manager._capture_descs.clear()
+        manager._lora_dispatch_map = adapters
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         report(logging.ERROR, [f"{type(manager).__name__} keeps vLLM's own graphs: {reason}"], error)
         return False
@@ -231,16 +233,20 @@ def fill(manager: Any, plan: Plan) -> bool:
     if refusal is not None:
         report(logging.ERROR, [refusal])
         return False
+    decisions.pop(role_of(manager), None)
     facts = facts_of(manager, role_of(manager))
     table = role_table(plan, facts)
     _fill_tables(manager, plan, facts, table)
-    decisions[facts.role] = table.decisions
     if facts.role is Role.TARGET:
         lines = [*agreement.limit_differences(plan, manager.vllm_config)]
         lines += agreement.speculation_differences(plan, manager.vllm_config)
+        for each in agreement.roles_without_graphs(plan, manager.vllm_config):
+            decisions[each.role] = (each,)
+            lines.append(f"{each.role}: {each.message}")
         report(logging.WARNING, [f"{line} ({os.environ.get(PLAN)})" for line in lines])
     report(logging.INFO, [f"{facts.role}: {len(table.entries)} graphs of the plan, {facts.mode.value}"])
     report(logging.WARNING, [f"{facts.role}: {decision.message}" for decision in table.decisions])
+    decisions[facts.role] = table.decisions
     return True
 
 
@@ -287,6 +293,7 @@ def facts_of(manager: Any, role: Role) -> ManagerFacts:
         dynamic=speculative is not None and bool(_asked(speculative, "uses_dynamic_speculative_decoding")),
         varlen_query_len=manager.decode_query_len if getattr(manager, "varlen_decode", False) else None,
         widest_mixed=manager.max_num_reqs * manager.decode_query_len if recurrent else None,
+        ranks=getattr(config.parallel_config, "data_parallel_size", 1),
         reason=_reasons.of(mode.value),
     )
 

@@ -64,11 +64,9 @@ def attach(
         seconds = float(os.environ.get(SECONDS) or EVERY)
     except ValueError:
         seconds = EVERY
-        report(
-            logging.WARNING, [f"{SECONDS} is no number: {os.environ[SECONDS]!r}; observations are written every 30 s"]
-        )
-    observer = Observer(Path(folder), seconds, plan, decisions or {})
-    observer.watch_managers(module)
+        line = f"{SECONDS} is no number: {os.environ[SECONDS]!r}; observations are written every 30 s"
+        report(logging.WARNING, [line])
+    Observer(Path(folder), seconds, plan, decisions or {}).watch_managers(module)
 
 
 class Observer:
@@ -211,10 +209,13 @@ class Observer:
         :param capture: seconds and bytes of the whole capture.
         """
         try:
-            base = self._base = self._described(runner, captures, capture)
+            self._record(runner, self._described(runner, captures, capture))
         except Exception as error:
             report(logging.ERROR, [self._end("describing what was captured", error)], error)
-            return
+
+    def _record(self, runner: Any, base: Observation) -> None:
+        """Write a file for a model runner, and count into it."""
+        self._base = base
         self._finish()
         self._runners += 1
         again = "" if self._runners == 1 else f".{self._runners}"

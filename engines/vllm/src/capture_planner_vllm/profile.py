@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from capture_planner.modes import Reason, Role
+from capture_planner.measuring.recorder import Outcome, Shape, TimedShape
+from capture_planner.modes import Role
 from capture_planner.records.observation import EagerCost
 from capture_planner_vllm import device
-from capture_planner_vllm.watch import Shape, StepWatch, Track
+from capture_planner_vllm.watch import StepWatch, Track
 
 REPLAYS = 5
 
@@ -57,37 +58,17 @@ class EagerSteps:
     """Takes the steps of dummy runs, and keeps the times of eager ones."""
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[Role, Shape], int | None] = {}
-        self._times: dict[tuple[Role, Shape], list[float]] = {}
+        self._graphs: dict[Shape, int | None] = {}
+        self._times: dict[Shape, list[float]] = {}
 
-    def count(
-        self,
-        role: Role,
-        num_reqs: int,
-        num_tokens: int,
-        query_len: int | None,
-        past_prompt: bool,
-        active_loras: int,
-        graph: int | None,
-        reason: Reason | None,
-    ) -> None:
+    def count(self, *outcome: *Outcome) -> None:
         """Note whether such a step ran eager."""
-        self._graphs[role, (num_reqs, num_tokens, query_len, past_prompt, active_loras)] = graph
+        self._graphs[outcome[:6]] = outcome[6]
 
-    def sample(
-        self,
-        role: Role,
-        num_reqs: int,
-        num_tokens: int,
-        query_len: int | None,
-        past_prompt: bool,
-        active_loras: int,
-        milliseconds: float,
-    ) -> None:
+    def sample(self, *timed: *TimedShape) -> None:
         """Keep the time of an eager step."""
-        key = role, (num_reqs, num_tokens, query_len, past_prompt, active_loras)
-        if self._graphs.get(key) is None:
-            self._times.setdefault(key, []).append(milliseconds)
+        if self._graphs.get(timed[:6]) is None:
+            self._times.setdefault(timed[:6], []).append(timed[6])
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Dummy runs verify no drafts."""
@@ -95,7 +76,7 @@ class EagerSteps:
     def costs(self) -> dict[Role, tuple[EagerCost, ...]]:
         """Return the medians by role, ascending."""
         found: dict[Role, list[EagerCost]] = {}
-        for (role, (num_reqs, num_tokens, query_len, *_)), times in self._times.items():
+        for (role, num_reqs, num_tokens, query_len, *_), times in self._times.items():
             milliseconds = round(statistics.median(times), 5)
             cost = EagerCost(num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, milliseconds=milliseconds)
             found.setdefault(role, []).append(cost)

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
 from capture_planner.engines.probe import why_eager
-from capture_planner.measuring.recorder import Recorder
+from capture_planner.measuring.recorder import Recorder, StepSink
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
@@ -34,38 +34,6 @@ Shape = tuple[int, int, int | None, bool, int]
 
 Drafts = int | Mapping[str, Sequence[int]]
 """The drafts that a step verifies: the same number for every request, or those of each."""
-
-
-class Sink(Protocol):
-    """Takes what is observed: ``capture_planner.measuring.recorder.Recorder`` while the engine serves."""
-
-    def count(
-        self,
-        role: Role,
-        num_reqs: int,
-        num_tokens: int,
-        query_len: int | None,
-        past_prompt: bool,
-        active_loras: int,
-        graph: int | None,
-        reason: Reason | None,
-    ) -> None:
-        """Count one step."""
-
-    def sample(
-        self,
-        role: Role,
-        num_reqs: int,
-        num_tokens: int,
-        query_len: int | None,
-        past_prompt: bool,
-        active_loras: int,
-        milliseconds: float,
-    ) -> None:
-        """Add the time of one step of a batch that was counted."""
-
-    def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add drafts that were proposed and accepted, by position."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -187,7 +155,7 @@ class StepWatch:
     def __init__(
         self,
         tracks: Sequence[Track],
-        sink: Sink,
+        sink: StepSink,
         event: Callable[[], Any],
         *,
         every: int = EVERY,
@@ -287,10 +255,10 @@ class StepWatch:
 
     def read(self) -> None:
         """Pass on the times that are there."""
-        for (role, shape, passes), milliseconds in self._clock.passed():
-            num_reqs, num_tokens, query_len, past_prompt, active_loras = shape
-            time = milliseconds / passes
-            self.sink.sample(role, num_reqs, num_tokens, query_len, past_prompt, active_loras, time)
+        key: tuple[Role, Shape, int]
+        for key, milliseconds in self._clock.passed():
+            role, shape, passes = key
+            self.sink.sample(role, *shape, milliseconds / passes)
 
     def drafts(self, scheduled: Mapping[str, Sequence[int]]) -> Drafts | None:
         """Return the drafts that this step verifies, for ``accepted``; None if there are none.

@@ -1,0 +1,112 @@
+"""``profile``: measure what passes and graphs of each size cost on this machine, or take it from an observation."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from capture_planner import codec
+from capture_planner._extras import refuse_missing
+from capture_planner.cli import options
+from capture_planner.cli.bench import machine_plan, without_folder
+from capture_planner.cli.common import (
+    INTERRUPTED,
+    emit,
+    emit_file,
+    plan_of,
+    prepare_torch,
+    progress_bars,
+    read_document,
+    refuse_outputs,
+)
+from capture_planner.cli.options import FILE, option
+from capture_planner.codec.shipped import find_environment, shipped_environments
+from capture_planner.measuring.observed import observed_profile
+from capture_planner.plugins import registry
+from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
+from capture_planner.records.profile import Profile
+from capture_planner.records.spec import Spec
+from capture_planner.report.profile import profile_tables
+
+MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threads", "any_plan", "any_environment")
+
+
+@click.command(short_help="Measure what each size of graph costs on this machine.")
+@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.option("--from", "source", metavar="OBSERVATION", help="Take the figures from an engine, and measure nothing.")
+@click.option("-o", "--output", type=FILE, help="Write the profile to this file.")
+@options.model
+@options.seed
+@option("--seconds", type=click.FloatRange(min=0, min_open=True), default=60.0, help="Time for measuring.")
+@option("--context", type=click.IntRange(0, 1 << 20), default=512, help="Tokens in the KV cache of each request.")
+@options.page_size(None, " Default: 64, or 16 on a CPU.")
+@options.pages("enough for every request at the context, within memory")
+@options.threads
+@options.admit("Measure")
+@options.progress
+@options.environment
+@options.formats()
+def profile(
+    plan_file: str, source: str | None, output: Path | None, environment: str | None, form: str, **values: Any
+) -> None:
+    """Measure what passes and graphs of each size cost on this machine.
+
+    Time is a staircase of the size: its steps are found by bisection, up to the limits of a spec. The sizes of a
+    plan's graphs are measured besides. Also measured: eager passes, memory and seconds of a graph, and the rest of a
+    step. With --from the figures are those of an engine that was observed, of the PLAN's or SPEC's model. Ctrl-C keeps
+    what was measured.
+    """
+    refuse_outputs(plan_file, {"--output": output})
+    result = _measured(plan_file, environment, values) if source is None else _observed(plan_file, source, environment)
+    emit(form, lambda: result, partial(profile_tables, result))
+    emit_file(form, output, lambda: codec.dumps(result))
+    if any(note.startswith("interrupted") for note in result.notes):
+        click.get_current_context().exit(INTERRUPTED)
+
+
+def _observed(file: str, source: str, environment: str | None) -> Profile:
+    """Take figures from an observation; the model is the plan's, and the device the plan's or the one named."""
+    given = [options.dashed(name) for name in MEASURING if options.stated(name)]
+    if given:
+        raise click.UsageError(f"{given[0]} goes with measuring, and --from measures nothing.")
+    observation = read_document(source).load(Observation)
+    document = read_document(file)
+    if document.is_plan:
+        plan = plan_of(document, environment)
+        return observed_profile(observation, plan.model, plan.environment.device, command_line())
+    machine = environment_of_device(observation.device) if environment is None else find_environment(environment)
+    return observed_profile(observation, document.load(Spec).model, machine.device, command_line())
+
+
+def environment_of_device(name: str | None) -> Environment:
+    """Return the shipped environment of a device; raises ``click.UsageError`` where none has it."""
+    for each in map(find_environment, shipped_environments()):
+        if each.device.name == name:
+            return each
+    device = "no device" if name is None else f"the device {name}, which no shipped environment has"
+    raise click.UsageError(f"the observation names {device}; describe it with --environment.")
+
+
+def command_line() -> str:
+    return shlex.join(["capture-planner", *map(without_folder, sys.argv[1:])])
+
+
+def _measured(file: str, environment: str | None, values: dict[str, Any]) -> Profile:
+    refuse_missing()
+    from capture_planner.bench.profiling import ProfileSettings
+    from capture_planner.bench.profiling import profile as measure
+
+    document = read_document(file)
+    plan = machine_plan(document, environment)
+    prepare_torch(values["threads"])
+    same = ("model", "seed", "seconds", "context", "page_size", "pages", "any_environment", "any_plan")
+    settings = ProfileSettings(
+        **{name: values[name] for name in same}, entries=document.is_plan, command=command_line()
+    )
+    return measure(plan, registry.load_backends(), settings, progress_bars(values["progress"]))

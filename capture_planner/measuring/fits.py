@@ -1,0 +1,206 @@
+"""Fits: from measured captures to what a graph of each family costs, and what a plan will cost that was never captured.
+
+A graph's memory is two things. Its intermediates live in the allocator's pool, which graphs share, since they never
+run at once: captured largest first, the largest takes nearly all, and those that follow find room. And the driver
+keeps each executable graph, whatever its size. PIECEWISE graphs come first, and FULL ones end in logits, which are
+larger than any block that pieces leave: so the two kinds add up, and within a kind the largest counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+
+from capture_planner.modes import GraphMode, Pool, Role
+from capture_planner.planning.costs import Costs, Family
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import Plan
+from capture_planner.records.profile import GraphCost, Profile, family_name
+
+
+@attrs.frozen
+class Line:
+    """``intercept + slope * x``: least squares, and never negative."""
+
+    intercept: float
+    slope: float
+    error: float
+    """Root mean square of how far each point is from the line of all others."""
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]]) -> Line:
+        """Fit points, of which there is one at least; a single point says nothing about its own error."""
+        intercept, slope = _fit(points)
+        left_out = [
+            y - (a + b * x)
+            for index, (x, y) in enumerate(points)
+            for a, b in [_fit([*points[:index], *points[index + 1 :]])]
+        ]
+        return cls(intercept, slope, math.sqrt(statistics.fmean(error * error for error in left_out)))
+
+    def __call__(self, x: float) -> float:
+        return self.intercept + self.slope * x
+
+
+def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return intercept and slope of the line with the least squares among those that are not negative."""
+    if not points:
+        return 0.0, 0.0
+    xs, ys = zip(*points, strict=True)
+    mean = statistics.fmean(ys)
+    if len(set(xs)) == 1:
+        return mean, 0.0
+    slope, intercept = statistics.linear_regression(xs, ys)
+    if slope < 0:
+        return mean, 0.0
+    if intercept < 0:
+        return 0.0, sum(x * y for x, y in points) / sum(x * x for x in xs)
+    return intercept, slope
+
+
+@attrs.frozen(kw_only=True)
+class GraphSample:
+    """One graph that was captured."""
+
+    family: Family
+    tokens: int
+    seconds: float
+    mib: float
+    """By how much its pool grew."""
+    alone_mib: float | None = None
+    """What it would take in a pool of its own; None: not known."""
+    driver_mib: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Fit:
+    """What graphs cost, as fitted."""
+
+    graphs: tuple[GraphCost, ...]
+    base_mib: float
+    base_seconds: float
+
+
+def entry_family(role: Role, entry: Entry) -> Family:
+    """Return the family of a graph of a role."""
+    return role, entry.mode, entry.query_len, entry.draft_steps
+
+
+def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
+    """Fit the costs of graphs by family.
+
+    The first graph of a family takes longer, as it loads kernels; by how much is in ``base_seconds``.
+
+    :param captures: graphs in capture order, each capture into one pool that was empty before.
+    """
+    samples = [sample for capture in captures for sample in capture]
+    known = all(sample.alone_mib is not None for sample in samples)
+    firsts = {id(_largest(capture, mode)) for capture in captures for mode in (GraphMode.PIECEWISE, GraphMode.FULL)}
+    by_family: dict[Family, list[GraphSample]] = {}
+    for sample in samples:
+        by_family.setdefault(sample.family, []).append(sample)
+    costs = tuple(
+        _family_cost(family, by_family[family], firsts, known=known)
+        for family in sorted(by_family, key=lambda family: family_name(*family))
+    )
+    rests = [
+        sum(sample.mib for sample in capture) - _pool_mib(costs, [(each.family, each.tokens) for each in capture])
+        for capture in captures
+        if capture
+    ]
+    base = max(0.0, statistics.median(rests)) if rests else 0.0
+    cold = sum(
+        max(0.0, by_family[cost.key][0].seconds - cost.seconds - cost.seconds_per_token * by_family[cost.key][0].tokens)
+        for cost in costs
+    )
+    return Fit(graphs=costs, base_mib=round(base, 6), base_seconds=round(cold, 6))
+
+
+def _largest(capture: Sequence[GraphSample], mode: GraphMode) -> GraphSample | None:
+    """Return the graph of a mode that was captured first, and so the largest one."""
+    return next((sample for sample in capture if sample.family[1] is mode), None)
+
+
+def _family_cost(family: Family, samples: Sequence[GraphSample], firsts: set[int], *, known: bool) -> GraphCost:
+    """Fit one family; where ``known``, by what each graph takes alone, and else by how pools grew.
+
+    Without that, only graphs that came first in a pool show what a graph takes: those after them shared it.
+    """
+    role, mode, query_len, draft_steps = family
+    later = [sample.mib for sample in samples if id(sample) not in firsts]
+    each = statistics.median(later) if later else 0.0
+    if known:
+        points = [(float(sample.tokens), sample.alone_mib or 0.0) for sample in samples]
+    else:
+        points = [(float(s.tokens), max(0.0, s.mib - each)) for s in samples if id(s) in firsts] or [(1.0, 0.0)]
+        # One pool shows one size of a family; intermediates are in proportion to tokens.
+        points += [(0.0, 0.0)] if len(points) == 1 else []
+    memory = Line.of(points)
+    seconds = Line.of([(float(sample.tokens), sample.seconds) for sample in samples[1:] or samples])
+    figures = {
+        "mib": each,
+        "driver_mib": max(0.0, statistics.fmean(sample.driver_mib for sample in samples)),
+        "largest_mib": memory.intercept,
+        "mib_per_token": memory.slope,
+        "mib_error": memory.error if known else (statistics.pstdev(later) if later else 0.0),
+        "seconds": seconds.intercept,
+        "seconds_per_token": seconds.slope,
+        "seconds_error": seconds.error,
+    }
+    rounded = {name: round(figure, 9) for name, figure in figures.items()}
+    return GraphCost(role=role, mode=mode, query_len=query_len, draft_steps=draft_steps, **rounded)
+
+
+def _pool_mib(costs: Iterable[GraphCost], graphs: Sequence[tuple[Family, int]]) -> float:
+    """Return the MiB of one pool after ``graphs``, each a family and its tokens, were captured into it."""
+    by_key: Mapping[Family, GraphCost] = {cost.key: cost for cost in costs}
+    largest = dict.fromkeys(GraphMode, 0.0)
+    for family, tokens in graphs:
+        cost = by_key[family]
+        largest[cost.mode] = max(largest[cost.mode], cost.largest_mib + cost.mib_per_token * tokens)
+    return sum(largest.values()) + sum(by_key[family].mib for family, _ in graphs)
+
+
+@attrs.frozen(kw_only=True)
+class Prediction:
+    """What capturing a plan will cost, and by how much that may be wrong."""
+
+    memory_mib: float
+    memory_error_mib: float
+    seconds: float
+    seconds_error: float
+    assumptions: tuple[str, ...] = ()
+    """What was taken from another family, in sentences."""
+
+
+def predict(profile: Profile, plan: Plan) -> Prediction:
+    """Predict memory and time of a capture from a profile.
+
+    Raises ``PlanningError`` where the profile has no costs of graphs of a role that the plan captures.
+    """
+    costs = Costs(profile)
+    work = [(role.role, entry) for role in plan.roles for entry in role.entries]
+    if not work:
+        return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)
+    families = {entry_family(role, entry): costs.of_graph(entry_family(role, entry)) for role, entry in work}
+    pools: dict[Role | None, list[tuple[Family, int]]] = {}
+    for role, entry in work:
+        pool = None if plan.pool is Pool.SHARED else role
+        pools.setdefault(pool, []).append((families[entry_family(role, entry)].key, entry.num_tokens))
+    pooled = sum(_pool_mib(families.values(), graphs) for graphs in pools.values())
+    each = [(families[entry_family(role, entry)], entry.num_tokens) for role, entry in work]
+    used = {cost.key: cost for cost in families.values()}.values()
+    return Prediction(
+        memory_mib=len(pools) * profile.base_mib + pooled + sum(cost.driver_mib for cost, _ in each),
+        memory_error_mib=len(pools) * sum(cost.mib_error for cost in used),
+        seconds=profile.base_seconds + sum(cost.seconds + cost.seconds_per_token * tokens for cost, tokens in each),
+        seconds_error=math.sqrt(sum(cost.seconds_error**2 for cost, _ in each)),
+        assumptions=tuple(
+            f"costs of {family_name(*family)} are taken from {family_name(*cost.key)}, which the profile has"
+            for family, cost in families.items()
+            if cost.key != family
+        ),
+    )

@@ -1,0 +1,122 @@
+"""The profile that an observation has in it: what an engine measured of its own graphs and steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from capture_planner.errors import CapturePlannerError
+from capture_planner.measuring.curves import curves_of
+from capture_planner.measuring.fits import Fit, GraphSample, entry_family, fit_graphs
+from capture_planner.measuring.staircase import Timing
+from capture_planner.modes import GraphMode
+from capture_planner.planning.costs import Family
+from capture_planner.records.environment import Device
+from capture_planner.records.model import Model
+from capture_planner.records.observation import Observation, ObservedRole
+from capture_planner.records.profile import Profile
+from capture_planner.records.text import counted
+
+Point = tuple[Family, int, float, int]
+"""Family, padded tokens, milliseconds, and how many steps they are the median of."""
+
+
+def observed_profile(observation: Observation, model: Model, device: Device, command: str = "") -> Profile:
+    """Return the figures of an observation as a profile of ``model`` on ``device``, which it has only the names of.
+
+    Raises ``CapturePlannerError`` where it has no times: the engine neither profiled its graphs nor sampled its steps.
+    """
+    notes: list[str] = []
+    times: dict[Family, dict[int, list[Timing]]] = {}
+    for role in observation.roles:
+        replays = [graph for graph in role.graphs if graph.milliseconds]
+        if role.graphs and not replays:
+            notes.append(f"{role.role.value}: its graphs were not profiled; their times are those of sampled steps")
+        for family, tokens, milliseconds, repeats in _points(role):
+            times.setdefault(family, {}).setdefault(tokens, []).append(Timing(milliseconds, 0.0, repeats))
+    if not times:
+        raise CapturePlannerError(
+            f"the observation of {observation.engine} has no times; start the engine with CAPTURE_PLANNER_PROFILE=1, "
+            "so that it times its graphs right after capture"
+        )
+    with_loras = sum(graph.entry.active_loras > 0 for role in observation.roles for graph in role.graphs)
+    if with_loras:
+        notes.append(f"{counted(with_loras, 'graph')} with LoRA adapters are left out")
+    fit = _fit(observation, notes)
+    return Profile(
+        source=f"{observation.engine} {observation.engine_version}",
+        command=command,
+        date=observation.started,
+        device=device,
+        driver=observation.driver,
+        torch=observation.torch,
+        packages={observation.engine: observation.engine_version.partition("+")[0]},
+        model=model,
+        speculative=observation.speculative,
+        parallel=observation.parallel,
+        curves=curves_of(
+            {family: {tokens: _weighed(all_) for tokens, all_ in sizes.items()} for family, sizes in times.items()}
+        ),
+        graphs=fit.graphs,
+        base_mib=fit.base_mib,
+        base_seconds=fit.base_seconds,
+        notes=(*notes, *observation.notes),
+    )
+
+
+def _points(role: ObservedRole) -> Iterator[Point]:
+    """Yield the times of a role: of profiled graphs, else of the steps on them; of eager steps, both."""
+    profiled = any(graph.milliseconds for graph in role.graphs)
+    for graph in role.graphs:
+        if graph.milliseconds and not graph.entry.active_loras:
+            yield entry_family(role.role, graph.entry), graph.entry.num_tokens, graph.milliseconds, 1
+    for cost in role.eager:
+        if cost.milliseconds:
+            yield (role.role, GraphMode.NONE, cost.query_len or None, None), cost.num_tokens, cost.milliseconds, 1
+    for batch in role.batches:
+        if not batch.milliseconds or batch.active_loras or batch.num_tokens < 1:
+            continue
+        if batch.graph is None:
+            query_len = batch.query_len if batch.past_prompt else None
+            family = (role.role, GraphMode.NONE, query_len or None, None)
+            yield family, batch.num_tokens, batch.milliseconds, max(1, batch.samples)
+        elif not profiled:
+            entry = role.graphs[batch.graph].entry
+            yield entry_family(role.role, entry), entry.num_tokens, batch.milliseconds, max(1, batch.samples)
+
+
+def _weighed(timings: list[Timing]) -> Timing:
+    """Return one timing of several: the median over all repeats, as far as medians of parts tell it."""
+    repeats = [timing.milliseconds for timing in timings for _ in range(min(timing.repeats, 100))]
+    return Timing(statistics.median(repeats), 0.0, sum(timing.repeats for timing in timings))
+
+
+def _fit(observation: Observation, notes: list[str]) -> Fit:
+    """Fit the costs of the graphs whose capture was measured; add to ``notes`` what is not known."""
+    samples = [
+        GraphSample(
+            family=entry_family(role.role, graph.entry),
+            tokens=graph.entry.num_tokens,
+            seconds=graph.seconds,
+            mib=graph.mib,
+        )
+        for role in observation.roles
+        for graph in role.graphs
+        if graph.seconds is not None and graph.mib is not None and not graph.entry.active_loras
+    ]
+    if not samples:
+        notes.append("what graphs cost in memory and time was not measured")
+        return Fit(graphs=(), base_mib=0.0, base_seconds=0.0)
+    notes.append(
+        "memory is what the device reported around each capture, allocator and driver together; what the largest "
+        "graph takes is taken to be in proportion to its tokens"
+    )
+    fit = fit_graphs([samples])
+    rest = 0.0 if observation.graph_mib is None else observation.graph_mib - sum(sample.mib for sample in samples)
+    total = sum(sample.seconds for sample in samples)
+    seconds = 0.0 if observation.capture_seconds is None else observation.capture_seconds - total
+    return Fit(
+        graphs=fit.graphs,
+        base_mib=round(fit.base_mib + max(0.0, rest), 6),
+        base_seconds=round(fit.base_seconds + max(0.0, seconds), 6),
+    )
