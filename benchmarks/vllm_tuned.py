@@ -23,14 +23,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _bench import CONSOLE, finish, parser, table, verdict
+from _bench import CONSOLE, ROOT, finish, parser, table, verdict
 from _model_configs import CONFIGS
 from _vllm_cases import EAGLE, Case, groups, server_spec
 from vllm_in_process import Engine
 
 from capture_planner import codec, load_backends, load_environment
+from capture_planner.analysis.trace import trace_rows
+from capture_planner.measuring.observed import observed_profile
+from capture_planner.measuring.traffic import SourceOptions, read_traffic
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Budget, Policy, Roles, Sizes
@@ -54,21 +58,17 @@ def waves(seconds: float, rate: float) -> list[tuple[float, int, int]]:
 
 def trace_of(file: Path, seconds: float, speedup: float) -> list[tuple[float, int, int]]:
     """Return the first requests of a trace, at ``speedup`` times its pace, as long as they fit the model."""
-    from capture_planner.measuring.traffic.trace import read_trace
+    rows = trace_rows(codec.read(file), file.name)
+    first = min(row.arrival for row in rows)
+    timed = [((row.arrival - first) / speedup, min(row.prompt, 2000), min(row.output, 1500)) for row in rows]
+    return sorted(row for row in timed if row[0] < seconds)
 
-    rows = [(row.arrival / speedup, min(row.prompt, 2000), min(row.output, 1500)) for row in read_trace(file)]
-    first = rows[0][0]
-    return [(at - first, prompt, output) for at, prompt, output in rows if at - first < seconds]
 
+def tuned_plan(observation: Observation, file: Path, graphs: int) -> Plan:
+    """Return the plan of at most so many graphs that costs least for what was observed.
 
-def tuned_plan(observation: Observation, graphs: int) -> Plan:
-    """Return the plan of at most so many graphs that costs least for what was observed."""
-    from capture_planner.measuring.fits import profile_of
-    from capture_planner.measuring.traffic.observations import traffic_of
-    from capture_planner.records.measurements import Measurements
-
-    measurements = Measurements(traffic=traffic_of(observation), profile=profile_of(observation))
-    environment = load_environment(Path(__file__).parent.parent / "plans" / "environments" / "h200.yaml")
+    :param file: where the observation is written.
+    """
     spec = server_spec(
         "small",
         Sizes(policy=Policy.MEASURED),
@@ -78,7 +78,10 @@ def tuned_plan(observation: Observation, graphs: int) -> Plan:
         Roles(),
         budget=Budget(max_graphs=graphs),
     )
-    return make_plan(spec, environment, load_backends(), measurements)
+    environment = load_environment(ROOT / "plans" / "environments" / "h200.yaml")
+    profile = observed_profile(observation, spec.model, environment.device)
+    traffic, _ = read_traffic([str(file)], SourceOptions())
+    return make_plan(spec, environment, load_backends(), Measurements(traffic=traffic, profile=profile))
 
 
 def mean_step(observation: Observation) -> float:
@@ -120,7 +123,7 @@ def loop(arguments: Any, folder: Path) -> tuple[dict[str, Any], dict[str, bool]]
         flags.answer({"trace": trace})
         observation = observed(flags)
         (folder / "observation.yaml").write_text(codec.dumps(observation), encoding="utf-8")
-        plan = tuned_plan(observation, arguments.graphs)
+        plan = tuned_plan(observation, folder / "observation.yaml", arguments.graphs)
         del os.environ["CAPTURE_PLANNER_PROFILE"]
         tuned = stack.enter_context(Engine(Case(name=TUNED, words=words, plan=plan), folder))
         facts[TUNED] = tuned.answer({})["facts"]
@@ -136,7 +139,7 @@ def loop(arguments: Any, folder: Path) -> tuple[dict[str, Any], dict[str, bool]]
         after = observed(tuned)
         (folder / "tuned-observation.yaml").write_text(codec.dumps(after), encoding="utf-8")
     assert plan.forecast is not None
-    predicted, measured = plan.forecast.mean_milliseconds, mean_step(after)
+    predicted, measured = plan.forecast.mean_step_ms, mean_step(after)
     counts = {name: sum(each["graphs"].values()) for name, each in facts.items()}
     rate = {name: statistics.median(each["tokens_per_second"] for each in rows) for name, rows in rounds.items()}
     share, error = rate[TUNED] / rate[FLAGS], predicted / measured - 1

@@ -5,6 +5,7 @@ nothing is coerced. Writing is compact, stable to the byte, and whole or not at 
 """
 
 from capture_planner.codec.converter import format_bytes, label, parse_bytes
+from capture_planner.codec.measurements import load_measurements
 from capture_planner.codec.plain import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.reading import (
     Document,
@@ -31,6 +32,7 @@ __all__ = [
     "json_of",
     "label",
     "load_environment",
+    "load_measurements",
     "load_observation",
     "load_plan",
     "load_profile",

@@ -23,11 +23,11 @@ class Curve:
     tokens: tuple[int, ...]
     milliseconds: tuple[float, ...]
     """After a running maximum: a size that takes longer than a larger one is a mistake of measuring, or dominated."""
-    passes: int = 1
-    """How many passes of the curve make the pass that was asked for."""
+    passes: float = 1
+    """How many passes of the curve make the pass that was asked for; of a longer chain a part."""
 
     @classmethod
-    def of(cls, measured: CostCurve, passes: int = 1) -> Curve:
+    def of(cls, measured: CostCurve, passes: float = 1) -> Curve:
         """Return the function of a measured curve."""
         return cls(measured.tokens, tuple(accumulate(measured.milliseconds, max)), passes)
 
@@ -58,39 +58,48 @@ class Costs:
         """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""
         return self._curve((role, GraphMode.NONE, query_len, draft_steps))
 
+    def known(self, family: Family) -> Curve | None:
+        """Return the time of a replay by padded tokens, or None where the profile has no graphs of the role."""
+        has_graphs = any(c.role is family[0] and c.mode is not GraphMode.NONE for c in self.profile.curves)
+        return self._curve(family) if has_graphs else None
+
+    def reach(self, family: Family) -> int:
+        """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
+        return self._nearest(family).tokens[-1]
+
     def of_graph(self, family: Family) -> GraphCost:
         """Return what one graph of a family costs; raises ``PlanningError`` where the profile has none of its role."""
-        role = family[0]
-        nearest = min(
-            (cost for cost in self.profile.graphs if cost.role is role),
+        cost = self.cost_of(family)
+        if cost is None:
+            raise _absent(f"no costs of graphs of {family[0].value}")
+        return cost
+
+    def cost_of(self, family: Family) -> GraphCost | None:
+        """Return what one graph of a family costs, or of the nearest one of its role; None: the profile has none."""
+        return min(
+            (cost for cost in self.profile.graphs if cost.role is family[0]),
             key=lambda cost: _distance(cost.key, family),
             default=None,
         )
-        if nearest is None:
-            raise _absent(f"no costs of graphs of {role.value}")
-        return nearest
 
     def assumptions(self, families: Sequence[Family]) -> Iterator[str]:
         """Yield a sentence for each family whose own curve is not in the profile."""
         for family in families:
             nearest = self._nearest(family)
             if nearest.key != family:
-                source = family_name(*nearest.key)
-                yield f"times of {family_name(*family)} are taken from {source}, which the profile has"
+                known = family_name(*nearest.key)
+                yield f"times of {family_name(*family)} are taken from {known}, which the profile has"
 
     def _curve(self, family: Family) -> Curve:
         nearest = self._nearest(family)
-        # A chain of draft decodes is as many passes, where the profile has single ones.
-        passes = family[3] or 1
-        return Curve.of(nearest, 1 if nearest.draft_steps == family[3] else passes)
+        # A chain of draft decodes is its number of single passes, or a part or a multiple of another chain.
+        return Curve.of(nearest, (family[3] or 1) / (nearest.draft_steps or 1))
 
     def _nearest(self, family: Family) -> CostCurve:
         role, mode, *_ = family
         eager = mode is GraphMode.NONE
         alike = [
-            curve
-            for curve in self.profile.curves
-            if curve.role is role and (curve.mode is GraphMode.NONE) is eager and curve.draft_steps in (None, family[3])
+            curve for curve in self.profile.curves if curve.role is role and (curve.mode is GraphMode.NONE) is eager
         ]
         if not alike:
             raise _absent(f"no {'eager times' if eager else 'times of graphs'} of {role.value}")
@@ -102,6 +111,8 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
     (_, mode, query_len, steps), (_, wanted_mode, wanted_len, wanted_steps) = key, family
     return (
         steps != wanted_steps,
+        steps is not None,
+        abs((steps or 1) - (wanted_steps or 1)),
         mode is not wanted_mode,
         (query_len is None) is not (wanted_len is None),
         abs((query_len or 0) - (wanted_len or 0)),

@@ -23,6 +23,7 @@ from capture_planner.testing.strategies.machines import (
     padding_contracts,
     registries,
 )
+from capture_planner.testing.strategies.measurements import measurements
 from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
 from capture_planner.testing.strategies.profiles import profiles
@@ -42,6 +43,7 @@ __all__ = [
     "deployments",
     "documents",
     "environments",
+    "measurements",
     "observations",
     "padding_contracts",
     "plans",

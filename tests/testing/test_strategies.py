@@ -85,7 +85,9 @@ def _unseen(strategy, kind, examples=150, rounds=20):
 
 def test_every_field_of_a_spec_takes_part():
     """Over some hundred specs each field, however deep, has at least two values."""
-    assert not _unseen(specs(), Spec)
+    unseen = _unseen(specs(measured=None), Spec)
+    # These are chosen for all roles at once, so that no role has its own.
+    assert not [path for path in unseen if path[0] != "roles" or path[-1] not in ("objective", "profile", "traffic")]
 
 
 def test_every_field_of_an_environment_takes_part():
