@@ -56,6 +56,9 @@ class Group:
     """Cases whose decode steps are compared in neighbouring blocks: the plan and what it must keep up with."""
 
 
+EAGLE = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
+
+
 def planned(
     shape: str,
     sizes: Sizes,
@@ -66,8 +69,17 @@ def planned(
     **roles: Any,
 ) -> Plan:
     """Return the plan of a server of 256 requests on an H200; ``roles`` are specs by role name."""
+    spec = server_spec(shape, sizes, mode, drafts, backend, Roles(**roles))
+    environment = load_environment(ROOT / "plans" / "environments" / "h200.yaml")
+    return make_plan(spec, environment, registry.load_backends(), measurements)
+
+
+def server_spec(
+    shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, roles: Roles, **others: Any
+) -> Spec:
+    """Return the spec of a server of 256 requests; ``others`` are further fields of the spec."""
     config = CONFIGS[shape]
-    spec = Spec(
+    return Spec(
         model=Model(
             name=f"Qwen3 {shape} shape",
             num_layers=config["num_hidden_layers"],
@@ -83,10 +95,9 @@ def planned(
         backend=backend,
         sizes=sizes,
         speculative=drafts,
-        roles=Roles(**roles),
+        roles=roles,
+        **others,
     )
-    environment = load_environment(ROOT / "plans" / "environments" / "h200.yaml")
-    return make_plan(spec, environment, registry.load_backends(), measurements)
 
 
 def groups(folder: Path, utilization: float, profile: Profile | None = None) -> Iterator[Group]:
@@ -94,7 +105,6 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
 
     :param profile: the times that the group ``schedule`` chooses its draft lengths by; None: without that group.
     """
-    eagle = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
     sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS)
     full = GraphMode.FULL_DECODE_ONLY
 
@@ -120,7 +130,7 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
         return words(shape, **{"speculative-config": drafting(shape), "compilation-config": graphs(full)})
 
     largest = ("--max-cudagraph-capture-size", "1024")
-    small, plan = serving("small"), planned("small", sizes, full, eagle, "flash_attention")
+    small, plan = serving("small"), planned("small", sizes, full, EAGLE, "flash_attention")
     eager = RoleSpec(mode=GraphMode.NONE)
     yield Group(
         name="main",
@@ -135,7 +145,7 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
                 name="plan, draft decodes eager",
                 compared=False,
                 words=small,
-                plan=planned("small", sizes, full, eagle, "flash_attention", draft_decode=eager),
+                plan=planned("small", sizes, full, EAGLE, "flash_attention", draft_decode=eager),
             ),
             Case(
                 name="all eager",
@@ -205,7 +215,7 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
         tokens=True,
         cases=(
             Case(name="vLLM by itself", words=own),
-            Case(name="plan", words=own, plan=planned("small", sizes, full, eagle, "triton")),
+            Case(name="plan", words=own, plan=planned("small", sizes, full, EAGLE, "triton")),
             Case(name="all eager", words=words("small", **exact, **{"compilation-config": graphs(GraphMode.NONE)})),
         ),
     )
@@ -217,7 +227,7 @@ def groups(folder: Path, utilization: float, profile: Profile | None = None) -> 
         cases=(
             Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),
-            Case(name="plan", words=large, plan=planned("large", sizes, full, eagle, "flash_attention")),
+            Case(name="plan", words=large, plan=planned("large", sizes, full, EAGLE, "flash_attention")),
         ),
     )
 

@@ -27,7 +27,7 @@ from capture_planner_vllm import observe_seams as seams
 
 STEP = 5e-3
 """Seconds of the step whose share is shown: a verification of 48 requests on an H200."""
-TARGET = 0.0025
+TARGET = 0.005
 """Most of a step that observing takes, cold."""
 HOT = (seams.EXECUTE, seams.STEP, seams.FORWARD, seams.SAMPLE, seams.OUTPUT, seams.SPECIALIZE)
 BLOCK = 4
@@ -70,7 +70,7 @@ class Engine:
         for seam in HOT:
             self._put(seam, self._inside(getattr(*seam.owner()), _make if seam is seams.OUTPUT else work))
         own = [getattr(*seam.owner()) for seam in HOT]
-        sizes = tuple(sorted({8, 16, 32, 4 * requests}))
+        sizes = tuple(sorted({8, 16, 32, requests, 4 * requests}))
         self._runner = support.started(sizes=sizes, max_num_seqs=requests)
         wrapped = [getattr(*seam.owner()) for seam in HOT]
         self._functions = {True: [*map(self._outside, wrapped)], False: [*map(self._outside, own)]}

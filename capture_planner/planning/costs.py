@@ -59,9 +59,11 @@ class Costs:
         return self._curve((role, GraphMode.NONE, query_len, draft_steps))
 
     def known(self, family: Family) -> Curve | None:
-        """Return the time of a replay by padded tokens, or None where the profile has no graphs of the role."""
-        has_graphs = any(c.role is family[0] and c.mode is not GraphMode.NONE for c in self.profile.curves)
-        return self._curve(family) if has_graphs else None
+        """Return the time of a pass by padded tokens; None where the profile has no such times of the role.
+
+        :param family: with the mode NONE, an eager pass.
+        """
+        return self._curve(family) if self._alike(family) else None
 
     def reach(self, family: Family) -> int:
         """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
@@ -96,14 +98,16 @@ class Costs:
         return Curve.of(nearest, (family[3] or 1) / (nearest.draft_steps or 1))
 
     def _nearest(self, family: Family) -> CostCurve:
-        role, mode, *_ = family
-        eager = mode is GraphMode.NONE
-        alike = [
-            curve for curve in self.profile.curves if curve.role is role and (curve.mode is GraphMode.NONE) is eager
-        ]
+        alike = self._alike(family)
         if not alike:
-            raise _absent(f"no {'eager times' if eager else 'times of graphs'} of {role.value}")
+            raise _absent(f"no {'eager times' if family[1] is GraphMode.NONE else 'times of graphs'} of {family[0]}")
         return min(alike, key=lambda curve: _distance(curve.key, family))
+
+    def _alike(self, family: Family) -> list[CostCurve]:
+        """Return the curves of the family's role: of graphs, or of eager passes."""
+        eager = family[1] is GraphMode.NONE
+        curves = self.profile.curves
+        return [each for each in curves if each.role is family[0] and (each.mode is GraphMode.NONE) is eager]
 
 
 def _distance(key: Family, family: Family) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.bounds import family_of
-from capture_planner.planning.costs import Costs
+from capture_planner.planning.costs import Costs, Curve
 from capture_planner.planning.sizing import Ladder
 from capture_planner.planning.sizing.program import LadderProblem
 from capture_planner.planning.sizing.smoothing import smoothed
@@ -102,7 +102,7 @@ def problem_of(ladders: Sequence[Ladder], weights: Sequence[int], costs: Costs) 
     upto = [0, *accumulate(weights[1:])]
     sums = [upto[real] - upto[before] for before, real in zip((0, *reals), reals, strict=False)]
     graphs = [costs.graph(family_of(ladder)) for ladder in ladders]
-    eager = [costs.eager(ladder.role, ladder.query_len, ladder.draft_steps) for ladder in ladders]
+    eager = [_above(ladder, costs) for ladder in ladders]
     ceiling = sizes[-1]
     return LadderProblem.of(
         sizes,
@@ -111,3 +111,14 @@ def problem_of(ladders: Sequence[Ladder], weights: Sequence[int], costs: Costs) 
         [sum(round(curve(count * unit) * NANO) for curve in eager) for count in reals],
         ceiling if ladders[0].kind is Kind.DECODE else min(max((1, *ladders[0].anchors)), ceiling),
     )
+
+
+def _above(ladder: Ladder, costs: Costs) -> Curve:
+    """Return what passes take that no size of a ladder serves.
+
+    The ceiling of decodes is always a size, so their eager times decide nothing, and engines that never run them
+    eager have none: vLLM's draft decodes (``profile --from OBSERVATION``).
+    """
+    family = (ladder.role, GraphMode.NONE, ladder.query_len, ladder.draft_steps)
+    known = costs.known(family) if ladder.kind is Kind.DECODE else costs.eager(ladder.role, ladder.query_len)
+    return known or costs.graph(family_of(ladder))

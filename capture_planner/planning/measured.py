@@ -12,7 +12,7 @@ from fractions import Fraction
 import attrs
 
 from capture_planner.errors import PlanningError, Problem
-from capture_planner.modes import Reason, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.bounds import MICRO, BudgetBounds, family_of, reduced
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.demand import NANO, Demand, problem_of
@@ -274,8 +274,10 @@ def _priced(ladder: Ladder, costs: Costs) -> Ladder:
     family, unit = family_of(ladder), ladder.query_len or 1
     if ladder.cut is Reason.BUDGET:
         count = ladder.domain.intervals[-1][1]
-        loss = costs.eager(ladder.role, ladder.query_len, ladder.draft_steps)(count * unit)
-        loss -= costs.graph(family)(count * unit)
+        eager = costs.known((ladder.role, GraphMode.NONE, ladder.query_len, ladder.draft_steps))
+        if eager is None:
+            return attrs.evolve(ladder, price=f"the profile has no eager times of {ladder.role}")
+        loss = eager(count * unit) - costs.graph(family)(count * unit)
         return attrs.evolve(ladder, price=f"at {count} that takes {loss:.3g} ms more than a graph")
     if ladder.kind is Kind.DECODE or not ladder.sizes:
         return ladder

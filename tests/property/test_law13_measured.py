@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.forecast import forecast
 from capture_planner.errors import PlanningError
+from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.sizing.allocation import SizeGroup, allocate
 from capture_planner.planning.sizing.program import LadderProblem, LadderProgram
@@ -236,3 +237,16 @@ def test_ratio_of_a_fraction_is_exact():
     problem = LadderProblem.of([1, 2], [2, 3], [1, 1], [9, 9], 2)
     assert problem.within(Fraction(3, 2)) == (1,)
     assert problem.within(Fraction(3, 2) - Fraction(1, 10**9)) == (0, 1)
+
+
+@given(deployments(max_reqs=64, measured=True))
+def test_eager_times_that_no_decode_needs_decide_nothing(inputs):
+    """An engine whose graphs serve every draft decode has no eager times of them; sizes are the same without."""
+    unbounded = attrs.evolve(inputs, spec=replace(inputs.spec, budget=Budget()))
+    profile = inputs.measurements.profile
+    served = tuple(c for c in profile.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
+    without = attrs.evolve(inputs.measurements, profile=replace(profile, curves=served))
+    plan = plan_of(unbounded)
+    assume(Role.DRAFT_DECODE in plan.planned and plan.role(Role.DRAFT_DECODE).entries)
+    again = plan_of(attrs.evolve(unbounded, measurements=without))
+    assert [role.entries for role in again.roles] == [role.entries for role in plan.roles]

@@ -234,10 +234,11 @@ class Verifications:
         :param tokens: how many tokens each of them got.
         """
         drafts = self._outputs.pop(output, None)
-        if isinstance(drafts, int) and max(tokens, default=0) < 256:
-            self._uniform.setdefault(drafts, []).append(bytes(tokens))
-        elif isinstance(drafts, int):
-            self._pairs.update(zip(repeat(drafts), tokens, strict=False))
+        if isinstance(drafts, int):
+            try:
+                self._uniform.setdefault(drafts, []).append(bytes(tokens))
+            except ValueError:  # more than 255 of a request
+                self._pairs.update(zip(repeat(drafts), tokens, strict=False))
         elif drafts is not None:
             proposed = map(len, map(drafts.get, requests, repeat(())))
             self._pairs.update(zip(proposed, tokens, strict=False))
