@@ -117,7 +117,7 @@ def figures() -> str:
     """Return what each policy gives for up to 256 requests on an H100, without drafts and with K = 3."""
     limits, machine = spec.Limits(max_num_reqs=256, max_num_tokens=8192), find_environment("h100")
     minimax = {f"minimax, {n}": spec.Sizes(policy=spec.Policy.MINIMAX, graphs=n) for n in (35, 18)}
-    left_out = {"default", "minimax", "explicit"}
+    left_out = {"default", "minimax", "explicit", "measured"}
     others = {policy.value: spec.Sizes(policy=policy) for policy in spec.Policy if policy.value not in left_out}
     rows = []
     for name, sizes in {"default": spec.Sizes(), **minimax, **others}.items():
