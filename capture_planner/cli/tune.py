@@ -143,7 +143,7 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
         today=subject.name,
         steps=StepCount(chosen=load.chosen.total, judged=load.judged.total, held_out=load.held_out),
         assumptions=tuple(assumptions),
-        notes=(*load.notes, *(line.notes if line else ())),
+        notes=(*load.notes, *tuning.notes, *(line.notes if line else ())),
         commands=_commands(line, output),
     )
     emit(form, lambda: report, lambda: tables(tune_report(report)))

@@ -19,7 +19,7 @@ from capture_planner.engines.tuning.launching import launch_line
 from capture_planner.engines.tuning.tune import Tuning, TuningBounds, tune
 from capture_planner.engines.tuning.verdict import LEAST_STEPS, SLOWER, Noise, TuneVerdict, noise_between, verdict_on
 from capture_planner.errors import PlanningError
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.steps import steps_of
 from capture_planner.records._base import replace
@@ -207,6 +207,20 @@ def test_profiles_without_a_role_are_refused() -> None:
     spec = spec_for(DRAFTS, SPEC.sizes)
     with pytest.raises(PlanningError, match="draft_prefill"):
         tuned(spec, replace(DECODES, sources=("x",)), profile())
+
+
+def test_tables_that_run_what_the_engine_never_runs_eager_are_left_out() -> None:
+    """An engine whose graphs serve every draft decode has no eager times of them: one graph cannot be judged."""
+    spec = spec_for(DRAFTS, Sizes())
+    costs = profile_for(spec)
+    served = tuple(c for c in costs.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
+    without = tuned(spec, DECODES, replace(costs, curves=served))
+    assert without.proposed == tuned(spec, DECODES, costs).proposed
+    assert without.notes == (
+        "tables of at most 1 graph are not judged: the profile has no eager times of draft_decode",
+    )
+    with pytest.raises(PlanningError, match="no eager times of draft_decode"):
+        tuned(spec, DECODES, replace(costs, curves=served), graphs=1, bounds=TuningBounds(graphs=1))
 
 
 QUIET = Noise(measuring=0.0, sampling=0.0)

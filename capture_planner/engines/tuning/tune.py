@@ -10,6 +10,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.engines.tuning.judgement import Pricing, SideFigures, judged
 from capture_planner.engines.tuning.verdict import LEAST_STEPS, SPREAD, Noise, TuneVerdict, noise_between, verdict_on
+from capture_planner.errors import AbsentTimesError
 from capture_planner.planning.costs import Costs
 from capture_planner.records.batch import Batch
 from capture_planner.records.plan import Plan
@@ -80,6 +81,8 @@ class Tuning:
     noise: Noise | None = None
     """In the difference of the two sides by the objective."""
     objective: str = "mean"
+    notes: tuple[str, ...] = ()
+    """What could not be judged, in sentences."""
 
 
 @attrs.frozen
@@ -130,14 +133,14 @@ def tune(
         pricing = Pricing(_side(plan, today), costs)
         return _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective))
 
-    candidates = list(_candidates(candidate, len(today.graphs), limits))
+    candidates, notes = _candidates(candidate, len(today.graphs), limits)
     within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
     selected = _selected(within, past if limits.hold(past) else None, candidate)
     tried = sorted({each.allowed: each for each in (*candidates, selected)}.values(), key=lambda each: each.allowed)
     pareto = tuple(_pareto(tried, judging, limits))
     if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
         says = "the measured sizes would take longer than today's on the steps that chose them"
-        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto)
+        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto, notes=notes)
     proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
     spread = costs.profile.spread
     noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
@@ -156,6 +159,7 @@ def tune(
         max_graphs=selected.allowed,
         noise=noise,
         objective=objective,
+        notes=notes,
     )
 
 
@@ -164,18 +168,33 @@ def _change(before: SideFigures, after: SideFigures) -> str:
     return f"the mean step takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
 
 
-def _candidates(candidate: Callable[[int], _Candidate], today: int, limits: TuningBounds) -> Iterator[_Candidate]:
-    """Yield the best table of each number of graphs that is tried, without those that need no more than one before."""
+def _candidates(
+    candidate: Callable[[int], _Candidate], today: int, limits: TuningBounds
+) -> tuple[list[_Candidate], tuple[str, ...]]:
+    """Return the best table of each number of graphs that is tried, without those that need no more than one before.
+
+    With few graphs, passes may run eager that the engine never runs eager, so that its profile has no times of them:
+    such tables are left out, with a note. Raises ``AbsentTimesError`` where no table is left.
+    """
     top = limits.graphs if limits.graphs is not None else max(MOST_GRAPHS, today)
     numbers = sorted({count for count in _COUNTS if count < top} | {top} | ({today} if 0 < today <= top else set()))
-    graphs = None
+    candidates: list[_Candidate] = []
+    notes: tuple[str, ...] = ()
     for count in numbers:
-        found = candidate(count)
-        if found.plan.num_graphs != graphs:
-            graphs = found.plan.num_graphs
-            yield found
+        try:
+            tried = candidate(count)
+        except AbsentTimesError as error:
+            if count == numbers[-1]:
+                raise
+            message = error.problems[0].message
+            notes = (f"tables of at most {counted(count, 'graph')} are not judged: {message}",)
+            continue
+        graphs = candidates[-1].plan.num_graphs if candidates else None
+        if tried.plan.num_graphs != graphs:
+            candidates.append(tried)
         elif count > 2 * graphs:
-            return  # More graphs would buy nothing.
+            break  # More graphs would buy nothing.
+    return candidates, notes
 
 
 def _side(plan: Plan, today: Emulation) -> Emulation:
@@ -199,7 +218,11 @@ def _selected(
     index = next(index for index, each in enumerate(candidates) if each.chosen.objective <= most)
     few, selected = candidates[index - 1].allowed if index else 0, candidates[index]
     while index and selected.allowed - few > max(1, selected.allowed // 16):
-        between = candidate((few + selected.allowed) // 2)
+        try:
+            between = candidate((few + selected.allowed) // 2)
+        except AbsentTimesError:
+            few = (few + selected.allowed) // 2  # as in _candidates
+            continue
         if between.chosen.objective <= most:
             selected = between
         else:
