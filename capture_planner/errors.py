@@ -14,6 +14,8 @@
          +- GuardError        something that a graph depends on has moved; names what
          +- DifferenceError   a graph computed something else than an eager forward; carries where
 
+An installed plugin that is broken is a ``PluginWarning``: it stops only what uses it.
+
 Errors carry objects; text is made where it is shown. Assertions are for what cannot happen.
 """
 
@@ -68,6 +70,10 @@ def format_path(path: Iterable[str | int]) -> str:
 
 class CapturePlannerError(Exception):
     """The base of all errors that capture-planner raises on purpose."""
+
+
+class PluginWarning(UserWarning):
+    """An installed plugin is broken and left out; an error only for what uses it."""
 
 
 class InvalidValue(CapturePlannerError):

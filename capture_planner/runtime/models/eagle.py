@@ -12,11 +12,11 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.runtime.models.heads import AUX_LAYER_IDS, Config, Eagle, Eagle3
 from capture_planner.runtime.models.huggingface import refuse_moving_rope
 from capture_planner.runtime.models.loading import (
-    UNREADABLE,
     Source,
     StoredTensor,
     contradictions,
     fill,
+    library_errors,
     locate,
     read_tensors,
     seeded,
@@ -59,7 +59,7 @@ def load_drafter(
         own |= {"lm_head.weight", "d2t"}
     origin = "the plan's numbers" if found is None else found.label
     name = f"{kind.__name__} of {origin}" + (f", random weights (seed {seed})" if is_random else "")
-    with seeded(seed, device):
+    with library_errors(f"{name} cannot be made"), seeded(seed, device):
         drafter = kind(config, target, own, name).eval().requires_grad_(False)
         # Parameters only: rotary frequencies stay in float32, as in the target.
         for parameter in drafter.parameters():
@@ -84,16 +84,17 @@ def _planned(speculative: Speculative, target: TargetModel) -> Config:
             f"speculative.model.vocab_size: {vocab} of the target's {target.vocab_size}; only eagle3 has a "
             "reduced vocabulary, and no larger one"
         )
-    config: Config = LlamaConfig(
-        num_hidden_layers=draft.num_layers,
-        num_attention_heads=draft.num_heads or target.num_heads,
-        num_key_value_heads=draft.num_kv_heads or target.num_kv_heads,
-        head_dim=draft.head_dim or target.head_dim,
-        hidden_size=target.hidden_size,
-        intermediate_size=3 * target.hidden_size,
-        vocab_size=target.vocab_size,
-        max_position_embeddings=target.max_model_len,
-    )
+    with library_errors("speculative.model: no random head has its numbers"):
+        config: Config = LlamaConfig(
+            num_hidden_layers=draft.num_layers,
+            num_attention_heads=draft.num_heads or target.num_heads,
+            num_key_value_heads=draft.num_kv_heads or target.num_kv_heads,
+            head_dim=draft.head_dim or target.head_dim,
+            hidden_size=target.hidden_size,
+            intermediate_size=3 * target.hidden_size,
+            vocab_size=target.vocab_size,
+            max_position_embeddings=target.max_model_len,
+        )
     config.draft_vocab_size = vocab
     return config
 
@@ -101,11 +102,9 @@ def _planned(speculative: Speculative, target: TargetModel) -> Config:
 def _read(found: Source, speculative: Speculative, target: TargetModel) -> Config:
     """Return the configuration of a folder. Raises one ``RunError`` for all that is against it."""
     values = found.read_config()
-    try:
+    with library_errors(f"{found.config}: not the configuration of a Llama head"):
         config: Config = LlamaConfig.from_dict(values)
-    except UNREADABLE as error:
-        raise RunError(f"{found.config}: not the configuration of a Llama head: {error}") from error
-    refuse_moving_rope(config, str(found.config))
+        refuse_moving_rope(config, str(found.config))
     draft, eagle = speculative.model, values.get("eagle_config") or {}
     pairs = [
         ("num_layers", draft.num_layers, config.num_hidden_layers),
