@@ -8,7 +8,7 @@
      +- PlanningError         a valid spec has no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
      +- EngineError           an engine is not installed, named twice, or broke its contract
-     +- DispatchError         the plan does not have the role
+     +- DispatchError         the plan does not have the role, or counts of a batch are no numbers
      +- RunError              a plan cannot be executed on this machine, this model or these requests
          +- CaptureError      a forward cannot be captured
          +- GuardError        something that a graph depends on has moved; names what
@@ -63,7 +63,8 @@ def format_path(path: Iterable[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            name = part if len(part) <= 80 else f"{part[:77]}..."
+            name = part if part.isprintable() else ascii(part)[1:-1]
+            name = name if len(name) <= 80 else f"{name[:77]}..."
             text += f".{name}" if text else name
     return text
 
@@ -113,7 +114,7 @@ class EngineError(CapturePlannerError):
 
 
 class DispatchError(CapturePlannerError):
-    """A plan does not have the role."""
+    """A plan does not have the role, or counts of a batch are no numbers."""
 
 
 class RunError(CapturePlannerError):

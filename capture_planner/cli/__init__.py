@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any, NoReturn
 
 import click
@@ -21,18 +22,24 @@ from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.profile import profile
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
+from capture_planner.cli.common import INTERRUPTED
 from capture_planner.codec import dumps_json
-from capture_planner.errors import CapturePlannerError, InvalidValue
+from capture_planner.errors import CapturePlannerError, InvalidValue, PluginWarning
+from capture_planner.report.writing import printable, printable_lines
 
 
 def main() -> NoReturn:
-    """Run the command line; every error a user can make ends as text and exit code 1."""
+    """Run the command line; every error a user can make ends as text and exit code 1, an interruption with 130."""
     arguments = sys.argv[1:]
     code: object = 1
+    _show_plugin_warnings()
     try:
+        if sys.stdout is None:
+            raise CapturePlannerError("standard output is closed; redirect it to /dev/null to discard it")
         code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
+        code = INTERRUPTED
     except click.ClickException as error:
         error.show()
     except CapturePlannerError as error:
@@ -40,14 +47,27 @@ def main() -> NoReturn:
     except BrokenPipeError:
         sys.stderr.close()
     except OSError as error:
-        click.echo(f"error: standard output: {error.strerror or error}", err=True)
+        click.echo(f"error: {printable(str(error.filename or 'standard output'))}: {error.strerror or error}", err=True)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_plugin_warnings() -> None:
+    """Show broken plugins as one line each; other warnings as before."""
+    show_others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *others: Any, **named: Any) -> None:
+        if issubclass(category, PluginWarning):
+            click.echo(f"warning: {printable(str(message))}", err=True)
+        else:
+            show_others(message, category, *others, **named)
+
+    warnings.showwarning = show
 
 
 def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
     problems = error.problems if isinstance(error, InvalidValue) else ()
     for line in [str(problem) for problem in problems] or [str(error)]:
-        click.echo(f"error: {line}", err=True)
+        click.echo(f"error: {printable_lines(line)}", err=True)
     if as_json:
         keep = ("message", "remedy", "file", "line", "column")
         listed: list[dict[str, Any]] = [

@@ -26,6 +26,7 @@ from capture_planner.cli.common import (
     plan_of,
     read_document,
     refuse_to_replace,
+    show_lines,
     to_json,
 )
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
@@ -210,7 +211,8 @@ def check(
         click.echo(to_json(findings.as_sarif(placed, drift, capture_planner.__version__)))
     else:
         lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
-        click.echo(lines, nl=bool(lines))
+        if lines:
+            show_lines(lines)
         if form == "text":
             other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
             click.echo(_count(placed, drift, len(files), other))
@@ -259,7 +261,7 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
         result = observed_diff(*(_deployment(each, environment) for each in documents))
-        click.echo(to_json(result) if form == "json" else diff_text(result))
+        show_lines(to_json(result) if form == "json" else diff_text(result))
         if result.changes:
             click.get_current_context().exit(FINDINGS)
         return
@@ -268,7 +270,7 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     if form == "json":
         click.echo(to_json({"changes": changes}))
     else:
-        click.echo("\n".join(change.message for change in changes) or "the plans are the same")
+        show_lines("\n".join(change.message for change in changes) or "the plans are the same")
     if changes:
         click.get_current_context().exit(FINDINGS)
 

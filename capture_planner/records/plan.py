@@ -8,7 +8,16 @@ from typing import Annotated
 
 from capture_planner.errors import DispatchError
 from capture_planner.modes import GraphMode, Pool, Reason, Role
-from capture_planner.records._base import Name, NonNegative, Pattern, digest, field, record, refuse_duplicates
+from capture_planner.records._base import (
+    Name,
+    NonNegative,
+    Pattern,
+    digest,
+    field,
+    raise_any,
+    record,
+    refuse_duplicates,
+)
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
@@ -125,6 +134,8 @@ class Plan:
 
     def __attrs_post_init__(self) -> None:
         refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")
+        if self.speculative is not None:
+            raise_any(self.speculative.head_problems(self.model, self.parallel.tensor))
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""

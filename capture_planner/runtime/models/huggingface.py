@@ -63,7 +63,8 @@ class HuggingFaceModel:
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.max_model_len: int = getattr(config, "max_position_embeddings", None) or max_model_len
+        stated = getattr(config, "max_position_embeddings", None)
+        self.max_model_len: int = max_model_len if stated is None else stated
         self.mrope = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
         self.dtype: torch.dtype = model.dtype
         untyped: Any = model
@@ -275,7 +276,7 @@ def _llama(shape: Model) -> LlamaConfig:
 
 
 def _configuration(found: Source) -> PreTrainedConfig:
-    """Read a configuration; code next to it is not run, nor is anybody asked whether to run it."""
+    """Read a configuration; code next to it is not run, and no question about it is put on the terminal."""
     found.read_config()
     config: PreTrainedConfig = AutoConfig.from_pretrained(found.config, trust_remote_code=False)
     return config
