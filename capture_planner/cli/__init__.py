@@ -41,6 +41,7 @@ def main() -> NoReturn:
         click.echo("interrupted", err=True)
         code = INTERRUPTED
     except click.ClickException as error:
+        error.message = printable_lines(error.message)
         error.show()
     except CapturePlannerError as error:
         _show_error(error, as_json=any(word in ("--format=json", "json") for word in arguments))

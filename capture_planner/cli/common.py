@@ -154,7 +154,7 @@ def emit_file(form: str, file: Path | None, text: Callable[[], str]) -> None:
     """Write a file where one was named, and say so; on standard error next to a JSON document."""
     if file is not None:
         codec.write(file, text())
-        click.echo(f"written to {file}", err=form == "json")
+        show_lines(f"written to {file}", err=form == "json")
 
 
 def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subject: str = "the plan") -> None:

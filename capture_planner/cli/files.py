@@ -72,7 +72,7 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     else:
         emit(form, lambda: result, partial(tables.plan_summary, result))
     if output is not None:
-        click.echo(f"written to {output}", err=form == "json")
+        show_lines(f"written to {output}", err=form == "json")
 
 
 @click.command(short_help="Show a plan, an observation or a profile as tables.")

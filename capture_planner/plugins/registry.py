@@ -58,8 +58,8 @@ class RegisteredBackend:
         subject = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
         with guarded(subject, BackendError):
             answer = getattr(self.backend, call)(role, *args)
-        if not isinstance(answer, kind):
-            raise BackendError(f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors")
+            if not isinstance(answer, kind):
+                raise BackendError(f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors")
         return answer
 
 

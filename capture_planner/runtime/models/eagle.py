@@ -105,25 +105,25 @@ def _read(found: Source, speculative: Speculative, target: TargetModel) -> Confi
     with library_errors(f"{found.config}: not the configuration of a Llama head"):
         config: Config = LlamaConfig.from_dict(values)
         refuse_moving_rope(config, str(found.config))
-    draft, eagle = speculative.model, values.get("eagle_config") or {}
-    pairs = [
-        ("num_layers", draft.num_layers, config.num_hidden_layers),
-        ("num_heads", draft.num_heads or target.num_heads, config.num_attention_heads),
-        ("num_kv_heads", draft.num_kv_heads or target.num_kv_heads, config.num_key_value_heads),
-        ("head_dim", draft.head_dim or target.head_dim, config.head_dim),
-        ("vocab_size", draft.vocab_size, values.get("draft_vocab_size") or config.vocab_size),
-    ]
-    problems = contradictions("speculative.model", pairs, found.config)
-    if config.vocab_size != target.vocab_size:
-        problems.append(f"{found.config}: vocab_size {config.vocab_size}, the target has {target.vocab_size}")
-    if config.hidden_act != "silu":
-        problems.append(f"{found.config}: hidden_act {config.hidden_act}, supported: silu")
-    if config.hidden_size != target.hidden_size and speculative.method is Method.EAGLE:
-        problems.append(f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}")
-    unsupported = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)]
-    if eagle.get("use_aux_hidden_state", True) is False:
-        unsupported.append("use_aux_hidden_state: false")
-    problems += [f"{found.config}: {name} is not supported" for name in unsupported]
+        draft, eagle = speculative.model, values.get("eagle_config") or {}
+        pairs = [
+            ("num_layers", draft.num_layers, config.num_hidden_layers),
+            ("num_heads", draft.num_heads or target.num_heads, config.num_attention_heads),
+            ("num_kv_heads", draft.num_kv_heads or target.num_kv_heads, config.num_key_value_heads),
+            ("head_dim", draft.head_dim or target.head_dim, config.head_dim),
+            ("vocab_size", draft.vocab_size, values.get("draft_vocab_size") or config.vocab_size),
+        ]
+        problems = contradictions("speculative.model", pairs, found.config)
+        if config.vocab_size != target.vocab_size:
+            problems.append(f"{found.config}: vocab_size {config.vocab_size}, the target has {target.vocab_size}")
+        if config.hidden_act != "silu":
+            problems.append(f"{found.config}: hidden_act {config.hidden_act}, supported: silu")
+        if config.hidden_size != target.hidden_size and speculative.method is Method.EAGLE:
+            problems.append(f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}")
+        unsupported = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)]
+        if eagle.get("use_aux_hidden_state", True) is False:
+            unsupported.append("use_aux_hidden_state: false")
+        problems += [f"{found.config}: {name} is not supported" for name in unsupported]
     if problems:
         raise RunError("\n".join(problems))
     return config
