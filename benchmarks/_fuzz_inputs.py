@@ -47,7 +47,14 @@ _KEYS = (
     *NUMBERS,
     *("dtype", "torch_dtype", "model_type", "layer_types", "rope_parameters", "rope_scaling", "sliding_window"),
     *("hidden_act", "architectures", "tie_word_embeddings", "quantization_config", "text_config", "auto_map"),
-    *("transformers_weights", "rms_norm_eps", "attention_bias", "draft_vocab_size", "eagle_config", "initializer_range"),
+    *(
+        "transformers_weights",
+        "rms_norm_eps",
+        "attention_bias",
+        "draft_vocab_size",
+        "eagle_config",
+        "initializer_range",
+    ),
 )
 
 
@@ -99,7 +106,9 @@ def model_folder(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> 
         names.append(key)
     text = json.dumps(config)
     if rng.random() < 0.05:
-        text = rng.choice(("", "{", "[]", "5", "{" * 100_000, '{"a":' * 100_000, text[: rng.randrange(len(text))], "\0"))
+        text = rng.choice(
+            ("", "{", "[]", "5", "{" * 100_000, '{"a":' * 100_000, text[: rng.randrange(len(text))], "\0")
+        )
         names.append("no JSON")
     (folder / "config.json").write_text(text, "utf-8")
     if rng.random() < 0.15:
@@ -205,7 +214,14 @@ def plugin(rng: random.Random, folder: Path, index: int) -> Input:
     source = f"{_HEAD}\n{marker}def {hook}{signature}:\n    return {bring}\n"
     made_by = f"{marker.strip()} {hook}{signature}: {bring}"
     if rng.random() < 0.25:
-        whole = ("def", "raise " + error, "\0", "import no_such_module", "x = 1", "def __getattr__(n): raise ValueError(n)")
+        whole = (
+            "def",
+            "raise " + error,
+            "\0",
+            "import no_such_module",
+            "x = 1",
+            "def __getattr__(n): raise ValueError(n)",
+        )
         source = made_by = _HEAD + rng.choice(whole)
         made_by = source.rpartition("\n")[2]
     (folder / f"{module}.py").write_text(source, "utf-8")
@@ -221,11 +237,38 @@ def plugin(rng: random.Random, folder: Path, index: int) -> Input:
 # Requests --------------------------------------------------------------------------------------
 
 _ROWS = "TIMESTAMP,ContextTokens,GeneratedTokens\n0.0,4,3\n0.5,7,2\n1.5,1,1\n"
-_LINES = 'alpha beta\n\ngamma delta alpha\n'
+_LINES = "alpha beta\n\ngamma delta alpha\n"
 _OBJECTS = '{"prompt": "alpha beta", "max_new_tokens": 3, "arrival": 0.5}\n{"prompt": "gamma"}\n'
 _BITS = (
-    *("\0", "\ufeff", "\r", "\r\n", "\n", ",", '"', "'", "-1", "1e400", "9" * 400, "nan", "inf", "2023-11-16 18:17:03.97"),
-    *("2023-11-16T18:17:03Z", "9999-99-99 99:99:99", "{", "[", "[" * 100_000, "null", '"\\ud800"', "é", "\t", ";", *CONTROLS),
+    *(
+        "\0",
+        "\ufeff",
+        "\r",
+        "\r\n",
+        "\n",
+        ",",
+        '"',
+        "'",
+        "-1",
+        "1e400",
+        "9" * 400,
+        "nan",
+        "inf",
+        "2023-11-16 18:17:03.97",
+    ),
+    *(
+        "2023-11-16T18:17:03Z",
+        "9999-99-99 99:99:99",
+        "{",
+        "[",
+        "[" * 100_000,
+        "null",
+        '"\\ud800"',
+        "é",
+        "\t",
+        ";",
+        *CONTROLS,
+    ),
 )
 
 
@@ -287,7 +330,9 @@ def plan_text(rng: random.Random, folder: Path, plan: dict[str, Any]) -> Input:
                 walk(node[key])
 
     walk(data)
-    likely = [place for place in places if place[1] in ("says", "before", "after", "version", "reason", "formula", "cause")]
+    likely = [
+        place for place in places if place[1] in ("says", "before", "after", "version", "reason", "formula", "cause")
+    ]
     for _ in range(rng.choice((1, 2, 5))):
         node, key = rng.choice(likely if likely and rng.random() < 0.8 else places)
         at = rng.randrange(len(node[key]) + 1)
@@ -320,6 +365,8 @@ def output(rng: random.Random, folder: Path, spec: str, plan: str) -> Input:
     kind = rng.choice(list(kinds))
     kinds[kind]()
     odd = ("x" * 300, "", "no/such/file.yaml", "spec.yaml", "spec.yaml/out", "/dev/null", "/dev/full", "-", "\x1b[31m")
-    name = rng.choice((str(target),) * 3 + tuple(str(folder / each) if each and each[0] != "/" else each for each in odd))
+    name = rng.choice(
+        (str(target),) * 3 + tuple(str(folder / each) if each and each[0] != "/" else each for each in odd)
+    )
     command = rng.choice((("plan", str(source), "-e", "cpu"), ("environment",)))
     return Input(made_by=f"{command[0]} -o {kind}", files=(source,), words=(*command, "-o", name))

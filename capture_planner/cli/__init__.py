@@ -11,6 +11,7 @@ import click
 import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
+from capture_planner.cli.common import INTERRUPTED
 from capture_planner.cli.compare import compare
 from capture_planner.cli.conformance import conformance
 from capture_planner.cli.engine import engine
@@ -22,7 +23,6 @@ from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.profile import profile
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
-from capture_planner.cli.common import INTERRUPTED
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, InvalidValue, PluginWarning
 from capture_planner.report.writing import printable, printable_lines

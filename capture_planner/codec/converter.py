@@ -55,9 +55,7 @@ def problems_of(error: Exception) -> list[Problem]:
 def _unknown_key(key: str, known: list[str], *, first: bool) -> Problem:
     near = difflib.get_close_matches(key[:100], known, n=1)
     remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
-    return Problem(
-        path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near[0]}?" if near else remedy
-    )
+    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near[0]}?" if near else remedy)
 
 
 def _fail(message: str, remedy: str = "") -> InvalidValue:

@@ -138,7 +138,7 @@ def is_in_place(path: Path) -> bool:
 def replaceable(path: Path) -> Path:
     """Return the file that a new one is put in the place of, links followed.
 
-    Raises ``OSError`` for links in a circle, and for a file without any permission to write: a rename would ignore that.
+    Raises ``OSError`` for links in a circle, and for a read-only file: a rename would replace it all the same.
     """
     target = Path(os.path.realpath(path))
     if target.is_symlink():

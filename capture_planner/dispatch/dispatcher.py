@@ -194,13 +194,11 @@ class _RoleTables:
         )
 
 
-_COUNTS = ("num_reqs", "num_tokens", "query_len", "active_loras")
-
-
 def _refuse_counts(batch: Batch, cause: TypeError) -> None:
     """Raise ``DispatchError`` where counts of a batch are no numbers, with ``cause``."""
-    names = ("num_reqs", "num_tokens", "active_loras") if batch.query_len is None else _COUNTS
-    wrong = [f"{name} is {value!r}" for name in names if not isinstance(value := getattr(batch, name), int)]
+    names = ("num_reqs", "num_tokens", "query_len", "active_loras")
+    counts = {name: getattr(batch, name) for name in names if name != "query_len" or batch.query_len is not None}
+    wrong = [f"{name} is {value!r}" for name, value in counts.items() if not isinstance(value, int)]
     if wrong:
         raise DispatchError(f"{' and '.join(wrong)}; expected whole numbers") from cause
 

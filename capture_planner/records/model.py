@@ -51,7 +51,7 @@ class Latent:
 
 
 def head_problems(heads: int, kv_heads: int, tensor: int, *, grouped: Path, spread: Path) -> Iterator[Problem]:
-    """Yield what is wrong with heads on so many tensor-parallel ranks: at ``grouped`` among themselves, or ``spread``."""
+    """Yield what is wrong with heads: at ``grouped`` among themselves, at ``spread`` on the tensor-parallel ranks."""
     if heads % kv_heads:
         message = f"{heads} query heads do not divide into {kv_heads} KV heads"
         yield Problem(path=grouped, message=message, remedy="each KV head serves the same number of query heads")
@@ -134,7 +134,7 @@ class Speculative:
             previous = last
 
     def head_problems(self, target: Model, tensor: int) -> Iterator[Problem]:
-        """Yield what is wrong with the drafter's heads next to those of the target, on so many tensor-parallel ranks."""
+        """Yield what is wrong with the drafter's heads, on as many tensor-parallel ranks as the target."""
         own, path = self.model, ("speculative", "model")
         if own.num_heads is not None or own.num_kv_heads is not None:  # else the target's, with the target's problems
             heads, kv_heads = own.num_heads or target.num_heads, own.num_kv_heads or target.num_kv_heads

@@ -120,7 +120,9 @@ def _read(found: Source, speculative: Speculative, target: TargetModel) -> Confi
             problems.append(f"{found.config}: hidden_act {config.hidden_act}, supported: silu")
         if config.hidden_size != target.hidden_size and speculative.method is Method.EAGLE:
             problems.append(f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}")
-        unsupported = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)]
+        unsupported = [
+            name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)
+        ]
         if eagle.get("use_aux_hidden_state", True) is False:
             unsupported.append("use_aux_hidden_state: false")
         problems += [f"{found.config}: {name} is not supported" for name in unsupported]

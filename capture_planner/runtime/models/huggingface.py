@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -277,7 +278,9 @@ def _llama(shape: Model) -> LlamaConfig:
 
 def _configuration(found: Source) -> PreTrainedConfig:
     """Read a configuration; code next to it is not run, and no question about it is put on the terminal."""
-    found.read_config()
+    stated = found.read_config()
+    if stated.get("auto_map") and stated.get("model_type") not in CONFIG_MAPPING:
+        raise RunError(f"{found.config}: its model is code next to it, which is not run; {SUPPORTED}")
     config: PreTrainedConfig = AutoConfig.from_pretrained(found.config, trust_remote_code=False)
     return config
 

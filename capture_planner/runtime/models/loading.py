@@ -123,7 +123,9 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         listed = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        raise RunError(f"{folder}: {listed} of {INDEX} are absent; download them, or remove the index to run random ones")
+        raise RunError(
+            f"{folder}: {listed} of {INDEX} are absent; download them, or remove the index to run random ones"
+        )
     return tuple(folder / name for name in names)
 
 
