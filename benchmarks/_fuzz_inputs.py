@@ -11,7 +11,7 @@ import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mixtra
 CONTROLS = ("\x1b]0;owned\x07", "\x1b[31m", "\x9b2J", "\u202e", "\u2066", "\x00", "\r", "\x7f", "\u2028", "\U000e0041")
 """What a terminal, or an eye, takes for something else than text."""
 
-NUMBERS = {
+NUMBERS: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -42,7 +42,28 @@ FAMILIES: tuple[Callable[[], Any], ...] = (
     lambda: MixtralConfig(**NUMBERS, num_local_experts=2, num_experts_per_tok=1),
 )
 INDEX = "model.safetensors.index.json"
-_ODD = (0, -1, 1, 2, 3, 7, 33, 10**30, 0.5, float("nan"), True, None, "x", "", "../x", [], [1], {}, {"a": 1}, *CONTROLS)
+_ODD: tuple[Any, ...] = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    33,
+    10**30,
+    0.5,
+    float("nan"),
+    True,
+    None,
+    "x",
+    "",
+    "../x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    *CONTROLS,
+)
 _KEYS = (
     *NUMBERS,
     *("dtype", "torch_dtype", "model_type", "layer_types", "rope_parameters", "rope_scaling", "sliding_window"),
@@ -66,10 +87,10 @@ class Checkpoints:
 
     @classmethod
     def make(cls) -> Checkpoints:
-        made = []
+        made, auto = [], cast(Any, AutoModelForCausalLM)
         for family in FAMILIES:
             config = family()
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = auto.from_config(config, dtype=torch.float32)
             tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
             architecture = {"architectures": [type(model).__name__]}
             made.append((json.loads(config.to_json_string()) | architecture, tensors))
@@ -156,7 +177,7 @@ def _weights(rng: random.Random, folder: Path, tensors: dict[str, torch.Tensor])
             save_file(rest, folder / second, metadata={"format": "pt"})
         index = json.dumps({"weight_map": dict.fromkeys(half, first) | dict.fromkeys(rest, second)})
         if layout == "index":
-            maps = ({}, None, [], {"a": 5}, {"a": None}, {"a": ""}, {"a": "."}, "x")
+            maps: tuple[Any, ...] = ({}, None, [], {"a": 5}, {"a": None}, {"a": ""}, {"a": "."}, "x")
             index = rng.choice(("", "{", "[" * 100_000, "5", *(json.dumps({"weight_map": each}) for each in maps)))
         (folder / INDEX).write_text(index, "utf-8")
     return layout, layout in ("foreign", "absent", "index")
@@ -202,7 +223,7 @@ def plugin(rng: random.Random, folder: Path, index: int) -> Input:
     module = f"odd_plugin_{index}"
     error, call = rng.choice(_ERRORS), rng.choice(("support", "padding", "refresh", "workspace"))
     brings = (
-        *("None", "5", "[None]", "['x']", "[Hidden()]", "(fail(%s) for _ in 'a')" % error, "fail(%s)" % error, "[]"),
+        *("None", "5", "[None]", "['x']", "[Hidden()]", f"(fail({error}) for _ in 'a')", f"fail({error})", "[]"),
         *("real()", "[Backend(name='')]", "[Backend(name='\\x1b[31m')]", "[Backend(name=5)]", "[Backend()]"),
         *("[Backend(), Backend()]", f"[Backend({call}=lambda *_: 3)]", f"[Backend({call}=lambda *_: fail({error}))]"),
         *(f"[Backend({call}=lambda: None)]", f"[Backend({call}=5)]", f"[Backend({call}=lambda *_: Hidden())]"),
@@ -348,16 +369,29 @@ def output(rng: random.Random, folder: Path, spec: str, plan: str) -> Input:
     """Write a spec, and something in the place where a plan is to be written."""
     source, target = folder / "spec.yaml", folder / "out.yaml"
     source.write_text(spec, "utf-8")
+
+    def read_only() -> None:
+        target.write_text(plan, "utf-8")
+        target.chmod(0o444)
+
+    def long_loop() -> None:
+        target.symlink_to("other")
+        (folder / "other").symlink_to(target.name)
+
+    def link() -> None:
+        (folder / "p.yaml").write_text(plan, "utf-8")
+        target.symlink_to("p.yaml")
+
     kinds: dict[str, Callable[[], object]] = {
         "new": lambda: None,
         "a plan": lambda: target.write_text(plan, "utf-8"),
-        "a read-only plan": lambda: (target.write_text(plan, "utf-8"), target.chmod(0o444)),
+        "a read-only plan": read_only,
         "a spec": lambda: target.write_text(spec, "utf-8"),
         "a loop": lambda: target.symlink_to(target.name),
-        "a long loop": lambda: (target.symlink_to("other"), (folder / "other").symlink_to(target.name)),
+        "a long loop": long_loop,
         "a link to nothing": lambda: target.symlink_to("nothing"),
         "a link to no folder": lambda: target.symlink_to("no/such/folder"),
-        "a link to a plan": lambda: ((folder / "p.yaml").write_text(plan, "utf-8"), target.symlink_to("p.yaml")),
+        "a link to a plan": link,
         "a folder": target.mkdir,
         "junk": lambda: target.write_bytes(rng.randbytes(20)),
         "empty": lambda: target.write_bytes(b""),

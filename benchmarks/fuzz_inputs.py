@@ -26,6 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from capture_planner.plugins.registry import load_backends
 from capture_planner.records._base import replace
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, Method, Model, Speculative
+from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Spec
 from capture_planner.report.backends import backend_support
 from capture_planner.runtime.models.eagle import load_drafter
@@ -57,18 +59,20 @@ WEIGHTS = (6, 4, 3, 3, 2, 2)
 
 SHAPE = Model(
     name="tiny",
-    **{name: make.NUMBERS[key] for name, key in (("num_heads", "num_attention_heads"), ("head_dim", "head_dim"))},
-    **{name: make.NUMBERS[key] for name, key in (("num_layers", "num_hidden_layers"), ("vocab_size", "vocab_size"))},
-    num_kv_heads=1,
-    max_model_len=64,
-    hidden_size=16,
+    num_layers=make.NUMBERS["num_hidden_layers"],
+    num_heads=make.NUMBERS["num_attention_heads"],
+    num_kv_heads=make.NUMBERS["num_key_value_heads"],
+    head_dim=make.NUMBERS["head_dim"],
+    max_model_len=make.NUMBERS["max_position_embeddings"],
+    hidden_size=make.NUMBERS["hidden_size"],
+    vocab_size=make.NUMBERS["vocab_size"],
     dtype=DataType.FLOAT32,
 )
 SPEC = Spec(model=SHAPE, limits=Limits(max_num_reqs=4, max_num_tokens=16), backend="reference")
 CPU = torch.device("cpu")
 
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "socket.getaddrinfo")
-_CODE = tuple({*map(os.path.realpath, (ROOT, sys.prefix, sys.base_prefix, *site.getsitepackages()))})
+_CODE = tuple({os.path.realpath(str(each)) for each in (ROOT, sys.prefix, sys.base_prefix, *site.getsitepackages())})
 _SYSTEM = (
     "/dev/null",
     "/dev/full",
@@ -127,13 +131,14 @@ def prepare(arguments: argparse.Namespace) -> None:
     target = load_target(None, SHAPE, device=CPU, dtype=torch.float32)
     made = codec.dumps(plan(SPEC, environment, load_backends()))
     _STATE[:] = [State(arguments, make.Checkpoints.make(), environment, target, codec.dumps(SPEC), made)]
-    own = safetensors.torch.safe_open
+    reader: Any = safetensors.torch
+    own = reader.safe_open
 
     def seen(file: Any, *others: Any, **named: Any) -> Any:  # opened in Rust, where no audit hook looks
         sys.audit("open", str(file), "r", 0)
         return own(file, *others, **named)
 
-    safetensors.torch.safe_open = seen
+    reader.safe_open = seen
     for index in range(20):  # what is imported or made at the first use is not an input's
         kinds = [kind for kind in KINDS if kind != "plugin"]
         with contextlib.suppress(Exception):
@@ -221,7 +226,7 @@ def _folder(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
         refused = _refusal(lambda: load_target(folder, SHAPE, device=CPU, dtype=dtype), outcome)
         refused_head = _refusal(lambda: load_drafter(folder, method, state.target), outcome)
         for name, flag in (("vllm", "--model"), ("sglang", "--model-path")):
-            _refusal(lambda name=name, flag=flag: emulate(name, [flag, str(folder)], state.environment), outcome)
+            _refusal(partial(emulate, name, [flag, str(folder)], state.environment), outcome)
         _refusal(lambda: spec_from_config(folder / "config.json", "tiny"), outcome)
     if made.must_refuse and not (refused and refused_head):
         raise BrokenLawError("an index that leaves the folder, names what is absent, or a pickle is accepted")
@@ -240,7 +245,7 @@ def _plugin(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
             registry, engines = load_backends(), load_engines()
             refused = _refusal(lambda: plan(SPEC, state.environment, registry), outcome)
             for other in set(registry) - {"reference"}:
-                _refusal(lambda other=other: plan(replace(SPEC, backend=other), state.environment, registry), outcome)
+                _refusal(partial(plan, replace(SPEC, backend=other), state.environment, registry), outcome)
             backend_support(registry, [state.environment], None)
     finally:
         sys.path.remove(str(folder))
@@ -300,7 +305,7 @@ def _command(*words: str) -> tuple[int, str]:
 
 def _text(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
     state = _STATE[0]
-    made = make.plan_text(rng, folder, codec.to_data(codec.loads(state.plan, codec.reading.Plan)))
+    made = make.plan_text(rng, folder, codec.to_data(codec.loads(state.plan, Plan)))
     outcome.made_by, file = made.made_by, str(made.files[0])
     other = folder / "other.yaml"
     other.write_text(state.plan, "utf-8")

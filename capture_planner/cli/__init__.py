@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -41,8 +42,8 @@ def main() -> NoReturn:
         click.echo("interrupted", err=True)
         code = INTERRUPTED
     except click.ClickException as error:
-        error.message = printable_lines(error.message)
-        error.show()
+        error.show(file=(text := io.StringIO()))
+        click.echo(printable_lines(text.getvalue()), nl=False, err=True)
     except CapturePlannerError as error:
         _show_error(error, as_json=any(word in ("--format=json", "json") for word in arguments))
     except BrokenPipeError:

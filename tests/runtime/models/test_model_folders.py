@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 SHARD = "model-00001-of-00002.safetensors"
 
 
-class Opened:
+class AuditTrail:
     """What this thread opens while it is watched, from an audit hook; safetensors opens files in Rust, so those too."""
 
     def __init__(self):
@@ -33,7 +33,7 @@ class Opened:
             self.paths.append(str(arguments[0]))
 
 
-OPENED = Opened()
+OPENED = AuditTrail()
 
 
 @pytest.fixture
