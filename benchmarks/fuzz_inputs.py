@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _fuzz_folders as folders
 import _fuzz_inputs as make
 import attrs
 import safetensors.torch
@@ -59,13 +60,13 @@ WEIGHTS = (6, 4, 3, 3, 2, 2)
 
 SHAPE = Model(
     name="tiny",
-    num_layers=make.NUMBERS["num_hidden_layers"],
-    num_heads=make.NUMBERS["num_attention_heads"],
-    num_kv_heads=make.NUMBERS["num_key_value_heads"],
-    head_dim=make.NUMBERS["head_dim"],
-    max_model_len=make.NUMBERS["max_position_embeddings"],
-    hidden_size=make.NUMBERS["hidden_size"],
-    vocab_size=make.NUMBERS["vocab_size"],
+    num_layers=folders.NUMBERS["num_hidden_layers"],
+    num_heads=folders.NUMBERS["num_attention_heads"],
+    num_kv_heads=folders.NUMBERS["num_key_value_heads"],
+    head_dim=folders.NUMBERS["head_dim"],
+    max_model_len=folders.NUMBERS["max_position_embeddings"],
+    hidden_size=folders.NUMBERS["hidden_size"],
+    vocab_size=folders.NUMBERS["vocab_size"],
     dtype=DataType.FLOAT32,
 )
 SPEC = Spec(model=SHAPE, limits=Limits(max_num_reqs=4, max_num_tokens=16), backend="reference")
@@ -112,7 +113,7 @@ class State:
     """What a worker keeps from input to input."""
 
     arguments: argparse.Namespace
-    checkpoints: make.Checkpoints
+    checkpoints: folders.Checkpoints
     environment: Environment
     target: HuggingFaceModel
     spec: str
@@ -130,7 +131,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     environment = codec.shipped.find_environment("cpu")
     target = load_target(None, SHAPE, device=CPU, dtype=torch.float32)
     made = codec.dumps(plan(SPEC, environment, load_backends()))
-    _STATE[:] = [State(arguments, make.Checkpoints.make(), environment, target, codec.dumps(SPEC), made)]
+    _STATE[:] = [State(arguments, folders.Checkpoints.make(), environment, target, codec.dumps(SPEC), made)]
     reader: Any = safetensors.torch
     own = reader.safe_open
 
@@ -218,7 +219,7 @@ def _refusal(use: Callable[[], object], outcome: Outcome) -> str:
 
 def _folder(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
     state = _STATE[0]
-    made = make.model_folder(rng, folder, state.checkpoints)
+    made = folders.model_folder(rng, folder, state.checkpoints)
     outcome.made_by = made.made_by
     dtype = rng.choice((None, torch.float32))
     method = Speculative(method=rng.choice((Method.EAGLE, Method.EAGLE3)), num_tokens=1)
