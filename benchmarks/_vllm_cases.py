@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,19 @@ from capture_planner.codec import load_environment
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
-from capture_planner.records.model import DraftModel, Method, Model, Speculative
+from capture_planner.records.measurements import Measurements
+from capture_planner.records.model import DraftModel, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Limits, Policy, Roles, RoleSpec, Sizes, Spec
 
 REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 100, 128, 160, 200, 256)
 """The plan's sizes of every role: 45 graphs."""
 LOADS = (1, 8, 16, 48, 100, 200, 256)
 SCHEDULE = ((1, 16, 5), (17, 64, 3), (65, 256, 1))
+ACCEPTANCE = (0.75, 0.56, 0.42, 0.32, 0.24)
+"""Share of steps in which drafts 0 to i are accepted: three in four of each draft, if those before it are."""
+FIXED = (1, 3, 5)
 
 
 @attrs.frozen(kw_only=True)
@@ -51,10 +56,30 @@ class Group:
     """Cases whose decode steps are compared in neighbouring blocks: the plan and what it must keep up with."""
 
 
-def planned(shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, **roles: Any) -> Plan:
+EAGLE = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
+
+
+def planned(
+    shape: str,
+    sizes: Sizes,
+    mode: GraphMode,
+    drafts: Speculative | None,
+    backend: str,
+    measurements: Measurements | None = None,
+    **roles: Any,
+) -> Plan:
     """Return the plan of a server of 256 requests on an H200; ``roles`` are specs by role name."""
+    spec = server_spec(shape, sizes, mode, drafts, backend, Roles(**roles))
+    environment = load_environment(ROOT / "plans" / "environments" / "h200.yaml")
+    return make_plan(spec, environment, registry.load_backends(), measurements)
+
+
+def server_spec(
+    shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | None, backend: str, roles: Roles, **others: Any
+) -> Spec:
+    """Return the spec of a server of 256 requests; ``others`` are further fields of the spec."""
     config = CONFIGS[shape]
-    spec = Spec(
+    return Spec(
         model=Model(
             name=f"Qwen3 {shape} shape",
             num_layers=config["num_hidden_layers"],
@@ -70,14 +95,16 @@ def planned(shape: str, sizes: Sizes, mode: GraphMode, drafts: Speculative | Non
         backend=backend,
         sizes=sizes,
         speculative=drafts,
-        roles=Roles(**roles),
+        roles=roles,
+        **others,
     )
-    return make_plan(spec, load_environment(ROOT / "plans" / "environments" / "h200.yaml"), registry.load_backends())
 
 
-def groups(folder: Path, utilization: float) -> Iterator[Group]:
-    """Yield the groups; ``folder`` has a model folder for each of CONFIGS."""
-    eagle = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
+def groups(folder: Path, utilization: float, profile: Profile | None = None) -> Iterator[Group]:
+    """Yield the groups; ``folder`` has a model folder for each of CONFIGS.
+
+    :param profile: the times that the group ``schedule`` chooses its draft lengths by; None: without that group.
+    """
     sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS)
     full = GraphMode.FULL_DECODE_ONLY
 
@@ -103,7 +130,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         return words(shape, **{"speculative-config": drafting(shape), "compilation-config": graphs(full)})
 
     largest = ("--max-cudagraph-capture-size", "1024")
-    small, plan = serving("small"), planned("small", sizes, full, eagle, "flash_attention")
+    small, plan = serving("small"), planned("small", sizes, full, EAGLE, "flash_attention")
     eager = RoleSpec(mode=GraphMode.NONE)
     yield Group(
         name="main",
@@ -118,7 +145,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
                 name="plan, draft decodes eager",
                 compared=False,
                 words=small,
-                plan=planned("small", sizes, full, eagle, "flash_attention", draft_decode=eager),
+                plan=planned("small", sizes, full, EAGLE, "flash_attention", draft_decode=eager),
             ),
             Case(
                 name="all eager",
@@ -147,6 +174,18 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
             Case(name="plan", words=dynamic, plan=planned("small", sizes, full, scheduled, "flash_attention")),
         ),
     )
+    if profile is not None:
+        yield _schedule(
+            profile,
+            sizes,
+            lambda k, **others: words(
+                "small",
+                **{
+                    "speculative-config": drafting("small", k, synthetic=False, **_synthetic(k), **others),
+                    "compilation-config": graphs(full),
+                },
+            ),
+        )
     compiled = words("small")
     default = Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS, num_tokens=(*REQUESTS, 512))
     yield Group(
@@ -176,7 +215,7 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         tokens=True,
         cases=(
             Case(name="vLLM by itself", words=own),
-            Case(name="plan", words=own, plan=planned("small", sizes, full, eagle, "triton")),
+            Case(name="plan", words=own, plan=planned("small", sizes, full, EAGLE, "triton")),
             Case(name="all eager", words=words("small", **exact, **{"compilation-config": graphs(GraphMode.NONE)})),
         ),
     )
@@ -188,7 +227,43 @@ def groups(folder: Path, utilization: float) -> Iterator[Group]:
         cases=(
             Case(name="vLLM by itself", compared=False, words=large),
             Case(name="flags of check", words=(*large, *largest)),
-            Case(name="plan", words=large, plan=planned("large", sizes, full, eagle, "flash_attention")),
+            Case(name="plan", words=large, plan=planned("large", sizes, full, EAGLE, "flash_attention")),
+        ),
+    )
+
+
+def _synthetic(k: int) -> dict[str, Any]:
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(ACCEPTANCE[:k])}
+
+
+def _schedule(profile: Profile, sizes: Sizes, serving: Callable[..., tuple[str, ...]]) -> Group:
+    """Return each fixed K, the schedule that a plan chooses by the profile, and vLLM's own adaptive verification.
+
+    Plans have the same sizes of requests, so only K differs. Adaptive verification drafts the most, and cuts the drafts
+    to verify by the acceptance that it estimates from the draft's logits: vLLM 0.33 has it for every drafter whose
+    attention backend has graphs of mixed query lengths (FlashAttention 3), though its option's text says DSpark only.
+
+    :param serving: from K and more of the speculative configuration to words.
+    """
+    drafter = DraftModel(vocab_size=32000)
+
+    def plan(measurements: Measurements | None = None, **fields: Any) -> Plan:
+        drafts = Speculative(method=Method.EAGLE3, model=drafter, acceptance=ACCEPTANCE, **fields)
+        return planned("small", sizes, GraphMode.FULL_DECODE_ONLY, drafts, "flash_attention", measurements)
+
+    tuned = plan(Measurements(profile=profile), num_tokens=len(ACCEPTANCE), schedule=ScheduleSource.MEASURED)
+    assert tuned.speculative is not None
+    tiers = [list(tier) for tier in tuned.speculative.ranges]
+    by_size = {"num_speculative_tokens_per_batch_size": tiers} if tiers else {}
+    largest = ("--max-cudagraph-capture-size", str(256 * (1 + len(ACCEPTANCE))))
+    adaptive = serving(len(ACCEPTANCE), enable_adaptive_verification=True)
+    return Group(
+        name="schedule",
+        loads=(1, 4, 16, 48, 100, 160, 256),
+        cases=(
+            *(Case(name=f"plan, K={k}", words=serving(k), plan=plan(num_tokens=k)) for k in FIXED),
+            Case(name="plan, schedule", words=serving(tuned.speculative.num_tokens, **by_size), plan=tuned),
+            Case(name="vLLM, adaptive verification", words=(*adaptive, *largest)),
         ),
     )
 

@@ -6,6 +6,9 @@ engine is (``facts``), then one answer for each further line of stdin:
 
 - ``{"requests": 8, "prompt": 128, "output": 192, "seed": 1}``: serve so many requests that arrive together, and
   answer with tokens per second, times per output token, inter-token latencies, and the observed batches;
+- ``{"trace": [[0.5, 128, 192], ...]}``: the same for requests that arrive at so many seconds, each with the tokens of
+  its prompt and of its output;
+- ``{"observation": 4}``: answer with the observation so far, and time one step in so many from here on;
 - ``{"tokens": true, ...}``: the same, with the tokens of each request in order;
 - ``{"core": 3, ...}``: before any of these, keep to this core, which all engines of a group share by turns;
 - ``{"begin": true, ...}``: take the requests, and serve until all of them decode; then ``{"steps": 8}``: answer with
@@ -28,6 +31,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -109,27 +113,47 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def arrivals_of(load: dict[str, Any]) -> list[tuple[float, int, int]]:
+    """Return when each request of a load arrives, in seconds, with the tokens of its prompt and of its output."""
+    if "trace" in load:
+        return [(float(at), int(prompt), int(output)) for at, prompt, output in load["trace"]]
+    return [(0.0, load["prompt"], load["output"])] * load["requests"]
+
+
 def add_requests(engine: Any, load: dict[str, Any], name: str) -> None:
     """Hand the requests of a load to the engine."""
+    draw = random.Random(load.get("seed", 1))
+    for index, (_, prompt, output) in enumerate(arrivals_of(load)):
+        add_request(engine, f"{name}-{index:04}", [draw.randrange(1000) for _ in range(prompt)], output)
+
+
+def add_request(engine: Any, name: str, prompt: list[int], output: int) -> None:
+    """Hand one request to the engine."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    draw = random.Random(load.get("seed", 1))
     sampling = SamplingParams(
-        max_tokens=load["output"], temperature=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        max_tokens=output, temperature=0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
-    for index in range(load["requests"]):
-        prompt = [draw.randrange(1000) for _ in range(load["prompt"])]
-        engine.add_request(f"{name}-{index:04}", {"prompt_token_ids": prompt}, sampling)
+    engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
 
 def serve(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
-    """Serve requests that arrive together, and return the figures; times are in milliseconds."""
+    """Serve requests that arrive together, or as a trace says, and return the figures; times are in milliseconds."""
     arrivals: dict[str, list[tuple[float, int]]] = {}
     tokens: dict[str, list[int]] = {}
     before = observed_batches()
+    draw = random.Random(load.get("seed", 1))
+    waiting = deque(
+        (at, f"{name}-{index:04}", [draw.randrange(1000) for _ in range(prompt)], output)
+        for index, (at, prompt, output) in enumerate(arrivals_of(load))
+    )
     start = time.perf_counter()
-    add_requests(engine, load, name)
-    while engine.has_unfinished_requests():
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[0][0] <= time.perf_counter() - start:
+            add_request(engine, *waiting.popleft()[1:])
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, waiting[0][0] - (time.perf_counter() - start)))
+            continue
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
@@ -145,7 +169,7 @@ def serve(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
             per_token.append((times[-1][0] - times[0][0]) / count * 1e3)
         gaps += [(later - earlier) * 1e3 for (earlier, _), (later, _) in pairwise(times)]
     result: dict[str, Any] = {
-        "requests": load["requests"],
+        "requests": len(arrivals_of(load)),
         "tokens": sum(map(len, tokens.values())),
         "seconds": round(seconds, 4),
         "tokens_per_second": round(sum(map(len, tokens.values())) / seconds, 1),
@@ -262,6 +286,15 @@ def observing_costs(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
     return {"pairs": pairs, "recorder": busy / (time.perf_counter() - started), "clocks": len(clocks)}
 
 
+def observation(every: int) -> str:
+    """Return what was observed so far as a file has it, and time one step in ``every`` from here on."""
+    (observer,), (recorder,) = OBSERVERS, RECORDERS
+    observer._active._every = every
+    from capture_planner.codec import dumps
+
+    return dumps(recorder.observation())
+
+
 def device_times() -> dict[str, dict[int, float]]:
     """Return the median milliseconds of a pass of decodes, by role and requests."""
     times: dict[str, dict[int, float]] = {}
@@ -303,6 +336,8 @@ def answer(engine: Any, request: dict[str, Any], name: str) -> dict[str, Any]:
         "begin": lambda: begin(engine, request, name),
         "steps": lambda: steps(engine, request["steps"]),
         "drain": lambda: drain(engine),
+        "observation": lambda: {"observation": observation(request["observation"])},
+        "trace": lambda: serve(engine, request, name),
         "requests": lambda: serve(engine, request, name),
     }
     return next(answers[key] for key in answers if key in request)()

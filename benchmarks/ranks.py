@@ -127,7 +127,7 @@ def scheduled_k(plan: Plan, num_reqs: int) -> int:
     if plan.speculative is None:
         return 0
     k = plan.speculative.num_tokens
-    for first, _, drafted in plan.speculative.schedule:
+    for first, _, drafted in plan.speculative.ranges:
         if first <= num_reqs:
             k = min(drafted, plan.speculative.num_tokens)
     return k
@@ -136,7 +136,7 @@ def scheduled_k(plan: Plan, num_reqs: int) -> int:
 def decodes_of(plan: Plan, role: Role) -> list[tuple[int, int, int]]:
     """Return first and last requests of each range of decodes, with their length; none that never run."""
     limits, vectors = plan.limits, []
-    starts = [first for first, *_ in plan.speculative.schedule] if plan.speculative is not None else []
+    starts = [first for first, *_ in plan.speculative.ranges] if plan.speculative is not None else []
     starts = [first for first in starts if first <= limits.max_num_reqs] or [1]
     for first, after in itertools.pairwise([*starts, limits.max_num_reqs + 1]):
         k = scheduled_k(plan, first)

@@ -9,7 +9,8 @@ Weights are random and acceptance is synthetic, except in the group ``greedy``.
 
 Groups: ``main`` (EAGLE-3, K=3, 256 requests: vLLM by itself, with --max-cudagraph-capture-size 1024, and under plans
 with the draft roles full, draft decodes eager, and all eager), ``dynamic`` (a schedule of draft lengths), ``compile``
-(no speculation, vLLM's default mode), ``greedy`` (equal tokens in float32), ``large`` (the shape of Qwen3-8B).
+(no speculation, vLLM's default mode), ``greedy`` (equal tokens in float32), ``large`` (the shape of Qwen3-8B), and with
+``--profile`` ``schedule`` (each fixed K, the schedule that a plan chooses by that profile, adaptive verification).
 
 Needs a CUDA GPU, vLLM 0.33, and this repository's distributions installed where vLLM finds its plugins.
 """
@@ -35,8 +36,9 @@ from _model_configs import CONFIGS
 from _paired import paired_cost, paired_steps
 from _vllm_cases import Case, Group, groups
 
-from capture_planner.codec import dumps
+from capture_planner.codec import Document, dumps
 from capture_planner.engines import find_engine
+from capture_planner.records.profile import Profile
 
 COMPARED_TOKENS, COMPARED_RUNS = 384, 5
 """Where steps of two engines are compared: tokens of a request, which 256 requests have room for, and repetitions."""
@@ -257,7 +259,32 @@ def targets_of(
         }
         first, *others = outputs.values()
         targets[f"greedy: equal tokens ({', '.join(outputs)})"] = all(other == first for other in others)
+    if group == "schedule":
+        targets |= dict(schedule_targets(short))
     return targets
+
+
+def schedule_targets(short: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield how the chosen schedule does against the best fixed K and adaptive verification, over best rounds.
+
+    All loads together: the time of the same tokens for each request, at every load.
+    """
+    tuned = "plan, schedule"
+    fixed = [name for name in short if name.startswith("plan, K=")]
+
+    def rate(name: str, load: int) -> float:
+        return short[name][load]["tokens_per_second"][2]  # type: ignore[no-any-return]
+
+    def seconds(name: str) -> float:
+        return sum((load / rate(name, load) for load in short[tuned]), 0.0)
+
+    for name in (min(fixed, key=seconds), *(name for name in short if "adaptive" in name and short[name])):
+        gain = seconds(name) / seconds(tuned)
+        yield f"schedule: all loads, at least 1.0x {name} ({gain:.3f})", gain >= 1.0
+    for load in short[tuned]:
+        best = max(fixed, key=lambda name: rate(name, load))
+        share = rate(tuned, load) / rate(best, load)
+        yield f"schedule: {load} requests, at least 0.98x {best}, the best there ({share:.3f})", share >= 0.98
 
 
 def main() -> int:
@@ -270,7 +297,11 @@ def main() -> int:
     options.add_argument("--utilization", type=float, default=0.14, help="of the GPU's memory, for each engine")
     options.add_argument("--folder", type=Path, help="for logs, plans and observations; default: a temporary one")
     options.add_argument("--keep-going", action="store_true", help="measure the other cases if an engine breaks")
+    options.add_argument("--profile", type=Path, help="times of the small shape on this GPU, for the group schedule")
     arguments = options.parse_args()
+    if "schedule" in arguments.groups and arguments.profile is None:
+        options.error("the group schedule chooses draft lengths by a profile: give --profile FILE")
+    profile = None if arguments.profile is None else Document.read(arguments.profile).load(Profile)
     results: dict[str, Any] = {}
     targets: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -278,7 +309,7 @@ def main() -> int:
         for name, config in CONFIGS.items():
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
-        for group in groups(folder, arguments.utilization):
+        for group in groups(folder, arguments.utilization, profile):
             if group.name not in arguments.groups:
                 continue
             chosen = attrs.evolve(

@@ -105,6 +105,10 @@ class PlanningError(InvalidValue):
     """A valid spec has no plan for this environment with these backends."""
 
 
+class AbsentTimesError(PlanningError):
+    """A profile has no times of passes that a plan would run."""
+
+
 class BackendError(CapturePlannerError):
     """A backend is unknown, registered twice under a name, or broke its contract."""
 

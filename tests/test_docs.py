@@ -28,9 +28,11 @@ from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import load_backends
 from capture_planner.records.backend import Fill
 from capture_planner.records.environment import Environment
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.observation import Observation
 from capture_planner.records.spec import Policy, Spec
 from capture_planner.report.findings import DRIFT_CODE
+from support.measured import decodes, profile
 
 ROOT = Path(__file__).parent.parent
 EXECUTABLE = [
@@ -110,7 +112,10 @@ def test_yaml_example_can_be_read_and_planned(block: str) -> None:
             base = (ROOT / "plans" / "specs" / "llama-3.1-8b.yaml").read_text("utf-8")
             block = codec.dumps_json({**yaml.load(base), **data})
         environment = codec.load_environment(ROOT / "plans" / "environments" / "h100.yaml")
-        assert plan(codec.loads(block, Spec), environment, load_backends()).roles
+        spec = codec.loads(block, Spec)
+        measured = spec.sizes.policy is Policy.MEASURED
+        measurements = Measurements(profile=profile(), traffic=decodes({1: 9, 100: 9}, 1)) if measured else None
+        assert plan(spec, environment, load_backends(), measurements).roles
 
 
 def _anchors(text: str) -> set[str]:

@@ -22,7 +22,7 @@ STEP_SECONDS = 0.02
 
 
 class Arrival(Protocol):
-    """One request of a trace, as ``runtime.serving.workload.trace.read_trace`` returns it."""
+    """One request of a trace, as ``analysis.trace.read_trace`` returns it."""
 
     @property
     def arrival(self) -> float:

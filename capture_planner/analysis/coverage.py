@@ -72,7 +72,8 @@ class Coverage:
     @property
     def uncovered(self) -> tuple[Cell, ...]:
         """Cells with neither entry nor waiver."""
-        return tuple(cell for cell in self.cells if cell.answer.reason is Reason.UNCOVERED)
+        holes = (cell for cell in self.cells if cell.answer.reason is Reason.UNCOVERED)
+        return tuple(cell for cell in holes if cell.answer.waiver is None)
 
     @property
     def covered(self) -> bool:

@@ -24,6 +24,8 @@ from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.profile import profile
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
+from capture_planner.cli.traffic import traffic
+from capture_planner.cli.tune import tune
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, InvalidValue, PluginWarning
 from capture_planner.report.writing import printable, printable_lines
@@ -79,10 +81,11 @@ def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
 
 
 FILES = [files.plan, files.show, files.explain, files.check, files.diff, files.backends, files.schema]
-OTHERS = [init, ranks, engine, compare, export, launch, run, bench, profile, conformance, environment, new_backend]
+MEASURING = [traffic, profile, tune]
+OTHERS = [init, ranks, engine, compare, export, launch, run, bench, conformance, environment, new_backend]
 
 
-@click.group(commands=[*FILES, *OTHERS], context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(commands=[*FILES, *MEASURING, *OTHERS], context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(capture_planner.__version__, prog_name="capture-planner")
 def cli() -> None:
     """Plan, check and explain which CUDA graphs a serving engine captures.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import click
@@ -25,7 +25,7 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Spec
+from capture_planner.records.spec import Policy, Spec
 from capture_planner.report.writing import printable, printable_lines
 
 FINDINGS = 2
@@ -132,7 +132,10 @@ def plan_document(document: Document, machine: ChosenMachine) -> Plan:
     spec = document.load(Spec)
     show_notes(machine.notes)
     try:
-        return make_plan(spec, machine.environment, registry.load_backends())
+        measurements = codec.load_measurements(document)
+        if measurements is None and spec.sizes.policy is Policy.DEFAULT:
+            measurements = catalog.near_measurements(machine.environment, spec.model)
+        return make_plan(spec, machine.environment, registry.load_backends(), measurements)
     except PlanningError as error:
         raise InvalidDocument(document.place(error.problems)) from None
 
@@ -249,6 +252,9 @@ class OwnOptions(click.Command):
     Engines have short flags of several letters (``-cc.mode=NONE``, ``-O3``), which click would take apart.
     """
 
+    own_short: ClassVar[tuple[str, ...]] = ("-h",)
+    """Our short options, which no engine has."""
+
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         """Say whether the words may include options of an engine."""
         return True
@@ -261,7 +267,7 @@ class OwnOptions(click.Command):
             for option in self.get_params(ctx)
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
-            if name.startswith("--") or name == "-h"
+            if name.startswith("--") or name in self.own_short
         }
         own, rest = split_words(args, takes_value)
         for word, value in pairwise(rest):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from capture_planner.analysis.trace import read_trace
 from capture_planner.cli import options
 from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document, show_notes
 from capture_planner.cli.options import FILE
@@ -40,11 +41,7 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
     A and B are each a PLAN, a SPEC, an OBSERVATION, or an engine's command line in quotes that starts with
     its name, such as "vllm --max-num-seqs 256". Without --environment, specs and engines use the machine of the plan.
     """
-    requests = None
-    if traffic is not None:
-        from capture_planner.runtime.serving.workload.trace import read_trace
-
-        requests = read_trace(traffic)
+    requests = None if traffic is None else read_trace(traffic)
     documents = [_document(letter, argument) for letter, argument in (("A", a), ("B", b))]
     loaded = [_loaded(document) for document in documents]
     machines = [each.environment for each in loaded if isinstance(each, Plan)]

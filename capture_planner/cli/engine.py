@@ -69,7 +69,7 @@ class EngineCommand(OwnOptions):
 _NAMED = f"{__name__}.named"
 
 environment_option = click.option(
-    "--environment", metavar="NAME|FILE", help="ChosenMachine: a shipped environment or an environment file."
+    "--environment", metavar="NAME|FILE", help="Machine: a shipped environment or an environment file."
 )
 
 

@@ -45,10 +45,12 @@ from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
+from capture_planner.records.traffic import Traffic
 from capture_planner.report import findings, tables
 from capture_planner.report.backends import backend_support, backends_table
 from capture_planner.report.observation import diff_text, observation_tables
 from capture_planner.report.profile import profile_tables
+from capture_planner.report.traffic import traffic_tables
 
 
 @click.command(short_help="Make the plan of a spec.")
@@ -75,17 +77,21 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
         show_lines(f"written to {output}", err=form == "json")
 
 
-@click.command(short_help="Show a plan, an observation or a profile as tables.")
-@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|PROFILE")
+@click.command(short_help="Show a plan, an observation, traffic or a profile as tables.")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|TRAFFIC|PROFILE")
 @options.environment
 @options.formats()
 def show(plan_file: str, environment: str | None, form: str) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
 
-    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of a profile:
-    what each size of graph costs.
+    Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of traffic: the
+    most frequent batches by role. Of a profile: what each size of graph costs.
     """
     document = read_document(plan_file)
+    if document.is_traffic:
+        traffic = document.load(Traffic)
+        emit(form, lambda: traffic, partial(traffic_tables, traffic))
+        return
     if document.is_profile:
         profile = document.load(Profile)
         emit(form, lambda: profile, partial(profile_tables, profile))

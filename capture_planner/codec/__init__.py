@@ -5,6 +5,7 @@ nothing is coerced. Writing is compact, stable to the byte, and whole or not at 
 """
 
 from capture_planner.codec.converter import format_bytes, label, parse_bytes
+from capture_planner.codec.measurements import load_measurements
 from capture_planner.codec.plain import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.reading import (
     Document,
@@ -13,6 +14,7 @@ from capture_planner.codec.reading import (
     load_plan,
     load_profile,
     load_spec,
+    load_traffic,
     loads,
     read,
     read_stream,
@@ -31,10 +33,12 @@ __all__ = [
     "json_of",
     "label",
     "load_environment",
+    "load_measurements",
     "load_observation",
     "load_plan",
     "load_profile",
     "load_spec",
+    "load_traffic",
     "loads",
     "parse_bytes",
     "plain",

@@ -17,17 +17,20 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 from capture_planner.codec import entry_rows as rows
 from capture_planner.codec.documents import KeyPart
 from capture_planner.codec.observation_rows import AnswerRow, BatchRow, GraphRow
+from capture_planner.codec.traffic_rows import TrafficRow
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
-from capture_planner.records._base import BYTES, constraints, key_of, raise_any
+from capture_planner.records._base import BYTES, UNIONS, constraints, key_of, raise_any
 from capture_planner.records.batch import Entry
 from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
+from capture_planner.records.traffic import TrafficCount
 
 ROWS: Mapping[Any, type] = {
     tuple[Entry, ...]: rows.EntryRow,
     tuple[ObservedGraph, ...]: GraphRow,
     tuple[DispatchRun, ...]: AnswerRow,
     tuple[BatchCount, ...]: BatchRow,
+    tuple[TrafficCount, ...]: TrafficRow,
 }
 """The types of tables that files have as rows, each with the record of a row."""
 
@@ -171,6 +174,30 @@ def _enum_factory(kind: type[enum.Enum], _: Any) -> Callable[[Any, Any], Any]:
     return structure
 
 
+def _tuple_or_word_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    """Read a list, or one of an enum's words in its place."""
+    listed, words = typing.get_args(annotation)
+
+    def structure(value: Any, _: Any) -> Any:
+        if isinstance(value, str):
+            return converter.structure(value, words)
+        if not isinstance(value, list):
+            raise _fail(f"expected a list, or {' or '.join(map(label, words))}, got {_got(value)}")
+        return converter.structure(value, listed)
+
+    return structure
+
+
+def _is_tuple_or_word(annotation: Any) -> bool:
+    args = typing.get_args(annotation)
+    return (
+        typing.get_origin(annotation) in UNIONS
+        and len(args) == 2
+        and typing.get_origin(args[0]) is tuple
+        and isinstance(args[1], enum.EnumMeta)
+    )
+
+
 def _record_factory(kind: type, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     renamed: Any = {f.name: override(rename=key_of(f)) for f in attrs.fields(kind) if f.init}
     from_dict: Any = make_dict_structure_fn(
@@ -230,6 +257,7 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(kind, _strict(kind, called))
     converter.register_structure_hook_factory(_has_origin(tuple), _tuple_factory)
     converter.register_structure_hook_factory(_has_origin(Mapping), _mapping_factory)
+    converter.register_structure_hook_factory(_is_tuple_or_word, _tuple_or_word_factory)
     converter.register_structure_hook_factory(lambda t: isinstance(t, enum.EnumMeta), _enum_factory)
     for also_primitive in (GraphSupport, Reason, Role):  # found by their int or str side otherwise
         converter.register_structure_hook(also_primitive, _enum_factory(also_primitive, converter))

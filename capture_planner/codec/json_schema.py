@@ -14,12 +14,13 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.codec.converter import ROWS
-from capture_planner.records._base import BYTES, constraints, default_of, key_of
+from capture_planner.records._base import BYTES, UNIONS, constraints, default_of, key_of
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
+from capture_planner.records.traffic import Traffic
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -35,7 +36,8 @@ def json_schema(kind: type) -> dict[str, Any]:
 
 
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    kind.__name__.lower(): partial(json_schema, kind) for kind in (Spec, Plan, Environment, Observation, Profile)
+    kind.__name__.lower(): partial(json_schema, kind)
+    for kind in (Spec, Plan, Environment, Observation, Traffic, Profile)
 }
 """The kinds of file, each with its schema."""
 
@@ -77,7 +79,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         if BYTES in args:
             return {"anyOf": [base, {"type": "string", "pattern": "^[0-9]{1,19}\\s*(B|KiB|MiB|GiB|TiB)$"}]}
         return base
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return {"anyOf": [_schema(arg, definitions) for arg in args]}
     if origin is tuple and args[1:] == (Ellipsis,):
         return {"type": "array", "items": _schema(args[0], definitions)}

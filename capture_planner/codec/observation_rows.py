@@ -6,9 +6,9 @@ default for every line is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
+from capture_planner.codec.columns import cells_of, column_of, query_len_columns, refuse_uneven
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Reason
 from capture_planner.records._base import Count, NonNegative, field, raise_any, record
@@ -17,31 +17,6 @@ from capture_planner.records.batch_space import split_when
 from capture_planner.records.observation import Amount, BatchCount, DispatchRun, ObservedGraph, Tally
 
 Times = tuple[Amount | None, ...]
-
-
-def _refuse_uneven(row: Any, first: str, *others: str) -> None:
-    """Raise ``InvalidValue`` where a column has another length than the column ``first``."""
-    length = len(getattr(row, first))
-    raise_any(
-        Problem(path=(name,), message=f"{len(column)} values, and {first} has {length}", remedy="list one for each")
-        for name in others
-        if (column := getattr(row, name)) is not None and len(column) != length
-    )
-
-
-def _cells(column: Sequence[Any] | None, length: int, default: Any = None) -> Sequence[Any]:
-    return (default,) * length if column is None else column
-
-
-def _column(values: Iterable[Any], default: Any = None) -> tuple[Any, ...] | None:
-    """Return a column, or None where every value is the default."""
-    column = tuple(values)
-    return None if all(value == default for value in column) else column
-
-
-def _query_lens(column: Sequence[int | None]) -> dict[str, Any]:
-    """Return the query lengths of a row, once where they are the same."""
-    return {"query_len": column[0]} if len(set(column)) == 1 else {"query_lens": tuple(column)}
 
 
 @record
@@ -66,16 +41,16 @@ class GraphRow:
         message = f"a graph is PIECEWISE or FULL, not {self.mode.value}"
         if self.mode not in (GraphMode.PIECEWISE, GraphMode.FULL):
             raise_any([Problem(path=("mode",), message=message)])
-        _refuse_uneven(
+        refuse_uneven(
             self, "num_tokens", "query_lens", "num_reqs", "active_loras", "seconds", "mib", "milliseconds", "replays"
         )
 
     def lines(self) -> Iterator[ObservedGraph]:
         """Yield the graphs of this row."""
         length = len(self.num_tokens)
-        loras, replays = _cells(self.active_loras, length, 0), _cells(self.replays, length, 0)
-        query_lens = _cells(self.query_lens, length, self.query_len)
-        columns = (_cells(each, length) for each in (self.num_reqs, self.seconds, self.mib, self.milliseconds))
+        loras, replays = cells_of(self.active_loras, length, 0), cells_of(self.replays, length, 0)
+        query_lens = cells_of(self.query_lens, length, self.query_len)
+        columns = (cells_of(each, length) for each in (self.num_reqs, self.seconds, self.mib, self.milliseconds))
         for tokens, query_len, active, replayed, reqs, seconds, mib, milliseconds in zip(
             self.num_tokens, query_lens, loras, replays, *columns, strict=True
         ):
@@ -110,17 +85,17 @@ class GraphRow:
             first = run[0]
             return cls(
                 mode=first.entry.mode,
-                **_query_lens([graph.entry.query_len for graph in run]),
+                **query_len_columns([graph.entry.query_len for graph in run]),
                 draft_steps=first.entry.draft_steps,
                 max_query_len=first.max_query_len,
                 prompts_only=first.prompts_only,
                 num_tokens=tuple(graph.entry.num_tokens for graph in run),
-                num_reqs=_column(graph.entry.num_reqs for graph in run),
-                active_loras=_column((graph.entry.active_loras for graph in run), 0),
-                seconds=_column(graph.seconds for graph in run),
-                mib=_column(graph.mib for graph in run),
-                milliseconds=_column(graph.milliseconds for graph in run),
-                replays=_column((graph.replays for graph in run), 0),
+                num_reqs=column_of(graph.entry.num_reqs for graph in run),
+                active_loras=column_of((graph.entry.active_loras for graph in run), 0),
+                seconds=column_of(graph.seconds for graph in run),
+                mib=column_of(graph.mib for graph in run),
+                milliseconds=column_of(graph.milliseconds for graph in run),
+                replays=column_of((graph.replays for graph in run), 0),
             )
 
         return tuple(map(row, split_when(lambda a, b: shared(a) != shared(b), graphs)))
@@ -142,12 +117,12 @@ class AnswerRow:
     reason: Reason | None = field("why these batches have no graph", default=None)
 
     def __attrs_post_init__(self) -> None:
-        _refuse_uneven(self, "last", "graph")
+        refuse_uneven(self, "last", "graph")
 
     def lines(self) -> Iterator[DispatchRun]:
         """Yield the ranges of this row."""
         first = self.first
-        for last, graph in zip(self.last, _cells(self.graph, len(self.last)), strict=True):
+        for last, graph in zip(self.last, cells_of(self.graph, len(self.last)), strict=True):
             yield DispatchRun(
                 query_len=self.query_len,
                 past_prompt=self.past_prompt,
@@ -184,7 +159,7 @@ class AnswerRow:
                 max_loras=first.max_loras,
                 first=first.first,
                 last=tuple(each.last for each in run),
-                graph=_column(each.graph for each in run),
+                graph=column_of(each.graph for each in run),
                 reason=first.reason,
             )
 
@@ -212,14 +187,14 @@ class BatchRow:
     def __attrs_post_init__(self) -> None:
         if self.num_tokens is None and self.query_len is None and self.query_lens is None:
             raise_any([Problem(path=("num_tokens",), message="needed unless query_len is given")])
-        _refuse_uneven(self, "num_reqs", "query_lens", "num_tokens", "steps", "graph", "milliseconds", "samples")
+        refuse_uneven(self, "num_reqs", "query_lens", "num_tokens", "steps", "graph", "milliseconds", "samples")
 
     def lines(self) -> Iterator[BatchCount]:
         """Yield the shapes of this row."""
         length = len(self.num_reqs)
-        query_lens, samples = _cells(self.query_lens, length, self.query_len), _cells(self.samples, length, 0)
+        query_lens, samples = cells_of(self.query_lens, length, self.query_len), cells_of(self.samples, length, 0)
         tokens = self.num_tokens or [reqs * each for reqs, each in zip(self.num_reqs, query_lens, strict=True)]
-        columns = (_cells(each, length) for each in (self.graph, self.milliseconds))
+        columns = (cells_of(each, length) for each in (self.graph, self.milliseconds))
         for reqs, count, query_len, steps, timed, graph, milliseconds in zip(
             self.num_reqs, tokens, query_lens, self.steps, samples, *columns, strict=True
         ):
@@ -252,14 +227,14 @@ class BatchRow:
         first = run[0]
         follows = all(each.num_tokens == each.num_reqs * (each.query_len or 0) for each in run)
         return cls(
-            **_query_lens([each.query_len for each in run]),
+            **query_len_columns([each.query_len for each in run]),
             past_prompt=first.past_prompt,
             active_loras=first.active_loras,
             reason=first.reason,
             num_reqs=tuple(each.num_reqs for each in run),
             num_tokens=None if follows else tuple(each.num_tokens for each in run),
             steps=tuple(each.steps for each in run),
-            graph=_column(each.graph for each in run),
-            milliseconds=_column(each.milliseconds for each in run),
-            samples=_column((each.samples for each in run), 0),
+            graph=column_of(each.graph for each in run),
+            milliseconds=column_of(each.milliseconds for each in run),
+            samples=column_of((each.samples for each in run), 0),
         )

@@ -21,6 +21,7 @@ from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
+from capture_planner.records.traffic import Traffic
 
 Hook = TypeVar("Hook", bound=Callable[[Any], Any])
 
@@ -76,4 +77,4 @@ _CONVERTER.register_unstructure_hook_func(_is(tuple, list), lambda items: [plain
 _CONVERTER.register_unstructure_hook_func(
     _is(Mapping), lambda items: {str(plain(key)): plain(item) for key, item in items.items()}
 )
-json_of(Plan, Spec, Environment, Observation, Profile)(to_data)
+json_of(Plan, Spec, Environment, Observation, Traffic, Profile)(to_data)

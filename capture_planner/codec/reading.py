@@ -17,10 +17,17 @@ from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import SCHEMA_VERSION, Spec
+from capture_planner.records.traffic import Traffic
 
 T = TypeVar("T")
 
-_CALLED: Mapping[type, str] = {Spec: "a spec", Plan: "a plan", Observation: "an observation", Profile: "a profile"}
+_CALLED: Mapping[type, str] = {
+    Spec: "a spec",
+    Plan: "a plan",
+    Observation: "an observation",
+    Traffic: "traffic",
+    Profile: "a profile",
+}
 
 
 def structure(data: Any, kind: type[T]) -> T:
@@ -71,13 +78,20 @@ class Document:
         return "engine" in self._top
 
     @property
+    def is_traffic(self) -> bool:
+        """Whether it is traffic: it has batches at its top, and no other kind of file does."""
+        return "batches" in self._top
+
+    @property
     def is_profile(self) -> bool:
         """Whether it is a profile: it has curves, and no other kind of file does."""
         return "curves" in self._top
 
     @property
-    def kind(self) -> type[Spec] | type[Plan] | type[Observation] | type[Profile]:
+    def kind(self) -> type[Spec] | type[Plan] | type[Observation] | type[Traffic] | type[Profile]:
         """What it looks like, by its keys alone: a spec, unless the keys of another kind are there."""
+        if self.is_traffic:
+            return Traffic
         if self.is_profile:
             return Profile
         return Observation if self.is_observation else Plan if self.is_plan else Spec
@@ -93,7 +107,7 @@ class Document:
             message = f"schema version {version.value}, but this capture-planner reads {SCHEMA_VERSION}"
             problem = Problem(path=("version",), message=message, remedy="upgrade capture-planner")
             raise InvalidDocument(self.place([problem]))
-        if kind in _CALLED and self.kind is not kind and "model" in self._top:
+        if kind in _CALLED and self.kind is not kind and ("model" in self._top or self.is_traffic):
             message = f"this is {_CALLED[self.kind]}, not {_CALLED[kind]}"
             remedy = "show, explain, check, compare and diff take observations" if self.is_observation else ""
             remedy = "give the spec that it was made from" if self.is_plan and kind is Spec else remedy
@@ -167,6 +181,11 @@ def load_plan(path: str | Path) -> Plan:
 def load_observation(path: str | Path) -> Observation:
     """Read an observation file; raises ``InvalidDocument`` with every problem in it."""
     return Document.read(path).load(Observation)
+
+
+def load_traffic(path: str | Path) -> Traffic:
+    """Read a traffic file; raises ``InvalidDocument`` with every problem in it."""
+    return Document.read(path).load(Traffic)
 
 
 def load_profile(path: str | Path) -> Profile:

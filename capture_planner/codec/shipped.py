@@ -11,6 +11,7 @@ import attrs
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records.environment import Environment
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Model
 from capture_planner.records.profile import Profile
 
@@ -67,6 +68,18 @@ def find_profile(
         for factor in [_factor(profile.model, model)]
     ]
     return min(near, key=lambda each: (each.profile.model.name != model.name, each.factor), default=None)
+
+
+MOST_FACTOR = 2.0
+"""How much larger or smaller a profiled model may be for the policy default to go by its times."""
+
+
+def near_measurements(environment: Environment, model: Model) -> Measurements | None:
+    """Return the shipped profile that fits a deployment, without traffic; None where none is near."""
+    near = find_profile(environment, model)
+    if near is None or near.factor > MOST_FACTOR:
+        return None
+    return Measurements(profile=near.profile, source=f"by the shipped profile {near.name}, {near.distance}")
 
 
 def _factor(one: Model, other: Model) -> float:

@@ -25,6 +25,7 @@ from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
+from capture_planner.records.traffic import Traffic
 
 # What ruamel may write without quotes, if it does not read as a number or the like. It leaves out
 # those that a flow mapping needs around a text that begins with ? or a colon, and folds lines inside
@@ -50,9 +51,9 @@ def _listed(data: Any) -> Any:
     return label(data) if isinstance(data, enum.Enum) else data
 
 
-def dumps(value: Spec | Environment | Plan | Observation | Profile) -> str:
+def dumps(value: Spec | Environment | Plan | Observation | Traffic | Profile) -> str:
     """Return a record as YAML text; the same record gives the same bytes."""
-    if isinstance(value, Observation):
+    if isinstance(value, Observation | Traffic):
         return compact_yaml(to_data(value))
     yaml = YAML()
     yaml.width = 110

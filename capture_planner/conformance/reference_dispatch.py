@@ -38,7 +38,7 @@ def scheduled_k(plan: Plan, num_reqs: int) -> int:
     """Return the draft tokens for a batch size: the last range that starts at or before it, at most K."""
     assert plan.speculative is not None, "asked where there is a drafter"
     k = plan.speculative.num_tokens
-    for first, _, drafted in plan.speculative.schedule:
+    for first, _, drafted in plan.speculative.ranges:
         if first <= num_reqs:
             k = min(drafted, plan.speculative.num_tokens)
     return k

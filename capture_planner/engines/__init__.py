@@ -18,7 +18,7 @@ from capture_planner.errors import EngineError, FlagError, InvalidValue
 from capture_planner.plugins.discovery import Implementation, duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records.environment import Environment
 
-__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "load_engines"]
+__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "load_engines", "own_words"]
 
 INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
 
@@ -68,7 +68,7 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
     """
     engine = find_engine(name)
     try:
-        return engine.emulate(_own_words(engine, flags), environment)
+        return engine.emulate(own_words(engine, flags), environment)
     except FlagError:
         raise
     except InvalidValue as error:
@@ -85,7 +85,8 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
         ) from None
 
 
-def _own_words(engine: Engine, command: Sequence[str]) -> list[str]:
+def own_words(engine: Engine, command: Sequence[str]) -> list[str]:
+    """Return the flags of a whole command line, behind the variables that are the engine's own."""
     words, variables = list(command), []
     while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0], re.DOTALL):
         variable = words.pop(0)

@@ -81,6 +81,8 @@ class Engine:
     """Whether ``Emulation.sizes`` counts tokens, shared by all query lengths; else requests."""
     skips_wide_padding: bool = False
     """Whether the engine runs a mixed batch eager on purpose where its graph would pad it far."""
+    backends: tuple[tuple[str, str], ...] = ()
+    """Names of an attention backend: that of its plugin here, and the engine's own."""
     variables: str | None = None
     """Prefix of the engine's environment variables, where any of them matters for graphs."""
     aliases: tuple[str, ...] = ()

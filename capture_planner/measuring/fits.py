@@ -181,14 +181,18 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
 
     Raises ``PlanningError`` where the profile has no costs of graphs of a role that the plan captures.
     """
+    return predict_graphs(profile, [(role.role, entry) for role in plan.roles for entry in role.entries], plan.pool)
+
+
+def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing: Pool = Pool.SHARED) -> Prediction:
+    """Predict memory and time of the capture of any graphs, as ``predict``: a plan's, or an engine's by itself."""
     costs = Costs(profile)
-    work = [(role.role, entry) for role in plan.roles for entry in role.entries]
     if not work:
         return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)
     families = {entry_family(role, entry): costs.of_graph(entry_family(role, entry)) for role, entry in work}
     pools: dict[Role | None, list[tuple[Family, int]]] = {}
     for role, entry in work:
-        pool = None if plan.pool is Pool.SHARED else role
+        pool = None if sharing is Pool.SHARED else role
         pools.setdefault(pool, []).append((families[entry_family(role, entry)].key, entry.num_tokens))
     pooled = sum(_pool_mib(families.values(), graphs) for graphs in pools.values())
     each = [(families[entry_family(role, entry)], entry.num_tokens) for role, entry in work]

@@ -1,7 +1,7 @@
 """Recorder: counts what an engine dispatches, and writes an observation file of it, now and then and at exit.
 
 It runs inside a serving engine, so it never raises into it, and counting takes less than half a microsecond: a
-batch is queued where it is dispatched, and counted once a second by a thread.
+batch and its time are queued where they occur, and counted once a second by a thread. No step waits for a lock.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._queue: deque[Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
+        self._timed: deque[TimedShape] = deque()
         self._steps: Counter[Outcome] = Counter()
         self._samples: dict[Shape, _Samples] = {}
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
@@ -105,7 +106,9 @@ class Recorder:
         """
         with self._lock:
             if self._base is None or _graphs(self._base) != _graphs(base):
-                for counts in (self._queue, self._steps, self._samples, self._forgotten, self._drafted, self._accepted):
+                for queue in (self._queue, self._timed):
+                    queue.clear()
+                for counts in (self._steps, self._samples, self._forgotten, self._drafted, self._accepted):
                     counts.clear()
                 self._since = time.monotonic()
             self._base, self._changed = base, True
@@ -121,14 +124,7 @@ class Recorder:
 
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
-        key, milliseconds = timed[:6], timed[6]
-        with self._lock:
-            samples = self._samples.get(key)
-            if samples is None:
-                samples = self._samples[key] = _Samples()
-            samples.count += 1
-            samples.latest.append(milliseconds)
-            self._changed = True
+        self._timed.append(timed)
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
@@ -137,8 +133,15 @@ class Recorder:
                 totals[:] = [a + index(b) for a, b in zip_longest(totals, more, fillvalue=0)]
             self._changed = True
 
+    def gather(self) -> None:
+        """Count what is kept elsewhere; called by any thread before the counts are read or written."""
+
     def observation(self) -> Observation:
         """Return what was observed so far; raises ``CapturePlannerError`` before ``begin``."""
+        self.gather()
+        return self._observation()
+
+    def _observation(self) -> Observation:
         with self._lock:
             self._take()
             base, seconds = self._base, time.monotonic() - self._since
@@ -202,6 +205,7 @@ class Recorder:
     def _run(self) -> None:
         written = time.monotonic()
         while not self._closed.wait(min(self._every, 1.0)):
+            self.gather()
             with self._lock:
                 self._take()
             if time.monotonic() >= written + self._every:
@@ -210,6 +214,7 @@ class Recorder:
 
     def _write(self) -> None:
         """Write the file if something changed since it was written."""
+        self.gather()
         with self._writing:
             with self._lock:
                 self._take()
@@ -218,7 +223,7 @@ class Recorder:
                 return
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                codec.write(self.path, codec.dumps(_fitting(self.observation())))
+                codec.write(self.path, codec.dumps(_fitting(self._observation())))
             except Exception as error:  # The engine goes on, whatever is wrong with its observation.
                 if not self._failed:
                     LOGGER.error("%s: the observation is not written: %s", self.path, error)
@@ -226,10 +231,14 @@ class Recorder:
 
     def _take(self) -> None:
         """Count what is queued, and bound the memory: the rarest shapes become a number of steps by role."""
-        if not self._queue:
+        if not self._queue and not self._timed:
             return
         self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
+        for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
+            samples = self._samples.setdefault(timed[:6], _Samples())
+            samples.count += 1
+            samples.latest.append(timed[6])
         if len(self._steps) > MAX_SHAPES:
             for outcome, steps in self._steps.most_common()[MAX_SHAPES // 2 :]:
                 self._forgotten[outcome[0], outcome[6]] += steps

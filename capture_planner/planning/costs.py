@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import attrs
 
-from capture_planner.errors import PlanningError, Problem
+from capture_planner.errors import AbsentTimesError, Problem
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.profile import CostCurve, GraphCost, Profile, family_name
 
@@ -23,11 +23,11 @@ class Curve:
     tokens: tuple[int, ...]
     milliseconds: tuple[float, ...]
     """After a running maximum: a size that takes longer than a larger one is a mistake of measuring, or dominated."""
-    passes: int = 1
-    """How many passes of the curve make the pass that was asked for."""
+    passes: float = 1
+    """How many passes of the curve make the pass that was asked for; of a longer chain a part."""
 
     @classmethod
-    def of(cls, measured: CostCurve, passes: int = 1) -> Curve:
+    def of(cls, measured: CostCurve, passes: float = 1) -> Curve:
         """Return the function of a measured curve."""
         return cls(measured.tokens, tuple(accumulate(measured.milliseconds, max)), passes)
 
@@ -51,50 +51,63 @@ class Costs:
     profile: Profile
 
     def graph(self, family: Family) -> Curve:
-        """Return the time of a replay by padded tokens; raises ``PlanningError`` where no curve is near."""
+        """Return the time of a replay by padded tokens; raises ``AbsentTimesError`` where no curve is near."""
         return self._curve(family)
 
     def eager(self, role: Role, query_len: int | None, draft_steps: int | None = None) -> Curve:
-        """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""
+        """Return the time of an eager pass by tokens; raises ``AbsentTimesError`` where no curve is near."""
         return self._curve((role, GraphMode.NONE, query_len, draft_steps))
 
+    def known(self, family: Family) -> Curve | None:
+        """Return the time of a pass by padded tokens; None where the profile has no such times of the role.
+
+        :param family: with the mode NONE, an eager pass.
+        """
+        return self._curve(family) if self._alike(family) else None
+
+    def reach(self, family: Family) -> int:
+        """Return the most tokens at which a replay was measured; raises ``AbsentTimesError`` where no curve is near."""
+        return self._nearest(family).tokens[-1]
+
     def of_graph(self, family: Family) -> GraphCost:
-        """Return what one graph of a family costs; raises ``PlanningError`` where the profile has none of its role."""
-        role = family[0]
-        nearest = min(
-            (cost for cost in self.profile.graphs if cost.role is role),
+        """Return what one graph of a family costs; raises ``AbsentTimesError`` where its role has none."""
+        cost = self.cost_of(family)
+        if cost is None:
+            raise _absent(f"no costs of graphs of {family[0].value}")
+        return cost
+
+    def cost_of(self, family: Family) -> GraphCost | None:
+        """Return what one graph of a family costs, or of the nearest one of its role; None: the profile has none."""
+        return min(
+            (cost for cost in self.profile.graphs if cost.role is family[0]),
             key=lambda cost: _distance(cost.key, family),
             default=None,
         )
-        if nearest is None:
-            raise _absent(f"no costs of graphs of {role.value}")
-        return nearest
 
     def assumptions(self, families: Sequence[Family]) -> Iterator[str]:
         """Yield a sentence for each family whose own curve is not in the profile."""
         for family in families:
             nearest = self._nearest(family)
             if nearest.key != family:
-                source = family_name(*nearest.key)
-                yield f"times of {family_name(*family)} are taken from {source}, which the profile has"
+                known = family_name(*nearest.key)
+                yield f"times of {family_name(*family)} are taken from {known}, which the profile has"
 
     def _curve(self, family: Family) -> Curve:
         nearest = self._nearest(family)
-        # A chain of draft decodes is as many passes, where the profile has single ones.
-        passes = family[3] or 1
-        return Curve.of(nearest, 1 if nearest.draft_steps == family[3] else passes)
+        # A chain of draft decodes is its number of single passes, or a part or a multiple of another chain.
+        return Curve.of(nearest, (family[3] or 1) / (nearest.draft_steps or 1))
 
     def _nearest(self, family: Family) -> CostCurve:
-        role, mode, *_ = family
-        eager = mode is GraphMode.NONE
-        alike = [
-            curve
-            for curve in self.profile.curves
-            if curve.role is role and (curve.mode is GraphMode.NONE) is eager and curve.draft_steps in (None, family[3])
-        ]
+        alike = self._alike(family)
         if not alike:
-            raise _absent(f"no {'eager times' if eager else 'times of graphs'} of {role.value}")
+            raise _absent(f"no {'eager times' if family[1] is GraphMode.NONE else 'times of graphs'} of {family[0]}")
         return min(alike, key=lambda curve: _distance(curve.key, family))
+
+    def _alike(self, family: Family) -> list[CostCurve]:
+        """Return the curves of the family's role: of graphs, or of eager passes."""
+        eager = family[1] is GraphMode.NONE
+        curves = self.profile.curves
+        return [each for each in curves if each.role is family[0] and (each.mode is GraphMode.NONE) is eager]
 
 
 def _distance(key: Family, family: Family) -> tuple[object, ...]:
@@ -102,6 +115,8 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
     (_, mode, query_len, steps), (_, wanted_mode, wanted_len, wanted_steps) = key, family
     return (
         steps != wanted_steps,
+        steps is not None,
+        abs((steps or 1) - (wanted_steps or 1)),
         mode is not wanted_mode,
         (query_len is None) is not (wanted_len is None),
         abs((query_len or 0) - (wanted_len or 0)),
@@ -110,6 +125,6 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
     )
 
 
-def _absent(what: str) -> PlanningError:
+def _absent(what: str) -> AbsentTimesError:
     problem = Problem(path=("sizes", "profile"), message=f"the profile has {what}", remedy="profile this deployment")
-    return PlanningError([problem])
+    return AbsentTimesError([problem])

@@ -92,7 +92,7 @@ def spec_from_config(path: Path, name: str) -> str:
     try:
         if not isinstance(config, dict):
             raise CapturePlannerError("expected an object, as in a model's config.json")
-        text = _text(config, path.name, name)
+        text = spec_text(config, path.name, name)
         codec.loads(text, Spec)
         return text
     except InvalidValue as error:  # values that no spec can have, such as heads that do not divide
@@ -101,7 +101,11 @@ def spec_from_config(path: Path, name: str) -> str:
         raise CapturePlannerError(f"{path}: {error}") from None
 
 
-def _text(config: dict[str, Any], source: str, name: str) -> str:
+def spec_text(config: dict[str, Any], source: str, name: str) -> str:
+    """Return the text of a spec for a model's configuration, which is from ``source``.
+
+    Raises ``CapturePlannerError`` where it lacks a value, or describes what no spec can.
+    """
     nested = config.get("text_config")  # of multimodal models
     text = config | nested if isinstance(nested, dict) else config
     if text.get("is_encoder_decoder"):

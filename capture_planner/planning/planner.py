@@ -11,42 +11,91 @@ from collections.abc import Iterator, Sequence
 from capture_planner import codec
 from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.answers import LadderAnswers, entry_of
+from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group, ask_backends
+from capture_planner.planning.judging import judge
+from capture_planner.planning.measured import forecast_of, measured_sizes
+from capture_planner.planning.measured_schedule import choose_schedule
 from capture_planner.planning.resolve import ResolvedMode, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
+from capture_planner.records._base import replace
 from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
-from capture_planner.records.batch import Entry
+from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
-from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
-from capture_planner.records.spec import Spec
+from capture_planner.records.measurements import Measurements
+from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, Forecast, GroupPlan, Plan, RolePlan
+from capture_planner.records.spec import Policy, Spec
 
 __all__ = ["plan"]
 
 
-def plan(spec: Spec, environment: Environment, registry: Registry) -> Plan:
+def plan(spec: Spec, environment: Environment, registry: Registry, measurements: Measurements | None = None) -> Plan:
     """Return the plan of ``spec`` for ``environment``. Deterministic; needs neither torch nor a device.
 
     :param registry: the installed backends, from ``load_backends()``.
-    :raises PlanningError: a mode is not possible, a backend is not installed, or there are too many graphs.
+    :param measurements: what measured sizes and a measured schedule are chosen by, from ``codec.load_measurements``.
+    :raises PlanningError: a mode is not possible, a backend is not installed, there are too many graphs, or measured
+        sizes or a measured schedule are wanted without measurements.
     :raises BackendError: a backend breaks its contract.
     """
+    if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
+        message = "the policy measured needs a traffic and a profile"
+        remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
+        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
+    wanted, given, roles = spec, measurements, _resolved(spec, environment, registry)
+    if spec.speculative is not None and spec.speculative.is_measured:
+        chosen = choose_schedule(spec, {working.role: working.mode for working in roles}, measurements)
+        spec, measurements = replace(spec, speculative=chosen.speculative), chosen.measurements
+        roles = _resolved(spec, environment, registry)
+        roles[0].decisions[:0] = chosen.decisions
+    for working in roles:
+        working.choose_ladders(None if measurements is None or measurements.traffic else measurements)
+    if spec.sizes.policy is Policy.MEASURED:
+        assert measurements is not None
+        assert given is not None
+        forecast = _measure(spec, roles, measurements, given)
+    else:
+        forecast = None
+        for working in roles:
+            working.fit_backend()
+        _fit_budget(spec, roles)
+    _refuse_excess(roles)
+    made = Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
+    _refuse_unreadable(made)
+    return made
+
+
+def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements, given: Measurements) -> Forecast:
+    """Give the roles' ladders the sizes that cost least, with the decisions, and return what they will cost.
+
+    :param given: the measurements whose digests the plan has.
+    """
+    costs = Costs(measurements.profile)
+    measured = measured_sizes(spec, roles, costs, measurements)
+    ladders, sentences = iter(measured.ladders), iter(measured.sentences)
+    for working in roles:
+        count = len(working.ladders)
+        working.measured([next(ladders) for _ in range(count)], [next(sentences) for _ in range(count)])
+    for note in measured.notes:
+        roles[0].decide("sizes-measured", "traffic and profile", "sizes", note)
+    modes = {working.role: working.mode for working in roles}
+    judged = judge(LadderAnswers(measured.ladders, spec), measured.steps, costs, spec, modes)
+    return forecast_of(spec, measured, judged, given)
+
+
+def _resolved(spec: Spec, environment: Environment, registry: Registry) -> list[RoleInProgress]:
+    """Return each role with its backends and its resolved mode; the drafter's follow the target's."""
     roles: list[RoleInProgress] = []
     for role in spec.active_roles:
         groups = ask_backends(spec, role, environment, registry)
         requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
         roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
-    for working in roles:
-        working.choose_ladders()
-        working.fit_backend()
-    _fit_budget(spec, roles)
-    _refuse_excess(roles)
-    made = Plan.of(spec, environment, tuple(map(_written, roles)))
-    _refuse_unreadable(made)
-    return made
+    return roles
 
 
 def _resolve(
@@ -66,6 +115,15 @@ def _resolve(
 
 
 def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
+    for kind in Kind:
+        alike = [ladder for working in roles for ladder in working.ladders if ladder.kind is kind]
+        most = spec.budget.allowed_of(kind)
+        if most is not None and total(alike) > most:
+            rest = iter(fit(alike, most, Reason.BUDGET))
+            why = f"graphs.{kind.value} allows {most} of {total(alike)} graphs"
+            for working in roles:
+                kept = [next(rest) if ladder.kind is kind else ladder for ladder in working.ladders]
+                working.refit(kept, "budget", why)
     bound = spec.budget.allowed_graphs()
     ladders = [ladder for working in roles for ladder in working.ladders]
     if bound is None or total(ladders) <= bound[0]:
@@ -127,14 +185,7 @@ def _written(working: RoleInProgress) -> RolePlan:
 def _entries(ladder: Ladder) -> Iterator[Entry]:
     for size in ladder.sizes:
         for case in ladder.served(size):
-            yield Entry(
-                mode=ladder.mode,
-                num_tokens=size * (ladder.query_len or 1),
-                num_reqs=None if ladder.mode is GraphMode.PIECEWISE else ladder.num_reqs(size),
-                query_len=ladder.query_len,
-                active_loras=case,
-                draft_steps=ladder.draft_steps,
-            )
+            yield entry_of(ladder, size, case)
 
 
 def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) -> GroupPlan:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
+from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group
 from capture_planner.planning.resolve import ResolvedMode
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
@@ -23,8 +24,9 @@ from capture_planner.records.batch_space import (
     token_step,
 )
 from capture_planner.records.environment import Environment
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.plan import Decision
-from capture_planner.records.spec import Sizes, Spec
+from capture_planner.records.spec import Policy, Sizes, Spec
 from capture_planner.records.text import counted
 
 
@@ -65,8 +67,8 @@ class RoleInProgress:
         """The ladder of mixed batches, if the mode has one."""
         return next((ladder for ladder in self.ladders if ladder.kind is Kind.MIXED), None)
 
-    def choose_ladders(self) -> None:
-        """Choose sizes for each kind of batch that the mode has graphs for."""
+    def choose_ladders(self, measurements: Measurements | None = None) -> None:
+        """Choose sizes for each kind of batch that the mode has graphs for; the policy default by a profile's times."""
         self._note_limits()
         sizes = self.spec.roles.of(self.role).sizes or self.spec.sizes
         context = Context(
@@ -75,18 +77,30 @@ class RoleInProgress:
             parallel=self.spec.parallel,
             environment=self.environment,
         )
+        costs = None if measurements is None else Costs(measurements.profile)
+        source = "" if measurements is None else measurements.source or f"by a profile of {measurements.profile.source}"
+
+        def timed(mode: GraphMode, query_len: int | None, steps: int | None) -> Context:
+            curve = None if costs is None else costs.known((self.role, mode, query_len, steps))
+            if curve is None:
+                return context
+            return attrs.evolve(context, time=lambda size: curve(size * (query_len or 1)), source=source)
+
         ladders = []
         if self.mode.is_separate:
-            ladders += [self._decode_ladder(family, sizes, context) for family in self._captured_families()]
+            ladders += [
+                self._decode_ladder(family, sizes, timed(GraphMode.FULL, family.query_len, family.draft_steps))
+                for family in self._captured_families()
+            ]
         if self.mode.mixed_mode is not GraphMode.NONE and self.role is not Role.DRAFT_DECODE:
-            ladders.append(self._mixed_ladder(sizes, context))
+            ladders.append(self._mixed_ladder(sizes, timed(self.mode.mixed_mode, None, None)))
         self.ladders = tuple(ladders)
 
     def _note_limits(self) -> None:
         spec, limits, step = self.spec, self.spec.limits, token_step(self.spec.parallel)
         speculative = spec.speculative
         if speculative is not None and self.role is Role.TARGET:
-            clamped = sorted({k for *_, k in speculative.schedule if k > speculative.num_tokens})
+            clamped = sorted({k for *_, k in speculative.ranges if k > speculative.num_tokens})
             if clamped:
                 most, k = max(clamped), speculative.num_tokens
                 message = f"the schedule has up to {most} draft tokens, but num_tokens is {k}"
@@ -172,7 +186,9 @@ class RoleInProgress:
             domain,
             kind=Kind.MIXED,
             mode=self.mode.mixed_mode,
-            anchors=tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
+            anchors=anchors
+            if sizes.policy is Policy.MEASURED
+            else tuple(anchor for anchor in anchors if choice.adaptive and anchor in choice.sizes),
             max_num_reqs=min(most, self.cap or most) if full else most,
         )
 
@@ -186,10 +202,19 @@ class RoleInProgress:
             cases=lora_cases(self.role, self.spec),
             **fields,
         )
+        if sizes.policy is Policy.MEASURED:  # its sizes are chosen later, for all roles at once
+            return ladder
         policy = sizes.policy.value.replace("_", "-")
         last = domain.intervals[-1][1]
         self.decide(f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}")
         return ladder
+
+    def measured(self, ladders: Sequence[Ladder], sentences: Sequence[str]) -> None:
+        """Take the measured sizes of the ladders, each with a sentence that says what they cost."""
+        for before, after, sentence in zip(self.ladders, ladders, sentences, strict=True):
+            last = before.domain.intervals[-1][1] if before.domain else 0
+            self.decide("sizes-measured", f"1..{last}", counted(len(after.sizes), "size"), f"{after}: {sentence}")
+        self.ladders = tuple(ladders)
 
     def fit_backend(self) -> None:
         """Drop full graphs beyond what the backends can hold."""

@@ -39,33 +39,33 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
             last=last,
             max_loras=loras,
             reason=reason,
-            message=f"{_NAMES[kind].format(first, last)} run eager: {_WHY[reason]}",
+            message="; ".join(filter(None, (f"{_NAMES[kind].format(first, last)} run eager: {_WHY[reason]}", price))),
         )
-        for kind, query_len, first, last, reason in tails
+        for kind, query_len, first, last, reason, price in tails
     )
 
 
-Tail = tuple[Kind, int | None, int, int, Reason]
-"""Kind, query length, first and last extent, reason."""
+Tail = tuple[Kind, int | None, int, int, Reason, str]
+"""Kind, query length, first and last extent, reason, and its price in words."""
 
 
 def _decode_tails(working: RoleInProgress) -> list[Tail]:
     """Return the decodes that no entry serves, adjacent ranges with the same reason merged."""
     tails: list[Tail] = []
     for family in working.families:
-        reach, reason = _decode_reach(working, family)
+        reach, reason, price = _decode_reach(working, family)
         for first, last in family.requests.above(reach).intervals:
-            tails.append((Kind.DECODE, family.query_len, first, last, reason))
+            tails.append((Kind.DECODE, family.query_len, first, last, reason, price))
 
     def apart(before: Tail, after: Tail) -> bool:
-        return (before[1], before[3] + 1, before[4]) != (after[1], after[2], after[4])
+        return (before[1], before[3] + 1, *before[4:]) != (after[1], after[2], *after[4:])
 
     runs = split_when(apart, sorted(tails, key=lambda tail: (tail[1] or 0, tail[2])))
-    return [(*run[0][:3], run[-1][3], run[0][4]) for run in runs]
+    return [(*run[0][:3], run[-1][3], *run[0][4:]) for run in runs]
 
 
-def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason]:
-    """Return the most requests that an entry serves, and why none serves more."""
+def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason, str]:
+    """Return the most requests that an entry serves, why none serves more, and the price of that."""
     mixed, own = working.mixed_ladder, _ladder_of(working, family)
     reach = own.sizes[-1] if own is not None and own.sizes else 0
     if mixed is not None and mixed.sizes:
@@ -75,7 +75,7 @@ def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, R
     reason = Reason.MODE if ladder is None else ladder.cut or Reason.SIZES
     if own is None and mixed is not None and mixed.sizes and reach == mixed.max_num_reqs:
         reason = Reason.BACKEND_CAP
-    return reach, reason
+    return reach, reason, "" if ladder is None else ladder.price
 
 
 def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
@@ -87,11 +87,11 @@ def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
 def _mixed_tails(working: RoleInProgress) -> Iterator[Tail]:
     ladder, limits = working.mixed_ladder, working.spec.limits
     if ladder is None:
-        yield Kind.MIXED, None, 1, limits.max_num_tokens, Reason.MODE
+        yield Kind.MIXED, None, 1, limits.max_num_tokens, Reason.MODE, ""
         return
     top = ladder.sizes[-1] if ladder.sizes else 0
     most = ladder.max_num_reqs
     if most < min(top, limits.max_num_reqs):
-        yield Kind.MIXED, None, most + 1, min(top, limits.max_num_tokens), Reason.BACKEND_CAP
+        yield Kind.MIXED, None, most + 1, min(top, limits.max_num_tokens), Reason.BACKEND_CAP, ""
     if top < limits.max_num_tokens:
-        yield Kind.MIXED, None, top + 1, limits.max_num_tokens, ladder.cut or Reason.SIZES
+        yield Kind.MIXED, None, top + 1, limits.max_num_tokens, ladder.cut or Reason.SIZES, ladder.price

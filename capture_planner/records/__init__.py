@@ -20,7 +20,8 @@ from capture_planner.records.backend import (
 )
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.measurements import Measurements
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.observation import (
     BatchCount,
     DispatchRun,
@@ -30,10 +31,11 @@ from capture_planner.records.observation import (
     ObservedGraph,
     ObservedRole,
 )
-from capture_planner.records.plan import Decision, GroupPlan, Plan, RolePlan, Waiver
+from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.records.spec import (
     Budget,
     GroupSpec,
+    KindGraphs,
     Limits,
     Lora,
     Parallel,
@@ -65,13 +67,16 @@ __all__ = [
     "Entry",
     "Environment",
     "Fill",
+    "Forecast",
     "GroupPlan",
     "GroupSpec",
     "Kind",
+    "KindGraphs",
     "Latent",
     "Lifetime",
     "Limits",
     "Lora",
+    "Measurements",
     "MetadataField",
     "Method",
     "Model",
@@ -87,6 +92,7 @@ __all__ = [
     "RolePlan",
     "RoleSpec",
     "Roles",
+    "ScheduleSource",
     "Sizes",
     "Spec",
     "Speculative",

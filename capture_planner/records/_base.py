@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
@@ -75,6 +76,21 @@ class AtLeast:
 
 
 @attrs.frozen
+class AtMost:
+    """A finite number, whole or not, that is ``le`` or less."""
+
+    le: float
+
+    def problem(self, value: Any) -> str | None:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return f"expected a number, got {value!r}"
+        return None if value <= self.le else f"must be at most {self.le:g}, got {value}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"maximum": self.le}
+
+
+@attrs.frozen
 class Pattern:
     """A string that matches ``regex`` as a whole; ``meaning`` is the rule in words, after "must be"."""
 
@@ -90,7 +106,7 @@ class Pattern:
         return {"pattern": f"^(?:{self.regex})$"}
 
 
-Constraint = Interval | Gt | AtLeast | Pattern
+Constraint = Interval | Gt | AtLeast | AtMost | Pattern
 """A rule for one field: ``problem`` returns what is wrong with a value, ``schema`` the rule in JSON Schema keywords."""
 
 
@@ -122,6 +138,7 @@ def constraints(annotation: Any) -> tuple[Constraint, ...]:
 
 
 Path = tuple[str | int, ...]
+UNIONS = (typing.Union, types.UnionType)
 
 
 def _problems(hint: Any, value: Any, path: Path) -> Iterator[Problem]:
@@ -133,10 +150,10 @@ def _problems(hint: Any, value: Any, path: Path) -> Iterator[Problem]:
     if origin is Annotated:
         wrong = (constraint.problem(value) for constraint in constraints(hint))
         yield from (Problem(path=path, message=message) for message in wrong if message is not None)
-    elif type(None) in args:
-        for arg in args if value is not None else ():
-            if arg is not type(None):
-                yield from _problems(arg, value, path)
+    elif origin in UNIONS:
+        if value is not None or type(None) not in args:
+            wrong_as = [list(_problems(arg, value, path)) for arg in args if arg is not type(None)]
+            yield from wrong_as[0] if all(wrong_as) else ()
     elif origin is Mapping:
         for key, item in value.items():
             yield from _problems(args[0], key, path)

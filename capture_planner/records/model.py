@@ -8,10 +8,12 @@ from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import Chain
-from capture_planner.records._base import Count, Interval, Name, Path, field, raise_any, record
+from capture_planner.records._base import AtLeast, AtMost, Count, Interval, Name, Path, field, raise_any, record
+from capture_planner.records.text import counted
 
 DraftTokens = Annotated[int, Interval(0, 255)]
 Tier = tuple[Count, Count, DraftTokens]
+Share = Annotated[float, AtLeast(0), AtMost(1)]
 
 MAX_TIERS = 64
 """Most ranges in a schedule: many more than any load needs."""
@@ -35,6 +37,13 @@ class Method(enum.Enum):
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
     MTP = "mtp"
+
+
+class ScheduleSource(enum.Enum):
+    """Where a schedule comes from, if the spec does not list its ranges."""
+
+    MEASURED = "measured"
+    """The planner chooses it, from traffic and a profile (``planning.draft_lengths``)."""
 
 
 def refuse(*path: str | int, message: str, remedy: str = "") -> InvalidValue:
@@ -104,12 +113,22 @@ class Speculative:
     """Speculative decoding by a drafter that the engine runs.
 
     A schedule is a list of ``[first, last, k]``: batches of first to last requests draft k tokens.
-    As in vLLM 0.33, gaps and the tail carry the previous k forward, and k is at most num_tokens.
+    As in vLLM 0.33, gaps and the tail carry the previous k forward, and k is at most num_tokens. With the word
+    ``measured`` the planner chooses the ranges; until then a batch of any size drafts num_tokens.
+
+    Acceptance is cumulative, as in vLLM's counters (accepted tokens of a position over drafts) and in its
+    ``synthetic_acceptance_rates``: ``acceptance[i]`` is the share of steps in which drafts 0 to i were all accepted.
+    A step with k drafts gives ``1 + sum(acceptance[:k])`` tokens a request.
     """
 
     method: Method = field("how the drafter works")
     num_tokens: Annotated[int, Interval(1, 255)] = field("K, the most tokens drafted a step")
-    schedule: tuple[Tier, ...] = field("[first, last, k] by batch size, for a K that changes with the load", default=())
+    schedule: tuple[Tier, ...] | ScheduleSource = field(
+        "[first, last, k] by batch size, for a K that changes with the load; measured: the planner chooses", default=()
+    )
+    acceptance: tuple[Share, ...] = field(
+        "share of steps in which drafts 0 to i are all accepted, by i; empty: as the traffic has it", default=()
+    )
     model: DraftModel = field("the drafter's architecture", factory=DraftModel)
     chain: Chain = field(
         "all draft decodes of a step in one graph where the backends can, or a graph of one replayed",
@@ -117,10 +136,11 @@ class Speculative:
     )
 
     def __attrs_post_init__(self) -> None:
-        if len(self.schedule) > MAX_TIERS:
-            raise refuse("schedule", message=f"{len(self.schedule)} ranges, at most {MAX_TIERS} are allowed")
+        self._check_acceptance()
+        if len(self.ranges) > MAX_TIERS:
+            raise refuse("schedule", message=f"{len(self.ranges)} ranges, at most {MAX_TIERS} are allowed")
         previous = 0
-        for index, (first, last, _) in enumerate(self.schedule):
+        for index, (first, last, _) in enumerate(self.ranges):
             if first > last:
                 raise refuse("schedule", index, message=f"the range {first} to {last} is empty")
             if first <= previous:
@@ -141,9 +161,29 @@ class Speculative:
             place = (*path, "num_kv_heads" if own.num_heads is None else "num_heads")
             yield from head_problems(heads, kv_heads, tensor, grouped=place, spread=place)
 
+    def _check_acceptance(self) -> None:
+        for index, (before, share) in enumerate(itertools.pairwise(self.acceptance), 1):
+            if share > before:
+                message = f"{share:g} after {before:g}: a draft counts only if those before it were accepted"
+                remedy = "give the share of steps in which this draft and all before it are accepted"
+                raise refuse("acceptance", index, message=message, remedy=remedy)
+        if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
+            message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
+            raise refuse("acceptance", message=message, remedy="give a share for each position, or lower num_tokens")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the planner has yet to choose the schedule."""
+        return isinstance(self.schedule, ScheduleSource)
+
+    @property
+    def ranges(self) -> tuple[Tier, ...]:
+        """The listed ranges; none where K is fixed, or the schedule is yet to be chosen."""
+        return () if isinstance(self.schedule, ScheduleSource) else self.schedule
+
     def tiers(self, max_num_reqs: int) -> tuple[tuple[int, int, int], ...]:
         """Return ``(first, last, k)`` over 1..max_num_reqs: dense, clamped to K, neighbours merged."""
-        bounds = [tier for tier in self.schedule if tier[0] <= max_num_reqs] or [(1, max_num_reqs, self.num_tokens)]
+        bounds = [tier for tier in self.ranges if tier[0] <= max_num_reqs] or [(1, max_num_reqs, self.num_tokens)]
         clamped = ((first, min(k, self.num_tokens)) for first, _, k in bounds)
         starts = [next(alike) for _, alike in itertools.groupby(clamped, key=lambda start: start[1])]
         ends = [first - 1 for first, _ in starts[1:]] + [max_num_reqs]
@@ -151,7 +191,7 @@ class Speculative:
 
     def draft_tokens(self, num_reqs: int) -> int:
         """Return k for a batch of ``num_reqs`` requests."""
-        if not self.schedule:
+        if not self.ranges:
             return self.num_tokens
-        index = bisect.bisect_right(self.schedule, num_reqs, key=lambda tier: tier[0]) - 1
-        return min(self.schedule[max(index, 0)][2], self.num_tokens)
+        index = bisect.bisect_right(self.ranges, num_reqs, key=lambda tier: tier[0]) - 1
+        return min(self.ranges[max(index, 0)][2], self.num_tokens)

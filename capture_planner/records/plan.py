@@ -6,9 +6,10 @@ Nothing downstream decides again.
 
 from typing import Annotated
 
-from capture_planner.errors import DispatchError
+from capture_planner.errors import DispatchError, InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import (
+    AtLeast,
     Name,
     NonNegative,
     Pattern,
@@ -17,12 +18,23 @@ from capture_planner.records._base import (
     raise_any,
     record,
     refuse_duplicates,
+    replace,
 )
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Model, Speculative
-from capture_planner.records.spec import SCHEMA_VERSION, Budget, Limits, Lora, Parallel, Piecewise, SchemaVersion, Spec
+from capture_planner.records.spec import (
+    SCHEMA_VERSION,
+    Budget,
+    Limits,
+    Lora,
+    Objective,
+    Parallel,
+    Piecewise,
+    SchemaVersion,
+    Spec,
+)
 
 MAX_GRAPHS = 1 << 14
 """Most graphs in a plan: many times what any engine captures."""
@@ -33,6 +45,7 @@ MAX_SIZES = 1 << 12
 SPEC_FIELDS = ("model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool")
 """Fields that a plan takes over from its spec."""
 
+Amount = Annotated[float, AtLeast(0)]
 Digest = Annotated[str, Pattern(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
 Rule = Annotated[str, Pattern(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]
 
@@ -110,6 +123,24 @@ class RolePlan:
 
 
 @record
+class Forecast:
+    """What measured sizes are expected to cost, by the traffic and the profile that they were chosen by."""
+
+    traffic: Digest | None = field("digest of the traffic; None: flat, where none was given", default=None)
+    profile: Digest = field("digest of the profile")
+    objective: Objective = field("what was made least: mean, a percentile, or regret", default="mean")
+    expected: Amount = field("value of the objective: milliseconds, or the worst ratio for regret")
+    mean_step_ms: Amount = field("mean time of a step of the traffic, in milliseconds")
+    regret: float = field("how much longer the mean step takes than with every size captured, as a share")
+    eager_share: Amount = field("share of steps in which a pass runs eager")
+    graphs: NonNegative = field("graphs captured")
+    mib: Amount = field("device memory of the graphs, in MiB")
+    seconds: Amount = field("time to capture, in seconds")
+    next_graph_ms: Amount = field("what one more graph takes off the mean step, in milliseconds", default=0.0)
+    prior: Amount = field("weight of the flat prior and of smoothing against the counts of the traffic, as a share")
+
+
+@record
 class Plan:
     """Every graph of a deployment, and every decision that led to it."""
 
@@ -124,18 +155,37 @@ class Plan:
     piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
     budget: Budget = field("what graphs may cost", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
+    forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
     roles: tuple[RolePlan, ...] = field("the roles, target first")
 
     @classmethod
-    def of(cls, spec: Spec, environment: Environment, roles: tuple[RolePlan, ...]) -> "Plan":
-        """Return the plan of a spec: what was decided for its roles, and what it says itself."""
+    def of(
+        cls,
+        spec: Spec,
+        environment: Environment,
+        roles: tuple[RolePlan, ...],
+        forecast: Forecast | None = None,
+        speculative: Speculative | None = None,
+    ) -> "Plan":
+        """Return the plan of a spec: what was decided for its roles, and what it says itself.
+
+        :param speculative: the spec's, with the schedule that was chosen for it; None: as in the spec.
+        """
         stated = {name: getattr(spec, name) for name in SPEC_FIELDS}
-        return cls(spec_digest=digest(spec), environment=environment, roles=roles, **stated)
+        stated["speculative"] = speculative or spec.speculative
+        return cls(spec_digest=digest(spec), environment=environment, roles=roles, forecast=forecast, **stated)
 
     def __attrs_post_init__(self) -> None:
         refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")
         if self.speculative is not None:
             raise_any(self.speculative.head_problems(self.model, self.parallel.tensor))
+        if self.speculative is not None and self.speculative.is_measured:
+            problem = Problem(
+                path=("speculative", "schedule"),
+                message="a plan has the ranges of its schedule, got measured",
+                remedy="plan the spec again, with its traffic and profile",
+            )
+            raise InvalidValue([problem])
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""
@@ -143,6 +193,15 @@ class Plan:
             if each.role == role:
                 return each
         raise DispatchError(f"the plan has no role {role!s}; it has {', '.join(r.role for r in self.roles)}")
+
+    def allowed_graphs(self) -> tuple[int, str] | None:
+        """Return the most graphs that fit and the bound in words, or None without a bound.
+
+        A forecast has the memory and the time of its own graphs, so that only the number of graphs is left.
+        """
+        if self.forecast is None:
+            return self.budget.allowed_graphs()
+        return replace(self.budget, memory=None, seconds=None).allowed_graphs()
 
     @property
     def planned(self) -> tuple[Role, ...]:

@@ -1,6 +1,7 @@
 """Spec: what is wanted, written by a person. Not yet what is possible."""
 
 import enum
+from collections.abc import Iterator
 from typing import Annotated
 
 from capture_planner.errors import Problem
@@ -8,22 +9,28 @@ from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import (
     ByteCount,
     Count,
+    Gt,
     Interval,
     Name,
+    Pattern,
     Seconds,
     field,
     raise_any,
     record,
     refuse_duplicates,
 )
+from capture_planner.records.batch import Kind
 from capture_planner.records.model import Model, Speculative, head_problems
 
 SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
 
 SchemaVersion = Annotated[int, Interval(1)]
+Amount = Annotated[float, Gt(0)]
 Requests = Annotated[int, Interval(1, 1 << 16)]
 QueryLength = Annotated[int, Interval(1, 256)]
+FileName = Annotated[str, Pattern(r"[^\x00-\x1f]{1,1024}", "the path of a file")]
+Objective = Annotated[str, Pattern(r"mean|regret|p[1-9][0-9]?(\.[0-9]{1,3})?", "mean, regret, or a percentile as p99")]
 
 
 class Policy(enum.Enum):
@@ -43,6 +50,8 @@ class Policy(enum.Enum):
     """The lists of SGLang 0.5.23."""
     TENSORRT_LLM = "tensorrt_llm"
     """The list of TensorRT-LLM."""
+    MEASURED = "measured"
+    """For all roles at once, the sizes that cost least by a traffic and a profile, within the budget."""
 
 
 @record
@@ -58,6 +67,9 @@ _OPTIONS = {
     "num_tokens": {Policy.EXPLICIT, Policy.VLLM},
     "num_reqs": {Policy.EXPLICIT},
     "padding": {Policy.SGLANG, Policy.TENSORRT_LLM},
+    "traffic": {Policy.MEASURED},
+    "profile": {Policy.MEASURED},
+    "objective": {Policy.MEASURED},
 }
 
 
@@ -75,6 +87,12 @@ class Sizes:
     max_reqs: Requests | None = field("largest size for uniform decodes, in requests", default=None)
     padding: bool | None = field(
         "sglang, tensorrt_llm: the engine's list with padding on or off; None: its default", default=None
+    )
+    traffic: FileName | None = field("measured: the file of the traffic, relative to the spec", default=None)
+    profile: FileName | None = field("measured: the file of the profile, relative to the spec", default=None)
+    objective: Objective | None = field(
+        "measured: what is least, the mean time of a step, a percentile as p99, or the worst regret; None: mean",
+        default=None,
     )
 
     def __attrs_post_init__(self) -> None:
@@ -172,17 +190,48 @@ class Piecewise:
 
 
 @record
+class KindGraphs:
+    """Graphs by kind of batch: a whole number of them, or below 1 a share of max_graphs."""
+
+    decode: Amount | None = field("most graphs of uniform decodes, over all roles; None: no bound", default=None)
+    mixed: Amount | None = field("most graphs of mixed batches, over all roles; None: no bound", default=None)
+
+    def __attrs_post_init__(self) -> None:
+        raise_any(
+            Problem(path=(kind,), message=f"{amount} is neither a whole number nor a share below 1")
+            for kind, amount in (("decode", self.decode), ("mixed", self.mixed))
+            if amount is not None and amount >= 1 and amount != int(amount)
+        )
+
+
+@record
 class Budget:
     """What graphs may cost. Costs per graph are the worst of public reports until measured."""
 
     max_graphs: Count | None = field("most graphs over all roles; None: no bound", default=None)
+    graphs: KindGraphs = field("most graphs by kind of batch", factory=KindGraphs)
     memory: ByteCount | None = field("most device memory for graphs, as in 2GiB", default=None)
     seconds: Seconds | None = field("most time to capture, in seconds", default=None)
     memory_per_graph: ByteCount = field("memory of one graph (reports: 7 to 25 MiB)", default=25 << 20)
     seconds_per_graph: Seconds = field("time to capture one graph (reports: 0.05 to 0.25 s)", default=0.25)
 
+    def __attrs_post_init__(self) -> None:
+        shares = [share for share in (self.graphs.decode, self.graphs.mixed) if share is not None and share < 1]
+        if shares and self.max_graphs is None:
+            remedy = "give max_graphs too, or numbers of graphs"
+            raise_any([Problem(path=("graphs",), message="a share needs max_graphs", remedy=remedy)])
+        if sum(shares) > 1:
+            raise_any([Problem(path=("graphs",), message=f"the shares sum to {sum(shares):g}, more than 1")])
+
+    def allowed_of(self, kind: Kind) -> int | None:
+        """Return the most graphs of one kind of batch, or None without a bound; a share is rounded down."""
+        amount: float | None = getattr(self.graphs, kind.value)
+        if amount is None or amount >= 1:
+            return None if amount is None else int(amount)
+        return int((self.max_graphs or 0) * amount + 1e-9)
+
     def allowed_graphs(self) -> tuple[int, str] | None:
-        """Return the most graphs that fit and the bound in words, or None without a bound."""
+        """Return the most graphs that fit over all kinds, and the bound in words, or None without a bound."""
         bounds = []
         if self.max_graphs is not None:
             bounds.append((self.max_graphs, f"max_graphs {self.max_graphs}"))
@@ -228,6 +277,7 @@ class Spec:
                 for role in Role
                 if role.is_drafter and self.roles.of(role) != RoleSpec()
             ]
+        problems += self._half_measured()
         for role in Role:
             groups = self.roles.of(role).groups
             grouped, layers = sum(group.layers for group in groups), self.num_layers(role)
@@ -235,6 +285,23 @@ class Spec:
                 message = f"the groups have {grouped} layers, the model {layers}"
                 problems.append(Problem(path=("roles", role.value, "groups"), message=message))
         raise_any(problems)
+
+    def _half_measured(self) -> Iterator[Problem]:
+        """Yield each role whose sizes are measured where others are not: all are chosen in one decision."""
+        for role in Role:
+            sizes = self.roles.of(role).sizes
+            if sizes is None:
+                continue
+            path = ("roles", role.value, "sizes")
+            if Policy.MEASURED in (sizes.policy, self.sizes.policy) and sizes.policy is not self.sizes.policy:
+                message = "measured sizes are chosen for all roles together"
+                remedy = "give the policy measured in sizes, and at most max_tokens and max_reqs here"
+                yield Problem(path=(*path, "policy"), message=message, remedy=remedy)
+            elif sizes.policy is Policy.MEASURED:
+                for name in ("traffic", "profile", "objective"):
+                    if getattr(sizes, name) is not None:
+                        message = f"the {name} counts for all roles"
+                        yield Problem(path=(*path, name), message=message, remedy="give it in sizes")
 
     def num_layers(self, role: Role) -> int:
         """Return how many layers a role runs."""

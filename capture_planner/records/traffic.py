@@ -18,6 +18,7 @@ from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
 Amount = Annotated[float, AtLeast(0)]
 Tally = Annotated[int, Interval(0)]
+Steps = Annotated[int, Interval(1)]
 
 
 @attrs.frozen(kw_only=True)
@@ -28,12 +29,28 @@ class TrafficCount:
     num_reqs: int | None = None
     num_tokens: int | None = None
     query_len: int | None = None
-    """Tokens of each request, where all have the same number; None also where they differ."""
+    """Tokens of each request of a decode, where all have the same number; None also where they differ."""
     past_prompt: bool | None = None
     """Whether every request is past its prompt: True is a decode, False has prompts in it."""
     active_loras: int = 0
     count: int
     """How many steps."""
+
+    @property
+    def shape(self) -> tuple[Role, bool | None, int | None, int, int | None, int | None]:
+        """All but the count: role, past_prompt, query_len, active_loras, num_reqs, num_tokens."""
+        return self.role, self.past_prompt, self.query_len, self.active_loras, self.num_reqs, self.num_tokens
+
+
+def _place(count: TrafficCount) -> tuple[int, ...]:
+    """Return where a shape stands in the table: by role, decodes first, then by its numbers."""
+    role, past_prompt, *numbers = count.shape
+    kind = (True, False, None).index(past_prompt)
+    return list(Role).index(role), kind, *(-1 if number is None else number for number in numbers), count.count
+
+
+def _ordered(counts: tuple[TrafficCount, ...]) -> tuple[TrafficCount, ...]:
+    return tuple(sorted(counts, key=_place))
 
 
 @record
@@ -43,7 +60,7 @@ class Traffic:
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
     sources: tuple[str, ...] = field("what it was read from: names of files, each with its format")
     seconds: Amount | None = field("time that the counts cover; None: the source does not say", default=None)
-    batches: tuple[TrafficCount, ...] = field("batch shapes with their counts, by role")
+    batches: tuple[TrafficCount, ...] = field("batch shapes with their counts, by role", converter=_ordered)
     skipped: Tally = field("lines of the sources that could not be read", default=0)
     drafted: tuple[Tally, ...] = field("drafts proposed, by position", default=())
     accepted: tuple[Tally, ...] = field("drafts accepted, by position", default=())
@@ -53,14 +70,16 @@ class Traffic:
         raise_any(self._impossible())
 
     def _impossible(self) -> Iterator[Problem]:
-        """Yield what no batch can be: counts below 1, and tokens that are not requests times query length."""
+        """Yield what no batch can be, and what could be said in two ways, one of which a file has."""
         for index, batch in enumerate(self.batches):
-            numbers = (batch.num_reqs, batch.num_tokens, batch.query_len, batch.count)
-            if any(number is not None and number < 1 for number in numbers):
-                yield Problem(path=("batches", index), message="numbers of a batch are at least 1")
-            elif None not in numbers and batch.num_reqs * batch.query_len != batch.num_tokens:  # type: ignore[operator]
-                message = f"{batch.num_reqs} requests of {batch.query_len} tokens are not {batch.num_tokens} tokens"
-                yield Problem(path=("batches", index), message=message)
+            path = ("batches", index)
+            reqs, tokens, each = batch.num_reqs, batch.num_tokens, batch.query_len
+            if any(number is not None and number < 1 for number in (reqs, tokens, each, batch.count)):
+                yield Problem(path=path, message="numbers of a batch are at least 1")
+            elif reqs is None and tokens is None:
+                yield Problem(path=path, message="a batch without requests and tokens", remedy="give one of them")
+            elif reqs is not None and each is not None and reqs * each != tokens:
+                yield Problem(path=path, message=f"{reqs} requests of {each} tokens are not {tokens} tokens")
 
     @property
     def steps(self) -> int:

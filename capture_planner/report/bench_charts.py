@@ -36,11 +36,7 @@ def _decode(report: BenchReport) -> Chart | None:
         name="decode",
         plots=(
             _bars("A decode step and its graphs", report.decode, graphed),
-            _bars(
-                "A decode step, its graphs and an eager step",
-                report.decode,
-                [*graphed, ("eager step", "none", "eager")],
-            ),
+            _bars("A decode step, graphs and eager", report.decode, [*graphed, ("eager step", "none", "eager")]),
         ),
         caption="What stands above the bare graphs is all that the runner adds to them: schedule, preparation, "
         "tokens back to the host. What an eager step takes beyond them is what graphs are for.",

@@ -34,7 +34,7 @@ def plan_summary(plan: Plan) -> RenderableType:
         for role in plan.roles
     )
     table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",), rows=rows)
-    bound = plan.budget.allowed_graphs()
+    bound = plan.allowed_graphs()
     total = counted(plan.num_graphs, "graph") + (f" of at most {bound[0]}" if bound else "")
     return Group(Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold"), table)
 

@@ -23,11 +23,13 @@ from capture_planner.testing.strategies.machines import (
     padding_contracts,
     registries,
 )
+from capture_planner.testing.strategies.measurements import measurements
 from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
 from capture_planner.testing.strategies.profiles import profiles
 from capture_planner.testing.strategies.ranks import submissions, vectors
 from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.traffic import traffics
 
 del _hypothesis
 
@@ -41,6 +43,7 @@ __all__ = [
     "deployments",
     "documents",
     "environments",
+    "measurements",
     "observations",
     "padding_contracts",
     "plans",
@@ -48,5 +51,6 @@ __all__ = [
     "registries",
     "specs",
     "submissions",
+    "traffics",
     "vectors",
 ]

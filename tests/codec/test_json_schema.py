@@ -22,7 +22,8 @@ from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
-from capture_planner.testing import environments, observations, plans, profiles, specs
+from capture_planner.records.traffic import Traffic
+from capture_planner.testing import environments, observations, plans, profiles, specs, traffics
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
 KINDS: dict[str, type] = {
@@ -30,6 +31,7 @@ KINDS: dict[str, type] = {
     "plan": Plan,
     "environment": Environment,
     "observation": Observation,
+    "traffic": Traffic,
     "profile": Profile,
 }
 FOLDERS = {"spec": "specs", "plan": "locked", "environment": "environments", "profile": "profiles"}
@@ -82,6 +84,11 @@ def test_the_plan_schema_accepts_what_is_written_of_any_plan(plan: Plan) -> None
 @given(observations())
 def test_the_observation_schema_accepts_what_is_written_of_any(observation: Observation) -> None:
     validator("observation").validate(json.loads(codec.dumps_json(codec.to_data(observation))))
+
+
+@given(traffics())
+def test_the_traffic_schema_accepts_what_is_written_of_any(traffic: Traffic) -> None:
+    validator("traffic").validate(json.loads(codec.dumps_json(codec.to_data(traffic))))
 
 
 @given(profiles())

@@ -9,6 +9,9 @@ import vllm_in_process
 from _paired import paired_cost
 from _vllm_cases import groups
 
+from capture_planner.codec import dumps
+from support.measured import profile
+
 WORKER = """
 import json, os, sys
 sys.stdin.readline()
@@ -92,9 +95,54 @@ def test_rounds_before_a_broken_engine_are_kept(run):
     assert [len(engine["rounds"]) for engine in file["results"]["main"]["engines"].values()] == [1, 2, 2]
 
 
+def test_group_of_schedules_has_each_fixed_length_the_chosen_ranges_and_adaptive_verification(tmp_path):
+    """Acceptance is the same for all, as far as each drafts; the ranges are those of the plan."""
+    (group,) = [group for group in groups(tmp_path, 0.1, profile(per_token=0.003)) if group.name == "schedule"]
+    drafts = {}
+    for case in group.cases:
+        words = dict(zip(case.words, case.words[1:], strict=False))
+        drafts[case.name] = json.loads(words["--speculative-config"])
+        assert len(drafts[case.name]["synthetic_acceptance_rates"]) == drafts[case.name]["num_speculative_tokens"]
+    assert [drafts[f"plan, K={k}"]["num_speculative_tokens"] for k in (1, 3, 5)] == [1, 3, 5]
+    (tuned,) = [case for case in group.cases if case.name == "plan, schedule"]
+    ranges = tuned.plan.speculative.ranges
+    assert len(ranges) > 1
+    assert drafts["plan, schedule"]["num_speculative_tokens_per_batch_size"] == [list(tier) for tier in ranges]
+    assert drafts["vLLM, adaptive verification"]["enable_adaptive_verification"] is True
+    (one,) = [group for group in groups(tmp_path, 0.1, profile(per_token=0.0, draft=0.001)) if group.name == "schedule"]
+    (alone,) = [case for case in one.cases if case.name == "plan, schedule"]
+    assert alone.plan.speculative.ranges == ()
+    assert "per_batch_size" not in " ".join(alone.words)
+
+
+def test_group_of_schedules_needs_a_profile(run, tmp_path, capsys):
+    """The profile is what the ranges are chosen by; with one, rounds and targets are in the file."""
+    with pytest.raises(SystemExit):
+        run("--groups", "schedule")
+    assert "give --profile FILE" in capsys.readouterr().err
+    (tmp_path / "profile.yaml").write_text(dumps(profile(per_token=0.003)), encoding="utf-8")
+    words = ("--profile", str(tmp_path / "profile.yaml"), "--rounds", "1", "--loads", "8")
+    _, file = run("--groups", "schedule", *words)
+    texts = [text for text in file["targets"] if "all loads" in text]
+    assert len(texts) == 2
+    assert "vLLM, adaptive verification" in texts[1]
+
+
+def test_schedule_is_compared_with_the_fixed_length_that_is_best_over_all_loads():
+    """And at each load with the best one there, for which 2 % are allowed."""
+    rates = {"plan, K=1": (10, 100), "plan, K=3": (30, 60), "plan, schedule": (29.5, 97)}
+    short = {
+        name: {load: {"tokens_per_second": [rate, rate, rate]} for load, rate in zip((1, 100), row, strict=True)}
+        for name, row in rates.items()
+    } | {"vLLM, adaptive verification": {}}
+    found = dict(vllm_in_process.schedule_targets(short))
+    assert list(found.values()) == [True, True, False]
+    assert next(iter(found)).startswith("schedule: all loads, at least 1.0x plan, K=1")
+
+
 def test_every_plan_fits_the_limits_that_its_engine_is_given(tmp_path):
     """The words of each case and its plan agree on requests, tokens and drafts."""
-    cases = [case for group in groups(tmp_path, 0.1) for case in group.cases]
+    cases = [case for group in groups(tmp_path, 0.1, profile(per_token=0.003)) for case in group.cases]
     for case in cases:
         words = dict(zip(case.words, case.words[1:], strict=False))
         drafts = json.loads(words.get("--speculative-config", "{}"))

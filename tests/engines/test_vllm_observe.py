@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from capture_planner.engines.observed import emulation_of
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Decision
-from capture_planner_vllm import observe, watch
+from capture_planner_vllm import observe, steps, watch
 from capture_planner_vllm import observe_seams as seams
 from support.vllm_observed import MODES, PLAN, STEPS, Event, counted, observed, process, run, started, step, summary
 
@@ -120,24 +121,109 @@ def test_engine_gets_what_it_gets_unobserved():
     assert results() == results(**{observe.OBSERVE: ""}) == results(**{observe.PROFILE: "1"})
 
 
-@pytest.mark.parametrize("method", ["begin", "dispatched", "specialized", "forward", "end", "drafts", "accepted"])
-def test_error_of_ours_ends_the_observation_only(method, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        *((watch.StepWatch, name) for name in ("begin", "timed", "forward", "forward_end", "end", "read", "flush")),
+        *((steps.Dispatches, name) for name in ("dispatched", "specialized")),
+        *((steps.Verifications, name) for name in ("scheduled", "sampled", "accepted", "take")),
+    ],
+)
+def test_error_of_ours_ends_the_observation_only(owner, method, monkeypatch, caplog):
     """The engine runs on with the same answers; the log and the file say what happened."""
 
     def broken(*arguments):
         raise ZeroDivisionError("of ours")
 
-    steps = [step(4, 4, sampled=[2] * 4) for _ in range(5)]
+    served = [step(4, 4, sampled=[2] * 4) for _ in range(watch.EVERY)]
     with process() as folder:
         runner = started()
-        run(runner, steps[0])
-        monkeypatch.setattr(watch.StepWatch, method, broken)
-        outputs = [run(runner, each).sampled_token_ids for each in steps]
+        run(runner, served[0])
+        monkeypatch.setattr(owner, method, broken)
+        outputs = [run(runner, each).sampled_token_ids for each in served]
         runner.shutdown()
-        assert outputs == [each.sampled for each in steps]
-        assert len(runner.answers) == 6
-        assert sum("of ours" in record.message for record in caplog.records) == 1
+        assert outputs == [each.sampled for each in served]
+        assert len(runner.answers) == 1 + len(served)
+        assert any("of ours" in record.message for record in caplog.records)
         assert any("of ours" in note for note in observed(folder).notes)
+
+
+@given(taken=STEPS, fused=st.booleans(), mode=st.sampled_from(MODES), data=st.data())
+def test_steps_read_late_are_what_they_are_read_at_once(taken, fused, mode, data):
+    """Whenever the log is read: after each event, now and then between them, or at the end alone."""
+    served = [step(*each, sampled=data.draw(accepted_by(each))) for each in taken]
+
+    def written(read):
+        with process() as folder:
+            with pytest.MonkeyPatch.context() as patch:
+                recorders = []
+                begin = watch.StepRecorder.begin
+                patch.setattr(
+                    watch.StepRecorder, "begin", lambda self, base: (recorders.append(self), begin(self, base))
+                )
+                runner = started(fused, mode=mode)
+            for each in served:
+                for part in parts(runner, each):
+                    part()
+                    if read():
+                        recorders[-1].gather()
+            runner.shutdown()
+            seen = observed(folder)
+        return (
+            seen.drafted,
+            seen.accepted,
+            [(role.batches, [each.replays for each in role.graphs]) for role in seen.roles],
+        )
+
+    assert written(lambda: True) == written(lambda: data.draw(st.booleans())) == written(lambda: False)
+
+
+def accepted_by(taken):
+    """The tokens that each request of a step gets: none of a part of a prompt."""
+    num_reqs, query_len, prompts, _ = taken
+    return st.lists(st.integers(0, query_len), min_size=num_reqs, max_size=num_reqs).map(
+        lambda own: own + [0] * prompts
+    )
+
+
+def parts(runner, scheduled):
+    """A step, in the order of the engine's calls."""
+    output = []
+    return (
+        lambda: runner.execute_model(scheduled),
+        lambda: output.append(runner.sample_tokens(None)),
+        lambda: output[0].get_output(),
+    )
+
+
+def test_step_that_is_not_timed_calls_eight_functions_of_ours():
+    """One around each function of vLLM, and nothing that reads what they log."""
+    entered = Counter()
+
+    def count(frame, event, argument):
+        if event == "call" and "capture_planner" in frame.f_globals["__name__"]:
+            entered[frame.f_code.co_name] += 1
+
+    with process() as folder:
+        runner, each = started(), step(8, 4)
+        run(runner, each)
+        sys.setprofile(count)
+        try:
+            for _ in range(watch.EVERY - 2):
+                run(runner, each)
+        finally:
+            sys.setprofile(None)
+        runner.shutdown()
+        assert observed(folder).roles[0].steps == watch.EVERY - 1
+    steps_run = watch.EVERY - 2
+    assert entered == {
+        "execute_model": steps_run,
+        "dispatch_cg_and_sync_dp": 3 * steps_run,
+        "forward_start": steps_run,
+        "specialize_spec_tokens": steps_run,
+        "sample_tokens": steps_run,
+        "get_output": steps_run,
+    }
 
 
 @pytest.mark.parametrize("place", ["facts.tracks", "facts.bonus_tokens", "StepRecorder"])

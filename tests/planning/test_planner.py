@@ -14,8 +14,10 @@ from capture_planner.records._base import digest, replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
+from capture_planner.records.profile import CostCurve, Profile
 from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
 from capture_planner.testing import FakeBackend, deployments
 
@@ -26,13 +28,15 @@ EAGLE = Speculative(method=Method.EAGLE, num_tokens=3)
 SPEC = Spec(model=MODEL, limits=Limits(max_num_reqs=16, max_num_tokens=512), backend="alpha")
 
 
-def made(level=GraphSupport.ALWAYS, refresh=Refresh.IN_GRAPH, caps=(None, None), spec=SPEC, **changes):
+def made(
+    level=GraphSupport.ALWAYS, refresh=Refresh.IN_GRAPH, caps=(None, None), spec=SPEC, measurements=None, **changes
+):
     """The plan of a changed spec on a backend of one level."""
     support = Support(level=level, reason="told", max_num_reqs=caps[0], max_graphs=caps[1])
     told = dict.fromkeys(Role, support)
     backend = FakeBackend(name="alpha", supports=told, refreshes=refresh, windowed=GraphSupport.UNIFORM_BATCH)
     registry = Registry([RegisteredBackend(backend=backend, distribution="d", version="1")])
-    return plan(replace(spec, **changes), MACHINE, registry)
+    return plan(replace(spec, **changes), MACHINE, registry, measurements)
 
 
 def rules(role):
@@ -106,6 +110,7 @@ def test_chain_affects_draft_decodes_only(deployment):
                 replace(spec, speculative=replace(speculative, chain=chain)),
                 deployment.environment,
                 deployment.registry,
+                deployment.measurements,
             )
             for chain in Chain
         )
@@ -212,7 +217,7 @@ def test_budget_bounds_the_whole_plan(deployment):
         found = deployment.plan()
     except PlanningError:
         reject()
-    bound = found.budget.allowed_graphs()
+    bound = found.allowed_graphs()
     assert bound is None or found.num_graphs <= bound[0]
     for role in found.roles:
         full = [entry for entry in role.entries if entry.mode is GraphMode.FULL]
@@ -220,3 +225,28 @@ def test_budget_bounds_the_whole_plan(deployment):
             assert len(full) <= (group.support.max_graphs or len(full))
             widest = max((entry.num_reqs for entry in full), default=0)
             assert widest <= (group.support.max_num_reqs or widest)
+
+
+def test_default_sizes_go_by_the_times_of_a_profile():
+    """No second graph where the device takes the same time, and the decision names the profile."""
+    plain = made()
+    steps = (1, 64, 65, 256, 257, 4096)
+    curves = [
+        CostCurve(role=role, mode=mode, tokens=steps, milliseconds=(2.0, 2.0, 3.0, 3.0, 5.0, 5.5))
+        for role in plain.planned
+        for mode in (GraphMode.FULL, GraphMode.NONE)
+    ]
+    profile = Profile(
+        source="a test",
+        date="2026-11-22T13:00:00Z",
+        device=plain.environment.device,
+        model=plain.model,
+        curves=tuple(curves),
+    )
+    timed = made(measurements=Measurements(profile=profile, source="by a profile of this test"))
+    role = timed.role(Role.TARGET)
+    sizes = {entry.num_reqs for entry in role.entries if entry.query_len is not None}
+    assert timed.num_graphs < plain.num_graphs
+    assert max(sizes) == max(entry.num_reqs for entry in plain.role(Role.TARGET).entries if entry.num_reqs)
+    assert any("by a profile of this test" in decision.message for decision in role.decisions)
+    assert timed.forecast is None

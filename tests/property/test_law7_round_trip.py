@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import attrs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from capture_planner.records._base import digest
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Spec
 from capture_planner.testing import (
-    PlanInputs,
     arbitrary_plans,
     backends,
     deployments,
@@ -26,9 +26,18 @@ from capture_planner.testing import (
     plans,
     profiles,
     specs,
+    traffics,
 )
 
-ANY_RECORD = specs() | environments() | plans(max_reqs=512) | arbitrary_plans() | observations() | profiles()
+ANY_RECORD = (
+    specs(measured=None, scheduled=True)
+    | environments()
+    | plans(max_reqs=512)
+    | arbitrary_plans()
+    | observations()
+    | profiles()
+    | traffics()
+)
 
 
 @given(ANY_RECORD)
@@ -70,10 +79,10 @@ def test_planning_is_deterministic(deployment):
 @given(deployments())
 def test_a_written_spec_gives_the_same_plan(deployment):
     """Law 7: nothing that planning needs is lost in a file."""
-    again = PlanInputs(
+    again = attrs.evolve(
+        deployment,
         spec=codec.loads(codec.dumps(deployment.spec), Spec),
         environment=codec.loads(codec.dumps(deployment.environment), Environment),
-        registry=deployment.registry,
     )
     assert _plan_of(again) == _plan_of(deployment)
 
@@ -96,9 +105,7 @@ def test_the_order_of_registration_changes_nothing(deployment, data):
     ]
     assert list(made[0]) == list(made[1])
     assert dict(made[0]) == dict(made[1])
-    one, other = (
-        _plan_of(PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=r)) for r in made
-    )
+    one, other = (_plan_of(attrs.evolve(deployment, registry=r)) for r in made)
     assert one == other
 
 
@@ -107,7 +114,7 @@ def test_unused_backend_changes_nothing(deployment, stranger):
     """Law 7: a backend is chosen by name, whatever else is installed."""
     item = registry.RegisteredBackend(backend=stranger, distribution="stranger", version="1")
     larger = registry.Registry([item, *deployment.registry.values()])
-    more = PlanInputs(spec=deployment.spec, environment=deployment.environment, registry=larger)
+    more = attrs.evolve(deployment, registry=larger)
     assert _plan_of(more) == _plan_of(deployment)
 
 

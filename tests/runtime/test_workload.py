@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner.analysis import trace as trace_module
 from capture_planner.errors import InvalidDocument, InvalidValue, RunError
 from capture_planner.runtime.serving.workload import Request, admit, from_trace, generated
-from capture_planner.runtime.serving.workload import trace as trace_module
 
 TRAFFIC = Path(__file__).parents[2] / "plans" / "traffic"
 HEADERS = [
@@ -368,11 +368,12 @@ def test_a_refusal_names_what_to_do():
         admit([], max_model_len=8, vocab_size=5, clip=True)
 
 
-def test_the_shipped_trace_is_what_its_description_prints(capsys):
-    """And fits into what it says it does."""
-    code = re.search(r"```python\n(.*?)```", (TRAFFIC / "README.md").read_text("utf-8"), re.DOTALL)[1]
-    exec(code, {})
-    assert capsys.readouterr().out == (TRAFFIC / "short_chat.csv").read_text("utf-8")
+def test_the_shipped_traces_are_what_their_description_prints(capsys):
+    """And the short one fits into what it says it does."""
+    text = (TRAFFIC / "README.md").read_text("utf-8")
+    for name, code in re.findall(r"## (\S+\.csv)\n.*?```python\n(.*?)```", text, re.DOTALL):
+        exec(code, {})
+        assert capsys.readouterr().out == (TRAFFIC / name).read_text("utf-8")
     requests = from_trace(TRAFFIC / "short_chat.csv", vocab_size=100, seed=0)
     assert (len(requests), requests[-1].arrival < 20) == (40, True)
     assert admit(requests, max_model_len=180, vocab_size=100, clip=False) == requests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from html.parser import HTMLParser
+from pathlib import Path
 
 import attrs
 import pytest
@@ -13,11 +14,24 @@ from capture_planner.report.plots import Chart, Plot
 from capture_planner.report.writing import printable
 from support.conformance_command import FEW
 
+HERE = Path(__file__).parent.parent / "pages"
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "run": ("--html", ("plan.yaml", "--requests", "12", "--drafter", "chance", "--clip", "--threads", "1")),
     "bench": (
         "--page",
         ("plan.yaml", "--quick", "--load-requests", "3", "--prompt-tokens", "5", "--output-tokens", "6"),
+    ),
+    "tune": (
+        "--page",
+        (
+            "spec.yaml",
+            "-e",
+            "cpu",
+            "--traffic",
+            str(HERE / "tiny-traffic.yaml"),
+            "--profile",
+            str(HERE / "tiny-profile.yaml"),
+        ),
     ),
     "conformance": ("--html", ("reference", *FEW, "--threads", "1")),
 }

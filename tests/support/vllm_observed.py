@@ -63,12 +63,20 @@ def process(**environment):
 
 
 def config(
-    sizes=(8, 16, 32), mode="FULL_AND_PIECEWISE", k=3, ranks=1, rank=0, lengths=(3, 2), eager=False, schedule=None
+    sizes=(8, 16, 32),
+    mode="FULL_AND_PIECEWISE",
+    k=3,
+    ranks=1,
+    rank=0,
+    lengths=(3, 2),
+    eager=False,
+    schedule=None,
+    max_num_seqs=16,
 ):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
     return SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=256, async_scheduling=True),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=256, async_scheduling=True),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=list(sizes),
             max_cudagraph_capture_size=max(sizes, default=0),

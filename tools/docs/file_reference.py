@@ -6,14 +6,14 @@ import enum
 import inspect
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from capture_planner import codec
 from capture_planner.codec.json_schema import fields_of
-from capture_planner.records._base import BYTES, Unit, constraints, default_of, key_of
+from capture_planner.records._base import BYTES, Constraint, Pattern, constraints, default_of, key_of
 
 
 def reference(kind: type) -> str:
@@ -53,8 +53,7 @@ def type_text(hint: Any) -> str:
     if origin is typing.Annotated:
         if BYTES in args:
             return "size such as `2GiB`"
-        rules = [rule for rule in constraints(hint) if not isinstance(rule, Unit)]
-        bounds = "; ".join(_bound_text(rule.schema(), getattr(rule, "meaning", "")) for rule in rules)
+        bounds = _bound_text(constraints(hint))
         return bounds if args[0] is str else f"{type_text(args[0])} {bounds}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_text(arg) for arg in args)
@@ -73,9 +72,13 @@ def type_text(hint: Any) -> str:
     return {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}[hint]
 
 
-def _bound_text(schema: dict[str, Any], meaning: str) -> str:
-    if meaning:
-        return meaning
+def _bound_text(rules: Sequence[Constraint]) -> str:
+    meanings = [rule.meaning for rule in rules if isinstance(rule, Pattern)]
+    if meanings:
+        return "; ".join(meanings)
+    schema: dict[str, Any] = {}
+    for rule in rules:
+        schema |= rule.schema()
     if "exclusiveMinimum" in schema:
         return f"above {schema['exclusiveMinimum']:g}"
     low, high = schema["minimum"], schema.get("maximum")

@@ -35,6 +35,7 @@ from capture_planner.records.model import Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
+from capture_planner.records.traffic import Traffic
 from capture_planner.report.findings import DRIFT_CODE
 
 
@@ -116,7 +117,7 @@ def figures() -> str:
     """Return what each policy gives for up to 256 requests on an H100, without drafts and with K = 3."""
     limits, machine = spec.Limits(max_num_reqs=256, max_num_tokens=8192), find_environment("h100")
     minimax = {f"minimax, {n}": spec.Sizes(policy=spec.Policy.MINIMAX, graphs=n) for n in (35, 18)}
-    left_out = {"default", "minimax", "explicit"}
+    left_out = {"default", "minimax", "explicit", "measured"}
     others = {policy.value: spec.Sizes(policy=policy) for policy in spec.Policy if policy.value not in left_out}
     rows = []
     for name, sizes in {"default": spec.Sizes(), **minimax, **others}.items():
@@ -175,6 +176,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "plan": lambda: _reference(Plan, spec.Spec, Environment),
     "observation": lambda: _reference(Observation, Plan, spec.Spec, Environment),
     "profile": lambda: _reference(Profile, Plan, spec.Spec, Environment),
+    "traffic": lambda: _reference(Traffic),
     **ranks_tables.PARTS,
     **conformance_tables.PARTS,
     **gpu_bench_tables.PARTS,

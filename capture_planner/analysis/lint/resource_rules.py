@@ -24,7 +24,7 @@ replaced doubling by steps of 64, for up to 1.5 times the throughput (TRT-LLM#12
 @error("CP040", "vllm#50488 TRT-LLM#12895", "plan again from the spec, or raise the budget", at="budget")
 def over_budget(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has more graphs than its budget allows."""
-    bound = coverage.plan.budget.allowed_graphs()
+    bound = coverage.plan.allowed_graphs()
     if bound is not None and coverage.plan.num_graphs > bound[0]:
         yield Diagnostic(f"{coverage.plan.num_graphs} graphs, but {bound[1]} allows {bound[0]}", path=("budget",))
 
@@ -69,7 +69,7 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     """
     plan, budget = coverage.plan, coverage.plan.budget
     need, memory = plan.num_graphs * budget.memory_per_graph, plan.environment.device.memory
-    if budget.allowed_graphs() is None and need > MEMORY_SHARE * memory:
+    if budget.allowed_graphs() is None and plan.forecast is None and need > MEMORY_SHARE * memory:
         yield Diagnostic(
             path=("budget",),
             message=f"{plan.num_graphs} graphs may take {need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
@@ -95,7 +95,7 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
     gave up to 1.5 times the throughput; steps of 8 cost 2.6 GiB. With six evenly spaced sizes, vLLM
     Ascend ran 2 requests as 88. Not reported where the budget or the backend leaves no room.
     """
-    bound = coverage.plan.budget.allowed_graphs()
+    bound = coverage.plan.allowed_graphs()
     if bound is not None and coverage.plan.num_graphs >= bound[0]:
         return
     for role in coverage.plan.roles:

@@ -81,7 +81,7 @@ def unaligned_for_sequence_parallelism(coverage: Coverage) -> Iterator[Diagnosti
 def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
     """A schedule has more draft tokens than num_tokens, and is clamped to it."""
     speculative = coverage.plan.speculative
-    for index, (first, last, k) in enumerate(speculative.schedule if speculative else ()):
+    for index, (first, last, k) in enumerate(speculative.ranges if speculative else ()):
         if speculative and k > speculative.num_tokens:
             yield Diagnostic(
                 path=("speculative", "schedule", index),

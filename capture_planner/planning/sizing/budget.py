@@ -1,7 +1,7 @@
 """Fit ladders into a number of graphs: coarser first, shorter only when that fails.
 
-A coarser ladder pads more and covers the same batches. So padding is given up before coverage, LoRA
-cases before whole kinds of batch, and mixed batches before decodes.
+A coarser ladder pads more and covers the same batches. So padding is given up before coverage, LoRA cases before
+either, as the largest case serves the others, and mixed batches before decodes.
 """
 
 from __future__ import annotations
@@ -34,28 +34,33 @@ def total(ladders: Sequence[Ladder]) -> int:
 def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder, ...]:
     """Return ladders with at most ``allowed`` graphs in total, in the order given.
 
-    All are thinned to the least common worst ratio that fits. Where one size each is still too many,
-    the LoRA cases between none and the most are dropped, then whole ladders, least valuable first.
+    All are thinned to the least common worst ratio that fits. The LoRA cases between none and the most are dropped
+    where more sizes pad less; then whole ladders, least valuable first.
 
     :param reason: why a ladder is dropped, for its waivers.
     """
     if total(ladders) <= allowed:
         return tuple(ladders)
-    if (thinned := _thinned(ladders, allowed)) is not None:
-        return thinned
     plain = [
         attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,)) for ladder in ladders
     ]
-    for position in sorted(range(len(plain)), key=lambda i: _value(plain[i])):
+    whole, thinned = _thinned(ladders, allowed), _thinned(plain, allowed)
+    if whole is not None and thinned is not None and _worst(whole) <= _worst(thinned):
+        return whole
+    for position in sorted(range(len(plain)), key=lambda i: value(plain[i])):
         if (thinned := _thinned(plain, allowed)) is not None:
             return thinned
         plain[position] = plain[position].dropped(reason)
     return tuple(plain)
 
 
-def _value(ladder: Ladder) -> tuple[int, int]:
+def value(ladder: Ladder) -> tuple[int, int]:
     """Order ladders by what dropping them costs; longer queries are rarer among decodes."""
     return _LEAST_VALUABLE_FIRST.index((ladder.kind, ladder.role)), -(ladder.query_len or 0)
+
+
+def _worst(ladders: Sequence[Ladder]) -> Fraction:
+    return max((ladder.worst for ladder in ladders if ladder.sizes), default=Fraction(1))
 
 
 def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | None:

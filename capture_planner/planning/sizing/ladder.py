@@ -35,6 +35,8 @@ class Ladder:
     """The most requests that one of its graphs holds."""
     cut: Reason | None = None
     """Why it ends where it does; None: because of the policy."""
+    price: str = ""
+    """What is lost above its largest size, in words; empty: not known."""
 
     def num_reqs(self, size: int) -> int:
         """Return the padded requests of a graph of that size."""

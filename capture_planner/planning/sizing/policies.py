@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 import attrs
 
 from capture_planner.planning.sizing import engine_lists as engines
 from capture_planner.planning.sizing.minimax import fewest, minimax, worst_ratio
+from capture_planner.planning.sizing.program import LadderProblem
 from capture_planner.records.batch_space import Domain
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Sizes
+
+TimeOf = Callable[[int], float]
+"""Milliseconds of a graph by its size, in requests of decodes or tokens of mixed batches."""
 
 DEFAULT_RATIO = Fraction(9, 8)
 """Worst padded/real ratio of the default policy, which takes the fewest sizes within it."""
@@ -31,6 +36,10 @@ class Context:
     speculative: Speculative | None
     parallel: Parallel
     environment: Environment
+    time: TimeOf | None = None
+    """What sizes of the ladder take by a profile of this machine; None: not known."""
+    source: str = ""
+    """The profile in words, with how near it is."""
 
     @property
     def max_query_len(self) -> int:
@@ -68,7 +77,9 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context)
     most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
     unit = f"request counts of {query_len} tokens each" if query_len > 1 else "request counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
-        return _computed(sizes, most, (), unit)
+        return _computed(sizes, most, (), unit, context)
+    if sizes.policy is Policy.MEASURED:
+        return Choice(domain=most, sizes=(), adaptive=False, message="")
     if sizes.policy is Policy.EXPLICIT:
         return _explicit(sizes.num_reqs or (), most, unit)
     if sizes.policy is Policy.VLLM:
@@ -103,7 +114,10 @@ def mixed_sizes(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], context:
     unit = "token counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         top = sizes.max_tokens or max(context.default_tokens, *anchors, 0)
-        return _computed(sizes, _up_to(domain, top), anchors, unit)
+        return _computed(sizes, _up_to(domain, top), anchors, unit, context)
+    if sizes.policy is Policy.MEASURED:
+        most = domain if sizes.max_tokens is None else _up_to(domain, sizes.max_tokens)
+        return Choice(domain=most, sizes=(), adaptive=False, message="")
     if sizes.policy is Policy.EXPLICIT:
         return _explicit(sizes.num_tokens or (), _up_to(domain, sizes.max_tokens or domain.ceiling), unit)
     if sizes.policy is Policy.VLLM:
@@ -122,7 +136,7 @@ def _up_to(domain: Domain, most: int) -> Domain:
     return domain.clipped(most // domain.step * domain.step)
 
 
-def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str) -> Choice:
+def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str, context: Context) -> Choice:
     if not domain:
         return Choice(domain=domain, sizes=(), adaptive=True, message=f"no {unit} up to the maximum")
     anchors = tuple(sorted({min(domain.round_up(anchor), domain.ceiling) for anchor in anchors}))
@@ -133,11 +147,25 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str)
         assert sizes.graphs is not None
         chosen = minimax(domain, sizes.graphs, anchors)
         how = f"the least worst padding with {sizes.graphs} sizes"
+    elif context.time is not None:
+        chosen = domain.needed([*_timed(domain, context.time), *anchors])
+        how = f"the fewest sizes whose time is within {float(DEFAULT_RATIO - 1):.1%} of a size of their own"
+        message = f"{how}, {context.source}; {_worst(domain, chosen, unit)}"
+        return Choice(domain=domain, sizes=chosen, adaptive=False, message=message)
     else:
         chosen = minimax(domain, len(fewest(domain, DEFAULT_RATIO, anchors=anchors)), anchors)
         how = f"the fewest sizes that keep the worst padding within {float(DEFAULT_RATIO - 1):.1%}"
     adaptive = sizes.policy is not Policy.POWERS_OF_TWO
     return Choice(domain=domain, sizes=chosen, adaptive=adaptive, message=f"{how}; {_worst(domain, chosen, unit)}")
+
+
+def _timed(domain: Domain, time: TimeOf) -> Iterator[int]:
+    """Yield the fewest sizes with which no count takes more than ``DEFAULT_RATIO`` times its own size."""
+    sizes = list(domain.needed(count for first, last in domain.intervals for count in range(first, last + 1)))
+    times = [round(time(size) * 1_000_000) for size in sizes]
+    even = [0] * len(sizes)
+    problem = LadderProblem.of(sizes, times, even, even, sizes[-1])
+    yield from (problem.sizes[index] for index in problem.within(DEFAULT_RATIO))
 
 
 def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:
@@ -173,7 +201,7 @@ def _worst(domain: Domain, chosen: tuple[int, ...], unit: str) -> str:
 def _vllm_tokens(sizes: Sizes, context: Context) -> tuple[int, ...]:
     limits, speculative = context.limits, context.speculative
     tiers: dict[int, int] = {}
-    if speculative is not None and speculative.schedule:
+    if speculative is not None and speculative.ranges:
         tiers = {1 + k: last for _, last, k in speculative.tiers(limits.max_num_reqs)}
     return engines.vllm_tokens(
         max_num_reqs=limits.max_num_reqs,

@@ -1,4 +1,4 @@
-"""Files: specs, plans, environments, observations and profiles as text, whole or spoilt."""
+"""Files of each kind as text, whole or spoilt."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans
 from capture_planner.testing.strategies.profiles import profiles
 from capture_planner.testing.strategies.specs import specs
+from capture_planner.testing.strategies.traffic import traffics
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +58,8 @@ def _mutations(draw: DrawFn, text: str) -> str:
 @st.composite
 def documents(draw: DrawFn) -> DocumentText:
     """Return the text of files of every kind, half of them damaged in a place or two."""
-    value: Any = draw(specs(max_reqs=64) | environments() | arbitrary_plans() | observations() | profiles())
+    kinds = specs(max_reqs=64) | environments() | arbitrary_plans() | observations() | traffics() | profiles()
+    value: Any = draw(kinds)
     text, damage = codec.dumps(value), draw(st.sampled_from((0, 0, 1, 2)))
     for _ in range(damage):
         text = draw(_mutations(text))

@@ -27,8 +27,10 @@ from capture_planner.records.backend import (
 )
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner.records.measurements import Measurements
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Limits, Spec
+from capture_planner.records.spec import Limits, Policy, Spec
+from capture_planner.testing.strategies.measurements import measurements
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
@@ -169,23 +171,30 @@ def registries(draw: DrawFn, names: Iterable[str] = BACKENDS) -> Registry:
 
 @attrs.frozen(kw_only=True)
 class PlanInputs:
-    """A spec, the machine it is for, and the backends it names: all that ``plan`` takes."""
+    """A spec, the machine it is for, the backends it names, and measurements: all that ``plan`` takes."""
 
     spec: Spec
     environment: Environment
     registry: Registry
+    measurements: Measurements | None = None
 
     def plan(self) -> Plan:
         """Return the plan; raises ``PlanningError`` if none exists."""
-        return plan(self.spec, self.environment, self.registry)
+        return plan(self.spec, self.environment, self.registry, self.measurements)
 
 
-@functools.cache
-def deployments(*, max_reqs: int = 512, max_tokens: int = 4096) -> SearchStrategy[PlanInputs]:
-    """Return specs with an environment and a registry that has every backend they name."""
-    return st.builds(
-        PlanInputs,
-        spec=specs(max_reqs=max_reqs, max_tokens=max_tokens),
-        environment=environments(),
-        registry=registries(),
+@composite
+def deployments(
+    draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, measured: bool | None = None
+) -> PlanInputs:
+    """Return specs with an environment, a registry that has every backend they name, and what they measured.
+
+    :param measured: whether sizes are measured; None: sometimes, and the schedule of draft lengths too.
+    """
+    spec = draw(specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=measured is None))
+    environment, registry = draw(environments()), draw(registries())
+    is_measured = spec.sizes.policy is Policy.MEASURED or (
+        spec.speculative is not None and spec.speculative.is_measured
     )
+    known = draw(measurements(spec, environment)) if is_measured else None
+    return PlanInputs(spec=spec, environment=environment, registry=registry, measurements=known)

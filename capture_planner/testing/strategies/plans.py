@@ -14,7 +14,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import decode_families
-from capture_planner.records.plan import Decision, GroupPlan, Plan, RolePlan, Waiver
+from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
@@ -115,13 +115,34 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
     )
 
 
+@functools.cache
+def _forecasts() -> SearchStrategy[Forecast]:
+    amounts = one_of((0.0, 0.25, 1.0, 123.456))
+    return st.builds(
+        Forecast,
+        traffic=maybe(st.just("sha256:" + "0" * 64)),
+        profile=one_of(("sha256:" + "1" * 64, "sha256:" + "2" * 64)),
+        objective=one_of(("mean", "p99", "regret")),
+        expected=amounts,
+        mean_step_ms=amounts,
+        regret=one_of((-0.01, 0.0, 0.5)),
+        eager_share=amounts,
+        graphs=st.integers(0, 64),
+        mib=amounts,
+        seconds=amounts,
+        next_graph_ms=amounts,
+        prior=amounts,
+    )
+
+
 @composite
 def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
     roles = draw(list_of(one_of(Role), min_size=1, unique=True))
     environment, lora = draw(environments()), spec.lora is not None
-    return Plan.of(spec, environment, tuple(draw(_role_plans(role, lora)) for role in roles))
+    written = tuple(draw(_role_plans(role, lora)) for role in roles)
+    return Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
 
 
 @st.composite

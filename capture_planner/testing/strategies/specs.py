@@ -10,10 +10,11 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
-from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.spec import (
     Budget,
     GroupSpec,
+    KindGraphs,
     Limits,
     Lora,
     Parallel,
@@ -77,6 +78,12 @@ def _schedules(draw: DrawFn, longest: int) -> tuple[tuple[int, int, int], ...]:
 
 
 @functools.cache
+def _acceptances(longest: int) -> SearchStrategy[tuple[float, ...]]:
+    shares = st.lists(one_of((0.0, 0.5, 0.8, 1.0)) | st.floats(0, 1), min_size=longest, max_size=longest)
+    return shares.map(lambda drawn: tuple(sorted(drawn, reverse=True)))
+
+
+@functools.cache
 def _draft_models() -> SearchStrategy[DraftModel]:
     model = st.builds(
         DraftModel,
@@ -92,12 +99,19 @@ def _draft_models() -> SearchStrategy[DraftModel]:
 
 
 @composite
-def _speculatives(draw: DrawFn) -> Speculative:
+def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
     longest = draw(one_of((1, 2, 3, 4, 5, 6, 15)))
+    schedule: tuple[tuple[int, int, int], ...] | ScheduleSource = (
+        draw(_schedules(longest)) if draw(st.booleans()) else ()
+    )
+    if scheduled and draw(one_of((False, False, True))):
+        schedule = ScheduleSource.MEASURED
+    given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
     return Speculative(
         method=draw(one_of(Method)),
         num_tokens=longest,
-        schedule=draw(_schedules(longest)) if draw(st.booleans()) else (),
+        schedule=schedule,
+        acceptance=draw(_acceptances(longest)) if given else (),
         model=draw(_draft_models()),
         chain=draw(one_of(Chain)),
     )
@@ -109,9 +123,25 @@ def _size_lists() -> SearchStrategy[tuple[int, ...]]:
 
 
 @composite
+def _measured_sizes(draw: DrawFn, objectives: bool) -> Sizes:
+    """Draw the policy measured: for all roles, or without an objective for one."""
+    objective = draw(maybe(one_of(("mean", "p50", "p99", "regret")))) if objectives else None
+    most = draw(maybe(one_of((1, 32, 100, 2048))))
+    files = one_of((None, "traffic.yaml", "data/chat.yaml")) if objectives else st.none()
+    return Sizes(
+        policy=Policy.MEASURED,
+        objective=objective,
+        traffic=draw(files),
+        profile=draw(files),
+        max_tokens=most,
+        max_reqs=draw(maybe(counts())),
+    )
+
+
+@composite
 def _sizes(draw: DrawFn) -> Sizes:
-    """Draw any policy with the options that it takes."""
-    policy = draw(one_of(Policy))
+    """Draw any policy but measured with the options that it takes."""
+    policy = draw(one_of(policy for policy in Policy if policy is not Policy.MEASURED))
     listed = _size_lists()
     tokens = reqs = None
     if policy is Policy.EXPLICIT:
@@ -132,7 +162,7 @@ def _sizes(draw: DrawFn) -> Sizes:
 
 
 @composite
-def _role_specs(draw: DrawFn, layers: int, names: Sequence[str]) -> RoleSpec:
+def _role_specs(draw: DrawFn, layers: int, names: Sequence[str], measured: bool) -> RoleSpec:
     groups: list[GroupSpec] = []
     for number in range(draw(one_of((0, 1, 2, 3)))):
         left = layers - sum(group.layers for group in groups)
@@ -150,7 +180,7 @@ def _role_specs(draw: DrawFn, layers: int, names: Sequence[str]) -> RoleSpec:
     return RoleSpec(
         backend=draw(maybe(one_of(names))),
         mode=draw(maybe(one_of(GraphMode))),
-        sizes=draw(maybe(_sizes())),
+        sizes=draw(maybe(_measured_sizes(False) if measured else _sizes())),
         groups=tuple(groups),
     )
 
@@ -163,6 +193,7 @@ def _budgets() -> SearchStrategy[Budget]:
         max_graphs=maybe(counts()),
         memory=maybe(st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts()),
         seconds=maybe(one_of((0.1, 1, 2.5, 20, 1e9))),
+        graphs=st.builds(KindGraphs, decode=maybe(counts()), mixed=maybe(counts())),
         memory_per_graph=one_of((25 << 20, 7 << 20, 1, 0)),
         seconds_per_graph=one_of((0.25, 0.05, 1, 1e-9)),
     )
@@ -174,12 +205,26 @@ def _loras() -> SearchStrategy[Lora]:
 
 
 @composite
-def specs(draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends: Sequence[str] = BACKENDS) -> Spec:
-    """Return specs: any field of any block takes part. ``backends`` are the names they choose from."""
+def specs(
+    draw: DrawFn,
+    *,
+    max_reqs: int = 512,
+    max_tokens: int = 4096,
+    backends: Sequence[str] = BACKENDS,
+    measured: bool | None = False,
+    scheduled: bool = False,
+) -> Spec:
+    """Return specs: any field of any block takes part.
+
+    :param backends: the names of the backends that they choose from.
+    :param measured: whether sizes are measured; None: sometimes.
+    :param scheduled: whether schedules may be the word ``measured``, which takes measurements to plan too.
+    """
+    measured = draw(one_of((True, False, False))) if measured is None else measured
     names = tuple(backends)
     tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
-    speculative = draw(maybe(_speculatives()))
+    speculative = draw(maybe(_speculatives(scheduled)))
     if speculative is not None and any(speculative.head_problems(model, tensor)):
         speculative = replace(speculative, model=replace(speculative.model, num_heads=None, num_kv_heads=None))
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
@@ -187,14 +232,14 @@ def specs(draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, backends
     roles = {}
     for role in Role:
         if role is Role.TARGET or speculative is not None:
-            roles[role.value] = draw(_role_specs(layers[role], names)) if draw(st.booleans()) else RoleSpec()
+            roles[role.value] = draw(_role_specs(layers[role], names, measured)) if draw(st.booleans()) else RoleSpec()
     return Spec(
         model=model,
         limits=draw(_limits(max_reqs, max_tokens)),
         mode=draw(one_of(GraphMode)),
         backend=draw(one_of(names)),
         speculative=speculative,
-        sizes=draw(_sizes()) if draw(st.booleans()) else Sizes(),
+        sizes=draw(_measured_sizes(True)) if measured else draw(_sizes()) if draw(st.booleans()) else Sizes(),
         roles=Roles(**roles),
         parallel=Parallel(
             data=draw(one_of((1, 1, 8))),

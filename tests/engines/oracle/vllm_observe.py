@@ -26,7 +26,8 @@ from capture_planner.records.spec import Limits, Lora
 from capture_planner_vllm import device, facts
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
-from capture_planner_vllm.watch import StepWatch, Track
+from capture_planner_vllm.steps import Track
+from capture_planner_vllm.watch import DISPATCHED, SPECIALIZED, StepWatch
 from engines.generators.vllm_managers import Case, Rows
 from support.files import module_at
 
@@ -200,7 +201,7 @@ class ObservedEngine:
     def _counted(self, step: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
         """Run a step; return the graphs of its roles as they are counted, and as the engine answers."""
         counts = Counts()
-        watch = StepWatch(self.tracks, counts, object, every=1 << 30)
+        watch = StepWatch(self.tracks, counts, object)
         ranks = self.engine.ranks
         real = ranks.dispatch_cg_and_sync_dp
         drafters = self.engine.engine.modules[seams.DRAFTERS].SpeculatorCudaGraphManager
@@ -208,20 +209,20 @@ class ObservedEngine:
 
         def dispatch(manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: Any, *a: Any, **k: Any) -> Any:
             answer = real(manager, num_reqs, num_tokens, uniform_token_count, *a, **k)
-            watch.dispatched(manager, num_reqs, num_tokens, uniform_token_count, k, answer[0])
+            watch.log((DISPATCHED, manager, num_reqs, num_tokens, uniform_token_count, k, answer[0]))
             return answer
 
         def specialized(manager: Any, desc: Any, num_speculative_tokens: int) -> Any:
             answer = specialize(manager, desc, num_speculative_tokens)
-            watch.specialized(answer, num_speculative_tokens)
+            watch.log((SPECIALIZED, answer, num_speculative_tokens))
             return answer
 
         ranks.dispatch_cg_and_sync_dp, drafters.specialize_spec_tokens = dispatch, specialized
         try:
-            watch.begin()
             answers = step()
         finally:
             ranks.dispatch_cg_and_sync_dp, drafters.specialize_spec_tokens = real, specialize
+        watch.flush()
         return [self.row(key[0], key[6]) for key in counts.steps], [plain(row) for row in answers if row]
 
     def _asked(self, rows: Rows, loras: int) -> tuple[list[Any], list[Any]]:

@@ -171,13 +171,22 @@ def test_fit_drops_mixed_before_decodes_and_drafters_before_targets(given_ladder
     assert max(dropped, default=-1) < min(kept, default=99)
 
 
-@given(ladders(lora=False), st.integers(0, 60), st.integers(1, 20))
+@given(ladders(), st.integers(0, 60), st.integers(1, 20))
 def test_larger_budget_never_pads_more(given_ladders, allowed, more):
     """Monotone: among budgets that keep every ladder, more graphs mean no worse padding."""
     one, other = (fit(given_ladders, n, Reason.BUDGET) for n in (allowed, allowed + more))
     assert sum(bool(ladder.sizes) for ladder in one) <= sum(bool(ladder.sizes) for ladder in other)
     if all(ladder.sizes for ladder in one):
         assert worst(other) <= worst(one)
+
+
+@given(st.integers(1, 64), st.integers(1, 20), st.builds(Lora, max_active=st.integers(1, 9), specialize=st.just(True)))
+def test_each_graph_more_pads_no_more_with_adapters(last, sizes, lora):
+    """Monotone in steps of one graph: sizes are not given up for adapter cases that another graph serves."""
+    domain = Domain.upto(last)
+    ladder = of_the_target(domain=domain, sizes=minimax(domain, sizes), adaptive=True, cases=lora.cases())
+    padding = [worst(fit([ladder], allowed, Reason.BUDGET)) for allowed in range(2, total([ladder]) + 1)]
+    assert padding == sorted(padding, reverse=True)
 
 
 @given(ladders())

@@ -89,7 +89,7 @@ def test_minimax_policy_uses_its_number_of_graphs():
     assert choice.message.startswith("the least worst padding with 5 sizes; 5 request counts up to 64")
     adaptive = {
         policy
-        for policy in set(Policy) - {Policy.EXPLICIT, Policy.MINIMAX}
+        for policy in set(Policy) - {Policy.EXPLICIT, Policy.MINIMAX, Policy.MEASURED}
         if decode_sizes(Sizes(policy=policy), Domain.upto(64), 1, context(most=64)).adaptive
     }
     assert choice.adaptive

@@ -9,11 +9,11 @@ from typing import Any
 
 import attrs
 
+from capture_planner.analysis.trace import MAX_LENGTH, MAX_PROBLEMS, MAX_SECONDS, text_of
 from capture_planner.codec.reading import unique_keys
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem, RunError
 from capture_planner.records._base import raise_any
-from capture_planner.runtime.serving.workload.request import MAX_LENGTH, Request, outside
-from capture_planner.runtime.serving.workload.trace import MAX_PROBLEMS, MAX_SECONDS, text_of
+from capture_planner.runtime.serving.workload.request import Request, outside
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, without special tokens."""

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
+from capture_planner.analysis.trace import MAX_LENGTH
 from capture_planner.errors import Problem, RunError
 from capture_planner.records._base import raise_any
 from capture_planner.records.text import counted
 
-MAX_LENGTH = 1 << 20
-"""Most tokens of one prompt, and most that one request may ask for."""
 MAX_REFUSALS = 10
 """Lines of a refusal, before the count of the rest."""
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from capture_planner.analysis.trace import MAX_LENGTH, read_trace
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.records._base import raise_any
-from capture_planner.runtime.serving.workload.request import MAX_LENGTH, Request, outside
-from capture_planner.runtime.serving.workload.trace import read_trace
+from capture_planner.runtime.serving.workload.request import Request, outside
 
 MAX_TOKENS = 1 << 28
 """Most prompt tokens of a workload; they take 2 GiB."""

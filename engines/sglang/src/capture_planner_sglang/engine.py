@@ -27,7 +27,7 @@ from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_sglang import capture, graph_rules, rules
-from capture_planner_sglang.export import export_sglang
+from capture_planner_sglang.export import BACKENDS, export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, name_of, parse
 from capture_planner_sglang.launch import launch
@@ -154,6 +154,7 @@ ENGINE = Engine(
     flags=FLAGS,
     programs=("sglang serve", "serve", "python -m sglang.launch_server"),
     limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),
+    backends=tuple(BACKENDS.items()),
     fixes=SglangFixes(),
     skips_wide_padding=True,
 )

@@ -129,7 +129,7 @@ def table(
     entries = [entry for entry in plan.role(Role.TARGET).entries if entry.mode is GraphMode.FULL]
     most = max((most_reads(entry, plan, limit) for entry in entries), default=0)
     wanted = reads = tuple(size for before, size in zip((-1, *reads), reads, strict=False) if before < most)
-    allowed = plan.budget.allowed_graphs()
+    allowed = plan.allowed_graphs()
     while True:
         keys = tuple(sorted(set(_keys(dispatcher, entries, reads, limit, block_table)), reverse=True))
         count = copies * len(keys)

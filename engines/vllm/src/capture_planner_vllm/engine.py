@@ -18,7 +18,7 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
-from capture_planner_vllm.export import export_vllm
+from capture_planner_vllm.export import BACKENDS, LATENT_BACKENDS, export_vllm
 from capture_planner_vllm.fixes import VllmFixes
 from capture_planner_vllm.flags import name_of, read
 from capture_planner_vllm.launch import launch_vllm
@@ -176,6 +176,7 @@ ENGINE = Engine(
     flags=FLAGS,
     programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
+    backends=(*BACKENDS.items(), *LATENT_BACKENDS.items()),
     variables="VLLM_",
     fixes=VllmFixes(),
     sizes_in_tokens=True,

@@ -82,8 +82,8 @@ def _speculative_config(speculative: Speculative) -> dict[str, Any]:
     config["num_speculative_tokens"] = speculative.num_tokens
     if speculative.method is not Method.MTP:
         config["model"] = DRAFT_MODEL
-    if speculative.schedule:
-        config["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in speculative.schedule]
+    if speculative.ranges:
+        config["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in speculative.ranges]
     return config
 
 
@@ -183,7 +183,7 @@ def _other_losses(plan: Plan, target: RolePlan) -> Iterator[Loss]:
             message = f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
             yield Loss(name=f"{role.replace('_', '-')}-mode", says=message, scope=both(drafter.role))
     speculative, limits = plan.speculative, plan.limits
-    if speculative is not None and speculative.schedule and plan.parallel.data > 1:
+    if speculative is not None and speculative.ranges and plan.parallel.data > 1:
         message = f"with data parallelism vLLM drops the schedule and always drafts {speculative.num_tokens} tokens"
         yield Loss(name="schedule-data-parallel", says=message, scope=all_scopes(plan))
     if speculative is not None and speculative.chain is Chain.SINGLE:

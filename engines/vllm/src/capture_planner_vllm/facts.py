@@ -19,7 +19,7 @@ from capture_planner.records.observation import DraftPass, Observation, Observed
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm import device
 from capture_planner_vllm.captures import MIB, Captures
-from capture_planner_vllm.watch import Track
+from capture_planner_vllm.steps import Track
 
 Note = Callable[[str], None]
 

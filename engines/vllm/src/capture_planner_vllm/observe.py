@@ -27,12 +27,13 @@ from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.observation import EagerCost, Observation
 from capture_planner.records.plan import Decision, Plan
-from capture_planner_vllm import facts, profile
+from capture_planner_vllm import device, facts, profile
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
 from capture_planner_vllm.observe_seams import ObservedFields, Seam
 from capture_planner_vllm.seam import LOG, report, wrap
-from capture_planner_vllm.watch import Drafts, StepRecorder, StepWatch, Track
+from capture_planner_vllm.steps import Track
+from capture_planner_vllm.watch import DISPATCHED, OUTPUT, SAMPLED, SCHEDULED, SPECIALIZED, StepRecorder, StepWatch
 
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
@@ -40,9 +41,6 @@ PROFILE = "CAPTURE_PLANNER_PROFILE"
 
 EVERY = 30.0
 """Seconds between two writes, unless ``CAPTURE_PLANNER_OBSERVE_SECONDS`` says otherwise."""
-
-MOST_OUTPUTS = 256
-"""Most steps whose output is on the way to the host."""
 
 
 def attach(
@@ -85,8 +83,6 @@ class Observer:
         self._attached = False
         self._asks = self._reads_drafts = True
         self._tracks: tuple[Track, ...] = ()
-        self._drafts: Mapping[str, list[int]] = {}
-        self._outputs: dict[int, Drafts] = {}
         self._notes: list[str] = []
 
     # Attaching.
@@ -104,8 +100,7 @@ class Observer:
         self._attached = True
         if not self._wrap(seams.CAPTURE_MODEL, self._capture_model):
             return
-        if not self._wrap(seams.DUMMY, self._dummy_run):
-            # Without it, dummy runs would count as steps.
+        if not self._wrap(seams.DUMMY, self._dummy_run):  # without it, dummy runs would count as steps
             return
         self._wrap(seams.EXECUTE, self._execute_model)
         original = getattr(sys.modules.get(seams.RANKS), seams.STEP.name, None)
@@ -123,10 +118,10 @@ class Observer:
         self, seam: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]], module: ModuleType | None = None
     ) -> bool:
         """Wrap one function; return whether it is wrapped, now or before."""
-        if not self._fits(seam, module):
-            return False
-        wrap(*seam.owner(module), make)
-        return True
+        fits = self._fits(seam, module)
+        if fits:
+            wrap(*seam.owner(module), make)
+        return fits
 
     def _fits(self, known: Seam | ObservedFields, module: ModuleType | None = None) -> bool:
         """Return whether a part of vLLM is as it is known; note where not."""
@@ -218,9 +213,10 @@ class Observer:
         self._base = base
         self._finish()
         self._runners += 1
-        again = "" if self._runners == 1 else f".{self._runners}"
-        name = f"vllm.rank{base.rank}.{os.getpid()}{again}"
-        recorder = StepRecorder(self._folder, name, self._seconds, self._tracks, facts.bonus_tokens(runner))
+        name = f"vllm.rank{base.rank}.{os.getpid()}" + ("" if self._runners == 1 else f".{self._runners}")
+        drafts, bonus = self._reads_drafts and runner.num_speculative_steps > 0, facts.bonus_tokens(runner)
+        watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts)
+        recorder = StepRecorder(self._folder, name, self._seconds, watch, self._failed)
         recorder.begin(base)
         if self._runners == 1:
             atexit.register(self._finish)  # before the recorder's own, which was registered earlier
@@ -236,13 +232,12 @@ class Observer:
             except Exception as error:
                 profile.restore(runner)
                 LOG.error("%s", self._end("profiling eager steps", error))
-        applied = self._plan if self._decisions else None
         base = facts.observation(runner, self._tracks, self._note)
         if self._asks:
             base = facts.with_answers(base, self._tracks)
         return replace(
             facts.with_capture(base, capture, 0 if captures is None else captures.replaying),
-            plan=None if applied is None else digest(applied),
+            plan=digest(self._plan) if self._plan is not None and self._decisions else None,
             decisions=tuple(each for found in self._decisions.values() for each in found),
             roles=tuple(replace(role, eager=eager.get(role.role, ())) for role in base.roles),
             notes=tuple(self._notes),
@@ -269,7 +264,6 @@ class Observer:
         try:
             if watch is not None:
                 watch.read()
-                watch.flush()
             if self._recorder is not None:
                 self._recorder.close()
         except Exception as error:
@@ -300,16 +294,19 @@ class Observer:
             if watch is None:
                 return original(runner, scheduler_output, *args, **kwargs)
             try:
-                watch.begin()
-                if self._reads_drafts:
-                    self._drafts = scheduler_output.scheduled_spec_decode_tokens
+                timing = next(watch.turns)
+                if timing or watch.timing:
+                    watch.begin(timing)
+                if watch.drafts:
+                    watch.log((SCHEDULED, scheduler_output.scheduled_spec_decode_tokens))
             except Exception as error:
                 self._failed("beginning a step", error)
             result = original(runner, scheduler_output, *args, **kwargs)
-            try:
-                watch.forward_end()
-            except Exception as error:
-                self._failed("timing a forward", error)
+            if watch.timing:
+                try:
+                    watch.forward_end()
+                except Exception as error:
+                    self._failed("timing a forward", error)
             return result
 
         return execute_model
@@ -323,7 +320,10 @@ class Observer:
             watch = self._active
             if watch is not None:
                 try:
-                    watch.dispatched(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, k, answer[0])
+                    event = (DISPATCHED, cudagraph_manager, num_reqs, num_tokens, uniform_token_count, k, answer[0])
+                    watch.log(event)
+                    if watch.timing:
+                        watch.timed(event)
                 except Exception as error:
                     self._failed("counting a dispatch", error)
             return answer
@@ -337,7 +337,9 @@ class Observer:
             watch = self._active
             if watch is not None:
                 try:
-                    watch.specialized(answer, num_speculative_tokens)
+                    watch.log(event := (SPECIALIZED, answer, num_speculative_tokens))
+                    if watch.timing:
+                        watch.timed(event)
                 except Exception as error:
                     self._failed("counting a draft decode", error)
             return answer
@@ -349,7 +351,7 @@ class Observer:
         def forward_start(collector: Any) -> None:
             original(collector)
             watch = self._active
-            if watch is not None:
+            if watch is not None and watch.timing:
                 try:
                     watch.forward()
                 except Exception as error:
@@ -364,12 +366,10 @@ class Observer:
             watch = self._active
             if watch is not None:
                 try:
-                    watch.end()
-                    drafts, self._drafts = watch.drafts(self._drafts), {}
-                    if drafts is not None:
-                        if len(self._outputs) > MOST_OUTPUTS:  # outputs that never came to the host
-                            self._outputs.clear()
-                        self._outputs[id(output)] = drafts
+                    if watch.drafts:
+                        watch.log((SAMPLED, id(output)))
+                    if watch.timing:
+                        watch.end()
                 except Exception as error:
                     self._failed("ending a step", error)
             return output
@@ -380,11 +380,11 @@ class Observer:
         @functools.wraps(original)
         def get_output(output: Any) -> Any:
             result = original(output)
-            drafts = self._outputs.pop(id(output), None)
             watch = self._active
-            if drafts is not None and watch is not None:
+            if watch is not None and watch.drafts:
                 try:
-                    watch.accepted(drafts, result.req_ids, result.sampled_token_ids)
+                    # The scheduler shortens these lists; only their lengths can wait.
+                    watch.log((OUTPUT, id(output), result.req_ids, tuple(map(len, result.sampled_token_ids))))
                 except Exception as error:
                     self._failed("counting drafts", error)
             return result

@@ -16,7 +16,8 @@ from capture_planner.measuring.recorder import Outcome, Shape, TimedShape
 from capture_planner.modes import Role
 from capture_planner.records.observation import EagerCost
 from capture_planner_vllm import device
-from capture_planner_vllm.watch import StepWatch, Track
+from capture_planner_vllm.steps import Track
+from capture_planner_vllm.watch import StepWatch
 
 REPLAYS = 5
 
@@ -112,7 +113,7 @@ def eager_costs(
     :param watching: lets a watch follow the steps for a while.
     """
     steps = EagerSteps()
-    watch = StepWatch(tracks, steps, device.event, every=1, dummies=True)
+    watch = StepWatch(tracks, steps, device.event, every=1, drafts=False, dummies=True)
     sizes = eager_sizes(
         tracks,
         query_len=runner.decode_query_len,
@@ -125,6 +126,7 @@ def eager_costs(
                 runner._dummy_run(num_tokens, uniform_decode=uniform, skip_eplb=True)
                 watch.end()
             device.settle()
+            watch.flush()
             watch.read()
     return steps.costs()
 

@@ -13,8 +13,9 @@ import attrs
 from capture_planner.codec import read
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.records.text import counted
-from capture_planner.runtime.serving.workload.request import MAX_LENGTH
 
+MAX_LENGTH = 1 << 20
+"""Most tokens of one prompt, and most that one request may ask for."""
 MAX_SECONDS = 1 << 20
 """Latest arrival in a file: twelve days. Seconds since 1970 are a slip, and would never arrive."""
 MAX_PROBLEMS = 100
@@ -47,8 +48,12 @@ def text_of(path: str | Path) -> str:
 
 def read_trace(path: str | Path) -> list[TraceRow]:
     """Return the rows of a trace in the order of its file; raises ``InvalidDocument`` with all problems."""
-    file = str(path)
-    table = _table(text_of(path))
+    return trace_rows(text_of(path), str(path))
+
+
+def trace_rows(text: str, file: str) -> list[TraceRow]:
+    """Return the rows of a trace in the order of its text; messages name it ``file``."""
+    table = _table(text)
     header = next(table, None)
     if header is None:
         raise InvalidDocument([Problem(file=file, message="the file is empty", remedy=_REMEDY)])

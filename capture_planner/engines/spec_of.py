@@ -1,0 +1,136 @@
+"""A spec from the flags of an engine: the deployment that an emulation describes, with sizes to be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from capture_planner import codec
+from capture_planner.engines import checkpoints
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.engine import Engine
+from capture_planner.errors import CapturePlannerError, EngineError, InvalidValue
+from capture_planner.modes import Chain, GraphMode, Role
+from capture_planner.planning.from_config import spec_text
+from capture_planner.records._base import replace
+from capture_planner.records.model import DataType, Model
+from capture_planner.records.spec import Roles, RoleSpec, Spec
+
+BACKEND = "flash_attention"
+"""The attention backend of a spec where the engine's own has no plugin here."""
+
+_MODEL = ("model", "model_path")
+_LENGTH = ("max_model_len", "context_length")
+
+
+@attrs.frozen(kw_only=True)
+class DerivedSpec:
+    """A spec of what an engine runs, and what had to be assumed for it."""
+
+    spec: Spec
+    assumptions: tuple[str, ...] = ()
+
+
+def spec_of(emulation: Emulation, engine: Engine | None, like: Model, name: str | None = None) -> DerivedSpec:
+    """Return the spec of the deployment that an engine's flags, or an observation, describe.
+
+    Limits, modes, speculation, adapters and ranks are the engine's. Sizes and budget are left at their defaults.
+
+    :param engine: None: its attention backends have no names here.
+    :param like: the model whose dimensions are taken where the engine's model is not known here.
+    :param name: the model's name; None: as the settings have it, or as ``like`` has it.
+    :raises EngineError: no spec can describe the deployment.
+    """
+    if any(family.query_len != 1 for family in emulation.drafts or ()):
+        message = "drafts several tokens of a request in one pass, and no plan has such graphs"
+        raise EngineError(f"{emulation.engine} {message}; its sizes can only be set by its own flags")
+    assumptions: list[str] = []
+    base = _base(emulation, like, name, assumptions)
+    wide = emulation.speculative
+    if wide is not None:
+        fused = any(graph.entry.draft_steps is not None for graph in emulation.graphs)
+        wide = replace(wide, chain=Chain.FUSED if fused else Chain.SINGLE)
+    try:
+        spec = replace(
+            base,
+            limits=emulation.limits,
+            mode=emulation.modes[Role.TARGET],
+            backend=_backend(emulation, engine, assumptions),
+            speculative=wide,
+            roles=Roles(**(_by_role(emulation) | {Role.TARGET.value: base.roles.target})),
+            parallel=emulation.parallel,
+            lora=emulation.lora,
+        )
+    except InvalidValue as error:
+        raise EngineError(f"{emulation.engine} may run it, but no spec can say it: {error}; tune a SPEC") from None
+    return DerivedSpec(spec=spec, assumptions=tuple(assumptions))
+
+
+def _by_role(emulation: Emulation) -> dict[str, RoleSpec]:
+    """Return how the drafter's roles differ from the target; a role that the engine does not run has no graphs."""
+    if emulation.speculative is None:
+        return {}
+    modes, target = emulation.modes, emulation.modes[Role.TARGET]
+    found = {role: modes.get(role, GraphMode.NONE) for role in (Role.DRAFT_PREFILL, Role.DRAFT_DECODE)}
+    usual = {Role.DRAFT_PREFILL: target, Role.DRAFT_DECODE: GraphMode.FULL_DECODE_ONLY}
+    return {role.value: RoleSpec(mode=mode) for role, mode in found.items() if mode is not usual[role]}
+
+
+def _backend(emulation: Emulation, engine: Engine | None, assumptions: list[str]) -> str:
+    theirs = _setting(emulation, "attention_backend")
+    ours = {name: own for own, name in (engine.backends if engine else ())}.get(str(theirs))
+    if ours is not None:
+        return ours
+    owner = f"{emulation.engine}'s attention backend"
+    says = f"{owner} {theirs} has" if theirs else f"{owner}s have"
+    assumptions.append(f"{says} no plugin here: the plan is made for {BACKEND}, which decides how far graphs go")
+    return BACKEND
+
+
+def _base(emulation: Emulation, like: Model, name: str | None, assumptions: list[str]) -> Spec:
+    """Return a spec with the engine's model: by name that of ``like``, by its configuration, or else like it."""
+    # TensorRT-LLM's settings have no model: it is the first word.
+    first = [word for word in emulation.command[:1] if not word.startswith("-")]
+    name = name or next(map(str, (*_settings(emulation, _MODEL), *first)), None)
+    if name is None:
+        name = like.name
+        assumptions.append(f"no model is named; the plan is made for {name}")
+    spec = Spec(model=like, limits=emulation.limits, backend=BACKEND)
+    if name != like.name:
+        spec = _configured(name, like, assumptions) or replace(spec, model=replace(like, name=name))
+    length = next(_settings(emulation, _LENGTH), None)
+    # An observation has its settings as text.
+    changes: dict[str, Any] = {"max_model_len": int(str(length))} if str(length).isdigit() else {}
+    dtype = _setting(emulation, "dtype")
+    if dtype in {each.value for each in DataType}:
+        changes["dtype"] = DataType(dtype)
+    return replace(spec, model=replace(spec.model, **changes))
+
+
+def _configured(name: str, like: Model, assumptions: list[str]) -> Spec | None:
+    """Return the spec of a model whose configuration is here; None for an unknown model."""
+    checkpoint = checkpoints.find(name)
+    if checkpoint.source == checkpoints.ASSUMED:
+        says = f"{name} is no local folder and no known model; the plan states the dimensions of {like.name} for it"
+        assumptions.append(says)
+        return None
+    config = dict(checkpoint.config)
+    if not any(key in checkpoint.text for key in ("num_hidden_layers", "n_layer")):
+        assumptions.append(f"the number of layers of {name} is not known here; the plan states {like.num_layers}")
+        config["num_hidden_layers"] = like.num_layers
+    try:
+        return codec.loads(spec_text(config, "its configuration", name), Spec)
+    except CapturePlannerError as error:
+        assumptions.append(f"{name}: {error}; the plan states the dimensions of {like.name} for it")
+        return None
+
+
+def _setting(emulation: Emulation, name: str) -> Any:
+    return next(_settings(emulation, (name,)), None)
+
+
+def _settings(emulation: Emulation, names: tuple[str, ...]) -> Iterator[Any]:
+    """Yield the values of the settings of these names, as far as they have one."""
+    yield from (each.value for each in emulation.settings if each.name in names and each.value not in (None, "none"))

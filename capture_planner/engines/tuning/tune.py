@@ -1,0 +1,249 @@
+"""Tune: the plan that measurements choose, next to what a deployment captures today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.side_by_side import emulation_of_plan
+from capture_planner.engines.tuning.judgement import Pricing, SideFigures, judged
+from capture_planner.engines.tuning.verdict import LEAST_STEPS, SPREAD, Noise, TuneVerdict, noise_between, verdict_on
+from capture_planner.errors import AbsentTimesError
+from capture_planner.planning.costs import Costs
+from capture_planner.records.batch import Batch
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
+
+TOLERANCE = 0.003
+"""Of the tables whose steps take longer by no more than this share of the best, the one with the fewest graphs."""
+
+MOST_GRAPHS = 256
+"""Most graphs that are tried where no budget says how many, unless there are more today."""
+
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+
+Propose = Callable[[int], Plan]
+"""From a number of graphs to the plan that is best with at most so many."""
+
+
+@attrs.frozen(kw_only=True)
+class ParetoPoint:
+    """A table of some number of graphs, judged; no table of fewer graphs is as fast."""
+
+    graphs: int
+    mean_step_ms: float
+    memory_mib: float
+    seconds: float
+    within: bool
+    """Whether it fits the bounds."""
+
+
+@attrs.frozen(kw_only=True)
+class TuningBounds:
+    """What a table may take; None: no bound."""
+
+    graphs: int | None = None
+    memory_mib: float | None = None
+    seconds: float | None = None
+
+    def hold(self, side: SideFigures) -> bool:
+        """Say whether a side is within all bounds."""
+        # A bound that is another side's own figure must hold for the same figure.
+        return all(
+            most is None or value <= most * (1 + 1e-9)
+            for value, most in (
+                (side.graphs, self.graphs),
+                (side.memory_mib, self.memory_mib),
+                (side.seconds, self.seconds),
+            )
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Tuning:
+    """Today and what is proposed, judged on the same steps by the same costs."""
+
+    verdict: TuneVerdict
+    reason: str
+    today: SideFigures | None
+    proposed: SideFigures | None
+    """None where there is too little data."""
+    pareto: tuple[ParetoPoint, ...] = ()
+    plan: Plan | None = None
+    """What is proposed."""
+    pricings: tuple[Pricing, Pricing] | None = None
+    """Today's and the plan's; ``today`` and ``proposed`` are their figures over ``judging``."""
+    judging: Mapping[Batch, int] = attrs.field(factory=dict, repr=False)
+    max_graphs: int | None = None
+    """The number of graphs with which it was planned."""
+    noise: Noise | None = None
+    """In the difference of the two sides by the objective."""
+    objective: str = "mean"
+    notes: tuple[str, ...] = ()
+    """What could not be judged, in sentences."""
+
+
+@attrs.frozen
+class _Candidate:
+    allowed: int
+    plan: Plan
+    pricing: Pricing
+    chosen: SideFigures
+    """On the steps that it was chosen by."""
+
+
+def tune(
+    today: Emulation,
+    propose: Propose,
+    costs: Costs,
+    chosen: Mapping[Batch, int],
+    judging: Mapping[Batch, int],
+    *,
+    bounds: TuningBounds | None = None,
+    objective: str = "mean",
+    accepted: float = 0.0,
+) -> Tuning:
+    """Propose a plan by the steps in ``chosen``, and judge it next to ``today`` on those in ``judging``.
+
+    Of all tables within the bounds it takes the fastest, or of those within ``TOLERANCE`` the one with the fewest
+    graphs; never a slower one than today's, if today's is within the bounds.
+
+    :param bounds: what ``propose`` keeps to; None: nothing, and the memory and the time of capture that today's graphs
+        take are the bounds.
+    :param objective: as in ``Sizes.objective``; ``propose`` chooses by the same.
+    :param accepted: drafts that a request gets accepted in a step, on average.
+    :raises PlanningError: the profile has no times of a role.
+    """
+    total = sum(judging.values())
+    if total < LEAST_STEPS:
+        says = f"{counted(total, 'step')} to judge on; below {LEAST_STEPS:,} nothing is promised"
+        return Tuning(verdict=TuneVerdict.TOO_LITTLE_DATA, reason=says, today=None, proposed=None)
+    present = Pricing(today, costs)
+    before = judged(present, judging, objective=objective, accepted=accepted)
+    if not today.graphs and not any(mode.allowed for mode in today.modes.values()):
+        says = "graphs are turned off, so no sizes are chosen; allow them, and tune again"
+        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before)
+    past = judged(present, chosen, objective=objective)
+    limits = bounds or TuningBounds(memory_mib=before.memory_mib, seconds=before.seconds)
+
+    def candidate(count: int) -> _Candidate:
+        plan = propose(count)
+        pricing = Pricing(_side(plan, today), costs)
+        return _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective))
+
+    candidates, notes = _candidates(candidate, len(today.graphs), limits)
+    within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
+    selected = _selected(within, past if limits.hold(past) else None, candidate)
+    tried = sorted({each.allowed: each for each in (*candidates, selected)}.values(), key=lambda each: each.allowed)
+    pareto = tuple(_pareto(tried, judging, limits))
+    if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
+        says = "the measured sizes would take longer than today's on the steps that chose them"
+        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto, notes=notes)
+    proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
+    spread = costs.profile.spread
+    noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
+    verdict, reason = verdict_on(before, proposed, noise, objective)
+    if not limits.hold(before) and limits.hold(proposed):
+        verdict, reason = TuneVerdict.CHANGE, f"today's graphs exceed the budget; within it {_change(before, proposed)}"
+    return Tuning(
+        verdict=verdict,
+        reason=reason,
+        today=before,
+        proposed=proposed,
+        pareto=pareto,
+        plan=selected.plan,
+        pricings=(present, selected.pricing),
+        judging=judging,
+        max_graphs=selected.allowed,
+        noise=noise,
+        objective=objective,
+        notes=notes,
+    )
+
+
+def _change(before: SideFigures, after: SideFigures) -> str:
+    change = after.mean_step_ms / before.mean_step_ms - 1
+    return f"the mean step takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
+
+
+def _candidates(
+    candidate: Callable[[int], _Candidate], today: int, limits: TuningBounds
+) -> tuple[list[_Candidate], tuple[str, ...]]:
+    """Return the best table of each number of graphs that is tried, without those that need no more than one before.
+
+    With few graphs, passes may run eager that the engine never runs eager, so that its profile has no times of them:
+    such tables are left out, with a note. Raises ``AbsentTimesError`` where no table is left.
+    """
+    top = limits.graphs if limits.graphs is not None else max(MOST_GRAPHS, today)
+    numbers = sorted({count for count in _COUNTS if count < top} | {top} | ({today} if 0 < today <= top else set()))
+    candidates: list[_Candidate] = []
+    notes: tuple[str, ...] = ()
+    for count in numbers:
+        try:
+            tried = candidate(count)
+        except AbsentTimesError as error:
+            if count == numbers[-1]:
+                raise
+            message = error.problems[0].message
+            notes = (f"tables of at most {counted(count, 'graph')} are not judged: {message}",)
+            continue
+        graphs = candidates[-1].plan.num_graphs if candidates else None
+        if tried.plan.num_graphs != graphs:
+            candidates.append(tried)
+        elif count > 2 * graphs:
+            break  # More graphs would buy nothing.
+    return candidates, notes
+
+
+def _side(plan: Plan, today: Emulation) -> Emulation:
+    """Return the plan as a side: of the roles that run today, by the scheduler that runs today."""
+    side = emulation_of_plan(plan)
+    managers = tuple(each for each in side.managers if each.role in today.modes)
+    return attrs.evolve(side, managers=managers, whole_prompts=today.whole_prompts)
+
+
+def _selected(
+    candidates: Sequence[_Candidate], past: SideFigures | None, candidate: Callable[[int], _Candidate]
+) -> _Candidate:
+    """Return the candidate with the fewest graphs that is nearly the best, and no worse than ``past``.
+
+    Between the numbers of graphs that were tried it searches on, down to steps of a sixteenth.
+    """
+    best = min(each.chosen.objective for each in candidates)
+    most = best * (1 + TOLERANCE)
+    if past is not None:
+        most = max(best, min(most, past.objective))
+    index = next(index for index, each in enumerate(candidates) if each.chosen.objective <= most)
+    few, selected = candidates[index - 1].allowed if index else 0, candidates[index]
+    while index and selected.allowed - few > max(1, selected.allowed // 16):
+        try:
+            between = candidate((few + selected.allowed) // 2)
+        except AbsentTimesError:
+            few = (few + selected.allowed) // 2  # as in _candidates
+            continue
+        if between.chosen.objective <= most:
+            selected = between
+        else:
+            few = between.allowed
+    return selected
+
+
+def _pareto(
+    candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: TuningBounds
+) -> Iterator[ParetoPoint]:
+    """Yield the candidates that are faster than all with fewer graphs, on the steps that chose them."""
+    fastest = float("inf")
+    for each in candidates:
+        if each.chosen.objective >= fastest:
+            continue
+        fastest = each.chosen.objective
+        side = judged(each.pricing, judging)
+        yield ParetoPoint(
+            graphs=side.graphs,
+            mean_step_ms=side.mean_step_ms,
+            memory_mib=side.memory_mib,
+            seconds=side.seconds,
+            within=limits.hold(side),
+        )

@@ -1,0 +1,65 @@
+"""TensorRT-LLM's iteration lines: ``print_iter_log`` (1.2, _torch/pyexecutor/py_executor.py).
+
+``num_scheduled_requests`` stands after ``rank`` since 1.3, and before ``states`` until then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from capture_planner.measuring.traffic.lines import DECODE, PROMPTS, Key, LineCounts, LineFormat, Shape
+from capture_planner.measuring.traffic.shapes import decodes, prompts, uniform_note
+from capture_planner.measuring.traffic.source import SourceOptions
+
+_LINE = re.compile(
+    rb"iter = \d+, global_rank = (\d+), rank = \d+, (?:num_scheduled_requests = (\d+), )?(?:kv_cache_util = [^,\n]+, )?"
+    rb"currank_total_requests = \d+/\d+, (?:host_step_time = (\d+\.?\d*(?:e-?\d+)?)ms, prev_device_step_time = [^,\n]+"
+    rb"|elapsed_time = \d+\.?\d*(?:e-?\d+)?s), timestamp = [^,\n]+, (?:num_scheduled_requests: (\d+), )?"
+    rb"states = \{'num_ctx_requests': (\d+), 'num_ctx_tokens': (\d+), 'num_generation_tokens': (\d+)[,}]"
+)
+_CLOCK = re.compile(rb"timestamp = \d{4}-(\d\d-\d\d \d\d:\d\d:\d\d), ")
+
+
+def _find(block: bytes) -> list[Key]:
+    return [
+        (rank, reqs or older, context_reqs, context_tokens, tokens, time or b"0")
+        for rank, reqs, time, older, context_reqs, context_tokens, tokens in _LINE.findall(block)
+        if reqs or older
+    ]
+
+
+def _shape(key: Key) -> Shape:
+    rank, *texts = key
+    reqs, context_reqs, context_tokens, tokens = map(int, texts)
+    return (int(rank), PROMPTS if context_reqs else DECODE), reqs, context_tokens + tokens
+
+
+def _count(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+    ranks: dict[int, Counter[Shape]] = {}
+    for ((rank, kind), reqs, tokens), count in shapes.items():
+        if reqs and tokens:
+            ranks.setdefault(rank, Counter())[kind, reqs, tokens] += count
+    notes = []
+    each = list(ranks.values())
+    if len(each) > 1 and all(shapes == each[0] for shapes in each):
+        notes.append(f"the lines of {len(each)} ranks show the same steps, and are counted once")
+        each = each[:1]
+    batches = [batch for shapes in each for batch in (*decodes(shapes), *prompts(shapes))]
+    return LineCounts(batches=batches, notes=(*notes, *uniform_note(batches)))
+
+
+ITERATION_LOG = LineFormat(
+    name="TensorRT-LLM iteration lines",
+    engine="tensorrt_llm",
+    detail=1,
+    markers=(b"currank_total_requests = ",),
+    example="iter = 41, global_rank = 0, rank = 0, num_scheduled_requests = 12, kv_cache_util = 0.100, "
+    "currank_total_requests = 0/12, host_step_time = 7.4ms, prev_device_step_time = 7.1ms, timestamp = "
+    "2026-11-22 05:51:30, states = {'num_ctx_requests': 0, 'num_ctx_tokens': 0, 'num_generation_tokens': 12}",
+    find=_find,
+    milliseconds=True,
+    shape=_shape,
+    count=_count,
+    clock=_CLOCK,
+)

@@ -1,0 +1,102 @@
+"""From traffic to steps: the target's batches with how often each ran, and the passes that a step makes of one.
+
+Drafters follow the target: draft prefill runs its batch, and draft decodes come after it. So what a traffic says of a
+drafter's own passes is not needed, and one that counts the target's steps alone is complete.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras
+from capture_planner.records.text import counted
+from capture_planner.records.traffic import Traffic, TrafficCount
+
+
+@attrs.frozen
+class Steps:
+    """How often each batch of the target ran, with sentences on what the traffic did not say."""
+
+    counts: Mapping[Batch, int]
+    """Steps by batch, in a fixed order."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many steps there are."""
+        return sum(self.counts.values())
+
+
+def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
+    """Return the target's steps of a traffic, as far as the deployment's limits admit them.
+
+    Without a query length, a batch of the target is a decode if its tokens are what the schedule gives a number of
+    requests and nothing says that it has prompts; every other batch is mixed. A mixed batch of unknown requests has as
+    many as a step has on average, for the draft decodes that follow it.
+    """
+    families = decode_families(Role.TARGET, deployment)
+    limits, loras = deployment.limits, most_loras(Role.TARGET, deployment)
+    lines = [line for line in traffic.batches if line.role is Role.TARGET]
+    known = [line for line in lines if line.num_reqs is not None]
+    weight = sum(line.count for line in known)
+    typical = sum((line.num_reqs or 0) * line.count for line in known) // weight if weight else limits.max_num_reqs
+    found: Counter[Batch] = Counter()
+    guessed: Counter[str] = Counter()
+    for line in lines:
+        batch = _batch(line, families, max(typical, 1))
+        if batch is None:
+            guessed["without tokens or requests are left out"] += line.count
+        elif batch.num_tokens > limits.max_num_tokens or batch.num_reqs > limits.max_num_reqs:
+            guessed["beyond the limits are left out"] += line.count
+        else:
+            found[attrs.evolve(batch, active_loras=min(line.active_loras, loras, batch.num_reqs))] += line.count
+            if line.num_reqs is None:
+                which = "decodes" if batch.query_len else f"mixed batches of {typical} requests"
+                guessed[f"of unknown requests are taken for {which}"] += line.count
+            elif line.past_prompt is None and batch.query_len:
+                guessed["of unknown phase have the shape of decodes and are taken for them"] += line.count
+    notes = tuple(f"{counted(count, 'step')} {what}" for what, count in sorted(guessed.items()))
+    return Steps(dict(sorted(found.items(), key=lambda item: _order(item[0]))), notes)
+
+
+def _order(batch: Batch) -> tuple[int, ...]:
+    return batch.num_tokens, batch.num_reqs, batch.query_len or 0, batch.past_prompt, batch.active_loras
+
+
+def _batch(line: TrafficCount, families: tuple[DecodeFamily, ...], typical: int) -> Batch | None:
+    """Return the batch that a line is about, or None where neither tokens nor requests are known."""
+    requests, tokens, query_len = line.num_reqs, line.num_tokens, line.query_len
+    if line.past_prompt is not False:
+        for family in families:
+            each = family.query_len
+            if query_len not in (None, each):
+                continue
+            number = requests or (tokens or 0) // each
+            if number in family.requests and tokens in (None, number * each):
+                return Batch.decode(Role.TARGET, number, each)
+    if tokens is None:
+        if requests is None or query_len is None:
+            return None
+        tokens = requests * query_len
+    return Batch(
+        role=Role.TARGET,
+        num_reqs=min(requests or typical, tokens),
+        num_tokens=tokens,
+        query_len=query_len if requests is not None and requests * (query_len or 0) == tokens else None,
+        past_prompt=line.past_prompt is True,
+    )
+
+
+def passes_of(batch: Batch, deployment: Deployment) -> Iterator[tuple[Batch, int]]:
+    """Yield the batch of each role that runs in a step of the target's ``batch``, with how often it runs."""
+    yield batch, 1
+    if deployment.speculative is not None:
+        yield attrs.evolve(batch, role=Role.DRAFT_PREFILL, active_loras=0), 1
+        draft_steps = deployment.speculative.draft_tokens(batch.num_reqs) - 1
+        if draft_steps >= 1:
+            yield Batch.decode(Role.DRAFT_DECODE, batch.num_reqs, 1), draft_steps

@@ -1,0 +1,264 @@
+"""What an observed vLLM's steps were, read from what its functions were called with: batches, graphs, drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import attrs
+
+from capture_planner.engines.probe import why_eager
+from capture_planner.measuring.recorder import Outcome
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records.batch import Batch
+from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.model import Speculative
+from capture_planner.records.observation import ObservedGraph
+
+MOST_KNOWN = 1 << 14
+"""Most dispatches that are read once for all like them."""
+
+MOST_OUTPUTS = 256
+"""Most steps whose output is on the way to the host."""
+
+Shape = tuple[int, int, int | None, bool, int]
+"""num_reqs, num_tokens, query_len, past_prompt, active_loras: as in ``Batch``."""
+
+Target = tuple[int, int | None, bool]
+"""The tokens of the target's batch, its query length, and whether all requests are past their prompts."""
+
+Pass = tuple[Outcome, int]
+"""What a recorder counts, and how many replays it is."""
+
+Drafts = int | Mapping[str, Sequence[int]]
+"""The drafts that a step verifies: the same number for every request, or those of each."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Track:
+    """One role's manager, and which of its graphs a descriptor means."""
+
+    role: Role
+    mode: GraphMode
+    """As resolved."""
+    manager: Any
+    """The engine's ``CudaGraphManager``."""
+    graphs: tuple[ObservedGraph, ...] = ()
+    keys: Mapping[Any, int] = attrs.field(factory=dict)
+    """The descriptor of each graph, and the graph's index."""
+    specialized: bool = False
+    """Whether ``specialize_spec_tokens`` has the last word on its answers: draft decodes of a chain."""
+    fused: bool = False
+    """Whether one replay runs all draft decodes of a step."""
+    speculative: Speculative | None = None
+    ranks: int = 1
+    """Data-parallel ranks."""
+    _kinds: dict[int | None, list[ObservedGraph]] = attrs.field(init=False, factory=dict)
+    """The graphs for decodes of a query length; None: for other batches."""
+    _ids: dict[int, int] = attrs.field(init=False)
+    _reasons: dict[Shape, Reason] = attrs.field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_ids", {id(key): index for key, index in self.keys.items()})
+
+    def graph(self, descriptor: Any) -> int | None:
+        """Return the index of the graph that a descriptor names; None for an eager one."""
+        # The table's own objects answer by identity: hashing a descriptor takes a microsecond.
+        index = self._ids.get(id(descriptor))
+        if index is None and descriptor.cg_mode:
+            return self.keys.get(descriptor)
+        return index
+
+    def owns(self, descriptor: Any) -> bool:
+        """Return whether a descriptor is one of the table's own objects, which stay."""
+        return id(descriptor) in self._ids
+
+    def outcome(self, descriptor: Any, shape: Shape) -> Outcome:
+        """Return what a recorder counts, of a batch that got this descriptor."""
+        graph = self.graph(descriptor)
+        return (self.role, *shape, graph, self.reason(shape) if graph is None else None)
+
+    def reason(self, shape: Shape) -> Reason:
+        """Return why a batch has no graph."""
+        reason = self._reasons.get(shape)
+        if reason is None:
+            if len(self._reasons) > 1 << 14:
+                self._reasons.clear()
+            reason = self._reasons[shape] = self._reason(shape)
+        return reason
+
+    def _reason(self, shape: Shape) -> Reason:
+        num_reqs, num_tokens, query_len, past_prompt, active_loras = shape
+        batch = Batch(
+            role=self.role,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            query_len=query_len,
+            past_prompt=past_prompt,
+            active_loras=active_loras,
+        )
+        reason = self.why_eager(batch)
+        if reason is Reason.SHADOWED:
+            answer = self.manager.dispatch(num_reqs, num_tokens, batch.uniform_query_len, active_loras)
+            if answer.cg_mode:
+                # The dispatcher has a graph, and the step ran eager: so did another rank, or the engine wanted it.
+                return Reason.RANK if self.ranks > 1 else Reason.UNKNOWN
+        return reason
+
+    def why_eager(self, batch: Batch) -> Reason:
+        """Return why a batch has no graph, as far as the captured graphs and the mode say."""
+        uniform = batch.uniform_query_len
+        if uniform not in self._kinds:
+            self._kinds[uniform] = [graph for graph in self.graphs if graph.entry.query_len in (None, uniform)]
+        steps = draft_steps(self.role, batch.num_reqs, self.speculative)
+        return why_eager(batch, self.mode, self._kinds[uniform], steps)
+
+
+class Dispatches:
+    """Reads which pass each dispatch was for; of one runner, in order."""
+
+    def __init__(self, tracks: Sequence[Track]) -> None:
+        """Read the dispatches of the managers of ``tracks``; others mean nothing."""
+        self._tracks = {id(track.manager): track for track in tracks}
+        self._known: dict[tuple[Any, ...], tuple[Pass | None, Target | None, tuple[Track, int] | None]] = {}
+        self._target: Target | None = None
+        self._decode: tuple[Track, int] | None = None
+        """The draft decodes that were dispatched, and their requests."""
+
+    @property
+    def open(self) -> bool:
+        """Whether draft decodes were dispatched whose final answer is not there."""
+        return self._decode is not None
+
+    @property
+    def query_len(self) -> int | None:
+        """The query length of the target's batch, if it has one."""
+        return None if self._target is None else self._target[1]
+
+    def dispatched(
+        self,
+        manager: Any,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        others: Mapping[str, Any],
+        answer: Any,
+    ) -> Pass | None:
+        """Return a pass that was dispatched; None where that comes later, or never.
+
+        :param others: the keyword arguments of the dispatch.
+        """
+        loras, longest = others.get("num_active_loras", 0), others.get("max_query_len")
+        # Steps repeat themselves. An object of the table's has its id for good, and hashing one takes a microsecond.
+        key = id(manager), num_reqs, num_tokens, query_len, loras, longest is None, self._target
+        found = self._known.get((id(answer), *key))
+        if found is None:
+            track = self._tracks.get(id(manager))
+            if track is None:
+                return None
+            found = None if answer.cg_mode else self._known.get((None, *key))
+            if found is None:
+                found = self._dispatched(track, num_reqs, num_tokens, query_len, loras, longest, answer)
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                if track.owns(answer) or not answer.cg_mode:
+                    self._known[id(answer) if track.owns(answer) else None, *key] = found
+        passed, self._target, self._decode = found
+        return passed
+
+    def _dispatched(
+        self,
+        track: Track,
+        num_reqs: int,
+        num_tokens: int,
+        query_len: int | None,
+        active_loras: int,
+        max_query_len: int | None,
+        answer: Any,
+    ) -> tuple[Pass | None, Target | None, tuple[Track, int] | None]:
+        """Return the pass, the target's batch from now on, and the draft decodes that wait for their final answer."""
+        target, past_prompt = self._target, query_len is not None
+        if query_len is not None:
+            query_len = int(query_len)  # drafters count with numpy
+            num_tokens = num_reqs * query_len
+        if track.role is Role.TARGET:
+            past_prompt = past_prompt or max_query_len is not None
+            target = num_tokens, query_len, past_prompt
+        else:
+            active_loras = 0
+            if query_len is None and target is not None:
+                # The drafter dispatches the target's padded tokens; a batch has the real ones.
+                num_tokens, _, past_prompt = target
+        if track.specialized:
+            return None, target, (track, num_reqs)
+        return (track.outcome(answer, (num_reqs, num_tokens, query_len, past_prompt, active_loras)), 1), target, None
+
+    def specialized(self, answer: Any, draft_tokens: int) -> Pass | None:
+        """Return the pass of the draft decodes of a step, by their final answer."""
+        if self._decode is None:
+            return None
+        (track, num_reqs), self._decode = self._decode, None
+        return track.outcome(answer, (num_reqs, num_reqs, 1, True, 0)), 1 if track.fused else max(draft_tokens - 1, 1)
+
+
+class Verifications:
+    """Counts drafts that were verified, by what each request proposed and got."""
+
+    def __init__(self, bonus: int) -> None:
+        """:param bonus: the tokens that a request gets besides its accepted drafts."""
+        self._bonus = bonus
+        self._scheduled: Mapping[str, Sequence[int]] = {}
+        self._outputs: dict[int, Drafts] = {}
+        self._pairs: Counter[tuple[int, int]] = Counter()
+        self._uniform: dict[int, list[bytes]] = {}
+
+    def scheduled(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Take the drafts that a step verifies, by request."""
+        self._scheduled = drafts
+
+    def sampled(self, output: int, query_len: int | None) -> None:
+        """Take the output that the step's tokens will be in; ``query_len`` where all requests have that."""
+        drafts, self._scheduled = self._scheduled, {}
+        if len(self._outputs) > MOST_OUTPUTS:  # outputs that never came to the host
+            self._outputs.clear()
+        self._outputs.pop(output, None)
+        if drafts:
+            self._outputs[output] = drafts if query_len is None else query_len - 1
+
+    def accepted(self, output: int, requests: Iterable[str], tokens: Sequence[int]) -> None:
+        """Count the drafts of an output.
+
+        :param requests: the requests of the step.
+        :param tokens: how many tokens each of them got.
+        """
+        drafts = self._outputs.pop(output, None)
+        if isinstance(drafts, int):
+            try:
+                self._uniform.setdefault(drafts, []).append(bytes(tokens))
+            except ValueError:  # more than 255 of a request
+                self._pairs.update(zip(repeat(drafts), tokens, strict=False))
+        elif drafts is not None:
+            proposed = map(len, map(drafts.get, requests, repeat(())))
+            self._pairs.update(zip(proposed, tokens, strict=False))
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return the drafts since the last call, proposed and accepted, by position."""
+        pairs, self._pairs = self._pairs, Counter()
+        uniform, self._uniform = self._uniform, {}
+        for proposed, steps in uniform.items():
+            tokens, sampled, left = b"".join(steps), 0, sum(map(len, steps))
+            while left:
+                count = tokens.count(sampled)
+                pairs[proposed, sampled] += count
+                sampled, left = sampled + 1, left - count
+        most = max((proposed for proposed, _ in pairs), default=0)
+        drafted, accepted = [0] * most, [0] * most
+        for (proposed, sampled), count in pairs.items():
+            if sampled or not self._bonus:  # a part of a prompt samples nothing, and verifies nothing
+                for position in range(proposed):
+                    drafted[position] += count
+                for position in range(min(proposed, sampled - self._bonus)):
+                    accepted[position] += count
+        return drafted, accepted

@@ -1,0 +1,116 @@
+"""``traffic`` on the command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from capture_planner import codec
+from support import log_lines
+from support.commands import SPEC, Run
+
+LINES = [
+    log_lines.vllm_iteration(0, 1, (1, 512), (12, 48)),
+    log_lines.vllm_iteration(0, 2, (0, 0), (12, 48)),
+    log_lines.vllm_iteration(0, 3, (0, 0), (12, 48)),
+    "Engine 000: Iteration(4): 0 context requ",
+]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    path = tmp_path / "vllm.log"
+    path.write_text("\n".join(LINES) + "\n")
+    return str(path)
+
+
+def test_json_has_every_shape_once_with_null_for_what_is_not_known(run: Run, log: str, tmp_path: Path) -> None:
+    """The contract of the JSON, for one role."""
+    result = run("traffic", log, "--format", "json")
+    data = result.data
+    assert (data["steps"], data["skipped"], data["seconds"]) == (3, 1, 0.02943)
+    assert data["batches"] == [
+        {"role": "target", "num_reqs": 12, "num_tokens": 48, "query_len": 4, "count": 2},
+        {"role": "target", "num_reqs": 13, "num_tokens": 560, "query_len": None, "count": 1},
+    ]
+    assert f"skipped: {log}:4: " in result.err
+
+
+def test_the_file_is_shown_as_the_sources_are(run: Run, log: str, tmp_path: Path) -> None:
+    """``show`` reads what ``traffic`` wrote, and says the same."""
+    output = tmp_path / "traffic.yaml"
+    made = run("traffic", log, "-o", str(output))
+    shown = run("show", str(output))
+    assert (made.code, shown.code) == (0, 0)
+    assert made.out == f"{shown.out}written to {output}\n"
+    assert "decode 12 4 48 2 66.7%" in " ".join(shown.out.split())
+    assert codec.load_traffic(output).steps == 3
+    assert run("show", str(output), "--format", "json").data == codec.to_data(codec.load_traffic(output))
+
+
+def test_a_spec_adds_the_passes_of_the_drafter(run: Run, log: str) -> None:
+    """K is 3: a draft prefill, and two draft decodes."""
+    data = run("traffic", log, "--spec", SPEC, "--format", "json").data
+    steps = dict.fromkeys(("target", "draft_prefill", "draft_decode"), 0)
+    for batch in data["batches"]:
+        steps[batch["role"]] += batch["count"]
+    assert steps == {"target": 3, "draft_prefill": 3, "draft_decode": 6}
+
+
+def test_a_trace_without_limits_names_its_assumption_first(run: Run, tmp_path: Path) -> None:
+    """On the screen and in the JSON."""
+    trace = tmp_path / "t.csv"
+    trace.write_text("t,in_len,out_len\n0,100,5\n")
+    assert "(assumed limits" in run("traffic", str(trace)).out.splitlines()[0]
+    assert run("traffic", str(trace), "--format", "json").data["notes"][0].startswith("assumed limits")
+    limits = ("--max-num-reqs", "8", "--max-num-tokens", "64")
+    assert run("traffic", str(trace), *limits, "--format", "json").data["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--part", "0.5"), "'0.5' is not FIRST:LAST."),
+        (("--part", "0.7:0.2"), "the first one below the second"),
+        (("--max-num-reqs", "8"), "Give both --max-num-reqs and --max-num-tokens, or --spec."),
+        (("--spec", SPEC, "--max-num-reqs", "8"), "--spec has the limits"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    run: Run, log: str, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run("traffic", log, *arguments)
+    assert (result.code, message in result.err) == (1, True)
+
+
+def test_the_output_is_no_source(run: Run, log: str) -> None:
+    """It would be lost."""
+    result = run("traffic", log, "-o", log)
+    assert (result.code, "is also the file of a source" in result.err) == (1, True)
+
+
+def test_a_file_of_no_known_format_is_an_error_with_the_formats(run: Run, tmp_path: Path) -> None:
+    """No traceback, and each format with a line of it."""
+    other = tmp_path / "other.log"
+    other.write_text("nothing\n")
+    result = run("traffic", str(other))
+    assert result.code == 1
+    assert "no batches in a known format" in result.err
+    assert "SGLang decode lines: Decode batch, #running-req" in result.err
+    assert run("traffic", str(tmp_path / "absent")).code == 1
+
+
+def test_traffic_is_not_taken_for_a_spec(run: Run, log: str, tmp_path: Path) -> None:
+    """And a spec is not taken for traffic."""
+    output = tmp_path / "traffic.yaml"
+    run("traffic", log, "-o", str(output))
+    result = run("plan", str(output))
+    assert (result.code, "this is traffic, not a spec" in result.err) == (1, True)
+
+
+def test_progress_is_on_standard_error(run: Run, log: str) -> None:
+    """Where it is asked for; standard output stays JSON."""
+    result = run("traffic", log, "--progress", "--format", "json")
+    assert result.data["steps"] == 3
+    assert "reading" in result.err

@@ -1,0 +1,255 @@
+"""tune: what people type, what they read, what is written, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from capture_planner import codec
+from capture_planner.analysis.diff import diff
+from capture_planner.codec.shipped import find_environment
+from capture_planner.engines import emulate
+from capture_planner.measuring.recorder import Recorder
+from capture_planner.modes import Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.model import Method, Speculative
+from support.commands import Run
+from support.observing import observation_of
+from support.tuning import MODEL, profile, vllm_log
+
+DRAFTS = Speculative(method=Method.EAGLE3, num_tokens=3)
+FLAGS = ("vllm", MODEL.name, "--max-num-seqs", "12", "--max-num-batched-tokens", "64")
+EAGLE = ("--speculative-config", '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":3}')
+LOAD = ("--traffic", "vllm.log", "--profile", "profile.yaml")
+SIDE = {"graphs", "mean_step_ms", "token_ms", "eager_share", "memory_mib", "seconds", "regret", "worst_regret"}
+H200 = find_environment("h200")
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with a log of vLLM and a profile."""
+    monkeypatch.chdir(tmp_path)
+    Path("vllm.log").write_text(vllm_log(3600, (3, 5, 9, 11), longest=48), "utf-8")
+    Path("profile.yaml").write_text(codec.dumps(profile()), "utf-8")
+
+
+def tuned(call: Run, *words: str, code: int = 0) -> Any:
+    """Return the JSON that tune prints."""
+    return call("tune", *words, "--format", "json").document(code)
+
+
+def test_the_document_has_what_it_promises(call: Run) -> None:
+    """Verdict, both sides, the Pareto table, the steps, and what is assumed; numbers in JSON's own types."""
+    data = tuned(call, *FLAGS, *LOAD)
+    assert set(data) == {
+        *("verdict", "reason", "today", "proposed", "pareto", "steps", "assumptions", "notes", "commands")
+    }
+    assert data["verdict"] == "change"
+    for side in (data["today"], data["proposed"]):
+        assert set(side) == SIDE
+        assert set(side["eager_share"]) == {"target"}
+    assert data["today"]["graphs"] == len(emulate("vllm", FLAGS[1:], H200).graphs)
+    for point in data["pareto"]:
+        assert set(point) == {"graphs", "mean_step_ms", "memory_mib", "seconds", "within"}
+    steps = data["steps"]
+    assert steps["chosen"] + steps["judged"] == 3600
+    assert steps["judged"] == pytest.approx(1200, rel=0.01)  # a part of a log is a part of its bytes
+    assert steps["held_out"] is True
+    assert steps["least"] == 1000
+    assert data["assumptions"] == []
+    (command,) = data["commands"]
+    assert command == "capture-planner launch plan.yaml -- vllm serve " + " ".join(FLAGS[1:])
+
+
+def test_a_change_is_written_as_a_folder_that_reproduces_it(call: Run) -> None:
+    """Spec, plan, traffic, profile and the launch line: planned again, the spec gives the plan; launch takes it."""
+    ran = call("tune", *FLAGS, *LOAD, "-o", "tuned")
+    assert ran.code == 0, ran.err
+    assert sorted(path.name for path in Path("tuned").iterdir()) == [
+        *("launch.sh", "plan.yaml", "profile.yaml", "spec.yaml", "traffic.yaml")
+    ]
+    assert call("plan", "tuned/spec.yaml", "-e", "h200", "-o", "again.yaml").code == 0
+    assert diff(codec.load_plan("tuned/plan.yaml"), codec.load_plan("again.yaml")) == ()
+    assert Path("again.yaml").read_bytes() == Path("tuned/plan.yaml").read_bytes()
+    launch = Path("tuned/launch.sh").read_text("utf-8").split()
+    ran = call(*launch[1:3], "--dry-run", *launch[3:])
+    assert ran.code == 0, ran.err
+    assert call("tune", *FLAGS, *LOAD, "-o", "tuned").code == 0
+
+
+def test_what_was_tuned_is_kept(call: Run) -> None:
+    """The case in which the answer is to keep what runs: it is said, with the reason, and nothing is written."""
+    assert call("tune", *FLAGS, *LOAD, "-o", "tuned").code == 0
+    ran = call("tune", "tuned/spec.yaml", *LOAD, "-o", "other")
+    assert ran.code == 0, ran.err
+    assert ran.out.splitlines()[0].endswith("tuned/spec.yaml: keep what you have")
+    assert "nothing is written to other" in ran.out
+    assert not Path("other").exists()
+    data = tuned(call, "tuned/spec.yaml", *LOAD)
+    assert data["verdict"] == "keep"
+    assert data["today"] == data["proposed"]
+    assert data["commands"] == []
+
+
+def test_too_little_data_promises_nothing(call: Run) -> None:
+    """Exit code 2; no side is shown, and the least number of steps is named."""
+    Path("vllm.log").write_text(vllm_log(300, (3, 5)), "utf-8")
+    data = tuned(call, *FLAGS, *LOAD, "-o", "tuned", code=2)
+    assert data["verdict"] == "too_little_data"
+    assert data["today"] is data["proposed"] is None
+    assert data["pareto"] == []
+    assert "1,000" in data["reason"]
+    assert not Path("tuned").exists()
+    ran = call("tune", *FLAGS, *LOAD)
+    assert ran.code == 2
+    assert "too little data" in ran.out.splitlines()[0]
+
+
+def test_the_order_of_sources_does_not_matter(call: Run) -> None:
+    """Two logs, both ways round: the same answer and the same plan."""
+    Path("b.log").write_text(vllm_log(1500, (2, 12), longest=48, seed=7), "utf-8")
+    first = tuned(call, *FLAGS, *LOAD, "--traffic", "b.log", "-o", "ab")
+    second = tuned(call, *FLAGS, "--traffic", "b.log", *LOAD, "-o", "ba")
+    assert first | {"commands": []} == second | {"commands": []}
+    assert Path("ab/plan.yaml").read_bytes() == Path("ba/plan.yaml").read_bytes()
+
+
+def test_traffic_without_an_order_is_not_held_out(call: Run) -> None:
+    """A traffic file is one histogram: sizes are chosen by it and judged on it, and that is said."""
+    assert call("traffic", "vllm.log", "-o", "traffic.yaml").code == 0
+    words = (*FLAGS, "--traffic", "traffic.yaml", "--profile", "profile.yaml")
+    data = tuned(call, *words)
+    assert data["steps"] == {"chosen": 3600, "judged": 3600, "held_out": False, "least": 1000}
+    assert "nothing is held out" in call("tune", *words).out
+
+
+def test_budgets_are_kept(call: Run) -> None:
+    """By the same costs as today's: graphs, memory and seconds."""
+    today = tuned(call, *FLAGS, *LOAD)["today"]
+    for name, value, key in (
+        ("--max-graphs", "5", "graphs"),
+        ("--memory", "90MiB", "memory_mib"),
+        ("--seconds", "0.8", "seconds"),
+    ):
+        data = tuned(call, *FLAGS, *LOAD, name, value)
+        most = float(value.removesuffix("MiB"))
+        assert data["proposed"][key] <= most < today[key]
+        assert data["verdict"] == "change"
+
+
+def test_drafters_count_and_what_is_assumed_comes_first(call: Run) -> None:
+    """Without figures of acceptance, time per token rests on an assumption: in the first lines and in the JSON."""
+    Path("vllm.log").write_text(vllm_log(3600, (3, 5, 9), width=4, longest=20), "utf-8")
+    Path("profile.yaml").write_text(codec.dumps(profile(tuple(Role), speculative=DRAFTS, spread=None)), "utf-8")
+    data = tuned(call, *FLAGS, *EAGLE, *LOAD)
+    assert set(data["proposed"]["eager_share"]) == {role.value for role in Role}
+    said = " ".join(data["assumptions"])
+    assert "acceptance" in said
+    assert "spread" in said
+    assert "my/drafter" in said
+    lines = call("tune", *FLAGS, *EAGLE, *LOAD).out.splitlines()
+    assert lines[1].strip().startswith("assumed: ")
+
+
+def test_observations_are_tuned_by_their_own_batches(call: Run, tmp_path: Path) -> None:
+    """What an engine captured is today, what it ran is the traffic, and its acceptance counts."""
+    spec = codec.load_spec(_spec(call))
+    plan = codec.load_plan("spec.plan.yaml")
+    recorder = Recorder(tmp_path, "seen")
+    recorder.begin(replace(observation_of(plan), device="NVIDIA H200", model=spec.model.name))
+    for _ in range(1200):
+        recorder.count(Role.TARGET, 5, 20, 4, True, 0, None, Reason.RANK)
+    recorder.draft([1200, 1200, 1200], [600, 300, 0])
+    recorder.close()
+    Path("profile.yaml").write_text(codec.dumps(profile(tuple(Role), speculative=DRAFTS)), "utf-8")
+    data = tuned(call, "seen.yaml", "--profile", "profile.yaml")
+    assert data["steps"]["judged"] == 1200
+    assert data["today"]["graphs"] == plan.num_graphs
+    step, token = data["today"]["mean_step_ms"], data["today"]["token_ms"]
+    assert token == pytest.approx(step / (1 + 900 / 1200))
+
+
+def _spec(call: Run) -> str:
+    """Write the spec and the plan of a deployment with a drafter, and return the spec's name."""
+    Path("spec.yaml").write_text(
+        f"version: 1\nmodel: {{name: {MODEL.name}, num_layers: 36, num_heads: 32, num_kv_heads: 8, head_dim: 128, "
+        "max_model_len: 40960}\nlimits: {max_num_reqs: 8, max_num_tokens: 48}\nbackend: flash_attention\n"
+        "speculative: {method: eagle3, num_tokens: 3}\n",
+        "utf-8",
+    )
+    assert call("plan", "spec.yaml", "-e", "h200", "-o", "spec.plan.yaml").code == 0
+    return "spec.yaml"
+
+
+def test_traffic_of_other_limits_is_counted_and_said(call: Run) -> None:
+    """Steps with more requests than run together here are left out, and decodes of another length named."""
+    small = ("vllm", MODEL.name, "--max-num-seqs", "6", "--max-num-batched-tokens", "64")
+    Path("vllm.log").write_text(vllm_log(7500, (3, 5, 9, 11), longest=48), "utf-8")
+    data = tuned(call, *small, *LOAD)
+    assert 1000 <= data["steps"]["judged"] < 2000
+    assert any("beyond the limits" in note for note in data["notes"])
+    Path("vllm.log").write_text(vllm_log(3600, (3, 5), width=2, longest=20), "utf-8")
+    notes = " ".join(tuned(call, *FLAGS, *LOAD)["notes"])
+    assert "query length 2; this deployment has those of 1" in notes
+
+
+def test_batches_of_roles_that_do_not_run_are_named(call: Run) -> None:
+    """Traffic with a drafter's batches, for a deployment without one."""
+    assert call("traffic", "vllm.log", "-o", "traffic.yaml").code == 0
+    load = codec.load_traffic("traffic.yaml")
+    draft = attrs.evolve(load.batches[0], role=Role.DRAFT_DECODE, num_reqs=2, num_tokens=2, query_len=1)
+    Path("traffic.yaml").write_text(codec.dumps(replace(load, batches=(*load.batches, draft))), "utf-8")
+    words = (*FLAGS, "--traffic", "traffic.yaml", "--profile", "profile.yaml")
+    assert any("draft_decode" in note for note in tuned(call, *words)["notes"])
+    Path("traffic.yaml").write_text(codec.dumps(replace(load, batches=(draft,))), "utf-8")
+    ran = call("tune", *words)
+    assert ran.code == 1
+    assert "no batches of the target, only of draft_decode" in ran.err
+
+
+REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
+    "nothing": ((), "Missing argument"),
+    "no traffic": (FLAGS, "Missing option '--traffic'"),
+    "two files": (("a.yaml", "b.yaml", *LOAD), "expected one SPEC or OBSERVATION"),
+    "profile without a role": ((*FLAGS, *EAGLE, *LOAD), "profile.yaml: the profile has no"),
+    "no profile of the device": (
+        (*FLAGS, "--traffic", "vllm.log", "--environment", "t4"),
+        "no shipped profile is of Tesla T4",
+    ),
+    "missing log": ((*FLAGS, "--traffic", "gone.log", "--profile", "profile.yaml"), "gone.log: cannot be read"),
+    "objective": ((*FLAGS, *LOAD, "--objective", "median"), "must be mean, regret, or a percentile"),
+    "flag of the engine": ((*FLAGS, *LOAD, "--max-num-seqs", "none"), "--max-num-seqs"),
+    "folder with other files": ((*FLAGS, *LOAD, "-o", "."), "has other files"),
+    "page without a folder": ((*FLAGS, *LOAD, "--page", "gone/page.html"), "no such folder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_say_what_is_wrong(call: Run, name: str) -> None:
+    """Exit code 1 and one line, before anything is written."""
+    words, text = REFUSALS[name]
+    ran = call("tune", *words)
+    assert ran.code == 1
+    assert text in ran.err
+
+
+def test_unknown_roles_in_traffic_have_their_place(call: Run) -> None:
+    """File, line and column, and the roles that exist."""
+    assert call("traffic", "vllm.log", "-o", "traffic.yaml").code == 0
+    text = Path("traffic.yaml").read_text("utf-8")
+    Path("traffic.yaml").write_text(text.replace("role: target", "role: drafter", 1), "utf-8")
+    ran = call("tune", *FLAGS, "--traffic", "traffic.yaml", "--profile", "profile.yaml")
+    assert ran.code == 1
+    assert "traffic.yaml:" in ran.err
+    assert "draft_prefill" in ran.err
+
+
+def test_plans_are_refused_with_what_to_tune_instead(call: Run) -> None:
+    """A plan has no policy to change."""
+    _spec(call)
+    ran = call("tune", "spec.plan.yaml", *LOAD)
+    assert ran.code == 1
+    assert "tune its spec" in ran.err

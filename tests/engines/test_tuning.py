@@ -1,0 +1,270 @@
+"""tune: both sides judged by one rule, what is proposed, and when it says to keep what is there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner import load_backends, plan
+from capture_planner.analysis.forecast import forecast
+from capture_planner.codec.shipped import find_environment
+from capture_planner.engines import emulate, find_engine
+from capture_planner.engines.side_by_side import emulation_of_plan
+from capture_planner.engines.tuning.judgement import Pricing, judged
+from capture_planner.engines.tuning.launching import launch_line
+from capture_planner.engines.tuning.tune import Tuning, TuningBounds, tune
+from capture_planner.engines.tuning.verdict import LEAST_STEPS, SLOWER, Noise, TuneVerdict, noise_between, verdict_on
+from capture_planner.errors import PlanningError
+from capture_planner.modes import GraphMode, Role
+from capture_planner.planning.costs import Costs
+from capture_planner.planning.steps import steps_of
+from capture_planner.records._base import replace
+from capture_planner.records.measurements import Measurements
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.profile import Profile
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
+from capture_planner.records.traffic import Traffic, TrafficCount
+from support.tuning import MODEL, profile
+
+H200 = find_environment("h200")
+BACKENDS = load_backends()
+DRAFTS = Speculative(method=Method.EAGLE3, num_tokens=2)
+SPEC = Spec(model=MODEL, limits=Limits(max_num_reqs=12, max_num_tokens=40), backend="flash_attention")
+
+
+def spec_for(speculative: Speculative | None, sizes: Sizes) -> Spec:
+    return replace(SPEC, speculative=speculative, sizes=sizes)
+
+
+def profile_for(spec: Spec, **settings: float | None) -> Profile:
+    return profile(spec.active_roles, speculative=spec.speculative, **settings)
+
+
+def planned(
+    spec: Spec, graphs: int | None = None, *, costs: Profile | None = None, load: Traffic | None = None
+) -> Plan:
+    """Return the plan of a spec, with measured sizes where a load is given."""
+    if load is not None:
+        assert costs is not None
+        spec = replace(spec, sizes=Sizes(policy=Policy.MEASURED))
+    spec = replace(spec, budget=replace(spec.budget, max_graphs=graphs))
+    found = None if load is None or costs is None else Measurements(profile=costs, traffic=load)
+    return plan(spec, H200, BACKENDS, found)
+
+
+@st.composite
+def loads(draw: st.DrawFn, width: int) -> Traffic:
+    """Steps of decodes and of mixed batches within the limits of ``SPEC``: enough to judge on."""
+    most = min(SPEC.limits.max_num_reqs, SPEC.limits.max_num_tokens // width)
+    decodes = draw(st.dictionaries(st.integers(1, most), st.integers(100, 5000), min_size=1, max_size=6))
+    mixed = draw(st.dictionaries(st.integers(12, SPEC.limits.max_num_tokens), st.integers(1, 500), max_size=4))
+    counts = [
+        TrafficCount(
+            role=Role.TARGET, num_reqs=n, num_tokens=n * width, query_len=width, past_prompt=True, count=count + 1000
+        )
+        for n, count in decodes.items()
+    ]
+    counts += [
+        TrafficCount(role=Role.TARGET, num_reqs=3, num_tokens=tokens, past_prompt=False, count=count)
+        for tokens, count in mixed.items()
+    ]
+    return Traffic(sources=("drawn",), batches=tuple(counts))
+
+
+@st.composite
+def explicit(draw: st.DrawFn) -> Sizes:
+    """Sizes that a person might give."""
+    reqs = draw(st.sets(st.integers(1, 12), min_size=1, max_size=6))
+    tokens = draw(st.sets(st.integers(1, 40), min_size=1, max_size=6))
+    return Sizes(policy=Policy.EXPLICIT, num_reqs=tuple(sorted(reqs)), num_tokens=tuple(sorted(tokens)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Spec, Traffic, Profile]:
+    """A deployment as it is today, its load and its costs."""
+    spec = spec_for(draw(st.sampled_from((None, DRAFTS))), draw(explicit()))
+    load = draw(loads(1 if spec.speculative is None else 3))
+    return spec, load, profile_for(spec, spread=draw(st.sampled_from((None, 0.0, 0.01, 0.1))))
+
+
+def tuned(spec: Spec, load: Traffic, costs: Profile, *, today: Plan | None = None, **options: object) -> Tuning:
+    """Tune a spec, judged on the load that sizes are chosen by."""
+    steps = steps_of(load, spec).counts
+    side = emulation_of_plan(today or planned(spec))
+    most = options.pop("graphs", None)
+    return tune(
+        side,
+        lambda count: planned(spec, count if most is None else min(count, int(str(most))), costs=costs, load=load),
+        Costs(costs),
+        steps,
+        steps,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@given(cases())
+def test_a_proposal_never_costs_more_than_today_within_the_bounds(case: tuple[Spec, Traffic, Profile]) -> None:
+    """By default the bounds are what today's graphs take: then today itself is always within them."""
+    found = tuned(*case)
+    assert found.today is not None
+    assert found.proposed is not None
+    assert found.proposed.mean_step_ms <= found.today.mean_step_ms * (1 + 1e-9)
+    assert found.proposed.memory_mib <= found.today.memory_mib * (1 + 1e-9) or found.today.graphs < 3
+    assert found.verdict is not TuneVerdict.TOO_LITTLE_DATA
+
+
+@given(cases())
+def test_what_was_proposed_is_kept_when_it_runs(case: tuple[Spec, Traffic, Profile]) -> None:
+    """Tuning again, with the same load and the proposed table as today's, changes nothing."""
+    found = tuned(*case)
+    today = found.plan or planned(case[0])
+    again = tuned(*case, today=today)
+    assert again.verdict is TuneVerdict.KEEP, again.reason
+
+
+@given(cases())
+def test_both_sides_are_judged_as_plans_are_forecast(case: tuple[Spec, Traffic, Profile]) -> None:
+    """The judgement of a plan is what ``analysis.forecast`` says of it."""
+    spec, load, costs = case
+    own = planned(spec)
+    side = judged(Pricing(emulation_of_plan(own), Costs(costs)), steps_of(load, spec).counts)
+    expected = forecast(own, load, Costs(costs))
+    assert side.mean_step_ms == pytest.approx(expected.mean_step_ms)
+    assert side.regret == pytest.approx(expected.regret)
+    assert max(side.eager_share.values()) <= expected.eager_share + 1e-9
+
+
+@given(cases())
+def test_a_side_does_not_differ_from_itself(case: tuple[Spec, Traffic, Profile]) -> None:
+    """An error of the profile is in both, and cancels out."""
+    spec, load, costs = case
+    pricing = Pricing(emulation_of_plan(planned(spec)), Costs(costs))
+    noise = noise_between(pricing, pricing, steps_of(load, spec).counts, spread=0.5)
+    assert noise.total == 0
+
+
+@given(loads(1), explicit())
+def test_faster_tables_of_the_pareto_table_have_more_graphs(load: Traffic, sizes: Sizes) -> None:
+    """Graphs, memory and seconds ascend; the mean step descends."""
+    spec = spec_for(None, sizes)
+    found = tuned(spec, load, profile_for(spec))
+    rows = [(each.graphs, each.memory_mib, each.seconds, -each.mean_step_ms) for each in found.pareto]
+    assert rows
+    assert all(a < b for one, two in pairwise(rows) for a, b in zip(one, two, strict=True))
+
+
+DECODES = Traffic(
+    sources=("by hand",),
+    batches=tuple(
+        TrafficCount(role=Role.TARGET, num_reqs=n, num_tokens=n, query_len=1, past_prompt=True, count=1000)
+        for n in (3, 5, 9, 12)
+    ),
+)
+
+
+def test_too_few_steps_promise_nothing() -> None:
+    """One step below the least is too little; no side is judged, and nothing is planned."""
+    few = replace(DECODES, batches=(attrs.evolve(DECODES.batches[0], count=LEAST_STEPS - 1),))
+    found = tuned(SPEC, few, profile_for(SPEC))
+    assert found.verdict is TuneVerdict.TOO_LITTLE_DATA
+    assert found.today is found.proposed is found.plan is None
+    assert f"{LEAST_STEPS:,}" in found.reason
+    enough = replace(DECODES, batches=(attrs.evolve(DECODES.batches[0], count=LEAST_STEPS),))
+    assert tuned(SPEC, enough, profile_for(SPEC)).verdict is not TuneVerdict.TOO_LITTLE_DATA
+
+
+def test_graphs_beyond_a_budget_are_replaced_by_graphs_within() -> None:
+    """Today's 52 graphs exceed 4, whatever they gain."""
+    every = Sizes(policy=Policy.EXPLICIT, num_reqs=tuple(range(1, 13)), num_tokens=tuple(range(1, 41)))
+    spec = spec_for(None, every)
+    found = tuned(spec, DECODES, profile_for(spec), bounds=TuningBounds(graphs=4), graphs=4)
+    assert found.verdict is TuneVerdict.CHANGE
+    assert "exceed the budget" in found.reason
+    assert found.plan is not None
+    assert found.plan.num_graphs <= 4
+
+
+def test_deployments_without_graphs_are_left_alone() -> None:
+    """With graphs turned off there are no sizes to choose."""
+    today = emulate("vllm", ["Qwen/Qwen3-8B", "--enforce-eager", "--max-num-seqs", "12"], H200)
+    steps = steps_of(DECODES, today).counts
+
+    def refuse(_: int) -> Plan:
+        raise AssertionError("planned")
+
+    found = tune(today, refuse, Costs(profile()), steps, steps)
+    assert found.verdict is TuneVerdict.KEEP
+    assert "turned off" in found.reason
+
+
+def test_profiles_without_a_role_are_refused() -> None:
+    """A drafter's steps cannot be judged by the target's times."""
+    spec = spec_for(DRAFTS, SPEC.sizes)
+    with pytest.raises(PlanningError, match="draft_prefill"):
+        tuned(spec, replace(DECODES, sources=("x",)), profile())
+
+
+def test_tables_that_run_what_the_engine_never_runs_eager_are_left_out() -> None:
+    """An engine whose graphs serve every draft decode has no eager times of them: one graph cannot be judged."""
+    spec = spec_for(DRAFTS, Sizes())
+    costs = profile_for(spec)
+    served = tuple(c for c in costs.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
+    without = tuned(spec, DECODES, replace(costs, curves=served))
+    assert without.proposed == tuned(spec, DECODES, costs).proposed
+    assert without.notes == (
+        "tables of at most 1 graph are not judged: the profile has no eager times of draft_decode",
+    )
+    with pytest.raises(PlanningError, match="no eager times of draft_decode"):
+        tuned(spec, DECODES, replace(costs, curves=served), graphs=1, bounds=TuningBounds(graphs=1))
+
+
+QUIET = Noise(measuring=0.0, sampling=0.0)
+
+
+@given(st.floats(0.001, 0.3), st.floats(0, 0.3))
+def test_gains_within_noise_change_nothing(gain: float, error: float) -> None:
+    """A gain alone is a change where it is more than noise, and only there."""
+    spec = spec_for(None, SPEC.sizes)
+    side = judged(Pricing(emulation_of_plan(planned(spec)), Costs(profile())), steps_of(DECODES, spec).counts)
+    faster = attrs.evolve(side, mean_step_ms=side.mean_step_ms * (1 - gain), objective=side.objective * (1 - gain))
+    noise = Noise(measuring=error * side.mean_step_ms, sampling=0.0)
+    verdict, reason = verdict_on(side, faster, noise)
+    assert verdict is (TuneVerdict.CHANGE if side.objective - faster.objective > noise.total else TuneVerdict.KEEP)
+    assert "noise" in reason
+
+
+def test_memory_is_saved_only_at_the_same_speed() -> None:
+    """Half of the memory is a reason to change, unless steps take longer than ``SLOWER`` for it."""
+    side = judged(Pricing(emulation_of_plan(planned(SPEC)), Costs(profile())), steps_of(DECODES, SPEC).counts)
+    half = attrs.evolve(side, graphs=side.graphs // 2, memory_mib=side.memory_mib / 2)
+    assert verdict_on(side, half, QUIET)[0] is TuneVerdict.CHANGE
+    slow = attrs.evolve(half, objective=side.objective * (1 + 2 * SLOWER))
+    assert verdict_on(side, slow, QUIET)[0] is TuneVerdict.KEEP
+    little = attrs.evolve(side, memory_mib=side.memory_mib * 0.95)
+    assert verdict_on(side, little, QUIET)[0] is TuneVerdict.KEEP
+
+
+def test_launch_lines_leave_out_what_contradicts_the_plan() -> None:
+    """VLLM's own list of sizes is dropped with all its values, and the line says so; the rest stays."""
+    spec = spec_for(None, SPEC.sizes)
+    words = ["Qwen/Qwen3-8B", "--cudagraph-capture-sizes", "1", "2", "4", "--max-num-seqs", "12"]
+    words += ["--max-num-batched-tokens", "40"]
+    line = launch_line(find_engine("vllm"), planned(spec), words, "plan.yaml")
+    assert line.command is not None
+    assert "capture-sizes" not in line.command
+    assert line.command.endswith("-- vllm serve Qwen/Qwen3-8B --max-num-seqs 12 --max-num-batched-tokens 40")
+    assert any("--cudagraph-capture-sizes" in note for note in line.notes)
+
+
+def test_launch_lines_are_absent_where_launch_would_refuse() -> None:
+    """A plan of other draft lengths cannot be launched with these flags, and each reason is given."""
+    config = '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":5}'
+    words = ["Qwen/Qwen3-8B", "--speculative-config", config]
+    line = launch_line(find_engine("vllm"), planned(spec_for(DRAFTS, SPEC.sizes)), words, "plan.yaml")
+    assert line.command is None
+    assert any("num_speculative_tokens" in note for note in line.notes)

@@ -1,0 +1,252 @@
+"""Law 13, measured sizes are optimal: no other table costs less, and a larger budget never costs more."""
+
+import itertools
+from fractions import Fraction
+
+import attrs
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from capture_planner.analysis.forecast import forecast
+from capture_planner.errors import PlanningError
+from capture_planner.modes import GraphMode, Role
+from capture_planner.planning.costs import Costs
+from capture_planner.planning.sizing.allocation import SizeGroup, allocate
+from capture_planner.planning.sizing.program import LadderProblem, LadderProgram
+from capture_planner.planning.sizing.worst import least_worst
+from capture_planner.records._base import replace
+from capture_planner.records.spec import Budget, KindGraphs
+from capture_planner.testing import deployments
+
+small = st.integers(0, 6)
+
+
+@st.composite
+def raw_ladders(draw, most=7):
+    """Sizes with times in any order, weights, eager times that grow, and the least top."""
+    count = draw(st.integers(1, most))
+    sizes = sorted(draw(st.sets(st.integers(1, 40), min_size=count, max_size=count)))
+    times = [draw(st.integers(1, 12)) for _ in sizes]
+    weights = [draw(st.sampled_from((0, 0, 1, 2, 7))) for _ in sizes]
+    eager = sorted(draw(st.integers(1, 40)) for _ in sizes)
+    return sizes, times, weights, eager, draw(st.sampled_from(sizes))
+
+
+@st.composite
+def small_groups(draw, bounds):
+    """A few groups that take of the bounds, some of which pay for their largest size too."""
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        problem = LadderProblem.of(*draw(raw_ladders(most=5)))
+        takes = tuple(draw(st.integers(0, 3)) for _ in range(bounds))
+        pool = tuple(itertools.accumulate(draw(small) for _ in problem.sizes)) if draw(st.booleans()) else None
+        groups.append(SizeGroup(program=LadderProgram(problem), takes=takes, pool=pool if bounds else None))
+    return groups
+
+
+def tables(problem):
+    """Every choice of sizes, by index, that may be a ladder."""
+    count = len(problem.sizes)
+    for number in range(1, count + 1):
+        for chosen in itertools.combinations(range(count), number):
+            if chosen[-1] >= problem.least_top:
+                yield chosen
+
+
+def within(groups, choice, bounds):
+    """Whether a choice for all groups is within every bound."""
+    taken = [group.taken(len(chosen), chosen[-1]) for group, chosen in zip(groups, choice, strict=True)]
+    return all(sum(each[i] for each in taken) <= bound for i, bound in enumerate(bounds))
+
+
+def cost(groups, choice):
+    return sum(group.problem.cost(chosen) for group, chosen in zip(groups, choice, strict=True))
+
+
+def worst(groups, choice):
+    return max(group.problem.worst(chosen) for group, chosen in zip(groups, choice, strict=True))
+
+
+def bounded(groups):
+    """Whether every group takes of a bound; others have as many sizes as a tolerance says."""
+    return all(any(group.takes) or group.pool is not None for group in groups)
+
+
+@given(raw_ladders())
+def test_sizes_that_are_not_worth_a_graph_are_never_needed(raw):
+    """Law 13: with all sizes to choose from, no ladder costs less than the best of those that are kept."""
+    sizes, times, weights, eager, least_top = raw
+    program = LadderProgram(LadderProblem.of(*raw))
+    for number in range(1, len(sizes) + 1):
+        best = None
+        for chosen in itertools.combinations(range(len(sizes)), number):
+            if sizes[chosen[-1]] < least_top:
+                continue
+            total, first = 0, 0
+            for index in chosen:
+                total += times[index] * sum(weights[first : index + 1])
+                first = index + 1
+            total += sum(w * e for w, e in zip(weights[first:], eager[first:], strict=True))
+            best = total if best is None else min(best, total)
+        # As many sizes, or fewer where fewer are worth a graph.
+        values = [program.value(n) for n in range(1, min(number, program.most) + 1)]
+        found = min((value for value in values if value is not None), default=None)
+        assert found is not None
+        assert best is None or found <= best or len(sizes) > program.most
+
+
+@given(raw_ladders())
+def test_the_program_finds_the_least_cost_for_every_number_of_sizes(raw):
+    """Law 13: equal to brute force, and of equal costs the smallest sizes, the largest first."""
+    problem = LadderProblem.of(*raw)
+    program = LadderProgram(problem)
+    for number in range(1, program.most + 1):
+        for highest in (None, *range(program.most)):
+            choices = [
+                (problem.cost(chosen), chosen[::-1])
+                for chosen in tables(problem)
+                if len(chosen) == number and (highest is None or chosen[-1] <= highest)
+            ]
+            assert program.value(number, highest) == min(choices, default=(None,))[0]
+            if choices:
+                assert program.sizes(number, highest) == min(choices)[1][::-1]
+    assert problem.every_size == min(map(problem.cost, tables(problem)))
+
+
+@given(raw_ladders(), st.fractions(1, 6))
+def test_the_fewest_sizes_within_a_ratio(raw, ratio):
+    """Law 13, regret: the fewest sizes by brute force, and the smallest of those."""
+    problem = LadderProblem.of(*raw)
+    near = [chosen for chosen in tables(problem) if problem.worst(chosen) <= ratio]
+    assume(near)
+    assert problem.within(ratio) == min(near, key=lambda chosen: (len(chosen), chosen[::-1]))
+
+
+@given(st.data(), st.integers(1, 3))
+def test_no_table_within_the_bounds_costs_less(data, count):
+    """Law 13, all groups together: equal to brute force; of equal costs the fewest sizes."""
+    groups = data.draw(small_groups(count).filter(bounded))
+    bounds = [data.draw(st.integers(0, 20)) for _ in range(count)]
+    choices = [
+        choice
+        for choice in itertools.product(*(tables(group.problem) for group in groups))
+        if within(groups, choice, bounds)
+    ]
+    found = allocate(groups, bounds)
+    if found is None:
+        assert any(sum(group.least()[i] for group in groups) > bound for i, bound in enumerate(bounds))
+    else:
+        assert within(groups, found, bounds)
+        least = min((cost(groups, choice), sum(map(len, choice))) for choice in choices)
+        assert (cost(groups, found), sum(map(len, found))) == least
+    regretted = least_worst(groups, bounds)
+    assert (regretted is None) == (found is None)
+    if regretted is not None:
+        assert within(groups, regretted, bounds)
+        assert worst(groups, regretted) == min(worst(groups, choice) for choice in choices)
+
+
+@pytest.mark.thorough
+@settings(max_examples=1000)
+@given(st.data(), st.integers(1, 3))
+def test_no_table_within_the_bounds_costs_less_on_a_thousand_problems(data, count):
+    """Law 13, at length."""
+    test_no_table_within_the_bounds_costs_less.hypothesis.inner_test(data, count)
+
+
+@given(st.data(), st.integers(1, 3))
+def test_a_larger_bound_never_costs_more(data, count):
+    """Law 13, monotone: in every bound, for the mean and for the regret."""
+    groups = data.draw(small_groups(count).filter(bounded))
+    bounds = [data.draw(st.integers(0, 20)) for _ in range(count)]
+    larger = [bound + data.draw(small) for bound in bounds]
+    for choose, price in ((allocate, cost), (least_worst, worst)):
+        one, other = choose(groups, bounds), choose(groups, larger)
+        if one is not None:
+            assert price(groups, other) <= price(groups, one)
+
+
+def plan_of(inputs):
+    """The plan, where one exists."""
+    try:
+        return inputs.plan()
+    except PlanningError:
+        assume(False)
+
+
+@given(deployments(max_reqs=64, measured=True))
+def test_the_forecast_is_what_the_dispatcher_gives(inputs):
+    """Law 13: a plan's forecast is that of its own entries, walked by the dispatcher over the traffic."""
+    plan = plan_of(inputs)
+    judged = forecast(plan, inputs.measurements.traffic, Costs(inputs.measurements.profile))
+    assert plan.forecast is not None
+    assert plan.forecast.graphs == plan.num_graphs
+    assert plan.forecast.mean_step_ms == pytest.approx(judged.mean_step_ms, rel=1e-5)
+    assert plan.forecast.eager_share == pytest.approx(judged.eager_share, abs=1e-5)
+    assert plan.forecast.regret == pytest.approx(judged.regret, abs=1e-5)
+    assert judged.percentile(100) >= judged.percentile(50) >= judged.times[0][0]
+
+
+@given(deployments(max_reqs=64, measured=True))
+def test_a_measured_plan_is_within_its_budget(inputs):
+    """Law 13: graphs, graphs by kind, memory and seconds, as the profile has them."""
+    plan = plan_of(inputs)
+    budget, kinds = inputs.spec.budget, {"decode": 0, "mixed": 0}
+    for role in plan.roles:
+        for entry in role.entries:
+            kinds["mixed" if entry.query_len is None else "decode"] += 1
+    for kind, bound in (("decode", budget.graphs.decode), ("mixed", budget.graphs.mixed)):
+        assert bound is None or kinds[kind] <= bound
+    assert budget.max_graphs is None or plan.num_graphs <= budget.max_graphs
+    if plan.num_graphs:
+        assert budget.memory is None or plan.forecast.mib * (1 << 20) <= budget.memory * (1 + 1e-5)
+        assert budget.seconds is None or plan.forecast.seconds <= budget.seconds * (1 + 1e-5)
+
+
+def coverage_first(plan):
+    """How many kinds of batch have no graph although the mode has one, then the mean step."""
+    return sum(waiver.reason == "budget" for role in plan.roles for waiver in role.waivers)
+
+
+@given(deployments(max_reqs=32, max_tokens=128, measured=True), st.integers(1, 40))
+def test_a_larger_budget_waives_no_more(inputs, more):
+    """Law 13, monotone: with more graphs, no more decodes or mixed batches are waived for the budget."""
+    graphs = inputs.spec.budget.max_graphs or 8
+    wide = Budget(graphs=KindGraphs())
+    one, other = (
+        plan_of(attrs.evolve(inputs, spec=replace(inputs.spec, budget=replace(wide, max_graphs=number))))
+        for number in (graphs, graphs + more)
+    )
+    assert coverage_first(other) <= coverage_first(one)
+
+
+@given(deployments(max_reqs=64, measured=True))
+def test_measured_plans_are_the_same_each_time(inputs):
+    """Law 13: ties are broken the same way everywhere; nothing depends on the order of a traffic's lines."""
+    plan = plan_of(inputs)
+    assert inputs.plan() == plan
+    traffic = inputs.measurements.traffic
+    turned = replace(traffic, batches=tuple(reversed(traffic.batches)))
+    again = attrs.evolve(inputs, measurements=attrs.evolve(inputs.measurements, traffic=turned)).plan()
+    assert [role.entries for role in again.roles] == [role.entries for role in plan.roles]
+
+
+def test_ratio_of_a_fraction_is_exact():
+    """Law 13: a bound that is reached counts as kept."""
+    problem = LadderProblem.of([1, 2], [2, 3], [1, 1], [9, 9], 2)
+    assert problem.within(Fraction(3, 2)) == (1,)
+    assert problem.within(Fraction(3, 2) - Fraction(1, 10**9)) == (0, 1)
+
+
+@given(deployments(max_reqs=64, measured=True))
+def test_eager_times_that_no_decode_needs_decide_nothing(inputs):
+    """An engine whose graphs serve every draft decode has no eager times of them; sizes are the same without."""
+    unbounded = attrs.evolve(inputs, spec=replace(inputs.spec, budget=Budget()))
+    profile = inputs.measurements.profile
+    served = tuple(c for c in profile.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
+    without = attrs.evolve(inputs.measurements, profile=replace(profile, curves=served))
+    plan = plan_of(unbounded)
+    assume(Role.DRAFT_DECODE in plan.planned and plan.role(Role.DRAFT_DECODE).entries)
+    again = plan_of(attrs.evolve(unbounded, measurements=without))
+    assert [role.entries for role in again.roles] == [role.entries for role in plan.roles]

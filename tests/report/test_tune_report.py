@@ -1,0 +1,97 @@
+"""The page of a tuning: every plot, and the figures of both sides."""
+
+from __future__ import annotations
+
+import pytest
+
+from capture_planner import load_backends, plan
+from capture_planner.codec.shipped import find_environment
+from capture_planner.engines import emulate, find_engine
+from capture_planner.engines.spec_of import spec_of
+from capture_planner.engines.tuning.tune import tune
+from capture_planner.modes import Role
+from capture_planner.planning.costs import Costs
+from capture_planner.planning.steps import steps_of
+from capture_planner.records._base import replace
+from capture_planner.records.measurements import Measurements
+from capture_planner.records.model import Method, Speculative
+from capture_planner.records.spec import Policy, Sizes
+from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner.report.tune import StepCount, TuneReport, tune_report
+from support.tuning import MODEL, profile
+
+pytest.importorskip("matplotlib", reason="pages need matplotlib, which is not installed")
+
+from capture_planner.report.page import page as page_of
+from support.pages import check_plots
+
+EAGLE = ["--speculative-config", '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":2}']
+
+
+@pytest.fixture(scope="module")
+def report() -> TuneReport:
+    """A deployment with a drafter, half of whose decodes have no graph today."""
+    machine, backends = find_environment("h200"), load_backends()
+    flags = ["--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--cudagraph-capture-sizes", "3", "9", "18"]
+    today = emulate("vllm", [MODEL.name, *flags, *EAGLE], machine)
+    costs = profile(tuple(Role), speculative=Speculative(method=Method.EAGLE3, num_tokens=2))
+    decodes = [(n, 3 * n, 3, True) for n in (2, 5, 9, 12)]
+    mixed = [(4, tokens, None, False) for tokens in (20, 33, 60)]
+    load = Traffic(
+        sources=("by hand",),
+        batches=tuple(
+            TrafficCount(role=Role.TARGET, num_reqs=n, num_tokens=tokens, query_len=q, past_prompt=past, count=500)
+            for n, tokens, q, past in (*decodes, *mixed)
+        ),
+    )
+    spec = replace(spec_of(today, find_engine("vllm"), MODEL).spec, sizes=Sizes(policy=Policy.MEASURED))
+    steps = steps_of(load, today).counts
+
+    def propose(count: int) -> object:
+        own = replace(spec, budget=replace(spec.budget, max_graphs=count))
+        return plan(own, machine, backends, Measurements(profile=costs, traffic=load))
+
+    return TuneReport(
+        tuning=tune(today, propose, Costs(costs), steps, steps),  # type: ignore[arg-type]
+        model="<model>",
+        machine="h200",
+        today="vllm",
+        steps=StepCount(chosen=3500, judged=3500, held_out=False),
+        assumptions=("costs are <assumed>",),
+    )
+
+
+def test_the_page_has_every_plot_with_its_numbers(report: TuneReport) -> None:
+    """Titles, axes with units, and a table behind each plot; of each role and kind of batch its sizes and costs."""
+    shown = tune_report(report)
+    charts = shown.charts()
+    text = page_of(shown)
+    check_plots(charts, text)
+    titles = {plot.title for chart in charts for plot in chart.plots}
+    for role, kind in (
+        *((role, "mixed batches") for role in (Role.TARGET, Role.DRAFT_PREFILL)),
+        *((role, "decodes of 3") for role in (Role.TARGET, Role.DRAFT_PREFILL)),
+        (Role.DRAFT_DECODE, "decodes of 1"),
+    ):
+        assert f"Steps up to a size: {role.value}, {kind}" in titles
+        assert f"Time of a pass: {role.value}, {kind}" in titles
+    assert {"Mean step by graphs", "Memory by graphs", "Start-up by graphs", "Eager steps"} <= titles
+    assert "http" not in text.replace("http://www.w3.org", "")
+
+
+def test_assumptions_stand_in_the_first_section_and_are_escaped(report: TuneReport) -> None:
+    """Before any figure; text from files is no markup."""
+    shown = tune_report(report)
+    assert shown.sections[0].warnings == ("assumed: costs are <assumed>",)
+    text = page_of(shown)
+    assert "&lt;assumed&gt;" in text
+    assert "<assumed>" not in text
+
+
+def test_curves_end_with_all_steps(report: TuneReport) -> None:
+    """The share of steps up to the largest size is all of them, and never falls."""
+    for chart in tune_report(report).charts():
+        for plot in chart.plots if chart.name == "sizes" else ():
+            shares = [y for _, y in plot.series[0].points]
+            assert shares == sorted(shares)
+            assert shares[-1] == pytest.approx(1)
