@@ -62,7 +62,7 @@ _ERRORS = (
 )
 _HEAD = """
 from capture_planner.plugins import hookimpl
-from capture_planner_reference import capture_planner_backends as real
+def real(): import capture_planner_reference as r; return r.capture_planner_backends()
 class Odd(BaseException): pass
 class Mute(Exception):
     def __str__(self): raise ValueError('mute')
