@@ -88,8 +88,8 @@ def _observed(file: str, source: str, environment: str | None) -> Profile:
         model, device = document.load(Spec).model, machine.device
     if observation.device not in (None, device.name):
         raise click.UsageError(
-            f"{source} was observed on {observation.device}, and {environment or file} is of {device.name}; give the spec, "
-            f"or a plan for {observation.device}."
+            f"{source} was observed on {observation.device}, and {environment or file} is of {device.name}; give "
+            f"the spec, or a plan for {observation.device}."
         )
     return observed_profile(observation, model, device, command_line())
 
