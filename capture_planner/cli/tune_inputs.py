@@ -190,7 +190,7 @@ def load_of(subject: TuneSubject, sources: Sequence[str], options: SourceOptions
     Raises ``InvalidDocument`` where a source cannot be read, ``CapturePlannerError`` where none has the target's steps.
     """
     deployment, sources = subject.today, sorted(sources)
-    held_out = "-" not in sources
+    held_out = not any(source == "-" or Path(source).is_fifo() for source in sources)
     if held_out:
         try:
             with reading_bar(sources, None, times=2) as advance:
@@ -253,8 +253,15 @@ def accepted_of(traffic: Traffic, speculative: Speculative | None) -> float | No
 
 def folder_conflict(folder: Path, files: Sequence[str]) -> str | None:
     """Return why files cannot be written into a folder without harm to others in it; None where they can."""
-    if not folder.exists():
-        return None if folder.absolute().parent.is_dir() else f"{folder}: no such folder to make it in"
+    try:
+        if not folder.exists():
+            folder.mkdir()
+            folder.rmdir()
+            return None
+    except FileNotFoundError:
+        return f"{folder}: no such folder to make it in"
+    except OSError as error:
+        return f"{folder} cannot be made: {error.strerror}"
     if not folder.is_dir():
         return f"{folder} is a file; name a folder"
     others = sorted(each.name for each in folder.iterdir() if each.name not in files)

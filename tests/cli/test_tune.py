@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +256,23 @@ def test_what_is_read_is_not_overwritten_by_the_page(call: Run) -> None:
         ran = call("tune", *FLAGS, *LOAD, "--page", file)
         assert (ran.code, "is also the file of what is read" in ran.err) == (1, True)
         assert Path(file).read_bytes() == before
+
+
+def test_traffic_of_a_pipe_is_read_once(call: Run) -> None:
+    """It cannot be read in two parts, so nothing is held out."""
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=(Path("vllm.log").read_bytes(),), daemon=True)
+    writer.start()
+    steps = tuned(call, *FLAGS, "--traffic", "pipe", "--profile", "profile.yaml")["steps"]
+    writer.join(10)
+    assert (steps["judged"], steps["held_out"]) == (3600, False)
+
+
+def test_folders_that_cannot_be_made_are_named(call: Run) -> None:
+    """Such as one whose name is too long for the file system."""
+    ran = call("tune", *FLAGS, *LOAD, "-o", "x" * 300)
+    assert ran.code == 1
+    assert f"--output {'x' * 300} cannot be made: " in ran.err
 
 
 def test_lines_that_cannot_be_read_are_counted(call: Run) -> None:
