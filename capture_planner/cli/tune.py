@@ -62,9 +62,10 @@ class TuneCommand(OwnOptions):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if not self.takes_foreign_words(args):
-                error.message += f" For an engine's command line, name it first: one of {', '.join(engines())}."
-            raise
+            if self.takes_foreign_words(args):
+                raise
+            hint = f"For an engine's command line, name it first: one of {', '.join(engines())}."
+            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
 
 
 def _objective(text: str) -> str:
