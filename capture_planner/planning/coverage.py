@@ -1,14 +1,14 @@
 """Which kinds of batch have graphs, and which sizes: the table that costs least within every bound.
 
 A team of ladders is waived where that costs less than what its graphs take from the others, by the price of its passes:
-without graphs of their own, decodes run on mixed ones of their role where those are large enough, and all else runs
-eager. Sets of waived teams are taken in the order of what each costs at least, until none can cost less.
+without graphs of their own, decodes run on mixed ones of their role where those are large enough, chains of draft decodes
+on single steps, and all else runs eager. Sets of waived teams are taken in the order of what each costs at least, until none can cost less.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import attrs
@@ -135,10 +135,8 @@ class _Search:
             SizedGroup(team=self._teams[index], group=group, indices=indices)
             for index, group, indices in zip(alive, groups, chosen, strict=True)
         )
-        mixed = [self._teams[index] for index in alive]
         lost = sum(
-            waived(self._teams[index], [each for each in mixed if serves(each, self._teams[index])], self._costs)
-            for index in dropped
+            waived(team, self._serving(team, alive), self._costs) for team in map(self._teams.__getitem__, dropped)
         )
         ratios = [each.group.problem.worst(each.indices) for each in sized] + [self._ratio(index) for index in dropped]
         return Table(
@@ -157,7 +155,10 @@ class _Search:
 
     def _least(self, index: int) -> Value:
         team = self._teams[index]
-        return waived(team, [each for each in self._teams if serves(each, team)], self._costs, least=True)
+        return waived(team, self._serving(team, range(len(self._teams))), self._costs, least=True)
+
+    def _serving(self, team: Team, alive: Iterable[int]) -> list[Team]:
+        return [self._teams[each] for each in alive if serves(self._teams[each], team)]
 
     def _ratio(self, index: int) -> Fraction:
         """Return the largest ratio of an eager pass of a team to one in a graph of its own size."""

@@ -48,6 +48,11 @@ class Team:
         return self.ladders[0].query_len or 1
 
     @property
+    def chain(self) -> int:
+        """How many draft decodes a graph runs."""
+        return self.ladders[0].draft_steps or 1
+
+    @property
     def roles(self) -> frozenset[Role]:
         return frozenset(ladder.role for ladder in self.ladders)
 
@@ -118,15 +123,16 @@ def _last(ladder: Ladder) -> int:
     return ladder.domain.intervals[-1][1]
 
 
-def serves(mixed: Team, decodes: Team) -> bool:
-    """Say whether the sizes of a team of mixed batches are priced for decodes that have no graphs of their own."""
-    return mixed.kind is Kind.MIXED and decodes.kind is Kind.DECODE and mixed.roles <= decodes.roles
+def serves(team: Team, decodes: Team) -> bool:
+    """Say whether the graphs of a team serve decodes that have none of their own: mixed, or single steps of a chain."""
+    single = decodes.chain > 1 and team.kind is Kind.DECODE and team.chain == 1
+    return decodes.kind is Kind.DECODE and (single or team.kind is Kind.MIXED) and team.roles <= decodes.roles
 
 
 def problem_of(team: Team, costs: Costs, decodes: Iterable[Team] = ()) -> LadderProblem:
     """Return what the sizes of a team cost.
 
-    :param decodes: teams that have no graphs, and whose passes those of ``team`` serve.
+    :param decodes: teams that have no graphs, and whose passes those of ``team`` serve if large enough.
     """
     first = team.ladders[0]
     domain, unit = first.domain, team.unit
@@ -139,10 +145,10 @@ def problem_of(team: Team, costs: Costs, decodes: Iterable[Team] = ()) -> Ladder
     for each in (team, *decodes):
         curves = [eager_of(ladder, costs) for ladder in each.ladders if ladder.role in team.roles]
         for count, weight in enumerate(each.weights):
-            # Counts that the schedule never gives may occur in a traffic of another schedule: the next size serves them.
+            # Counts that the schedule never gives may occur in a traffic of another schedule: a larger size serves.
             index = bisect_left(sizes, count * each.unit // unit)
             if weight and index < len(sizes):
-                sums[index] += weight
+                sums[index] += weight * (1 if each is team else each.chain)
                 above[index] += weight * _total(curves, count * each.unit)
     graphs = [costs.graph(family_of(ladder)) for ladder in team.ladders]
     eager = [eager_of(ladder, costs) for ladder in team.ladders]
@@ -157,15 +163,15 @@ def problem_of(team: Team, costs: Costs, decodes: Iterable[Team] = ()) -> Ladder
     )
 
 
-def waived(team: Team, mixed: Sequence[Team], costs: Costs, *, least: bool = False) -> Value:
-    """Return what the passes of a team cost eager that has no graphs, without those that mixed sizes may serve.
+def waived(team: Team, others: Sequence[Team], costs: Costs, *, least: bool = False) -> Value:
+    """Return what the passes of a team cost eager that has no graphs, without those that other teams may serve.
 
-    :param mixed: teams whose sizes are priced for its passes.
+    :param others: teams whose sizes are priced for its passes.
     :param least: whether to add what the others cost at least, rather than to leave them out.
     """
     total = 0
     for ladder in team.ladders:
-        own = next((each for each in mixed if ladder.role in each.roles), None)
+        own = next((each for each in others if ladder.role in each.roles), None)
         eager = eager_of(ladder, costs)
         if eager is None:
             return UNKNOWN
@@ -176,8 +182,8 @@ def waived(team: Team, mixed: Sequence[Team], costs: Costs, *, least: bool = Fal
                 total += weight * _total([eager], tokens)
             elif weight and least and own is not None:
                 graph = next(each for each in own.ladders if each.role is ladder.role)
-                time = min(costs.graph(family_of(graph))(graph.domain.round_up(tokens)), eager(tokens))
-                total += weight * round(time * NANO)
+                replay = round(costs.graph(family_of(graph))(graph.domain.round_up(tokens)) * NANO) * team.chain
+                total += weight * min(replay, _total([eager], tokens))
     return total
 
 

@@ -73,7 +73,9 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
     objective, tail = spec.sizes.objective or "mean", None
     prices = Prices(costs, spec, {working.role: working.mode for working in roles})
     if objective.startswith("p"):
-        tail = steps.percentile(float(objective[1:]), partial(_with_every_size, prices=prices, spec=spec, ladders=active))
+        tail = steps.percentile(
+            float(objective[1:]), partial(_with_every_size, prices=prices, spec=spec, ladders=active)
+        )
         demand.add_tail(tail)
     alive = [tuple(ladders[index] for index in team if ladders[index].domain) for team in teams]
     table = least_table([demand.team(each) for each in alive if each], bounds, costs, regret=objective == "regret")
