@@ -1,8 +1,8 @@
 """Which kinds of batch have graphs, and which sizes: the table that costs least within every bound.
 
-A team of ladders is waived where that costs less than what its graphs take from the others, by the price of its passes:
-without graphs of their own, decodes run on mixed ones of their role where those are large enough, chains of draft decodes
-on single steps, and all else runs eager. Sets of waived teams are taken in the order of what each costs at least, until none can cost less.
+A team of ladders is waived where that costs less than what its graphs take from the others. Its price: decodes run on
+mixed graphs of their role where those are large enough, chains of draft decodes on single steps, and all else runs
+eager. Sets of waived teams are taken in the order of what each costs at least, until none can cost less.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def least_table(teams: Sequence[Team], bounds: BudgetBounds, costs: Costs, *, re
 
     :param regret: whether the worst ratio is to be least, rather than the cost.
     """
-    search = _Search(teams, bounds, costs)
+    search = _WaivedSets(teams, bounds, costs)
     best: tuple[tuple[Value | Fraction, int, int], Table] | None = None
     for least, dropped in sorted(search.sets(regret=regret), key=lambda each: (each[0], len(each[1]), sorted(each[1]))):
         if best is not None and least > best[0][0]:
@@ -79,7 +79,7 @@ def least_table(teams: Sequence[Team], bounds: BudgetBounds, costs: Costs, *, re
     return best[1]
 
 
-class _Search:
+class _WaivedSets:
     """What sets of waived teams cost."""
 
     def __init__(self, teams: Sequence[Team], bounds: BudgetBounds, costs: Costs) -> None:
