@@ -20,7 +20,7 @@ from capture_planner.codec.reading import (
     read_stream,
     structure,
 )
-from capture_planner.codec.writing import HEADER, dumps, dumps_json, to_data, write
+from capture_planner.codec.writing import HEADER, dumps, dumps_json, is_in_place, replaceable, to_data, write
 
 __all__ = [
     "HEADER",
@@ -28,6 +28,7 @@ __all__ = [
     "dumps",
     "dumps_json",
     "format_bytes",
+    "is_in_place",
     "json_fields",
     "json_of",
     "label",
@@ -44,6 +45,7 @@ __all__ = [
     "plain_fields",
     "read",
     "read_stream",
+    "replaceable",
     "structure",
     "to_data",
     "write",

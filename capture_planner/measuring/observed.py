@@ -22,7 +22,7 @@ Point = tuple[Family, int, float, int]
 """Family, padded tokens, milliseconds, and how many steps they are the median of."""
 
 EAGER_REPEATS = 5
-"""How many dummy steps an observation's eager costs are the median of (``capture_planner_vllm.profile``)."""
+"""How many dummy steps an eager cost of an observation is the median of."""
 
 
 def observed_profile(observation: Observation, model: Model, device: Device, command: str = "") -> Profile:
