@@ -3,12 +3,16 @@
     python benchmarks/sglang_in_process.py --steps try --output FOLDER
     python benchmarks/sglang_in_process.py --steps compare --attention fa3 --output FOLDER
 
-``try`` starts SGLang step by step: eager, with graphs, with FlashAttention 3, with an EAGLE-3 drafter (K = 3), then
-under a plan. ``compare`` takes SGLang by itself and under a plan in turns, without and with speculation, and measures
+``try`` starts SGLang step by step: with graphs, under a plan, then both with an EAGLE-3 drafter (K = 3), observed, and
+with FlashAttention 3. A step that includes one that failed is not started, and none is once SGLang has failed before
+the weights of its model were loaded. ``compare`` takes SGLang by itself and under a plan in turns, without and with speculation, and measures
 tokens/s, time per output token, graphs, seconds and memory of the capture at 8, 64, 128 and 256 requests. The model
 has the shape of Qwen3-0.6B and random weights; acceptance is simulated. Each start is a process of its own with a time
 limit; where one fails, the last lines of its log are in its result, and the next one runs. FOLDER gets the JSON lines
-and the observations; logs are in the folder of ``--work``.
+and the observations; logs are in the folder of ``--work``. A first start compiles kernels with nvcc (7 to 9 s each).
+
+SGLang's models import a kernel for SM100 that is written in NVIDIA's CUTLASS DSL. Where that is not installed, a
+stand-in lets them import it, and stops a start that would run the kernel; the first line of the output says so.
 
 SGLang 0.5.23 is importable, and the plugin is *installed*, as SGLang's scheduler finds it by its entry point. On a host
 without network, bring the wheels of ``python tools/build.py`` (the core, ``engines/sglang``, ``backends/triton`` and
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -38,6 +43,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from _cutlass_standin import write_cutlass
 from _model_configs import CONFIGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +60,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 _CAPTURE = r"Capture (?P<name>[\w ]+?) \w+ graph "
 _CAPTURED = re.compile(_CAPTURE + r"end\..*?elapsed=(?P<seconds>[\d.]+) s, mem usage=(?P<gib>-?[\d.]+) GB")
+_LOADED = "Load weight end"
 _SIZES = re.compile(_CAPTURE + r"(?:begin|end)\..*?\bbs=\[(?P<sizes>[\d, ]*)\]")
 
 
@@ -85,7 +92,7 @@ def write_plan(folder: Path, drafts: int, attention: str, graphs: int, environme
     return path
 
 
-def command(folder: Path, drafts: int, attention: str, *, eager: bool) -> list[str]:
+def command(folder: Path, drafts: int, attention: str) -> list[str]:
     """Return SGLang's own words, the same with a plan and without."""
     words = {
         "model-path": folder / "target",
@@ -109,8 +116,6 @@ def command(folder: Path, drafts: int, attention: str, *, eager: bool) -> list[s
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": drafts + 1,
         }
-    if eager:
-        words["cuda-graph-backend-decode"] = "disabled"
     listed = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     return [*listed, "--skip-tokenizer-init", "--disable-radix-cache"]
 
@@ -221,27 +226,49 @@ def run(name: str, options: Mapping[str, Any], folder: Path, output: Path, limit
         line["observed"] = {"bytes": path.stat().st_size, "steps": observed_steps(path)}
         shutil.copy(path, output / f"{name}.yaml")
     if code != 0:
-        line |= {"error": code, "log": text.splitlines()[-30:]}
+        line |= {"error": code, "weights_loaded": _LOADED in text, "log": text.splitlines()[-30:]}
     return line
 
 
+def blocker(step: Mapping[str, Any], lines: list[dict[str, Any]]) -> str | None:
+    """Return why a step would fail as an earlier one did: the start that failed is part of its own.
+
+    A start that ran out of time is no reason: the kernels that it compiled are there now.
+    """
+    for line in lines:
+        if "weights_loaded" not in line or isinstance(line["error"], str):
+            continue
+        if not line["weights_loaded"]:
+            return f"{line['step']} failed before the weights were loaded, as every start would"
+        if line["attention"] == step["attention"] and line["drafts"] <= step["drafts"] and not line["plan"]:
+            return f"{line['step']} failed, which is part of this step"
+    return None
+
+
+def cutlass(folder: Path) -> str:
+    """Return what the children import as ``cutlass``; where it is absent, put the stand-in on their PYTHONPATH."""
+    if importlib.util.find_spec("cutlass"):
+        return "installed"
+    paths = [os.environ.get("PYTHONPATH"), str(write_cutlass(folder / "standins"))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return "absent, replaced; its kernels are for SM100"
+
+
 def trials(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Yield the steps of ``try``: name, options, time limit; the first of a kind may compile kernels."""
+    """Yield the steps of ``try``: name, options, time limit; the first of a kind compiles kernels."""
     small: dict[str, Any] = {"loads": (1, 16), "rounds": 1, "output": 32}
-    for name, drafts, attention, eager, planned, limit in (
-        ("eager-triton", 0, "triton", True, False, 200),
-        ("graphs-triton", 0, "triton", False, False, 120),
-        ("graphs-fa3", 0, "fa3", False, False, 120),
-        ("eagle3-triton", 3, "triton", False, False, 200),
-        ("eagle3-fa3", 3, "fa3", False, False, 120),
-        ("plan-triton", 0, "triton", False, True, 120),
-        ("plan-eagle3-triton", 3, "triton", False, True, 120),
-        ("plan-eagle3-fa3", 3, "fa3", False, True, 120),
-        ("observed-eagle3-triton", 3, "triton", False, True, 120),
-        ("observed-eager-triton", 0, "triton", True, False, 120),
+    for name, drafts, attention, planned, limit in (
+        ("graphs-triton", 0, "triton", False, 240),
+        ("plan-triton", 0, "triton", True, 120),
+        ("eagle3-triton", 3, "triton", False, 180),
+        ("plan-eagle3-triton", 3, "triton", True, 120),
+        ("observed-eagle3-triton", 3, "triton", True, 120),
+        ("graphs-fa3", 0, "fa3", False, 120),
+        ("plan-eagle3-fa3", 3, "fa3", True, 120),
+        ("eagle3-fa3", 3, "fa3", False, 120),
     ):
         measures = {**small, "observe": name.startswith("observed")}
-        yield name, start(folder, arguments, drafts, attention, eager=eager, planned=planned, **measures), limit
+        yield name, start(folder, arguments, drafts, attention, planned=planned, **measures), limit
 
 
 def comparisons(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
@@ -263,14 +290,13 @@ def start(
     drafts: int,
     attention: str,
     *,
-    eager: bool = False,
     planned: bool = False,
     observe: bool = False,
     **measures: Any,
 ) -> dict[str, Any]:
     """Return the options of one start."""
     plan = write_plan(folder, drafts, attention, arguments.graphs, arguments.environment) if planned else None
-    words = command(folder, drafts, attention, eager=eager)
+    words = command(folder, drafts, attention)
     return {"drafts": drafts, "attention": attention, "plan": plan, "observe": observe, "command": words, **measures}
 
 
@@ -304,23 +330,27 @@ def main() -> None:
         (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     end = time.monotonic() + arguments.seconds
     plugins = [point.value for point in metadata.entry_points(group="sglang.srt.plugins")]
-    lines: list[dict[str, Any]] = [{"step": "installed", "ok": bool(plugins), "plugins": plugins}]
+    lines: list[dict[str, Any]] = []
     steps = trials if arguments.steps == "try" else comparisons
     with (arguments.output / f"{arguments.steps}.jsonl").open("a", encoding="utf-8") as written:
+
+        def write(line: dict[str, Any]) -> None:
+            lines.append(line)
+            written.write(json.dumps(line, default=str) + "\n")
+            written.flush()
+            sys.stdout.write(f"{json.dumps({k: v for k, v in line.items() if k != 'words'}, default=str)}\n")
+            sys.stdout.flush()
+
+        write({"step": "installed", "ok": bool(plugins), "plugins": plugins, "cutlass": cutlass(folder)})
         for name, options, limit in steps(folder, arguments):
             if arguments.only and arguments.only not in name:
                 continue
             left = end - time.monotonic()
-            if left < limit / 2:
-                lines.append({"step": name, "ok": False, "error": f"not started: {left:.0f} s are left"})
+            reason = blocker(options, lines) or (f"{left:.0f} s are left" if left < limit / 2 else None)
+            if reason:
+                write({"step": name, "ok": False, "error": f"not started: {reason}"})
             else:
-                lines.append(run(name, options, folder, arguments.output, min(limit, left)))
-            for line in lines:
-                written.write(json.dumps(line, default=str) + "\n")
-                written.flush()
-                sys.stdout.write(f"{json.dumps({k: v for k, v in line.items() if k != 'words'}, default=str)}\n")
-                sys.stdout.flush()
-            lines.clear()
+                write(run(name, options, folder, arguments.output, min(limit, left)))
 
 
 if __name__ == "__main__":

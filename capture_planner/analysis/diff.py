@@ -14,7 +14,7 @@ from capture_planner.codec import format_bytes, label, to_data
 from capture_planner.modes import Role
 from capture_planner.records._base import key_of
 from capture_planner.records.batch import Entry
-from capture_planner.records.plan import SPEC_FIELDS, GroupPlan, Plan, RolePlan
+from capture_planner.records.plan import SPEC_FIELDS, Forecast, GroupPlan, Plan, RolePlan
 
 
 @attrs.frozen
@@ -23,7 +23,7 @@ class Change:
 
     role: Role | None
     subject: str
-    """role, mode, backend, added, gone, waiver, decision, environment, or a field of the plan."""
+    """role, mode, backend, added, gone, waiver, decision, environment, forecast, or a field of the plan."""
     message: str
     entries: tuple[Entry, ...] = ()
 
@@ -41,6 +41,18 @@ def _whole(old: Plan, new: Plan) -> Iterator[Change]:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield Change(None, name, f"{name}: {differing_fields(before, after)}")
+    yield from _measurements(old.forecast, new.forecast)
+
+
+def _measurements(old: Forecast | None, new: Forecast | None) -> Iterator[Change]:
+    if old is None or new is None:
+        if old is not new:
+            yield Change(None, "forecast", f"sizes {'no longer ' if new is None else ''}go by measurements")
+        return
+    others = [name for name in ("traffic", "profile") if getattr(old, name) != getattr(new, name)]
+    if others:
+        times = f"the mean step is expected to take {new.mean_step_ms:.4g} ms, and took {old.mean_step_ms:.4g} ms"
+        yield Change(None, "forecast", f"sizes go by another {' and another '.join(others)}; {times}")
 
 
 def differing_fields(before: object, after: object) -> str:

@@ -133,6 +133,10 @@ def plan_document(document: Document, machine: ChosenMachine) -> Plan:
     show_notes(machine.notes)
     try:
         measurements = codec.load_measurements(document)
+        if measurements is not None:
+            name, parallel = str(spec.sizes.profile), spec.parallel
+            foreign = catalog.foreign_costs(name, measurements.profile, machine.environment, spec.model, parallel)
+            show_notes([] if foreign is None else [foreign])
         if measurements is None and spec.sizes.policy is Policy.DEFAULT:
             measurements = catalog.near_measurements(machine.environment, spec.model)
         return make_plan(spec, machine.environment, registry.load_backends(), measurements)

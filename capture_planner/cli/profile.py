@@ -71,7 +71,10 @@ def profile(
 
 
 def _observed(file: str, source: str, environment: str | None) -> Profile:
-    """Take figures from an observation; the model is the plan's, and the device the plan's or the one named."""
+    """Take figures from an observation; the model is the plan's, and the device the plan's or the one named.
+
+    Raises ``click.UsageError`` where the observation is of another device: its figures are no other's.
+    """
     given = [options.dashed(name) for name in MEASURING if options.stated(name)]
     if given:
         raise click.UsageError(f"{given[0]} goes with measuring, and --from measures nothing.")
@@ -79,9 +82,16 @@ def _observed(file: str, source: str, environment: str | None) -> Profile:
     document = read_document(file)
     if document.is_plan:
         plan = plan_of(document, environment)
-        return observed_profile(observation, plan.model, plan.environment.device, command_line())
-    machine = environment_of_device(observation.device) if environment is None else find_environment(environment)
-    return observed_profile(observation, document.load(Spec).model, machine.device, command_line())
+        model, device = plan.model, plan.environment.device
+    else:
+        machine = environment_of_device(observation.device) if environment is None else find_environment(environment)
+        model, device = document.load(Spec).model, machine.device
+    if observation.device not in (None, device.name):
+        raise click.UsageError(
+            f"{source} was observed on {observation.device}, and {environment or file} is of {device.name}; give "
+            f"the spec, or a plan for {observation.device}."
+        )
+    return observed_profile(observation, model, device, command_line())
 
 
 def environment_of_device(name: str | None) -> Environment:

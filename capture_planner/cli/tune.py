@@ -58,6 +58,15 @@ class TuneCommand(OwnOptions):
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         return any(word in engines() for word in args)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if self.takes_foreign_words(args):
+                raise
+            hint = f"For an engine's command line, name it first: one of {', '.join(engines())}."
+            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
+
 
 def _objective(text: str) -> str:
     Sizes(policy=Policy.MEASURED, objective=text)
@@ -100,7 +109,8 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
 
     The verdict is change, keep or too_little_data, which has exit code 2. Only a change is written to FOLDER.
     """
-    refuse_outputs(None, {"--page": page})
+    for read in (*values["sources"], values["profile_file"], *words[:1]):
+        refuse_outputs(read, {"--page": page}, "what is read")
     problem = None if output is None else folder_conflict(output, FILES)
     if problem is not None:
         raise click.UsageError(f"--output {problem}.")
@@ -218,6 +228,8 @@ def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | N
         yield f"{tuning.today.unknown:,} steps count as eager today: the observation has no answer for their batches"
     if not costs.profile.step_milliseconds:
         yield "the profile has no time of a step apart from its passes; shares of a step are shares of its passes"
+    if today.lora is not None:
+        yield "neither traffic nor profile says what adapters are active; steps count as those without any"
     if today.speculative is not None and accepted is None:
         yield "the traffic has no acceptance of drafts; a step counts as one token of each request"
 

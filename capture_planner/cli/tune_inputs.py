@@ -28,6 +28,7 @@ from capture_planner.records.model import Model, Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
+from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
 
 PLAIN_MODEL = Model(
@@ -115,10 +116,12 @@ def _observed(observation: Observation, file: str, environment: str | None) -> T
         raise click.UsageError(f"{file} was observed on {device}, which does not ship; give --environment FILE.")
     engine = find_engine(observation.engine) if observation.engine in engines() else None
     today = emulation_of(observation)
+    there, here = observation.device, machine.device.name
     return TuneSubject(
         name=f"{observation.engine} {observation.engine_version}, observed",
         today=today,
         environment=machine,
+        notes=() if there in (None, here) else (f"it was observed on {there}, and the plan is for {here}",),
         derive=lambda like: spec_of(today, engine, like, observation.model),
         engine=engine,
         file=file,
@@ -153,18 +156,14 @@ def costs_of(subject: TuneSubject, model: Model, given: Profile | None, name: st
     """Return the profile that was given, or the nearest shipped one; raises ``CapturePlannerError`` without any."""
     machine = subject.environment
     if given is not None:
-        near = catalog.find_profile(machine, model, {str(name): given})
-        if near is None:
-            device = f"{given.device.name}, and this is {machine.device.name}"
-            return TuneCosts(name=str(name), profile=given, assumption=f"the costs of {name} were measured on {device}")
-        known = given.model.name == model.name
-        says = None if known else f"the costs of {name} were {near.distance}"
+        says = catalog.foreign_costs(str(name), given, machine, model, subject.today.parallel)
         return TuneCosts(name=str(name), profile=given, assumption=says)
     near = catalog.find_profile(machine, model)
     if near is None:
+        source = f" --from {subject.file}" if subject.is_observed else ""
         raise CapturePlannerError(
-            f"no shipped profile is of {machine.device.name}; measure one with `capture-planner profile SPEC -o FILE`, "
-            "and give it as --profile FILE"
+            f"no shipped profile is of {machine.device.name}; measure one with "
+            f"`capture-planner profile SPEC{source} -o FILE`, and give it as --profile FILE"
         )
     says = f"costs are those of the shipped profile {near.name}, {near.distance}"
     return TuneCosts(name=f"the shipped profile {near.name}", profile=near.profile, assumption=says)
@@ -191,7 +190,7 @@ def load_of(subject: TuneSubject, sources: Sequence[str], options: SourceOptions
     Raises ``InvalidDocument`` where a source cannot be read, ``CapturePlannerError`` where none has the target's steps.
     """
     deployment, sources = subject.today, sorted(sources)
-    held_out = "-" not in sources
+    held_out = not any(source == "-" or Path(source).is_fifo() for source in sources)
     if held_out:
         try:
             with reading_bar(sources, None, times=2) as advance:
@@ -210,8 +209,12 @@ def load_of(subject: TuneSubject, sources: Sequence[str], options: SourceOptions
             "which its drafter follows"
         )
     steps = steps_of(chosen, deployment), steps_of(judged, deployment)
+    lines = chosen.skipped + (judged.skipped if held_out else 0)
+    skipped = [f"{counted(lines, 'line')} of the traffic could not be read; `capture-planner traffic` shows some"]
     simulated = any(": trace of " in source for source in chosen.sources)
-    notes = dict.fromkeys((*chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment)))
+    notes = dict.fromkeys(
+        (*skipped[: lines > 0], *chosen.notes, *judged.notes, *steps[1].notes, *_strange(judged, deployment))
+    )
     if simulated:  # which is an assumption, and said as one
         notes = {note: None for note in notes if not note.startswith("batches are those of a simple scheduler")}
     return TuneLoad(
@@ -250,8 +253,15 @@ def accepted_of(traffic: Traffic, speculative: Speculative | None) -> float | No
 
 def folder_conflict(folder: Path, files: Sequence[str]) -> str | None:
     """Return why files cannot be written into a folder without harm to others in it; None where they can."""
-    if not folder.exists():
-        return None if folder.absolute().parent.is_dir() else f"{folder}: no such folder to make it in"
+    try:
+        if not folder.exists():
+            folder.mkdir()
+            folder.rmdir()
+            return None
+    except FileNotFoundError:
+        return f"{folder}: no such folder to make it in"
+    except OSError as error:
+        return f"{folder} cannot be made: {error.strerror}"
     if not folder.is_dir():
         return f"{folder} is a file; name a folder"
     others = sorted(each.name for each in folder.iterdir() if each.name not in files)

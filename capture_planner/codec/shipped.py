@@ -14,6 +14,8 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Model
 from capture_planner.records.profile import Profile
+from capture_planner.records.spec import Parallel
+from capture_planner.records.text import counted
 
 DEFAULT_ENVIRONMENT = "h100"
 
@@ -68,6 +70,20 @@ def find_profile(
         for factor in [_factor(profile.model, model)]
     ]
     return min(near, key=lambda each: (each.profile.model.name != model.name, each.factor), default=None)
+
+
+def foreign_costs(
+    name: str, profile: Profile, environment: Environment, model: Model, parallel: Parallel
+) -> str | None:
+    """Return in words how far a profile that was given is from a deployment; None where it is of the same."""
+    if profile.device.name != environment.device.name:
+        return f"the costs of {name} were measured on {profile.device.name}, and this is {environment.device.name}"
+    own, theirs = parallel.tensor, profile.parallel.tensor
+    ranks = f"with {counted(theirs, 'tensor-parallel rank')}, and this has {own}" if own != theirs else None
+    if profile.model.name == model.name:
+        return ranks and f"the costs of {name} were measured {ranks}"
+    distance = _distance(profile, model, _factor(profile.model, model))
+    return f"the costs of {name} were {distance}{f'; {ranks}' if ranks else ''}"
 
 
 MOST_FACTOR = 2.0

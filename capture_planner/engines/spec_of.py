@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Any
 
 import attrs
@@ -99,7 +101,7 @@ def _base(emulation: Emulation, like: Model, name: str | None, assumptions: list
         assumptions.append(f"no model is named; the plan is made for {name}")
     spec = Spec(model=like, limits=emulation.limits, backend=BACKEND)
     if name != like.name:
-        spec = _configured(name, like, assumptions) or replace(spec, model=replace(like, name=name))
+        spec = _configured(name, like, assumptions) or replace(spec, model=replace(like, name=_plain(name)))
     length = next(_settings(emulation, _LENGTH), None)
     # An observation has its settings as text.
     changes: dict[str, Any] = {"max_model_len": int(str(length))} if str(length).isdigit() else {}
@@ -121,10 +123,16 @@ def _configured(name: str, like: Model, assumptions: list[str]) -> Spec | None:
         assumptions.append(f"the number of layers of {name} is not known here; the plan states {like.num_layers}")
         config["num_hidden_layers"] = like.num_layers
     try:
-        return codec.loads(spec_text(config, "its configuration", name), Spec)
+        return codec.loads(spec_text(config, "its configuration", _plain(name)), Spec)
     except CapturePlannerError as error:
         assumptions.append(f"{name}: {error}; the plan states the dimensions of {like.name} for it")
         return None
+
+
+def _plain(name: str) -> str:
+    """Return a model's name as a plan can have it: of a path the last part, without characters that no name has."""
+    last = PurePath(name).name if name.startswith(("/", ".", "~", "$")) else name
+    return re.sub(r"[^A-Za-z0-9._/+ -]+", "-", last).lstrip("._/+ -")[:128] or "model"
 
 
 def _setting(emulation: Emulation, name: str) -> Any:

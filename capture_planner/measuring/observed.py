@@ -31,6 +31,8 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
     Raises ``CapturePlannerError`` where it has no times: the engine neither profiled its graphs nor sampled its steps.
     """
     notes: list[str] = []
+    if observation.model not in (None, model.name):
+        notes.append(f"the engine served {observation.model}; its figures count as those of {model.name}")
     times: dict[Family, dict[int, list[Timing]]] = {}
     for role in observation.roles:
         replays = [graph for graph in role.graphs if graph.milliseconds]

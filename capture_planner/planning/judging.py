@@ -84,7 +84,7 @@ class Prices:
 
     def __init__(self, costs: Costs, deployment: Deployment, modes: Modes) -> None:
         self.graph, self.eager, self.reach = cache(costs.graph), cache(costs.eager), cache(costs.reach)
-        self._modes, self._step = modes, token_step(deployment.parallel)
+        self.modes, self._step = modes, token_step(deployment.parallel)
         self._families = {role: decode_families(role, deployment) for role in Role}
 
     def of(self, batch: Batch, entry: Entry | None, repeats: int) -> float:
@@ -96,7 +96,7 @@ class Prices:
 
     def with_every_size(self, batch: Batch, repeats: int, *, fused: bool = False) -> float:
         """Return the milliseconds of ``repeats`` passes on graphs of the batch's own size, in its role's mode."""
-        mode = self._modes.get(batch.role, GraphMode.NONE)
+        mode = self.modes.get(batch.role, GraphMode.NONE)
         is_decode = kind_of(batch, self._families[batch.role]) is Kind.DECODE
         lowered = mode.decode_mode if is_decode else mode.mixed_mode
         own = is_decode and mode.is_separate

@@ -6,43 +6,30 @@ The target's batches are the draft prefill's too, and engines run it on the targ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import attrs
 
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.answers import LadderAnswers
 from capture_planner.planning.bounds import MICRO, BudgetBounds, family_of, reduced
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.demand import NANO, Demand, problem_of
-from capture_planner.planning.judging import Judgement
+from capture_planner.planning.coverage import SizedGroup, Table, least_table
+from capture_planner.planning.demand import NANO, Demand
+from capture_planner.planning.judging import Judgement, Prices, judge
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
-from capture_planner.planning.sizing.allocation import SizeGroup, allocate
-from capture_planner.planning.sizing.budget import value
-from capture_planner.planning.sizing.program import LadderProblem, LadderProgram
+from capture_planner.planning.sizing.program import TAIL
 from capture_planner.planning.sizing.smoothing import SCALE, prior_share
-from capture_planner.planning.sizing.worst import least_worst
-from capture_planner.planning.steps import Steps, steps_of
+from capture_planner.planning.steps import Steps, passes_of, steps_of
 from capture_planner.records._base import digest
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.plan import Forecast
 from capture_planner.records.spec import Spec
 from capture_planner.records.text import counted
-
-
-@attrs.frozen(kw_only=True)
-class MeasuredGroup:
-    """Ladders with one choice of sizes, and what was chosen."""
-
-    ladders: tuple[Ladder, ...]
-    group: SizeGroup
-    mean: LadderProblem
-    """What sizes cost by the mean, whatever the objective."""
-    passes: int
-    """How many passes of the traffic it serves."""
 
 
 @attrs.frozen(kw_only=True)
@@ -55,8 +42,8 @@ class SizeChoice:
     """Sentences on the traffic, the profile, and what was decided about all ladders together."""
     sentences: tuple[str, ...]
     """For each ladder, what its sizes cost."""
-    worst: Fraction
-    """The largest ratio of a batch's time to the time of its own size."""
+    expected: float
+    """The value of the objective, by the smoothed counts: milliseconds, or the worst ratio."""
     next_graph_ms: float
     """What one more graph takes off the mean step."""
     prior: float
@@ -80,40 +67,54 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
     bounds = BudgetBounds(spec, roles, costs)
     skeletons = [ladder for working in roles for ladder in working.ladders]
     teams = _teams(skeletons)
-    ladders, dropped = _reachable(skeletons, teams, costs), frozenset[int]()
-    objective = spec.sizes.objective or "mean"
-    percent = float(objective[1:]) if objective.startswith("p") else None
-    while True:
-        active = [ladder for index, ladder in enumerate(ladders) if index not in dropped and ladder.domain]
-        demand = Demand(steps, spec, active)
-        groups = [_group(team, percent, demand, bounds, costs) for team in _alive(teams, ladders, dropped)]
-        groups = _with_pools(groups, bounds)
-        limits = _limits(groups, bounds)
-        chosen = (least_worst if objective == "regret" else allocate)([each.group for each in groups], limits)
-        if chosen is not None:
-            break
-        dropped |= {ladders.index(_least_valuable(groups, limits))}
-    sized = _sized(ladders, dropped, groups, chosen, bounds)
+    ladders = _reachable(skeletons, teams, costs)
+    active = [ladder for ladder in ladders if ladder.domain]
+    demand = Demand(steps, spec, active)
+    objective, tail = spec.sizes.objective or "mean", None
+    prices = Prices(costs, spec, {working.role: working.mode for working in roles})
+    if objective.startswith("p"):
+        tail = steps.percentile(
+            float(objective[1:]), partial(_with_every_size, prices=prices, spec=spec, ladders=active)
+        )
+        demand.add_tail(tail)
+    alive = [tuple(ladders[index] for index in team if ladders[index].domain) for team in teams]
+    table = least_table([demand.team(each) for each in alive if each], bounds, costs, regret=objective == "regret")
+    sized = _sized(ladders, table, bounds)
     priced = [_priced(ladder, costs) for ladder in sized]
-    weighed = demand.steps
     passes = sum(map(demand.passes, active))
     prior = sum(float(prior_share(demand.passes(ladder))) * demand.passes(ladder) for ladder in active)
     share = prior / passes if passes else 1.0
     families = [family_of(ladder) for ladder in active]
+    if objective == "regret":
+        expected = float(table.worst)
+    elif tail is not None:
+        expected = judge(LadderAnswers(sized, spec), Steps({tail: 1}), costs, spec, prices.modes).mean_step_ms
+    else:
+        apart = sum(prices.of(each, None, repeats) * count for each, repeats, count in demand.unserved)
+        expected = table.value / (NANO * SCALE) + apart / steps.total + measurements.profile.step_milliseconds
     return SizeChoice(
         ladders=tuple(priced),
         notes=(
-            f"{weighed} steps of the target; smoothing and the flat prior have {share:.0%} of the weight",
+            f"{demand.steps} steps of the target; smoothing and the flat prior have {share:.0%} of the weight",
             *steps.notes,
             *_about(teams, ladders, sized),
             *costs.assumptions(families),
         ),
-        sentences=tuple(_sentence(ladder, groups, chosen, demand.steps) for ladder in sized),
-        worst=max([Fraction(1), *(g.group.problem.worst(c) for g, c in zip(groups, chosen, strict=True))]),
-        next_graph_ms=_next_graph(groups, chosen),
+        sentences=tuple(_sentence(ladder, table.groups, demand.steps) for ladder in sized),
+        expected=expected,
+        next_graph_ms=_next_graph(table.groups),
         prior=share,
         bounds=bounds,
         steps=steps,
+    )
+
+
+def _with_every_size(batch: Batch, *, prices: Prices, spec: Spec, ladders: Sequence[Ladder]) -> float:
+    """Return the milliseconds of a step whose passes all have graphs of their own size."""
+    chains = {ladder.draft_steps for ladder in ladders}
+    return sum(
+        prices.with_every_size(each, repeats, fused=each.role is Role.DRAFT_DECODE and repeats in chains)
+        for each, repeats in passes_of(batch, spec)
     )
 
 
@@ -148,85 +149,12 @@ def _reachable(ladders: Sequence[Ladder], teams: Iterable[Sequence[int]], costs:
     return ended
 
 
-def _alive(
-    teams: Iterable[Sequence[int]], ladders: Sequence[Ladder], dropped: Collection[int]
-) -> Iterator[tuple[Ladder, ...]]:
-    for team in teams:
-        alive = tuple(ladders[index] for index in team if index not in dropped and ladders[index].domain)
-        if alive:
-            yield alive
-
-
-def _group(
-    ladders: tuple[Ladder, ...], percent: float | None, demand: Demand, bounds: BudgetBounds, costs: Costs
-) -> MeasuredGroup:
-    # The target's batches decide for a draft prefill that shares its sizes.
-    mean = problem_of(ladders, demand.weights(ladders[0]), costs)
-    problem = mean if percent is None else problem_of(ladders, demand.weights(ladders[0], percent), costs)
-    group = SizeGroup(program=LadderProgram(problem), takes=bounds.takes(map(reduced, ladders)))
-    return MeasuredGroup(ladders=ladders, group=group, mean=mean, passes=demand.passes(ladders[0]))
-
-
-def _with_pools(groups: Sequence[MeasuredGroup], bounds: BudgetBounds) -> list[MeasuredGroup]:
-    """Give mixed ladders what their largest size takes of the memory, beyond the pools of the fixed ladders."""
-    if not any(bound.is_memory for bound in bounds.all):
-        return list(groups)
-    fixed = bounds.pools(_fixed(groups))
-    found = []
-    for each in groups:
-        if _is_fixed(each):
-            found.append(each)
-            continue
-        extra = []
-        for size in each.group.problem.sizes:
-            own = bounds.pools((ladder, size) for ladder in each.ladders)
-            extra.append(sum(max(taken - fixed.get(pool, 0), 0) for pool, taken in own.items()))
-        pool = tuple(extra) if any(extra) else None
-        found.append(attrs.evolve(each, group=attrs.evolve(each.group, pool=pool)))
-    return found
-
-
-def _is_fixed(each: MeasuredGroup) -> bool:
-    return each.group.problem.least_top == len(each.group.problem.sizes) - 1
-
-
-def _fixed(groups: Iterable[MeasuredGroup]) -> Iterator[tuple[Ladder, int]]:
-    for each in groups:
-        if _is_fixed(each):
-            yield from ((ladder, each.group.problem.sizes[-1]) for ladder in each.ladders)
-
-
-def _limits(groups: Sequence[MeasuredGroup], bounds: BudgetBounds) -> list[int]:
-    """Return the limits without the memory of the pools that every choice has."""
-    taken = sum(bounds.pools(_fixed(groups)).values())
-    return [bound.limit - taken if bound.is_memory else bound.limit for bound in bounds.all]
-
-
-def _least_valuable(groups: Sequence[MeasuredGroup], limits: Sequence[int]) -> Ladder:
-    """Return the least valuable ladder of those that take of the first bound that one size each exceeds."""
-    least = [each.group.least() for each in groups]
-    exceeded = next(index for index, limit in enumerate(limits) if sum(taken[index] for taken in least) > limit)
-    pairs = list(zip(groups, least, strict=True))
-    taking = [ladder for each, taken in pairs if taken[exceeded] for ladder in each.ladders]
-    return min(taking or [ladder for each in groups for ladder in each.ladders], key=value)
-
-
-def _sized(
-    ladders: Sequence[Ladder],
-    dropped: Collection[int],
-    groups: Sequence[MeasuredGroup],
-    chosen: Sequence[tuple[int, ...]],
-    bounds: BudgetBounds,
-) -> list[Ladder]:
+def _sized(ladders: Sequence[Ladder], table: Table, bounds: BudgetBounds) -> list[Ladder]:
     """Return the ladders with their sizes, and with all LoRA cases where the bounds leave room."""
-    sizes = {
-        ladder: tuple(each.group.problem.sizes[index] for index in indices)
-        for each, indices in zip(groups, chosen, strict=True)
-        for ladder in each.ladders
-    }
+    sizes = {ladder: group.sizes for group in table.groups for ladder in group.team.ladders}
     sized = []
-    for index, ladder in enumerate(ladders):
-        if index in dropped:
+    for ladder in ladders:
+        if ladder in table.waived:
             sized.append(ladder.dropped(Reason.BUDGET))
             continue
         found = sizes.get(ladder, ())
@@ -239,33 +167,26 @@ def _sized(
     return sized
 
 
-def _sentence(ladder: Ladder, groups: Sequence[MeasuredGroup], chosen: Sequence[tuple[int, ...]], steps: int) -> str:
-    for each, indices in zip(groups, chosen, strict=True):
-        if ladder.sizes and any(str(own) == str(ladder) and own.role is ladder.role for own in each.ladders):
-            cost, least = _cost(each, indices), each.mean.every_size
+def _sentence(ladder: Ladder, groups: Sequence[SizedGroup], steps: int) -> str:
+    for each in groups:
+        if ladder.sizes and any(str(own) == str(ladder) and own.role is ladder.role for own in each.team.ladders):
+            cost, least = each.cost % TAIL, each.group.problem.every_size % TAIL
             more = f", {cost / least - 1:.2%} more than with every size" if least else ""
             return (
-                f"up to {ladder.sizes[-1]}, for {each.passes} passes in {counted(steps, 'step')}; "
+                f"up to {ladder.sizes[-1]}, for {each.team.passes} passes in {counted(steps, 'step')}; "
                 f"{cost / (NANO * SCALE):.4g} ms of a mean step{more}"
             )
     return "no size is left within the budget" if ladder.cut is Reason.BUDGET else "nothing that sizes could serve"
 
 
-def _cost(each: MeasuredGroup, indices: Sequence[int]) -> int:
-    """Return the mean cost of a group's choice; objectives differ in weights alone, so sizes have the same indices."""
-    return each.mean.cost(indices)
-
-
-def _next_graph(groups: Sequence[MeasuredGroup], chosen: Sequence[tuple[int, ...]]) -> float:
+def _next_graph(groups: Sequence[SizedGroup]) -> float:
     """Return the largest gain of one more size in any group, for each graph that it takes."""
     gains = [0.0]
-    for each, indices in zip(groups, chosen, strict=True):
-        if len(indices) < len(each.mean.sizes):
-            program = each.group.program if each.group.problem is each.mean else LadderProgram(each.mean)
-            more = program.value(len(indices) + 1)
-            if more is not None:
-                graphs = sum(len(reduced(ladder).cases) for ladder in each.ladders)
-                gains.append((_cost(each, indices) - more) / graphs)
+    for each in groups:
+        more = each.group.program.value(len(each.sizes) + 1) if len(each.sizes) < each.group.program.most else None
+        if more is not None:
+            graphs = sum(len(reduced(ladder).cases) for ladder in each.team.ladders)
+            gains.append((each.cost % TAIL - more % TAIL) / graphs)
     return max(gains) / (NANO * SCALE)
 
 
@@ -297,16 +218,12 @@ def _about(teams: Iterable[Sequence[int]], before: Sequence[Ladder], after: Sequ
 
 
 def forecast_of(spec: Spec, measured: SizeChoice, judged: Judgement, measurements: Measurements) -> Forecast:
-    """Return the plan's forecast: what was chosen, judged by the counts of the traffic as they are."""
-    objective = spec.sizes.objective or "mean"
-    expected = judged.mean_step_ms
-    if objective != "mean":
-        expected = float(measured.worst) if objective == "regret" else judged.percentile(float(objective[1:]))
+    """Return the plan's forecast: what was chosen, and what it takes by the counts of the traffic as they are."""
     return Forecast(
         traffic=digest(measurements.traffic),
         profile=digest(measurements.profile),
-        objective=objective,
-        expected=rounded(expected),
+        objective=spec.sizes.objective or "mean",
+        expected=rounded(measured.expected),
         mean_step_ms=rounded(judged.mean_step_ms),
         regret=rounded(judged.regret),
         eager_share=rounded(judged.eager_share),

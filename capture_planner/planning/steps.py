@@ -7,7 +7,7 @@ drafter's own passes is not needed, and one that counts the target's steps alone
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
@@ -30,6 +30,16 @@ class Steps:
     def total(self) -> int:
         """How many steps there are."""
         return sum(self.counts.values())
+
+    def percentile(self, percent: float, time: Callable[[Batch], float]) -> Batch:
+        """Return the batch of the step within whose time ``percent`` of the steps end; there must be some."""
+        left = self.total * percent / 100
+        batches = sorted(self.counts, key=time)
+        for batch in batches:
+            left -= self.counts[batch]
+            if left <= 1e-9:
+                return batch
+        return batches[-1]
 
 
 def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:

@@ -9,6 +9,8 @@ from capture_planner.modes import GraphMode, Reason
 from capture_planner.records.plan import Plan
 from capture_planner.testing import arbitrary_plans, plans
 
+TRAFFIC = "sha256:" + "7" * 64
+
 
 @given(plans() | arbitrary_plans())
 def test_diff_of_equal_plans_is_empty(plan):
@@ -51,3 +53,13 @@ def test_diff_finds_one_changed_field(pair):
     changes = diff(old, new)
     assert changes
     assert all(change.message for change in changes)
+
+
+@given(arbitrary_plans().filter(lambda plan: plan.forecast is not None), arbitrary_plans())
+def test_diff_names_the_measurements_that_changed(old, new):
+    """Another traffic is a change, whatever else there is; so are measurements where there were none."""
+    other = attrs.evolve(new, forecast=attrs.evolve(old.forecast, traffic=TRAFFIC))
+    (change,) = (each for each in diff(old, other) if each.subject == "forecast")
+    assert change.message.startswith("sizes go by another traffic;")
+    (change,) = (each for each in diff(old, attrs.evolve(new, forecast=None)) if each.subject == "forecast")
+    assert change.message == "sizes no longer go by measurements"

@@ -15,7 +15,7 @@ from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import Method, Model, Speculative
-from capture_planner.records.plan import Decision, Plan, Waiver
+from capture_planner.records.plan import Decision, Forecast, Plan, Waiver
 from capture_planner.records.spec import Budget, Limits, Lora, Parallel, Policy, Sizes, Spec
 from capture_planner.testing import FakeBackend, plans
 
@@ -152,6 +152,15 @@ def test_lint_reports_coarse_sizes_only_with_room_for_more():
     full = sum(entry.mode is FULL for entry in broken.roles[0].entries)
     for graphs, found in ((full, False), (full + 1, True)):
         assert ("CP045" in codes(on_groups(broken, max_graphs=graphs))) == found
+
+
+def test_lint_reports_no_coarse_sizes_that_were_measured():
+    """What the traffic does not run may be padded far: by its costs, no size between is worth a graph."""
+    broken, _ = CASES["CP045"]
+    amounts = dict.fromkeys(("expected", "mean_step_ms", "regret", "eager_share", "mib", "seconds", "prior"), 1.0)
+    forecast = Forecast(profile="sha256:" + "0" * 64, graphs=broken.num_graphs, **amounts)
+    assert "CP045" in codes(broken)
+    assert "CP045" not in codes(replace(broken, forecast=forecast))
 
 
 @pytest.mark.parametrize("broken", [case[0] for case in CASES.values()], ids=list(CASES))

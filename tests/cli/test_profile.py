@@ -127,11 +127,16 @@ def test_an_observation_is_taken_without_measuring(run: Run, tmp_path: Path) -> 
     eager = (EagerCost(num_reqs=1, num_tokens=1024, milliseconds=40.0),)
     timed = replace(observation, device="NVIDIA H200", roles=(replace(target, eager=eager), *others))
     codec.write("observation.yaml", codec.dumps(timed))
-    of_plan = run(str(PLAN_PATH), "--from", "observation.yaml", "--format", "json").data
     of_spec = run(str(SPEC_PATH), "--from", "observation.yaml", "--format", "json").data
+    assert of_spec["device"]["name"] == "NVIDIA H200"
+    assert any("served" in note for note in of_spec["notes"]) is (timed.model != plan.model.name)
+    other = run(str(PLAN_PATH), "--from", "observation.yaml")
+    assert other.code == 1
+    assert f"observed on NVIDIA H200, and {PLAN_PATH} is of {plan.environment.device.name}" in other.err
+    codec.write("observation.yaml", codec.dumps(replace(timed, device=plan.environment.device.name)))
+    of_plan = run(str(PLAN_PATH), "--from", "observation.yaml", "--format", "json").data
     assert of_plan["curves"] == of_spec["curves"]
     assert of_plan["device"]["name"] == plan.environment.device.name
-    assert of_spec["device"]["name"] == "NVIDIA H200"
     refused = run(str(PLAN_PATH), "--from", "observation.yaml", "--seconds", "3")
     assert (refused.code, "--seconds goes with measuring" in refused.err) == (1, True)
     assert "this is a spec, not an observation" in run(str(PLAN_PATH), "--from", "spec.yaml").err

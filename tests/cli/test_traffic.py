@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -114,3 +117,18 @@ def test_progress_is_on_standard_error(run: Run, log: str) -> None:
     result = run("traffic", log, "--progress", "--format", "json")
     assert result.data["steps"] == 3
     assert "reading" in result.err
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_pipe_is_read_as_the_file_is(run: Run, log: str, tmp_path: Path, zipped: bool) -> None:
+    """As the shell's ``<(zcat vllm.log.gz)`` gives it: once, and from its beginning."""
+    pipe, content = tmp_path / "pipe", Path(log).read_bytes()
+    os.mkfifo(pipe)
+    writer = threading.Thread(
+        target=pipe.write_bytes, args=(gzip.compress(content) if zipped else content,), daemon=True
+    )
+    writer.start()
+    data = run("traffic", str(pipe), "--format", "json").data
+    writer.join(10)
+    same = run("traffic", log, "--format", "json").data
+    assert all(data[key] == same[key] for key in ("steps", "skipped", "batches"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,64 @@ def test_unknown_roles_in_traffic_have_their_place(call: Run) -> None:
     assert ran.code == 1
     assert "traffic.yaml:" in ran.err
     assert "draft_prefill" in ran.err
+
+
+def test_what_is_read_is_not_overwritten_by_the_page(call: Run) -> None:
+    """The profile, a log or the observation in the place of the page's file."""
+    for file in ("profile.yaml", "vllm.log"):
+        before = Path(file).read_bytes()
+        ran = call("tune", *FLAGS, *LOAD, "--page", file)
+        assert (ran.code, "is also the file of what is read" in ran.err) == (1, True)
+        assert Path(file).read_bytes() == before
+
+
+def test_traffic_of_a_pipe_is_read_once(call: Run) -> None:
+    """It cannot be read in two parts, so nothing is held out."""
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=(Path("vllm.log").read_bytes(),), daemon=True)
+    writer.start()
+    steps = tuned(call, *FLAGS, "--traffic", "pipe", "--profile", "profile.yaml")["steps"]
+    writer.join(10)
+    assert (steps["judged"], steps["held_out"]) == (3600, False)
+
+
+def test_folders_that_cannot_be_made_are_named(call: Run) -> None:
+    """Such as one whose name is too long for the file system."""
+    ran = call("tune", *FLAGS, *LOAD, "-o", "x" * 300)
+    assert ran.code == 1
+    assert f"--output {'x' * 300} cannot be made: " in ran.err
+
+
+def test_lines_that_cannot_be_read_are_counted(call: Run) -> None:
+    """In both parts of a log; ``traffic`` shows them."""
+    log = Path("vllm.log").read_text("utf-8").splitlines()
+    Path("vllm.log").write_text("\n".join(["Engine 000: Iteration(1", *log, "Engine 000: Iteration(2"]) + "\n", "utf-8")
+    assert (
+        "2 lines of the traffic could not be read; `capture-planner traffic` shows some"
+        in (tuned(call, *FLAGS, *LOAD)["notes"])
+    )
+
+
+def test_costs_of_other_ranks_are_an_assumption(call: Run) -> None:
+    """A profile of one GPU for a model that two share."""
+    (says,) = tuned(call, *FLAGS, "-tp", "2", *LOAD)["assumptions"]
+    assert says == "the costs of profile.yaml were measured with 1 tensor-parallel rank, and this has 2"
+
+
+def test_plans_by_costs_of_another_device_say_so(call: Run) -> None:
+    """Each command that plans a spec with measured sizes: a profile of an H200 for a plan of an H100."""
+    assert call("tune", *FLAGS, *LOAD, "-o", "tuned").code == 0
+    says = "note: the costs of profile.yaml were measured on NVIDIA H200, and this is NVIDIA H100 80GB HBM3"
+    for command in ("plan", "show", "check"):
+        assert says in call(command, "tuned/spec.yaml", "-e", "h100").err
+        assert "the costs of" not in call(command, "tuned/spec.yaml", "-e", "h200").err
+
+
+def test_command_lines_without_an_engine_say_what_lacks(call: Run) -> None:
+    """As they are pasted: an interpreter first, or the model."""
+    for words in (("python", "-m", "vllm.entrypoints.openai.api_server"), (MODEL.name, "--max-num-seqs", "12")):
+        ran = call("tune", *words, *LOAD)
+        assert (ran.code, "name it first: one of sglang, tensorrt-llm, vllm" in ran.err) == (1, True)
 
 
 def test_plans_are_refused_with_what_to_tune_instead(call: Run) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
@@ -87,3 +92,23 @@ def test_drafters_of_several_tokens_a_pass_are_refused() -> None:
     flags[flags.index("--speculative-num-draft-tokens") + 1] = "6"
     with pytest.raises(EngineError, match="several tokens"):
         derived("sglang", flags)
+
+
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=200).filter(str.strip))
+def test_models_of_any_name_have_a_spec(name: str) -> None:
+    """Paths, variables and names in any alphabet: a model is served from where it lies."""
+    emulation = emulate("vllm", ["Qwen/Qwen3-8B"], H200)
+    assert spec_of(emulation, find_engine("vllm"), MODEL, name).spec.limits == emulation.limits
+
+
+def test_a_model_in_a_folder_goes_by_the_name_of_the_folder(tmp_path: Path) -> None:
+    """Its dimensions are those of its configuration, wherever it lies; of an absent folder the name is kept."""
+    folder = tmp_path / "my model (v2)"
+    folder.mkdir()
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes |= {"hidden_size": 256, "vocab_size": 512, "max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["LlamaForCausalLM"]}), "utf-8")
+    model = derived("vllm", [str(folder), "--max-model-len", "512"]).spec.model
+    assert (model.name, model.num_layers, model.max_model_len) == ("my model -v2-", 3, 512)
+    assert derived("vllm", ["/models/Qwen3-8B"]).spec.model.name == "Qwen3-8B"
+    assert derived("vllm", ["$MODEL_PATH"]).spec.model.name == "MODEL_PATH"

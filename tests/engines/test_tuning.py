@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import attrs
@@ -16,7 +17,7 @@ from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.engines.tuning.judgement import Pricing, judged
 from capture_planner.engines.tuning.launching import launch_line
-from capture_planner.engines.tuning.tune import Tuning, TuningBounds, tune
+from capture_planner.engines.tuning.tune import TOLERANCE, Tuning, TuningBounds, tune
 from capture_planner.engines.tuning.verdict import LEAST_STEPS, SLOWER, Noise, TuneVerdict, noise_between, verdict_on
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
@@ -221,6 +222,19 @@ def test_tables_that_run_what_the_engine_never_runs_eager_are_left_out() -> None
     )
     with pytest.raises(PlanningError, match="no eager times of draft_decode"):
         tuned(spec, DECODES, replace(costs, curves=served), graphs=1, bounds=TuningBounds(graphs=1))
+
+
+def test_a_table_up_to_the_largest_batch_may_take_more_memory_where_none_takes_less() -> None:
+    """Today's graphs end at 2 requests; each measured table ends at 12, so the memory of the smallest is the bound."""
+    few = spec_for(None, Sizes(policy=Policy.EXPLICIT, num_reqs=(1, 2), num_tokens=(1, 2)))
+    costs = profile_for(few)
+    costs = replace(costs, graphs=tuple(attrs.evolve(each, mib_per_token=50.0) for each in costs.graphs))
+    found = tuned(few, DECODES, costs)
+    assert found.proposed is not None
+    fastest = min(each.mean_step_ms for each in found.pareto if each.within)
+    assert found.proposed.mean_step_ms <= fastest * (1 + TOLERANCE)
+    assert found.verdict is TuneVerdict.CHANGE
+    assert re.search(r"it takes [\d,]+ MiB more", found.reason)
 
 
 QUIET = Noise(measuring=0.0, sampling=0.0)

@@ -111,7 +111,7 @@ def tune(
     graphs; never a slower one than today's, if today's is within the bounds.
 
     :param bounds: what ``propose`` keeps to; None: nothing, and the memory and the time of capture that today's graphs
-        take are the bounds.
+        take are the bounds, or where no table fits, what the smallest takes.
     :param objective: as in ``Sizes.objective``; ``propose`` chooses by the same.
     :param accepted: drafts that a request gets accepted in a step, on average.
     :raises PlanningError: the profile has no times of a role.
@@ -126,14 +126,14 @@ def tune(
         says = "graphs are turned off, so no sizes are chosen; allow them, and tune again"
         return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before)
     past = judged(present, chosen, objective=objective)
-    limits = bounds or TuningBounds(memory_mib=before.memory_mib, seconds=before.seconds)
 
     def candidate(count: int) -> _Candidate:
         plan = propose(count)
         pricing = Pricing(_side(plan, today), costs)
         return _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective))
 
-    candidates, notes = _candidates(candidate, len(today.graphs), limits)
+    candidates, notes = _candidates(candidate, len(today.graphs), bounds.graphs if bounds else None)
+    limits = bounds or _implied(before, candidates)
     within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
     selected = _selected(within, past if limits.hold(past) else None, candidate)
     tried = sorted({each.allowed: each for each in (*candidates, selected)}.values(), key=lambda each: each.allowed)
@@ -169,14 +169,14 @@ def _change(before: SideFigures, after: SideFigures) -> str:
 
 
 def _candidates(
-    candidate: Callable[[int], _Candidate], today: int, limits: TuningBounds
+    candidate: Callable[[int], _Candidate], today: int, most: int | None
 ) -> tuple[list[_Candidate], tuple[str, ...]]:
     """Return the best table of each number of graphs that is tried, without those that need no more than one before.
 
     With few graphs, passes may run eager that the engine never runs eager, so that its profile has no times of them:
     such tables are left out, with a note. Raises ``AbsentTimesError`` where no table is left.
     """
-    top = limits.graphs if limits.graphs is not None else max(MOST_GRAPHS, today)
+    top = max(MOST_GRAPHS, today) if most is None else most
     numbers = sorted({count for count in _COUNTS if count < top} | {top} | ({today} if 0 < today <= top else set()))
     candidates: list[_Candidate] = []
     notes: tuple[str, ...] = ()
@@ -195,6 +195,18 @@ def _candidates(
         elif count > 2 * graphs:
             break  # More graphs would buy nothing.
     return candidates, notes
+
+
+def _implied(today: SideFigures, candidates: Sequence[_Candidate]) -> TuningBounds:
+    """Return as bounds what today's graphs take, or where no table fits, what the one with the fewest graphs takes.
+
+    Graphs up to the largest batch can take more memory than any number of smaller ones.
+    """
+    own = TuningBounds(memory_mib=today.memory_mib, seconds=today.seconds)
+    if any(own.hold(each.chosen) for each in candidates):
+        return own
+    least = candidates[0].chosen
+    return TuningBounds(memory_mib=max(today.memory_mib, least.memory_mib), seconds=max(today.seconds, least.seconds))
 
 
 def _side(plan: Plan, today: Emulation) -> Emulation:

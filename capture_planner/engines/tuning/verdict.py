@@ -97,6 +97,8 @@ def verdict_on(
     subject = f"the {SUBJECTS.get(objective, f'{objective} step')} takes"
     if gain > noise.total:
         more = f"; the plan also saves {', '.join(savings)}" if savings else ""
+        costs = _savings(proposed, today)
+        more += f"; it takes {', '.join(costs)} more" if costs else ""
         return TuneVerdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}{more}"
     if share < -SLOWER:
         return TuneVerdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.1%} more time"

@@ -96,9 +96,10 @@ class TrafficSource:
             yield _between(rest, first - at, last - at)
 
     def _bounds(self, part: tuple[float, float]) -> tuple[float, float]:
-        if self.path == "-":
-            problem = Problem(file=self.name, message="standard input has no parts", remedy="name a file")
-            raise InvalidDocument([problem])
+        path = Path(self.path)
+        if self.path == "-" or path.is_fifo():
+            kind = "standard input" if self.path == "-" else "a pipe"
+            raise InvalidDocument([Problem(file=self.name, message=f"{kind} has no parts", remedy="name a file")])
         size = sum(map(len, self._raw(lambda _: None)))
         first, last = (share * size for share in part)
         return first, math.inf if part[1] >= 1 else last
@@ -110,9 +111,7 @@ class TrafficSource:
                 yield from _read(sys.stdin.buffer, sys.stdin.buffer, advance)
                 return
             with Path(self.path).open("rb") as raw:
-                zipped = raw.read(2) == b"\x1f\x8b"
-                raw.seek(0)
-                if zipped:
+                if raw.peek(2)[:2] == b"\x1f\x8b":
                     with gzip.open(raw) as file:
                         yield from _read(file, raw, advance)  # type: ignore[arg-type]
                 else:

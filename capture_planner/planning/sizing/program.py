@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
+from operator import mul
 
 import attrs
 
 Value = int
 """Nanoseconds of a step, times the weights' scale."""
+
+TAIL = 1 << 96
+"""What the batch of a percentile weighs more than all others together, which decide between equal percentiles."""
 
 
 @attrs.frozen(kw_only=True)
@@ -41,12 +45,19 @@ class LadderProblem:
 
     @classmethod
     def of(
-        cls, sizes: Sequence[int], times: Sequence[int], weights: Sequence[int], eager: Sequence[int], least_top: int
+        cls,
+        sizes: Sequence[int],
+        times: Sequence[int],
+        weights: Sequence[int],
+        eager: Sequence[int],
+        least_top: int,
+        above: Sequence[Value] | None = None,
     ) -> LadderProblem:
         """Drop the sizes that are not worth a graph.
 
         :param weights: of the counts that each size serves and no smaller one does.
         :param least_top: the smallest size that may be the largest of a ladder; a larger one of no more time counts.
+        :param above: what the counts of each size cost without a graph; None: its largest count's time for each.
         """
         kept = [len(sizes) - 1]
         for index in reversed(range(len(sizes) - 1)):
@@ -54,7 +65,7 @@ class LadderProblem:
                 kept.append(index)
         kept.reverse()
         sums = [0, *accumulate(weights)]
-        costs = [0, *accumulate(weight * time for weight, time in zip(weights, eager, strict=True))]
+        costs = [0, *accumulate(map(mul, weights, eager) if above is None else above)]
         return cls(
             sizes=tuple(sizes[index] for index in kept),
             times=tuple(times[index] for index in kept),
@@ -80,6 +91,12 @@ class LadderProblem:
             for time, weight, before in zip(self.times, self.weights, (0, *self.weights), strict=False)
         )
         return min(list(map(sum, zip(own, self.tails, strict=True)))[self.least_top :])
+
+    @property
+    def eager_ratio(self) -> Fraction:
+        """The largest ratio of a count's time to that of its own size, where no count has a graph."""
+        pairs = zip(self.eager, self.times, strict=True)
+        return max(Fraction(eager, max(time, 1)) for eager, time in pairs)
 
     def within(self, ratio: Fraction) -> tuple[int, ...]:
         """Return the fewest sizes with which no count takes more than ``ratio`` times its own size; then the smallest.
@@ -142,11 +159,17 @@ class LadderProgram:
         return tuple(reversed(chosen))
 
     def fewest(self, tolerance: Fraction) -> int:
-        """Return the fewest sizes whose cost is within ``tolerance`` of the least that any number has."""
-        least = self.problem.every_size
+        """Return the fewest sizes whose cost is within ``tolerance`` of the least that any number has.
+
+        Of a percentile, both its own cost and the mean are.
+        """
+        least = divmod(self.problem.every_size, TAIL)
         for number in range(1, self.most + 1):
             value = self.value(number)
-            if value is not None and value * tolerance.denominator <= least * (tolerance + 1).numerator:
+            if value is not None and all(
+                part * tolerance.denominator <= best * (tolerance + 1).numerator
+                for part, best in zip(divmod(value, TAIL), least, strict=True)
+            ):
                 return number
         return self.most
 

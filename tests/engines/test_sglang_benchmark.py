@@ -1,0 +1,143 @@
+"""The benchmark of SGLang under a plan: the stand-in for CUTLASS, the order of its steps, and what stops them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import sglang_in_process
+from _cutlass_standin import InertName, write_cutlass
+from hypothesis import given
+from hypothesis import strategies as st
+
+KERNELS = '''
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute import experimental as cute_ext
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.runtime import from_dlpack
+from cutlass.utils import blackwell_helpers
+
+class Kernel(cute.Kernel):
+    step: cutlass.Int32 | None = None
+
+    @cute.kernel
+    def __call__(self, x: cute.Tensor):
+        return tcgen05.mma(x, cutlass.Float32(0))
+
+@cute.experimental.jit
+def wrapper(kernel: cutlass.Constexpr[int], x: cute.Tensor):
+    kernel(x)
+
+def launch(x):
+    cute.compile(wrapper, Kernel(), from_dlpack(x))
+'''
+"""What SGLang's CUTLASS modules do at import, and what they do with their kernels."""
+
+CALLS = {
+    "kernels.launch(1)": "cutlass.cute.runtime.from_dlpack",
+    "kernels.wrapper(kernels.Kernel(), 1)": "cutlass.Float32",
+    "kernels.cute.compile(kernels.wrapper, 1)": "cutlass.cute.compile",
+    "kernels.cute_ext.launch()": "cutlass.cute.experimental.launch",
+}
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Return a function that runs Python code with the stand-in on PYTHONPATH."""
+    (tmp_path / "kernels.py").write_text(KERNELS, "utf-8")
+    paths = os.pathsep.join([str(tmp_path), str(write_cutlass(tmp_path / "standins"))])
+
+    def called(code):
+        variables = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60)
+
+    return called
+
+
+def test_modules_of_kernels_are_imported_and_keep_their_functions(child):
+    answer = child("import kernels; print(type(kernels.wrapper).__name__, kernels.Kernel.__mro__[1:] == (object,))")
+    assert (answer.returncode, answer.stdout) == (0, "function True\n"), answer.stderr
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_kernel_that_is_compiled_or_run_stops_with_the_name_that_was_called(child, call):
+    answer = child(f"import kernels; {call}")
+    assert answer.returncode == 1
+    assert f"CutlassAbsentError: {CALLS[call]} was called, but cutlass is a stand-in here" in answer.stderr
+
+
+def test_stand_in_has_no_version_and_no_metadata(child):
+    """What asks whether CUTLASS is installed, or which one, is not told that it is."""
+    assert "AttributeError" in child("import cutlass; cutlass.__version__").stderr
+    assert "PackageNotFoundError" in child("from importlib import metadata; metadata.version('nvidia-cutlass-dsl')").stderr
+
+
+@given(
+    st.lists(st.one_of(st.integers(), st.text(), st.none(), st.just(len)), max_size=3),
+    st.dictionaries(st.sampled_from("abc"), st.integers(), max_size=2),
+)
+def test_calls_other_than_a_decorators_raise(values, named):
+    with pytest.raises(ImportError, match="cute.copy was called"):
+        InertName("cutlass.cute").copy(*values, **named)
+
+
+@pytest.fixture
+def tried(tmp_path, monkeypatch, capsys):
+    """Return a function that runs ``try``, with the given outcome of the started steps, and returns the lines."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PYTHONPATH", "plugin")
+
+    def called(outcomes, seconds="570"):
+        def run(name, options, folder, output, limit):
+            kept = {key: options[key] for key in ("drafts", "attention")} | {"plan": bool(options["plan"])}
+            return {"step": name, "ok": name not in outcomes, **kept, **outcomes.get(name, {})}
+
+        monkeypatch.setattr(sglang_in_process, "run", run)
+        folders = ["--output", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+        monkeypatch.setattr(sys, "argv", ["x", "--steps", "try", "--seconds", seconds, *folders])
+        sglang_in_process.main()
+        return {line["step"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+
+    return called
+
+
+def test_first_line_says_that_cutlass_is_replaced_and_children_can_import_it(tried, tmp_path):
+    lines = tried({})
+    assert lines["installed"]["cutlass"] == "absent, replaced; its kernels are for SM100"
+    assert all(line["ok"] for name, line in lines.items() if name != "installed"), lines
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == ["plugin", str(tmp_path / "work" / "standins")]
+    assert (tmp_path / "work" / "standins" / "cutlass" / "__init__.py").exists()
+
+
+def test_steps_start_with_what_a_plan_changes_and_end_with_fa3(tried):
+    assert list(tried({}))[1:6] == [
+        "graphs-triton", "plan-triton", "eagle3-triton", "plan-eagle3-triton", "observed-eagle3-triton"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("outcome", "started"),
+    [
+        ({"error": -9, "weights_loaded": False}, {"graphs-triton"}),
+        ({"error": -9, "weights_loaded": True}, {"graphs-triton", "graphs-fa3", "plan-eagle3-fa3", "eagle3-fa3"}),
+        ({"error": "stopped after 240 s", "weights_loaded": True}, None),
+    ],
+)
+def test_step_that_includes_a_failed_one_is_not_started(tried, outcome, started):
+    """Before the weights are loaded all starts are the same, after them those with one attention backend."""
+    lines = tried({"graphs-triton": outcome})
+    skipped = {name for name, line in lines.items() if str(line.get("error")).startswith("not started: graphs-triton")}
+    assert set(lines) - skipped - {"installed"} == (started or set(lines) - {"installed"})
+
+
+def test_failed_plan_stops_no_other_step(tried):
+    lines = tried({"plan-triton": {"error": 1, "weights_loaded": True}})
+    assert [name for name, line in lines.items() if not line["ok"]] in (["plan-triton"], ["installed", "plan-triton"])
+
+
+def test_steps_without_time_left_are_listed(tried):
+    lines = tried({}, seconds="0")
+    assert all("s are left" in line["error"] for name, line in lines.items() if name != "installed")
