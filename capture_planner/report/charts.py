@@ -209,7 +209,8 @@ def _steps(report: RunReport) -> Chart | None:
 
 def _acceptance(report: RunReport) -> Chart | None:
     drafted = sum(step.drafted for step in report.steps)
-    if not drafted:
+    # As in the summary: without it the page has no section to draw in.
+    if report.plan.speculative is None or not drafted:
         return None
     buckets = Buckets.of(report.steps)
     drafted_means, accepted_means = (

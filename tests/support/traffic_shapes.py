@@ -11,7 +11,7 @@ def file_of(folder, lines, name="a.log", ends="\n"):
 
 def shapes(traffic):
     """Return steps by requests, tokens and query length."""
-    counts = Counter()
+    counts: Counter[tuple[int, int, int | None]] = Counter()
     for batch in traffic.batches:
         counts[batch.num_reqs, batch.num_tokens, batch.query_len] += batch.count
     return counts

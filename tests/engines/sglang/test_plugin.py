@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import Dispatcher, codec, load_plan
@@ -101,15 +101,21 @@ def test_standin_has_the_seams_that_the_plugin_checks(monkeypatch):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(seed=16000)
 @given(seed=st.integers(0, 10**6))
 def test_runners_capture_exactly_the_planned_sizes(seed, plan_file, monkeypatch):
-    """Role by role; a role that the plan leaves eager has no runner, and one that it cannot have keeps SGLang's."""
+    """Role by role; a role that the plan leaves eager has no runner, and one that it cannot have keeps SGLang's.
+
+    The example keeps SGLang's sizes, some of which exceed the request pool; that is no fault of the plan.
+    """
     plan = sglang_apply.plan(Random(seed))
     plan = replace(plan, lora=None)
     plan_file(plan)
     with monkeypatch.context() as patch:
+        patch.setenv(sglang_plugin.STRICT, "1")
         _, scheduler = start(patch, **values(plan))
-    planned, own = decode_sizes_of(plan).by_role, tuple(sorted(set(values(plan)["sizes"])))
+    pool = plan.limits.max_num_reqs
+    planned, own = decode_sizes_of(plan).by_role, tuple(sorted({n for n in values(plan)["sizes"] if n <= pool}))
     found = captured(scheduler)
     for role, sizes in planned.items():
         assert found[role] == (own if sizes is None else sizes)

@@ -159,7 +159,8 @@ class PlanHooks:
         """Around the ``__init__`` of a runner: the sizes asked for inside are those of its role."""
         kind = type(runner)
         role = self._roles.get(f"{kind.__module__}.{kind.__qualname__}")
-        wanted = self._sizes.get(role) if role is not None else None
+        # A role that keeps SGLang's own sizes has none to compare: SGLang bounds them by its request pool.
+        wanted = self._planned.by_role.get(role) if self._sizes and role is not None else None
         if self._sizes and role is None:
             _LOG.warning(
                 "%s.%s keeps SGLang's own sizes: it is no runner that a plan has", kind.__module__, kind.__name__
