@@ -20,13 +20,14 @@ from capture_planner.codec.reading import (
     read_stream,
     structure,
 )
-from capture_planner.codec.writing import HEADER, dumps, dumps_json, to_data, write
+from capture_planner.codec.writing import HEADER, dumps, dumps_json, dumps_observed, to_data, write
 
 __all__ = [
     "HEADER",
     "Document",
     "dumps",
     "dumps_json",
+    "dumps_observed",
     "format_bytes",
     "json_fields",
     "json_of",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle, repeat
 from pathlib import Path
@@ -23,7 +23,7 @@ from capture_planner_vllm.steps import Dispatches, Pass, Track, Verifications
 EVERY = 64
 """One step in so many is timed."""
 
-SLICE = 256
+SLICE = 512
 """Events that are read in one go, in less than a millisecond: the engine waits for the interpreter meanwhile."""
 
 SCHEDULED, DISPATCHED, SPECIALIZED, SAMPLED, OUTPUT = range(5)
@@ -117,8 +117,7 @@ class StepWatch:
 
     def timed(self, event: tuple[Any, ...]) -> None:
         """Time a pass that was dispatched in a step that is timed; ``event`` is what was logged."""
-        kind, *arguments = event
-        found = (self._timed.specialized if kind == SPECIALIZED else self._timed.dispatched)(*arguments)
+        found = (self._timed.specialized if event[0] == SPECIALIZED else self._timed.dispatched)(event)
         if found is None:
             if self._timed.open:
                 self._clock.stop()
@@ -167,18 +166,27 @@ class StepWatch:
             self.sink.draft(drafted, accepted)
 
     def _read(self, events: Iterable[tuple[Any, ...]]) -> None:
-        dispatches, verifications = self._dispatches, self._verifications
-        for kind, *event in events:
-            if kind in (DISPATCHED, SPECIALIZED):
-                found = dispatches.dispatched(*event) if kind == DISPATCHED else dispatches.specialized(*event)
-                if found is not None:
-                    self.sink.count(*found[0])
+        dispatches, dispatched, specialized = self._dispatches, self._dispatches.dispatched, self._dispatches.specialized
+        scheduled, sampled = self._verifications.scheduled, self._verifications.sampled
+        accepted = self._verifications.accepted
+        passes: list[Pass | None] = []
+        for event in events:
+            kind = event[0]
+            if kind == DISPATCHED:
+                passes.append(dispatched(event))
             elif kind == SCHEDULED:
-                verifications.scheduled(*event)
+                scheduled(event)
+            elif kind == SPECIALIZED:
+                passes.append(specialized(event))
             elif kind == SAMPLED:
-                verifications.sampled(event[0], dispatches.query_len)
+                sampled(event, dispatches.query_len)
             else:
-                verifications.accepted(*event)
+                accepted(event)
+        distinct = {id(each): each for each in passes}
+        for number, count in Counter(map(id, passes)).items():
+            each = distinct[number]
+            if each is not None:
+                self.sink.add(each[0], count)
 
 
 class StepRecorder(Recorder):
