@@ -47,10 +47,10 @@ TimedShape = tuple[Role, int, int, int | None, bool, int, float]
 
 
 class StepSink(Protocol):
-    """Takes what an engine's steps did. All calls are positional: they are on the hot path."""
+    """Takes what an engine's steps did."""
 
-    def count(self, *outcome: *Outcome) -> None:
-        """Count one step."""
+    def add(self, outcome: Outcome, steps: int) -> None:
+        """Count so many steps that were alike."""
 
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
@@ -237,9 +237,8 @@ class Recorder:
 
     def _take(self) -> None:
         """Count what is queued, and bound the memory: the rarest shapes become a number of steps by role."""
-        if not self._queue and not self._timed:
-            return
-        self._changed = True
+        if self._queue or self._timed:
+            self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
         for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
             samples = self._samples.setdefault(timed[:6], _Samples())

@@ -155,7 +155,7 @@ class Dispatches:
             if track is None:
                 return None
             if not answer.cg_mode:  # all answers without a graph are alike, and none is an object of a table
-                key = (None, *key[1:])
+                key = 0, *key[1:]
                 found = self._known.get(key)
             if found is None:
                 found = self._dispatched(track, num_reqs, num_tokens, query_len, loras, longest, answer)
@@ -236,12 +236,12 @@ class Verifications:
         :param event: its kind, and the id of the output.
         :param query_len: where all requests have that.
         """
-        drafts = self._scheduled
-        self._scheduled = {}
-        output = event[1]
+        output, drafts, self._scheduled = event[1], self._scheduled, {}
         if len(self._outputs) > MOST_OUTPUTS:  # outputs that never came to the host
             self._outputs.clear()
-        self._outputs[output] = drafts if query_len is None or not drafts else query_len - 1
+        self._outputs.pop(output, None)
+        if drafts:
+            self._outputs[output] = drafts if query_len is None else query_len - 1
 
     def accepted(self, event: tuple[Any, ...]) -> None:
         """Count the drafts of an output.
@@ -252,11 +252,11 @@ class Verifications:
         drafts = self._outputs.pop(output, None)
         if isinstance(drafts, int):
             self._uniform.setdefault(drafts, []).append(tokens)
-        elif drafts:
+        elif drafts is not None:
             lengths = set(map(len, drafts.values()))
             if len(lengths) == 1:  # a request without drafts verifies nothing
-                drafted = tuple(compress(tokens, map(drafts.__contains__, requests)))
-                self._uniform.setdefault(lengths.pop(), []).append(drafted)
+                verified = tuple(compress(tokens, map(drafts.__contains__, requests)))
+                self._uniform.setdefault(lengths.pop(), []).append(verified)
             else:
                 self._pairs.update(zip(map(len, map(drafts.get, requests, repeat(()))), tokens, strict=False))
 
@@ -265,7 +265,7 @@ class Verifications:
         pairs, self._pairs = self._pairs, Counter()
         uniform, self._uniform = self._uniform, {}
         for length, steps in uniform.items():
-            for sampled, count in _frequencies(steps).items():
+            for sampled, count in _frequencies(steps):
                 pairs[length, sampled] += count
         most = max((proposed for proposed, _ in pairs), default=0)
         drafted, accepted = [0] * most, [0] * most
@@ -278,10 +278,10 @@ class Verifications:
         return drafted, accepted
 
 
-def _frequencies(steps: Sequence[Sequence[int]]) -> Mapping[int, int]:
-    """Return how often each number occurs."""
+def _frequencies(steps: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:
+    """Return each number with how often it occurs in the sequences together."""
     try:
         numbers = b"".join(map(bytes, steps))
     except ValueError:  # one over 255
-        return Counter(chain.from_iterable(steps))
-    return {number: numbers.count(number) for number in set(numbers)}
+        return Counter(chain.from_iterable(steps)).items()
+    return [(number, numbers.count(number)) for number in set(numbers)]

@@ -27,7 +27,7 @@ SLICE = 512
 """Events that are read in one go, in less than a millisecond: the engine waits for the interpreter meanwhile."""
 
 SCHEDULED, DISPATCHED, SPECIALIZED, SAMPLED, OUTPUT = range(5)
-"""What is logged: the first item of each tuple. Behind it are the arguments of what reads it in ``steps``."""
+"""What is logged: the first item of each tuple. What reads it in ``steps`` says what is behind."""
 
 
 class Clock:
@@ -166,7 +166,11 @@ class StepWatch:
             self.sink.draft(drafted, accepted)
 
     def _read(self, events: Iterable[tuple[Any, ...]]) -> None:
-        dispatches, dispatched, specialized = self._dispatches, self._dispatches.dispatched, self._dispatches.specialized
+        dispatches, dispatched, specialized = (
+            self._dispatches,
+            self._dispatches.dispatched,
+            self._dispatches.specialized,
+        )
         scheduled, sampled = self._verifications.scheduled, self._verifications.sampled
         accepted = self._verifications.accepted
         passes: list[Pass | None] = []
@@ -182,11 +186,10 @@ class StepWatch:
                 sampled(event, dispatches.query_len)
             else:
                 accepted(event)
-        distinct = {id(each): each for each in passes}
-        for number, count in Counter(map(id, passes)).items():
-            each = distinct[number]
-            if each is not None:
-                self.sink.add(each[0], count)
+        distinct = {id(each): each for each in passes}  # those that are alike are the same object
+        for number, steps in Counter(map(id, passes)).items():
+            if (each := distinct[number]) is not None:
+                self.sink.add(each[0], steps)
 
 
 class StepRecorder(Recorder):
