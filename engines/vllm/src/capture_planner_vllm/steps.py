@@ -199,7 +199,7 @@ class Dispatches:
             return None
         _, answer, draft_tokens = event
         (track, num_reqs), self._decode = self._decode, None
-        key = id(answer), id(track), num_reqs, draft_tokens
+        key = id(answer) if answer.cg_mode else 0, id(track), num_reqs, draft_tokens
         found = self._decodes.get(key)
         if found is None:
             outcome = track.outcome(answer, (num_reqs, num_reqs, 1, True, 0))
