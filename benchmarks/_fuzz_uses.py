@@ -42,8 +42,8 @@ LOADERS: dict[str, Callable[[Path], Spec | Environment | Plan]] = {
 }
 
 
-class HangError(BaseException):
-    """The hang guard went off; no ``except Exception`` may swallow it."""
+class HangError(KeyboardInterrupt):
+    """The hang guard went off; what turns every error of a plugin into one of ours lets interruptions through."""
 
 
 class BrokenLawError(Exception):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -289,7 +290,7 @@ def observing_costs(engine: Any, load: dict[str, Any]) -> dict[str, Any]:
 def observation(every: int) -> str:
     """Return what was observed so far as a file has it, and time one step in ``every`` from here on."""
     (observer,), (recorder,) = OBSERVERS, RECORDERS
-    observer._active._every = every
+    observer._active.turns = itertools.cycle((*itertools.repeat(False, every - 1), True))
     from capture_planner.codec import dumps
 
     return dumps(recorder.observation())

@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -32,14 +33,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from capture_planner.plugins import registry
 
 
-def main() -> int:
-    """Run the campaign."""
-    options = parser(__doc__)
+def options(doc: str | None, kinds: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the options of a campaign over documents, or other inputs, of these kinds."""
+    options = parser(doc)
     options.add_argument("--documents", "-n", type=int, default=2000, help="how many (default 2,000)")
     options.add_argument("--start", type=int, default=0, help="index of the first document (default 0)")
     options.add_argument("--seed", type=int, default=None, help="default: chosen and printed")
     options.add_argument("--only", type=int, default=None, metavar="INDEX", help="run one document, and show it")
-    options.add_argument("--only-kind", choices=KINDS, default=None, help="documents of one kind only")
+    options.add_argument("--only-kind", choices=kinds, default=None, help="documents of one kind only")
     options.add_argument("--save", type=Path, default=None, help="with --only: write the document to this file")
     options.add_argument("--jobs", "-j", type=int, default=multiprocessing.cpu_count(), help="processes")
     options.add_argument("--seconds", type=float, default=1.0, help="processor time for one document (default 1)")
@@ -49,17 +50,27 @@ def main() -> int:
     )
     options.add_argument("--trace-every", type=int, default=25, help="trace one document in so many (default 25)")
     options.add_argument("--minutes", type=float, default=None, help="stop after so long, and report")
-    arguments = options.parse_args()
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(1 << 32)
-    CONSOLE.print(f"seed {arguments.seed}")
+    return options
+
+
+def main() -> int:
+    """Run the campaign."""
+    arguments = options(__doc__, KINDS).parse_args()
+    choose_seed(arguments)
     registry.load_backends()  # a worker that cannot start would be started again for ever
     with tempfile.TemporaryDirectory(prefix="fuzz-") as arguments.folder:
         if arguments.only is not None:
             return _one(arguments)
         started = time.perf_counter()
-        outcomes = _campaign(arguments)
-    return _report(arguments, outcomes, time.perf_counter() - started)
+        outcomes = campaign(arguments, prepare, check)
+    return report(arguments, outcomes, time.perf_counter() - started)
+
+
+def choose_seed(arguments: argparse.Namespace) -> None:
+    """Show the seed, chosen where none was given."""
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(1 << 32)
+    CONSOLE.print(f"seed {arguments.seed}")
 
 
 def _one(arguments: argparse.Namespace) -> int:
@@ -73,7 +84,10 @@ def _one(arguments: argparse.Namespace) -> int:
     return 1 if outcome.violations else 0
 
 
-def _campaign(arguments: argparse.Namespace) -> list[Outcome]:
+def campaign(
+    arguments: argparse.Namespace, prepare: Callable[[argparse.Namespace], None], check: Callable[[int], Outcome]
+) -> list[Outcome]:
+    """Check every index in worker processes, each of which is prepared once."""
     outcomes: list[Outcome] = []
     indices = range(arguments.start, arguments.start + arguments.documents)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -97,7 +111,8 @@ def _campaign(arguments: argparse.Namespace) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: outcome.index)
 
 
-def _report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) -> int:
+def report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) -> int:
+    """Print what became of the inputs; return the exit code."""
     kinds: collections.Counter[str] = collections.Counter(f"{o.kind}: {o.outcome}" for o in outcomes)
     by_outcome = table("documents by outcome", "outcome", "documents")
     for kind, count in kinds.most_common(40):
@@ -127,7 +142,7 @@ def _report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float)
     for violation, group in sorted(grouped.items(), key=lambda item: -len(item[1])):
         CONSOLE.print(f"{len(group)} x {violation}", markup=False, highlight=False)
     for outcome in [group[at] for group in grouped.values() for at in range(min(len(group), 3))]:
-        again = f"python benchmarks/fuzz_documents.py --seed {arguments.seed} --only {outcome.index}"
+        again = f"python benchmarks/{Path(sys.argv[0]).name} --seed {arguments.seed} --only {outcome.index}"
         again += f" --only-kind {arguments.only_kind}" if arguments.only_kind else ""
         CONSOLE.print(
             f"{'; '.join(outcome.violations)} ({outcome.made_by})\n    {again}", markup=False, highlight=False

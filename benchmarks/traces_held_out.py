@@ -1,7 +1,8 @@
 """Sizes chosen on the first two thirds of a trace, judged on the last third.
 
 For each trace and profile: the mean step with measured sizes, against a graph of every size, and against vLLM's own
-list, each through the dispatcher. Limits are 256 requests and 8,192 tokens, without speculation and with three draft
+list, each through the dispatcher; and with sizes chosen on the last third itself, which no choice can be much better
+than. Limits are 256 requests and 8,192 tokens, without speculation and with three draft
 tokens of EAGLE-3. The budget is a third of vLLM's graphs.
 """
 
@@ -17,7 +18,8 @@ from _profiles import SHAPES, made_up
 from capture_planner.analysis.arrivals import Arrival, batches_of
 from capture_planner.analysis.forecast import forecast
 from capture_planner.analysis.trace import read_trace
-from capture_planner.codec.shipped import find_profile, shipped_profiles
+from capture_planner.codec import load_profile
+from capture_planner.codec.shipped import shipped_profiles
 from capture_planner.planning import planner
 from capture_planner.planning.costs import Costs
 from capture_planner.plugins import registry
@@ -66,10 +68,8 @@ def traffic_of(requests: list[Arrival], spec: Spec) -> Traffic:
 def profiles_of(spec: Spec) -> dict[str, Profile]:
     """Return the made-up profiles, and those that ship."""
     device = shipped_environments()["h200"]
-    shipped = [find_profile(device, spec.model)] if shipped_profiles() else []
-    return {name: made_up(name, spec, device) for name in SHAPES} | {
-        near.name: near.profile for near in shipped if near is not None
-    }
+    shipped = {name: load_profile(path) for name, path in shipped_profiles().items()}
+    return {name: made_up(name, spec, device) for name in SHAPES} | shipped
 
 
 def judged(trace: Path, drafts: int) -> list[dict[str, Any]]:
@@ -88,7 +88,8 @@ def judged(trace: Path, drafts: int) -> list[dict[str, Any]]:
         ours = planner.plan(measured, environment, backends, Measurements(traffic=seen, profile=profile))
         free = replace(measured, budget=Budget())
         unbounded = planner.plan(free, environment, backends, Measurements(traffic=seen, profile=profile))
-        mine, other, most = (forecast(plan, rest, costs) for plan in (ours, theirs, unbounded))
+        late = planner.plan(measured, environment, backends, Measurements(traffic=rest, profile=profile))
+        mine, other, most, hindsight = (forecast(plan, rest, costs) for plan in (ours, theirs, unbounded, late))
         rows.append(
             {
                 "trace": trace.stem,
@@ -98,6 +99,7 @@ def judged(trace: Path, drafts: int) -> list[dict[str, Any]]:
                 "graphs": ours.num_graphs,
                 "vllm_graphs": theirs.num_graphs,
                 "ratio": mine.mean_step_ms / mine.every_size_ms,
+                "hindsight_ratio": hindsight.mean_step_ms / hindsight.every_size_ms,
                 "vllm_ratio": other.mean_step_ms / mine.every_size_ms,
                 "eager": mine.eager_share,
                 "vllm_eager": other.eager_share,

@@ -8,11 +8,13 @@
      +- PlanningError         a valid spec has no plan; carries the Problems
      +- BackendError          a backend is unknown, named twice, or broke its contract
      +- EngineError           an engine is not installed, named twice, or broke its contract
-     +- DispatchError         the plan does not have the role
+     +- DispatchError         the plan does not have the role, or counts of a batch are no numbers
      +- RunError              a plan cannot be executed on this machine, this model or these requests
          +- CaptureError      a forward cannot be captured
          +- GuardError        something that a graph depends on has moved; names what
          +- DifferenceError   a graph computed something else than an eager forward; carries where
+
+An installed plugin that is broken is a ``PluginWarning``: it stops only what uses it.
 
 Errors carry objects; text is made where it is shown. Assertions are for what cannot happen.
 """
@@ -61,13 +63,18 @@ def format_path(path: Iterable[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            name = part if len(part) <= 80 else f"{part[:77]}..."
+            name = part if part.isprintable() else ascii(part)[1:-1]
+            name = name if len(name) <= 80 else f"{name[:77]}..."
             text += f".{name}" if text else name
     return text
 
 
 class CapturePlannerError(Exception):
     """The base of all errors that capture-planner raises on purpose."""
+
+
+class PluginWarning(UserWarning):
+    """An installed plugin is broken and left out; an error only for what uses it."""
 
 
 class InvalidValue(CapturePlannerError):
@@ -111,7 +118,7 @@ class EngineError(CapturePlannerError):
 
 
 class DispatchError(CapturePlannerError):
-    """A plan does not have the role."""
+    """A plan does not have the role, or counts of a batch are no numbers."""
 
 
 class RunError(CapturePlannerError):

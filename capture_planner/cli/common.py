@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import attrs
 import click
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from capture_planner import codec, engines
 from capture_planner.codec import Document, dumps_json, plain
@@ -25,6 +26,7 @@ from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Policy, Spec
+from capture_planner.report.writing import printable, printable_lines
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -33,16 +35,38 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell gives it."""
 
 
+NARROWEST = 80
+"""Columns of a table on a terminal; a narrower one wraps lines itself, which is easier to read than broken words."""
+
+
+@attrs.frozen
+class PrintableReport:
+    """A report whose texts may come from a file: no control character in them reaches the terminal."""
+
+    report: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self.report, options):
+            yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
+
+
 def show_text(renderable: RenderableType) -> None:
     """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
     # No markup: sentences come from plans, and a plan may say "[/b]".
     terminal = Console(markup=False)
+    if terminal.is_terminal and terminal.width < NARROWEST:
+        terminal.width = NARROWEST
     plain_text = Console(width=120, color_system=None, markup=False)
     console = terminal if terminal.is_terminal else plain_text
     with console.capture() as capture:
-        console.print(renderable)
+        console.print(PrintableReport(renderable))
     lines = capture.get().splitlines()
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
+
+
+def show_lines(text: str, *, err: bool = False) -> None:
+    """Print lines that may have text of a file in them; no control character reaches a terminal."""
+    click.echo(printable_lines(text), err=err)
 
 
 @attrs.frozen
@@ -56,7 +80,7 @@ class ChosenMachine:
 def show_notes(notes: Iterable[str]) -> None:
     """Print notes on standard error: late, so that none stands above an error that it has nothing to do with."""
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {printable(note)}", err=True)
 
 
 def machine_named(
@@ -133,7 +157,7 @@ def emit_file(form: str, file: Path | None, text: Callable[[], str]) -> None:
     """Write a file where one was named, and say so; on standard error next to a JSON document."""
     if file is not None:
         codec.write(file, text())
-        click.echo(f"written to {file}", err=form == "json")
+        show_lines(f"written to {file}", err=form == "json")
 
 
 def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subject: str = "the plan") -> None:
@@ -145,13 +169,13 @@ def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subje
     for name, file in outputs.items():
         if file is None:
             continue
-        if not file.absolute().parent.is_dir():
-            raise click.UsageError(f"{name} {file}: no such folder.")
-        if file.is_dir():
-            raise click.UsageError(f"{name} {file} is a folder; name a file.")
         try:
+            if not file.absolute().parent.is_dir():
+                raise click.UsageError(f"{name} {file}: no such folder.")
+            if file.is_dir():
+                raise click.UsageError(f"{name} {file} is a folder; name a file.")
             same = [other for other, path in files.items() if path.resolve() == file.resolve()]
-            _try_to_write(file.resolve())
+            _try_to_write(file)
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise click.UsageError(f"{name} {file} cannot be written: {reason}.") from None
@@ -168,8 +192,11 @@ def refuse_to_replace(output: str, kind: type[Plan] | type[Environment], source:
     if not output:
         raise click.UsageError("--output needs the name of a file.")
     target = Path(output)
-    if not target.is_file() or target.stat().st_size == 0:
-        return
+    try:
+        if not target.is_file() or target.stat().st_size == 0:
+            return
+    except OSError as error:
+        raise click.UsageError(f"--output {output} cannot be written: {error.strerror}.") from None
     try:
         document = Document.read(output)
         replaceable = document.is_plan if kind is Plan else bool(document.load(kind))
@@ -186,8 +213,9 @@ _KINDS = {Plan: "a plan", Environment: "an environment"}
 
 def _try_to_write(target: Path) -> None:
     """Raise ``OSError`` where ``codec.write`` would not get its file into place; leave nothing behind."""
-    if not target.exists() or target.is_file():
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+    if not codec.is_in_place(target):
+        file = codec.replaceable(target)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".capture-planner."):
             return
     if not os.access(target, os.W_OK):
         raise PermissionError(None, "Permission denied")

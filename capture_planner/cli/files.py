@@ -26,6 +26,7 @@ from capture_planner.cli.common import (
     plan_of,
     read_document,
     refuse_to_replace,
+    show_lines,
     to_json,
 )
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
@@ -73,7 +74,7 @@ def plan(spec: str, output: str | None, environment: str | None, form: str) -> N
     else:
         emit(form, lambda: result, partial(tables.plan_summary, result))
     if output is not None:
-        click.echo(f"written to {output}", err=form == "json")
+        show_lines(f"written to {output}", err=form == "json")
 
 
 @click.command(short_help="Show a plan, an observation, traffic or a profile as tables.")
@@ -216,7 +217,8 @@ def check(
         click.echo(to_json(findings.as_sarif(placed, drift, capture_planner.__version__)))
     else:
         lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
-        click.echo(lines, nl=bool(lines))
+        if lines:
+            show_lines(lines)
         if form == "text":
             other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
             click.echo(_count(placed, drift, len(files), other))
@@ -265,7 +267,7 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
         result = observed_diff(*(_deployment(each, environment) for each in documents))
-        click.echo(to_json(result) if form == "json" else diff_text(result))
+        show_lines(to_json(result) if form == "json" else diff_text(result))
         if result.changes:
             click.get_current_context().exit(FINDINGS)
         return
@@ -274,7 +276,7 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     if form == "json":
         click.echo(to_json({"changes": changes}))
     else:
-        click.echo("\n".join(change.message for change in changes) or "the plans are the same")
+        show_lines("\n".join(change.message for change in changes) or "the plans are the same")
     if changes:
         click.get_current_context().exit(FINDINGS)
 

@@ -22,6 +22,7 @@ from capture_planner.cli.common import (
     progress_bars,
     read_document,
     refuse_outputs,
+    show_lines,
 )
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.plugins import registry
@@ -107,7 +108,7 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
     """Print the results of comparisons, and exit with the code that fits."""
     context, comparison = click.get_current_context(), outcome.report.comparison
     if comparison is not None:
-        click.echo(comparison.says, err=as_json)
+        show_lines(comparison.says, err=as_json)
     if outcome.differing is not None:
         compared = [request for request in outcome.report.served if request.tokens]
         total, cut_off = counted(len(compared), "request"), sum(each.finished is None for each in compared)
@@ -118,7 +119,7 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
             message = f"{differing} of {total} differ from plain greedy decoding: {first}"
         if cut_off:
             message += f"; {cut_off} of them cut off, and compared up to there"
-        click.echo(message, err=as_json)
+        show_lines(message, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
     if outcome.differing or (comparison is not None and comparison.difference is not None):

@@ -20,7 +20,16 @@ from capture_planner.codec.reading import (
     read_stream,
     structure,
 )
-from capture_planner.codec.writing import HEADER, dumps, dumps_json, dumps_observed, to_data, write
+from capture_planner.codec.writing import (
+    HEADER,
+    dumps,
+    dumps_json,
+    dumps_observed,
+    is_in_place,
+    replaceable,
+    to_data,
+    write,
+)
 
 __all__ = [
     "HEADER",
@@ -29,6 +38,7 @@ __all__ = [
     "dumps_json",
     "dumps_observed",
     "format_bytes",
+    "is_in_place",
     "json_fields",
     "json_of",
     "label",
@@ -45,6 +55,7 @@ __all__ = [
     "plain_fields",
     "read",
     "read_stream",
+    "replaceable",
     "structure",
     "to_data",
     "write",

@@ -14,8 +14,7 @@ WIDTH = 110
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _CONSTANTS = {"null", "true", "false"}
-# JSON may leave these as they are; a YAML reader takes none of them.
-_CONTROL = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_NOT_ASCII = re.compile("[^\x20-\x7e]")
 
 
 def compact_yaml(data: dict[str, Any]) -> str:
@@ -73,4 +72,12 @@ def _flow(data: Any) -> str:
         return "[" + ", ".join(map(_flow, data)) + "]"
     if isinstance(data, str) and _WORD.fullmatch(data) and data.lower() not in _CONSTANTS:
         return data
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(data, ensure_ascii=False))
+    return _NOT_ASCII.sub(_numbered, json.dumps(data, ensure_ascii=False))
+
+
+def _numbered(found: re.Match[str]) -> str:
+    """Write a character that JSON may leave as it is, and that a YAML reader or a terminal takes for something else."""
+    char = found[0]
+    if char.isprintable() and char not in "\ufffe\uffff":
+        return char
+    return f"\\u{ord(char):04x}" if ord(char) <= 0xFFFF else f"\\U{ord(char):08x}"

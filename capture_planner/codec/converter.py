@@ -41,7 +41,7 @@ def problems_of(error: Exception) -> list[Problem]:
         return list(error.problems)
     if isinstance(error, ForbiddenExtraKeysError):
         known = [key_of(f) for f in attrs.fields(error.cl) if f.init]
-        return [_unknown_key(key, known) for key in sorted(error.extra_fields)]
+        return [_unknown_key(key, known, first=not at) for at, key in enumerate(sorted(error.extra_fields))]
     assert isinstance(error, ClassValidationError), error
     found = []
     for inner in error.exceptions:
@@ -55,14 +55,10 @@ def problems_of(error: Exception) -> list[Problem]:
     return found
 
 
-def _unknown_key(key: str, known: list[str]) -> Problem:
-    near = difflib.get_close_matches(key, known, n=1)
-    key = key if key.isprintable() else ascii(key)
-    return Problem(
-        path=(KeyPart(key if len(key) <= 80 else key[:77] + "..."),),
-        message="unknown key",
-        remedy=f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}",
-    )
+def _unknown_key(key: str, known: list[str], *, first: bool) -> Problem:
+    near = difflib.get_close_matches(key[:100], known, n=1)
+    remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
+    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near[0]}?" if near else remedy)
 
 
 def _fail(message: str, remedy: str = "") -> InvalidValue:

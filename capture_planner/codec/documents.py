@@ -6,6 +6,7 @@ over 32, and files over 1 MiB are refused as the events arrive, before anything 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ MAX_NODES = 16_000
 """Values in one document, aliases expanded: what can be read within half a second."""
 MAX_PROBLEMS = 100
 """Problems reported of one file."""
+MAX_KEY = 200
+"""Characters of a key that problems repeat."""
 
 
 class KeyPart(str):
@@ -184,7 +187,7 @@ class _Builder:
             self.refuse(f"the tag {event.tag} is not allowed; write plain values", mark)
         line, column = mark.line + 1, mark.column + 1
         if isinstance(event, events.ScalarEvent):
-            node = Node(self._scalar(event), line, column)
+            node = Node(self._scalar(event, mark), line, column)
             self._place(node, mark)
             if event.anchor:
                 self.anchors[event.anchor] = node
@@ -227,7 +230,7 @@ class _Builder:
         top.node.keys[node.value] = (node.line, node.column)
         return node.value
 
-    def _scalar(self, event: events.ScalarEvent) -> Any:
+    def _scalar(self, event: events.ScalarEvent, mark: Any) -> Any:
         """Resolve a plain scalar by YAML 1.2's core schema: ``no`` is text, and so is anything quoted."""
         text: str = event.value
         if not event.implicit[0]:
@@ -236,7 +239,12 @@ class _Builder:
             return _CONSTANTS[text]
         if _INTEGER.fullmatch(text):
             return int(text)
-        return float(text) if _NUMBER.fullmatch(text) else text
+        if not _NUMBER.fullmatch(text):
+            return text
+        if math.isinf(number := float(text)):
+            shown = text if len(text) <= 40 else f"{text[:20]}... of {len(text)} characters"
+            self.refuse(f"the number {shown} is out of range", mark)
+        return number
 
 
 _CONSTANTS = dict.fromkeys(("", "~", "null", "Null", "NULL")) | {

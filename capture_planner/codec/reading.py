@@ -10,7 +10,7 @@ import attrs
 from cattrs.errors import ClassValidationError
 
 from capture_planner.codec.converter import CONVERTER, problems_of
-from capture_planner.codec.documents import MAX_BYTES, Node, parse
+from capture_planner.codec.documents import MAX_BYTES, MAX_KEY, MAX_PROBLEMS, Node, parse
 from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
@@ -127,8 +127,13 @@ class Document:
         located = []
         for problem in problems:
             line, column = self.node.locate(problem.path)
-            located.append(attrs.evolve(problem, file=self.name, line=line, column=column))
-        return sorted(located, key=lambda problem: (problem.line or 0, problem.column or 0))
+            path = tuple(part[:MAX_KEY] if isinstance(part, str) else part for part in problem.path)
+            located.append(attrs.evolve(problem, path=path, file=self.name, line=line, column=column))
+        located.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
+        if len(located) <= MAX_PROBLEMS:
+            return located
+        more = Problem(file=self.name, message=f"{len(located) - MAX_PROBLEMS} more problems, which are not listed")
+        return [*located[:MAX_PROBLEMS], more]
 
 
 def read(path: str | Path) -> str:

@@ -13,6 +13,7 @@ from functools import cache
 
 import attrs
 
+from capture_planner.errors import DispatchError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import decode_families, draft_steps, is_admissible, kind_of
@@ -67,20 +68,24 @@ class Dispatcher:
         """Return the cheapest entry that serves the batch, or none with the reason.
 
         Total: an inadmissible batch is answered too, with ``Reason.NOT_ADMISSIBLE``. Constant time.
-        Raises ``DispatchError`` only for a role that the plan does not have.
+        Raises ``DispatchError`` only for a role that the plan does not have, and for counts that are no numbers.
         """
         # The hot path. ``Batch.uniform_query_len`` is written out here, as a property would double the time of a hit.
         query_len, num_reqs, num_tokens = batch.query_len, batch.num_reqs, batch.num_tokens
         answer: Dispatch | None
-        if query_len is not None and batch.past_prompt and num_reqs * query_len == num_tokens:
-            row = self._decodes.get((batch.role, query_len, batch.active_loras))
-            answer = None if row is None else row.get(num_reqs)
-        else:
-            row = self._mixed.get((batch.role, batch.active_loras))
-            answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
-            if answer is None:
-                answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras))
-        return self._miss(batch) if answer is None else answer
+        try:
+            if query_len is not None and batch.past_prompt and num_reqs * query_len == num_tokens:
+                row = self._decodes.get((batch.role, query_len, batch.active_loras))
+                answer = None if row is None else row.get(num_reqs)
+            else:
+                row = self._mixed.get((batch.role, batch.active_loras))
+                answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
+                if answer is None:
+                    answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras))
+            return self._miss(batch) if answer is None else answer
+        except TypeError as error:
+            _refuse_counts(batch, error)
+            raise
 
     def dispatch_counts(
         self,
@@ -187,6 +192,15 @@ class _RoleTables:
             and entry.draft_steps in (None, steps)
             and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
         )
+
+
+def _refuse_counts(batch: Batch, cause: TypeError) -> None:
+    """Raise ``DispatchError`` where counts of a batch are no numbers, with ``cause``."""
+    names = ("num_reqs", "num_tokens", "query_len", "active_loras")
+    counts = {name: getattr(batch, name) for name in names if name != "query_len" or batch.query_len is not None}
+    wrong = [f"{name} is {value!r}" for name, value in counts.items() if not isinstance(value, int)]
+    if wrong:
+        raise DispatchError(f"{' and '.join(wrong)}; expected whole numbers") from cause
 
 
 def _binding_reqs(entry: Entry) -> int | None:

@@ -15,7 +15,7 @@ from capture_planner.engines import hookspecs
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.errors import EngineError, FlagError, InvalidValue
-from capture_planner.plugins.discovery import Implementation, duplicate, implementations, unknown
+from capture_planner.plugins.discovery import Implementation, duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records.environment import Environment
 
 __all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "load_engines", "own_words"]
@@ -26,21 +26,24 @@ INSTALL = "install an engine from a clone of capture-planner, such as: python -m
 def load_engines(*plugins: object, installed: bool = True) -> Mapping[str, Implementation]:
     """Return the engines of the installed plugins and of ``plugins`` (modules or objects), by name.
 
-    Raises ``EngineError``, which names the distribution, where a plugin cannot be imported, its hook fails,
-    or it brings a name that is taken or a value that is not an ``Engine``.
+    An installed plugin that cannot be imported, whose hook fails or that brings no ``Engine`` is left out with a
+    ``PluginWarning``, and so are installed engines of a name that is taken. Raises ``EngineError``, which names the
+    plugin, where one of ``plugins`` does so.
     """
     by_name: dict[str, Implementation] = {}
+    taken: set[str] = set()
     for item in implementations(hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed):
-        if not isinstance(item.value, Engine):
-            raise EngineError(
-                f"{item.distribution}: {item.value!r} is not an engine; return values of "
-                "capture_planner.engines.engine.Engine"
-            )
-        name = item.value.name
-        if name in by_name:
-            raise EngineError(duplicate("engine", name, by_name[name].distribution, item.distribution))
-        by_name[name] = item
-    return dict(sorted(by_name.items()))
+        with left_out(EngineError, item.installed), guarded(f"the plugin {item.distribution}", EngineError):
+            if not isinstance(item.value, Engine):
+                raise EngineError(
+                    f"{item.distribution}: {item.value!r} is not an engine; return values of "
+                    "capture_planner.engines.engine.Engine"
+                )
+            name = item.value.name
+            if by_name.setdefault(name, item) is not item:
+                taken.add(name)
+                raise EngineError(duplicate("engine", name, by_name[name].distribution, item.distribution))
+    return {name: item for name, item in sorted(by_name.items()) if name not in taken}
 
 
 @functools.cache

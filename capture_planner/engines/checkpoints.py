@@ -52,7 +52,11 @@ def find(name: str) -> Checkpoint:
     folder without a ``config.json`` that can be read, ``ValueError`` where it is no JSON object.
     """
     if Path(name).is_dir():
-        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+        text = (Path(name) / "config.json").read_text(encoding="utf-8")
+        try:
+            config = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deep") from None
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
         return Checkpoint(name, FOLDER, config)

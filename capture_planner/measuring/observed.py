@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.curves import curves_of
@@ -11,6 +11,7 @@ from capture_planner.measuring.fits import Fit, GraphSample, entry_family, fit_g
 from capture_planner.measuring.staircase import Timing
 from capture_planner.modes import GraphMode
 from capture_planner.planning.costs import Family
+from capture_planner.records.batch_space import decode_families
 from capture_planner.records.environment import Device
 from capture_planner.records.model import Model
 from capture_planner.records.observation import Observation, ObservedRole
@@ -19,6 +20,9 @@ from capture_planner.records.text import counted
 
 Point = tuple[Family, int, float, int]
 """Family, padded tokens, milliseconds, and how many steps they are the median of."""
+
+EAGER_REPEATS = 5
+"""How many dummy steps an eager cost of an observation is the median of."""
 
 
 def observed_profile(observation: Observation, model: Model, device: Device, command: str = "") -> Profile:
@@ -32,7 +36,8 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
         replays = [graph for graph in role.graphs if graph.milliseconds]
         if role.graphs and not replays:
             notes.append(f"{role.role.value}: its graphs were not profiled; their times are those of sampled steps")
-        for family, tokens, milliseconds, repeats in _points(role):
+        lengths = {family.query_len for family in decode_families(role.role, observation)}
+        for family, tokens, milliseconds, repeats in _points(role, lengths):
             times.setdefault(family, {}).setdefault(tokens, []).append(Timing(milliseconds, 0.0, repeats))
     if not times:
         raise CapturePlannerError(
@@ -55,7 +60,10 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
         speculative=observation.speculative,
         parallel=observation.parallel,
         curves=curves_of(
-            {family: {tokens: _weighed(all_) for tokens, all_ in sizes.items()} for family, sizes in times.items()}
+            {
+                family: _non_decreasing({tokens: _weighed(all_) for tokens, all_ in sizes.items()})
+                for family, sizes in times.items()
+            }
         ),
         graphs=fit.graphs,
         base_mib=fit.base_mib,
@@ -64,25 +72,51 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
     )
 
 
-def _points(role: ObservedRole) -> Iterator[Point]:
-    """Yield the times of a role: of profiled graphs, else of the steps on them; of eager steps, both."""
+def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[Point]:
+    """Yield the times of a role: of profiled graphs, else of the steps on them; of eager steps, both.
+
+    :param lengths: query lengths of the role's decodes; eager batches of other lengths are mixed ones, such as the
+        dummy batches that vLLM spreads evenly over its requests.
+    """
     profiled = any(graph.milliseconds for graph in role.graphs)
     for graph in role.graphs:
         if graph.milliseconds and not graph.entry.active_loras:
             yield entry_family(role.role, graph.entry), graph.entry.num_tokens, graph.milliseconds, 1
     for cost in role.eager:
         if cost.milliseconds:
-            yield (role.role, GraphMode.NONE, cost.query_len or None, None), cost.num_tokens, cost.milliseconds, 1
+            query_len = cost.query_len if cost.query_len in lengths else None
+            yield (role.role, GraphMode.NONE, query_len, None), cost.num_tokens, cost.milliseconds, EAGER_REPEATS
     for batch in role.batches:
         if not batch.milliseconds or batch.active_loras or batch.num_tokens < 1:
             continue
         if batch.graph is None:
-            query_len = batch.query_len if batch.past_prompt else None
-            family = (role.role, GraphMode.NONE, query_len or None, None)
+            query_len = batch.query_len if batch.past_prompt and batch.query_len in lengths else None
+            family = (role.role, GraphMode.NONE, query_len, None)
             yield family, batch.num_tokens, batch.milliseconds, max(1, batch.samples)
         elif not profiled:
             entry = role.graphs[batch.graph].entry
             yield entry_family(role.role, entry), entry.num_tokens, batch.milliseconds, max(1, batch.samples)
+
+
+def _non_decreasing(sizes: Mapping[int, Timing]) -> dict[int, Timing]:
+    """Return times that never fall as the size grows.
+
+    Neighbours that fall are averaged, by how often each was timed: a running maximum would let one slow step, as the
+    first of a kind that compiles its kernels, count for all larger sizes.
+    """
+    pools: list[tuple[float, int, list[int]]] = []
+    for tokens in sorted(sizes):
+        mean, repeats, members = sizes[tokens].milliseconds, sizes[tokens].repeats, [tokens]
+        while pools and pools[-1][0] > mean:
+            before, count, others = pools.pop()
+            mean = (mean * repeats + before * count) / (repeats + count)
+            repeats, members = repeats + count, others + members
+        pools.append((mean, repeats, members))
+    return {
+        tokens: Timing(mean, sizes[tokens].spread, sizes[tokens].repeats)
+        for mean, _, members in pools
+        for tokens in members
+    }
 
 
 def _weighed(timings: list[Timing]) -> Timing:

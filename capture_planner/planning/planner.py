@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from capture_planner.errors import PlanningError, Problem
+from capture_planner import codec
+from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.answers import LadderAnswers, entry_of
 from capture_planner.planning.costs import Costs
@@ -64,7 +65,9 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
             working.fit_backend()
         _fit_budget(spec, roles)
     _refuse_excess(roles)
-    return Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
+    made = Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
+    _refuse_unreadable(made)
+    return made
 
 
 def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements, given: Measurements) -> Forecast:
@@ -140,6 +143,24 @@ def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:
         message = f"{sizes} sizes and {graphs} graphs; a plan has at most {MAX_SIZES} and {MAX_GRAPHS}"
         remedy = "set budget.max_graphs, or choose a policy with fewer sizes"
         raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
+
+
+def _refuse_unreadable(made: Plan) -> None:
+    """Refuse a plan whose file no command would read. Only a large one is written to see it: that takes long."""
+    groups = sum(len(role.groups) for role in made.roles)
+    decisions = sum(len(role.decisions) for role in made.roles)
+    if 100 * groups + 10 * decisions + made.num_graphs < _SURELY_READABLE:
+        return
+    try:
+        codec.loads(codec.dumps(made), Plan)
+    except InvalidDocument as error:
+        message = f"no command could read its plan: {error.problems[0].message}"
+        remedy = "join attention groups, or have fewer sizes"
+        raise PlanningError([Problem(path=("roles",), message=message, remedy=remedy)]) from None
+
+
+_SURELY_READABLE = 8_000
+"""Values: half of what a file may have, to be far from it."""
 
 
 def _written(working: RoleInProgress) -> RolePlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import warnings
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from types import ModuleType
@@ -12,10 +13,14 @@ from typing import Any
 import attrs
 import pluggy
 
-from capture_planner.errors import CapturePlannerError
+from capture_planner.errors import CapturePlannerError, PluginWarning
 
 PROJECT = "capture_planner"
 """The pluggy project name, and the entry-point group of plugin distributions."""
+
+
+HOOKS = ("capture_planner_backends", "capture_planner_engines")
+"""The hooks that a plugin can implement, here or in ``capture_planner.engines``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +30,15 @@ class Implementation:
     value: Any
     distribution: str
     version: str
+    installed: bool = True
+    """Whether it is from an entry point, not from an object in the program."""
+
+
+@attrs.frozen
+class _Origin:
+    distribution: str
+    version: str = "0"
+    installed: bool = False
 
 
 def implementations(
@@ -37,38 +51,67 @@ def implementations(
 ) -> list[Implementation]:
     """Return the values of one hook, from ``plugins`` and from the installed distributions.
 
+    An installed distribution that is broken is left out with a ``PluginWarning``.
+
     Arguments:
         specs: the module with the hook specification.
         hook: the name of the hook.
-        error: raised, with a one-line message that names the distribution, where a plugin cannot be
-            imported or its hook raises.
+        error: raised, with a one-line message that names the plugin, where one of ``plugins`` is broken.
         plugins: modules or objects to register besides those installed.
         installed: whether to load the entry points.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
-    origins: dict[int, tuple[str, str]] = {}
+    origins: dict[int, _Origin] = {}
     for plugin in plugins:
         with guarded(f"the plugin {_unpackaged(plugin)}", error):
             manager.register(plugin)
     for entry_point in metadata.entry_points(group=PROJECT) if installed else ():
-        origin = entry_point.dist.name if entry_point.dist else entry_point.value
-        with guarded(f"the plugin {origin} ({entry_point.value})", error):
+        dist = entry_point.dist
+        origin = _Origin(dist.name, dist.version, True) if dist else _Origin(entry_point.value, installed=True)
+        with left_out(error), guarded(f"the plugin {origin.distribution} ({entry_point.value})", error):
             plugin = entry_point.load()
             if not manager.is_registered(plugin):
                 manager.register(plugin)
-                if entry_point.dist is not None:
-                    origins[id(plugin)] = (entry_point.dist.name, entry_point.dist.version)
-    results = []
+                origins[id(plugin)] = origin
+                _name_other_hooks(manager, plugin, origin.distribution)
+    results: list[Implementation] = []
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         plugin = implementation.plugin
-        distribution, version = origins.get(id(plugin), (_unpackaged(plugin), "0"))
-        with guarded(f"the plugin {distribution}", error):
+        origin = origins.get(id(plugin)) or _Origin(_unpackaged(plugin))
+        with left_out(error, origin.installed), guarded(f"the plugin {origin.distribution}", error):
             results += [
-                Implementation(value=value, distribution=distribution, version=version)
-                for value in implementation.function()
+                Implementation(value=value, **attrs.asdict(origin)) for value in list(implementation.function())
             ]
     return results
+
+
+@contextlib.contextmanager
+def left_out(error: type[CapturePlannerError], installed: bool = True) -> Iterator[None]:
+    """Turn an ``error`` of an installed plugin into a ``PluginWarning``: it stops nothing that does not use it."""
+    try:
+        yield
+    except error as cause:
+        if not installed:
+            raise
+        warn(str(cause))
+
+
+def warn(message: str) -> None:
+    """Warn of a broken plugin; the same sentence is shown once, however many hooks find it."""
+    warnings.warn(message, PluginWarning, stacklevel=1)
+
+
+def _name_other_hooks(manager: pluggy.PluginManager, plugin: object, distribution: str) -> None:
+    """Warn where an installed plugin implements no hook of ours, or one that does not exist."""
+    marked = [name for name in dir(plugin) if manager.parse_hookimpl_opts(plugin, name) is not None]
+    for name in marked:
+        if name not in HOOKS:
+            near = difflib.get_close_matches(name, HOOKS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"hooks are {' and '.join(HOOKS)}"
+            warn(f"the plugin {distribution} implements {name}, which is no hook; {hint}")
+    if not marked:
+        warn(f"the plugin {distribution} implements no hook; mark {' or '.join(HOOKS)} with hookimpl")
 
 
 def _unpackaged(plugin: object) -> str:
@@ -96,8 +139,15 @@ def guarded(subject: str, error: type[CapturePlannerError]) -> Iterator[None]:
     """Turn any exception of a plugin's code into an ``error`` of one line that names ``subject``."""
     try:
         yield
-    except error:
+    except (error, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as cause:
-        message = " ".join(f"{type(cause).__name__}: {cause}".split())
+    except BaseException as cause:  # a plugin may raise what is no Exception, to leave the program
+        message = " ".join(f"{type(cause).__name__}: {_text(cause)}".split())
         raise error(f"{subject} failed: {message}; report it to its authors, or uninstall it") from cause
+
+
+def _text(cause: BaseException) -> str:
+    try:
+        return str(cause)
+    except Exception:  # an exception's own code may fail too
+        return "(its message cannot be shown)"

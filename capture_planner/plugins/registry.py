@@ -10,7 +10,7 @@ import attrs
 from capture_planner.errors import BackendError
 from capture_planner.modes import Refresh, Role
 from capture_planner.plugins import hookspecs
-from capture_planner.plugins.discovery import duplicate, guarded, implementations, unknown
+from capture_planner.plugins.discovery import duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records._base import Name, constraints
 from capture_planner.records.backend import Attention, Backend, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
@@ -58,8 +58,8 @@ class RegisteredBackend:
         subject = f"the backend {self.name!r} ({self.distribution} {self.version}), asked for {call} of {role}"
         with guarded(subject, BackendError):
             answer = getattr(self.backend, call)(role, *args)
-        if not isinstance(answer, kind):
-            raise BackendError(f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors")
+            if not isinstance(answer, kind):
+                raise BackendError(f"{subject}, returned {answer!r}, not a {kind.__name__}; report it to its authors")
         return answer
 
 
@@ -89,21 +89,33 @@ class Registry(Mapping[str, RegisteredBackend]):
 def load_backends(*plugins: object, installed: bool = True) -> Registry:
     """Return the registry of the installed plugins and of ``plugins`` (modules or objects).
 
-    Raises ``BackendError`` where a plugin cannot be imported, breaks the contract, or brings a name that is taken.
+    An installed plugin that cannot be imported or breaks the contract is left out with a ``PluginWarning``, and so are
+    installed backends of a name that is taken. Raises ``BackendError`` where one of ``plugins`` does so.
     """
-    values = implementations(hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed)
-    return Registry([_registered(item.value, item.distribution, item.version) for item in values])
+    found: list[RegisteredBackend] = []
+    taken: set[str] = set()
+    first: dict[str, RegisteredBackend] = {}
+    for item in implementations(hookspecs, "capture_planner_backends", BackendError, plugins, installed=installed):
+        with left_out(BackendError, item.installed):
+            backend = _registered(item.value, item.distribution, item.version)
+            other = first.setdefault(backend.name, backend)
+            found.append(backend)
+            if other is not backend:
+                taken.add(backend.name)
+                raise BackendError(duplicate("backend", backend.name, other.distribution, backend.distribution))
+    return Registry(backend for backend in found if backend.name not in taken)
 
 
 def _registered(backend: object, distribution: str, version: str) -> RegisteredBackend:
     """Accept one backend: it has all the methods, and a name that a spec can write."""
-    if not isinstance(backend, Backend):
-        raise BackendError(
-            f"{distribution}: {backend!r} is not a backend; it needs name, support, padding, refresh and "
-            "workspace (see capture_planner.records.backend.Backend)"
-        )
-    name = backend.name
+    with guarded(f"the plugin {distribution}", BackendError):
+        if not isinstance(backend, Backend):
+            raise BackendError(
+                f"{distribution}: {backend!r} is not a backend; it needs name, support, padding, refresh and "
+                "workspace (see capture_planner.records.backend.Backend)"
+            )
+        registered = RegisteredBackend(backend=backend, distribution=distribution, version=version)
     for rule in constraints(Name):
-        if (wrong := rule.problem(name)) is not None:
+        if (wrong := rule.problem(registered.name)) is not None:
             raise BackendError(f"{distribution}: the name of a backend {wrong}")
-    return RegisteredBackend(backend=backend, distribution=distribution, version=version)
+    return registered

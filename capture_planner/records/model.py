@@ -3,11 +3,12 @@
 import bisect
 import enum
 import itertools
+from collections.abc import Iterator
 from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import Chain
-from capture_planner.records._base import AtLeast, AtMost, Count, Interval, Name, field, record
+from capture_planner.records._base import AtLeast, AtMost, Count, Interval, Name, Path, field, raise_any, record
 from capture_planner.records.text import counted
 
 DraftTokens = Annotated[int, Interval(0, 255)]
@@ -58,6 +59,18 @@ class Latent:
     rope_head_dim: Count = field("width of the rotary part")
 
 
+def head_problems(heads: int, kv_heads: int, tensor: int, *, grouped: Path, spread: Path) -> Iterator[Problem]:
+    """Yield what is wrong with heads: at ``grouped`` among themselves, at ``spread`` on the tensor-parallel ranks."""
+    if heads % kv_heads:
+        message = f"{heads} query heads do not divide into {kv_heads} KV heads"
+        yield Problem(path=grouped, message=message, remedy="each KV head serves the same number of query heads")
+    if heads % tensor:
+        yield Problem(path=spread, message=f"{heads} query heads do not divide over {tensor} ranks")
+    if kv_heads % tensor and tensor % kv_heads:
+        message = f"{kv_heads} KV heads neither divide over {tensor} ranks nor repeat on them evenly"
+        yield Problem(path=spread, message=message)
+
+
 @record
 class Model:
     """The architecture numbers that planning needs, from the model's public configuration."""
@@ -79,9 +92,7 @@ class Model:
     embeddings: bool = field("whether graphs take embeddings in place of token ids", default=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            message = f"{self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads"
-            raise refuse("num_heads", message=message, remedy="each KV head serves the same number of query heads")
+        raise_any(head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=()))
 
 
 @record
@@ -141,6 +152,14 @@ class Speculative:
                 remedy = "every batch size needs a number of draft tokens"
                 raise refuse("schedule", index, message=message, remedy=remedy)
             previous = last
+
+    def head_problems(self, target: Model, tensor: int) -> Iterator[Problem]:
+        """Yield what is wrong with the drafter's heads, on as many tensor-parallel ranks as the target."""
+        own, path = self.model, ("speculative", "model")
+        if own.num_heads is not None or own.num_kv_heads is not None:  # else the target's, with the target's problems
+            heads, kv_heads = own.num_heads or target.num_heads, own.num_kv_heads or target.num_kv_heads
+            place = (*path, "num_kv_heads" if own.num_heads is None else "num_heads")
+            yield from head_problems(heads, kv_heads, tensor, grouped=place, spread=place)
 
     def _check_acceptance(self) -> None:
         for index, (before, share) in enumerate(itertools.pairwise(self.acceptance), 1):

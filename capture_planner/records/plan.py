@@ -15,6 +15,7 @@ from capture_planner.records._base import (
     Pattern,
     digest,
     field,
+    raise_any,
     record,
     refuse_duplicates,
     replace,
@@ -176,6 +177,8 @@ class Plan:
 
     def __attrs_post_init__(self) -> None:
         refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")
+        if self.speculative is not None:
+            raise_any(self.speculative.head_problems(self.model, self.parallel.tensor))
         if self.speculative is not None and self.speculative.is_measured:
             problem = Problem(
                 path=("speculative", "schedule"),

@@ -20,7 +20,7 @@ from capture_planner.records._base import (
     refuse_duplicates,
 )
 from capture_planner.records.batch import Kind
-from capture_planner.records.model import Model, Speculative
+from capture_planner.records.model import Model, Speculative, head_problems
 
 SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
@@ -263,15 +263,11 @@ class Spec:
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
 
     def __attrs_post_init__(self) -> None:
-        problems = []
         tensor, heads, kv_heads = self.parallel.tensor, self.model.num_heads, self.model.num_kv_heads
-        if heads % tensor:
-            message = f"{heads} query heads do not divide over {tensor} ranks"
-            problems.append(Problem(path=("parallel", "tensor"), message=message))
-        if kv_heads % tensor and tensor % kv_heads:
-            message = f"{kv_heads} KV heads neither divide over {tensor} ranks nor repeat on them evenly"
-            problems.append(Problem(path=("parallel", "tensor"), message=message))
-        if self.speculative is None:
+        problems = list(head_problems(heads, kv_heads, tensor, grouped=(), spread=("parallel", "tensor")))
+        if self.speculative is not None:
+            problems += self.speculative.head_problems(self.model, tensor)
+        else:
             problems += [
                 Problem(
                     path=("roles", role.value),

@@ -8,8 +8,10 @@ import attrs
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from capture_planner.errors import BackendError
 from capture_planner.modes import GraphSupport, Role
 from capture_planner.planning.groups import attentions
+from capture_planner.plugins.discovery import left_out
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Attention
 from capture_planner.records.environment import Environment
@@ -53,24 +55,28 @@ class BackendSupport:
 def backend_support(
     registry: Registry, environments: Sequence[Environment], spec: Spec | None
 ) -> tuple[BackendSupport, ...]:
-    """Ask each backend about each environment: for the groups of a spec, or for a plain model."""
+    """Ask each backend about each environment: for the groups of a spec, or for a plain model.
+
+    A backend that breaks its contract is left out with a ``PluginWarning``.
+    """
     groups = [(Role.TARGET, "all", PLAIN_MODEL)] if spec is None else list(attentions(spec))
-    return tuple(
-        BackendSupport(
-            name=name,
-            distribution=registered.distribution,
-            version=registered.version,
-            support=tuple(
+    found: list[BackendSupport] = []
+    for name, registered in registry.items():
+        with left_out(BackendError):
+            levels = tuple(
                 GroupLevel(
                     environment=environment.name, role=role, group=group, level=support.level, reason=support.reason
                 )
                 for environment in environments
                 for role, group, attention in groups
                 for support in (registered.support(role, attention, environment),)
-            ),
-        )
-        for name, registered in registry.items()
-    )
+            )
+            found.append(
+                BackendSupport(
+                    name=name, distribution=registered.distribution, version=registered.version, support=levels
+                )
+            )
+    return tuple(found)
 
 
 def backends_table(backends: Sequence[BackendSupport], *, reasons: bool) -> RenderableType:

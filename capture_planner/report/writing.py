@@ -104,6 +104,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text)
 
 
+def printable_lines(text: str) -> str:
+    """Write text of several lines, each as ``printable`` does."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def percent(share: float) -> str:
     """Write a share; nothing that is not all or none is rounded to it."""
     if share in (0, 1):

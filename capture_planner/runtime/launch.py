@@ -105,6 +105,8 @@ def launch(
     device = host.device_of(plan.environment)
     refuse_backends(plan, registry, device, choices.page_size)
     model = model_of(plan, choices.model, device=device, seed=choices.seed)
+    if choices.verify:
+        _refuse_infinite(model)
     requests = admit(
         workload(model.vocab_size),
         max_model_len=plan.model.max_model_len,
@@ -145,6 +147,14 @@ def launch(
         given = [served for served in report.served if served.tokens]
         differing = tuple(s.name for s in given if not _agrees(s, by_name[s.name], answers[s.name]))
     return Outcome(report=report, differing=differing)
+
+
+def _refuse_infinite(model: TargetModel) -> None:
+    """Raise ``RunError`` for weights that make every comparison of tokens meaningless: NaN has no likeliest token."""
+    for name, module, attribute in model.weights():
+        weight = getattr(module, attribute)
+        if weight.is_floating_point() and not torch.isfinite(weight).all():
+            raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
 
 
 def _agrees(served: RequestResult, request: Request, answer: tuple[int, ...]) -> bool:

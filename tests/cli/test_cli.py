@@ -291,9 +291,16 @@ def test_no_torch_and_no_cli_libraries_at_import(folder: Path) -> None:
     assert ran.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("error", "says"), [(click.exceptions.Abort(), "interrupted\n"), (BrokenPipeError(), "")])
+@pytest.mark.parametrize(
+    ("error", "says", "code"),
+    [
+        (click.exceptions.Abort(), "interrupted\n", 130),
+        (KeyboardInterrupt(), "interrupted\n", 130),
+        (BrokenPipeError(), "", 1),
+    ],
+)
 def test_interrupted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, says: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, says: str, code: int
 ) -> None:
     def stop(**_: object) -> None:
         raise error
@@ -304,7 +311,7 @@ def test_interrupted(
         monkeypatch.setattr(sys, "stderr", io.StringIO())
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert end.value.code == 1
+    assert end.value.code == code
     assert capsys.readouterr().err == says
 
 

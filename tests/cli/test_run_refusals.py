@@ -141,3 +141,17 @@ def test_a_number_out_of_range_is_refused_at_once(run: Run, arguments: tuple[str
     ran = run("spec.yaml", *arguments)
     assert ran.code == 1
     assert says in ran.err
+
+
+def test_weights_with_nan_are_not_verified(run: Run) -> None:
+    """Every token is the likeliest one of NaN, with a graph and without."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    numbers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = LlamaConfig(**numbers, hidden_size=32, intermediate_size=8, vocab_size=64, max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(config)
+    model.lm_head.weight.data[5, 5] = float("nan")
+    model.save_pretrained("model")
+    ran = run("plan.yaml", *FEW, "--model", "model", "--verify")
+    assert (ran.code, ran.out) == (1, "")
+    assert "lm_head.weight has NaN or infinity" in ran.err

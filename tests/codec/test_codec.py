@@ -1,19 +1,23 @@
 """Files: every mistake has its place and its words, and nothing is coerced."""
 
+import json
 import re
 import textwrap
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError, InvalidDocument
+from capture_planner.modes import Role
+from capture_planner.records._base import replace
 from capture_planner.records.environment import Environment
-from capture_planner.records.plan import Plan
+from capture_planner.records.plan import Decision, Plan
 from capture_planner.records.spec import Spec
 from capture_planner.testing import arbitrary_plans, environments, specs
 
+CONTROLS = ("\x1b]0;owned\x07", "\x9b2J", "\u202e", "\u2066", "\x7f", "\u2028", "\U000e0041", "\x00")
 HEAD = """\
 version: 1
 model: {name: m, num_layers: 2, num_heads: 8, num_kv_heads: 2, head_dim: 64, max_model_len: 4096}
@@ -248,3 +252,43 @@ def test_text_is_text_whatever_it_looks_like():
     for name in ("no", "true", "8", "8.7", "1e3", "0x1F", "null"):
         spec = codec.loads(HEAD.replace("name: m,", f"name: '{name}',"), Spec)
         assert codec.loads(codec.dumps(spec), Spec).model.name == name
+
+
+@pytest.mark.parametrize("number", ["9" * 420, "-" + "9" * 420, "1e999"])
+def test_number_out_of_range_is_said_to_be_so(number):
+    (problem,) = refused(HEAD.replace("max_num_reqs: 8", f"max_num_reqs: {number}"))
+    assert problem.startswith("f.yaml:3:")
+    assert problem.endswith("is out of range")
+    assert len(problem) < 120
+
+
+def test_many_unknown_keys_are_not_all_listed():
+    """Nor are the known ones listed with each."""
+    problems = refused(HEAD + "".join(f"key{number}: 1\n" for number in range(500)))
+    assert len(problems) == 101
+    assert problems[-1] == "f.yaml: 400 more problems, which are not listed"
+    assert sum("known are" in problem for problem in problems) == 1
+    assert sum(map(len, problems)) < 10_000
+
+
+@pytest.mark.parametrize("key", ["\x1b[31mkey", "a key", "k" * 100_000, "\u202e"])
+def test_unknown_key_that_needs_quotes_has_its_place(key):
+    """And reaches no terminal as it is."""
+    (problem,) = refused(HEAD + json.dumps(key) + ": 1\n") if len(key) < 1000 else refused(HEAD + f"? {key}\n: 1\n")
+    assert problem.startswith(("f.yaml:5:1: ", "f.yaml:5:3: ", "f.yaml: more than", "f.yaml:1:1"))
+    assert problem.isprintable()
+    assert len(problem) < 400
+
+
+@given(arbitrary_plans(), st.sampled_from(CONTROLS), st.data())
+def test_no_file_or_json_has_a_control_character_in_it(plan, control, data):
+    """Characters that a terminal acts on are written as their numbers, and read again."""
+    text = data.draw(st.text(max_size=3)) + control
+    said = Decision(rule="of-a-test", before=text, after=text, role=Role.TARGET, message=text)
+    assume(plan.roles)
+    changed = replace(plan, roles=(replace(plan.roles[0], decisions=(said,)), *plan.roles[1:]))
+    written = codec.dumps(changed)
+    as_json = codec.dumps_json(codec.to_data(changed))
+    assert all(line.isprintable() for line in (written + as_json).split("\n"))
+    assert codec.loads(written, Plan) == changed
+    assert json.loads(as_json)["roles"][0]["decisions"][0]["says"] == text

@@ -239,3 +239,22 @@ def test_entry_as_text():
     entry = uniform(4, 2, active_loras=3, draft_steps=2)
     assert str(entry) == "FULL 8 tokens, 4 requests of 2, 3 LoRA, chain of 2"
     assert str(Entry(mode=PIECEWISE, num_tokens=8)) == "PIECEWISE 8 tokens"
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        (("x", 1), "num_reqs is 'x'; expected whole numbers"),
+        ((None, 1), "num_reqs is None"),
+        ((1, None), "num_tokens is None"),
+        ((None, [1]), r"num_reqs is None and num_tokens is \[1\]"),
+    ],
+)
+def test_counts_that_are_no_numbers_are_named(hand_made, counts, says):
+    """Before and after the same batch with numbers was answered."""
+    dispatcher = Dispatcher(hand_made(Entry(mode=FULL, num_tokens=4, num_reqs=4, query_len=1)))
+    for _ in range(2):
+        with pytest.raises(DispatchError, match=says):
+            dispatcher.dispatch_counts("target", *counts)
+        dispatcher.dispatch_counts("target", 1, 1, 1)
+        dispatcher.dispatch_counts("target", 1, 2)

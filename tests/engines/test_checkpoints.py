@@ -260,3 +260,10 @@ def test_misspelled_model_name_suggests_known_model():
     for name in ("qwen/qwen3-32b", "Qwen/Qwen3-32B-FP8"):
         assert "(Qwen/Qwen3-32B is one)" in checkpoints.assumption(name, "x")
     assert "is one" not in checkpoints.assumption("nobody/nothing", "x")
+
+
+@pytest.mark.parametrize("name", sorted(MODEL))
+def test_a_configuration_that_is_nested_too_deep_is_an_error(tmp_path, name):
+    (tmp_path / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(FlagError, match="nested too deep"):
+        emulate(name, [MODEL[name], str(tmp_path)], H100)

@@ -2,6 +2,8 @@
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
@@ -93,3 +95,43 @@ def test_an_observation_without_times_is_refused_with_the_switch():
     """Nothing can be taken from an engine that timed nothing."""
     with pytest.raises(CapturePlannerError, match="CAPTURE_PLANNER_PROFILE=1"):
         observed(observation_of(DEPLOYMENT))
+
+
+@given(st.dictionaries(st.integers(1, 200), st.tuples(st.floats(0.1, 50), st.integers(1, 9)), min_size=1, max_size=8))
+def test_eager_times_never_fall_and_keep_their_mean(points):
+    """One slow step does not count for all larger sizes; times that grow by themselves are as they were observed."""
+    observation = profiled()
+    target, *others = observation.roles
+    batches = tuple(
+        BatchCount(
+            num_reqs=1,
+            num_tokens=tokens,
+            past_prompt=False,
+            steps=samples,
+            reason=Reason.MODE,
+            milliseconds=time,
+            samples=samples,
+        )
+        for tokens, (time, samples) in points.items()
+    )
+    role = replace(target, eager=(), batches=batches)
+    profile = observed(replace(observation, roles=(role, *others)))
+    (curve,) = [each for each in profile.curves if each.key == (Role.TARGET, GraphMode.NONE, None, None)]
+    times = dict(zip(curve.tokens, curve.milliseconds, strict=True))
+    assert list(times.values()) == sorted(times.values())
+    weights = {tokens: samples for tokens, (_, samples) in points.items()}
+    total = sum(time * samples for time, samples in points.values())
+    assert sum(times[tokens] * weights[tokens] for tokens in points) == pytest.approx(total, rel=1e-4)
+    raw = [points[tokens][0] for tokens in sorted(points)]
+    if raw == sorted(raw):
+        assert list(times.values()) == pytest.approx(raw, abs=1e-4)
+
+
+@pytest.mark.parametrize(("query_len", "kind"), [(4, 4), (6, None), (None, None)])
+def test_dummy_batches_of_no_scheduled_length_are_mixed(query_len, kind):
+    """VLLM spreads dummy tokens evenly over its requests, which makes no decode of them."""
+    observation = profiled()
+    target, *others = observation.roles
+    eager = (EagerCost(num_reqs=256, num_tokens=1536, query_len=query_len, milliseconds=13.6),)
+    profile = observed(replace(observation, roles=(replace(target, eager=eager), *others)))
+    assert [curve.query_len for curve in profile.curves if curve.mode is GraphMode.NONE] == [kind]

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import assume, given, reject
 
+from capture_planner import codec
 from capture_planner.analysis.explain import explain
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import PlanningError
@@ -15,6 +16,7 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import DraftModel, Method, Model, Speculative
+from capture_planner.records.plan import Plan
 from capture_planner.records.profile import CostCurve, Profile
 from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
 from capture_planner.testing import FakeBackend, deployments
@@ -51,6 +53,19 @@ def test_plan_rejects_unknown_backend():
     """At its place in the spec, with the names there are."""
     with pytest.raises(PlanningError, match="backend: no backend named 'alhpa' is installed; did you mean 'alpha'"):
         made(backend="alhpa")
+
+
+def test_plan_that_no_command_could_read_is_refused_when_it_is_made():
+    """Every plan of so many groups is read again, or is an error at the roles."""
+
+    def split(layers):
+        groups = tuple(GroupSpec(name=f"g{index}", layers=1) for index in range(layers))
+        return made(model=replace(MODEL, num_layers=layers), roles=Roles(target=RoleSpec(groups=groups)))
+
+    few = split(100)
+    assert codec.loads(codec.dumps(few), Plan) == few
+    with pytest.raises(PlanningError, match="roles: no command could read its plan: more than 16000 values"):
+        split(2000)
 
 
 @pytest.mark.parametrize(("refresh", "chain"), [(Refresh.IN_GRAPH, 2), (Refresh.HOST, None)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import Role
 from capture_planner.records._base import replace
-from capture_planner.records.model import Method, Model, Speculative
+from capture_planner.records.model import DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
 from capture_planner.testing import specs
 
@@ -64,6 +64,28 @@ def test_spec_rejects_contradictions_with_path(make, path, message):
         make()
     problem = caught.value.problems[0]
     assert str(problem).startswith(f"{path}: {message}" if path else message)
+
+
+@given(*[st.none() | st.sampled_from((1, 2, 3, 4, 5, 8, 9))] * 2, st.sampled_from((1, 2, 4, 8)))
+def test_drafter_heads_are_validated_as_the_targets_are(heads, kv_heads, tensor):
+    """A drafter is refused exactly where a target with its heads is, at its own fields; also in a plan."""
+    target = Model(name="m", num_layers=4, num_heads=8, num_kv_heads=8, head_dim=64, max_model_len=1024)
+    drafter = Speculative(method=Method.EAGLE, num_tokens=1, model=DraftModel(num_heads=heads, num_kv_heads=kv_heads))
+
+    def problems(make):
+        try:
+            make()
+        except InvalidValue as error:
+            return error.problems
+        return ()
+
+    own = {"num_heads": heads or 8, "num_kv_heads": kv_heads or 8}
+    parallel = Parallel(tensor=tensor)
+    alone = problems(lambda: replace(SPEC, model=replace(target, **own), parallel=parallel))
+    found = problems(lambda: replace(SPEC, model=target, speculative=drafter, parallel=parallel))
+    assert bool(found) == bool(alone)
+    field = "num_kv_heads" if heads is None else "num_heads"
+    assert {problem.path for problem in found} <= {("speculative", "model", field)}
 
 
 def test_spec_reports_all_problems_at_once():

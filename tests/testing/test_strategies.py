@@ -143,7 +143,7 @@ def test_documents_are_damaged_and_whole():
     """Both kinds of text are drawn, of each kind of record."""
     seen = set()
 
-    @settings(max_examples=300, database=None, derandomize=True)
+    @settings(max_examples=600, database=None, derandomize=True)
     @given(documents())
     def collect(document):
         seen.add((document.kind, document.mutated))

@@ -109,16 +109,33 @@ def eager() -> str:
     return table(("requests", *columns.values()), rows)
 
 
-def device() -> str:
-    """Return the milliseconds of a decode pass of each role on the device, as each engine's observation has them."""
-    group = _group("main")
-    columns = _columns(group, COMPARED)
+def device(name: str) -> Callable[[], str]:
+    """Return a part: milliseconds of a decode pass of each role on the device, by the engines' observations."""
+
+    def part() -> str:
+        group = _group(name)
+        columns = _columns(group, COMPARED)
+        rows = []
+        for load in _loads(group):
+            passes = [[times.get(load) for times in group["engines"][case]["device_ms"].values()] for case in columns]
+            cells = [" / ".join(NO_VALUE if ms is None else f"{ms:.2f}" for ms in times) for times in passes]
+            rows.append((load, *cells))
+        return table(("requests", *columns.values()), rows)
+
+    return part
+
+
+def steps() -> str:
+    """Return how fast steps under a plan are, against the engine of the same steps without, with 95 % intervals."""
     rows = []
-    for load in _loads(group):
-        passes = [[times.get(load) for times in group["engines"][case]["device_ms"].values()] for case in columns]
-        cells = [" / ".join(NO_VALUE if ms is None else f"{ms:.2f}" for ms in times) for times in passes]
-        rows.append((load, *cells))
-    return table(("requests", *columns.values()), rows)
+    for name in ("main", "large", "compile"):
+        compared = _group(name)["engines"]["plan"]["steps_compared"]
+        for load, figures in compared["loads"].items():
+            low, high = figures["interval"]
+            cells = (f"{1 / (1 + value):.3f}" for value in (figures["cost"], high, low))
+            middle, least, most = cells
+            rows.append((f"{name}, {load}", CASES[compared["with"]], f"{middle} ({least} to {most})", figures["pairs"]))
+    return table(("group, requests", "against vLLM", "speed (95 %)", "pairs"), rows, text=2)
 
 
 def targets() -> str:
@@ -153,7 +170,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "vllm-drafter-itl": _figures("main", "itl_ms_p50", "{:.2f}", DRAFTERS),
     "vllm-dynamic": _figures("dynamic", "tokens_per_second", "{:,.0f}"),
     "vllm-dynamic-start": start("dynamic"),
-    "vllm-device": device,
+    "vllm-device": device("main"),
+    "vllm-steps": steps,
+    "vllm-large": _figures("large", "tokens_per_second", "{:,.0f}"),
+    "vllm-large-start": start("large"),
+    "vllm-large-device": device("large"),
     "vllm-compile": _figures("compile", "tokens_per_second", "{:,.0f}"),
     "vllm-compile-start": start("compile"),
     "vllm-targets": targets,

@@ -21,6 +21,9 @@ TimeOf = Callable[[int], float]
 DEFAULT_RATIO = Fraction(9, 8)
 """Worst padded/real ratio of the default policy, which takes the fewest sizes within it."""
 
+TIME_RATIO = Fraction(51, 50)
+"""Worst ratio of a batch's time to that of its own size, where a profile has times: what profiles are measured to."""
+
 SGLANG_PREFILL_TOKENS = 2048
 """SGLang's documented largest prefill graph, in tokens."""
 
@@ -149,7 +152,7 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str,
         how = f"the least worst padding with {sizes.graphs} sizes"
     elif context.time is not None:
         chosen = domain.needed([*_timed(domain, context.time), *anchors])
-        how = f"the fewest sizes whose time is within {float(DEFAULT_RATIO - 1):.1%} of a size of their own"
+        how = f"the fewest sizes whose time is within {float(TIME_RATIO - 1):.1%} of a size of their own"
         message = f"{how}, {context.source}; {_worst(domain, chosen, unit)}"
         return Choice(domain=domain, sizes=chosen, adaptive=False, message=message)
     else:
@@ -160,12 +163,12 @@ def _computed(sizes: Sizes, domain: Domain, anchors: tuple[int, ...], unit: str,
 
 
 def _timed(domain: Domain, time: TimeOf) -> Iterator[int]:
-    """Yield the fewest sizes with which no count takes more than ``DEFAULT_RATIO`` times its own size."""
+    """Yield the fewest sizes with which no count takes more than ``TIME_RATIO`` times its own size."""
     sizes = list(domain.needed(count for first, last in domain.intervals for count in range(first, last + 1)))
     times = [round(time(size) * 1_000_000) for size in sizes]
     even = [0] * len(sizes)
     problem = LadderProblem.of(sizes, times, even, even, sizes[-1])
-    yield from (problem.sizes[index] for index in problem.within(DEFAULT_RATIO))
+    yield from (problem.sizes[index] for index in problem.within(TIME_RATIO))
 
 
 def _explicit(named: tuple[int, ...], domain: Domain, unit: str) -> Choice:

@@ -12,11 +12,11 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.runtime.models.heads import AUX_LAYER_IDS, Config, Eagle, Eagle3
 from capture_planner.runtime.models.huggingface import refuse_moving_rope
 from capture_planner.runtime.models.loading import (
-    UNREADABLE,
     Source,
     StoredTensor,
     contradictions,
     fill,
+    library_errors,
     locate,
     read_tensors,
     seeded,
@@ -59,7 +59,7 @@ def load_drafter(
         own |= {"lm_head.weight", "d2t"}
     origin = "the plan's numbers" if found is None else found.label
     name = f"{kind.__name__} of {origin}" + (f", random weights (seed {seed})" if is_random else "")
-    with seeded(seed, device):
+    with library_errors(f"{name} cannot be made"), seeded(seed, device):
         drafter = kind(config, target, own, name).eval().requires_grad_(False)
         # Parameters only: rotary frequencies stay in float32, as in the target.
         for parameter in drafter.parameters():
@@ -84,16 +84,17 @@ def _planned(speculative: Speculative, target: TargetModel) -> Config:
             f"speculative.model.vocab_size: {vocab} of the target's {target.vocab_size}; only eagle3 has a "
             "reduced vocabulary, and no larger one"
         )
-    config: Config = LlamaConfig(
-        num_hidden_layers=draft.num_layers,
-        num_attention_heads=draft.num_heads or target.num_heads,
-        num_key_value_heads=draft.num_kv_heads or target.num_kv_heads,
-        head_dim=draft.head_dim or target.head_dim,
-        hidden_size=target.hidden_size,
-        intermediate_size=3 * target.hidden_size,
-        vocab_size=target.vocab_size,
-        max_position_embeddings=target.max_model_len,
-    )
+    with library_errors("speculative.model: no random head has its numbers"):
+        config: Config = LlamaConfig(
+            num_hidden_layers=draft.num_layers,
+            num_attention_heads=draft.num_heads or target.num_heads,
+            num_key_value_heads=draft.num_kv_heads or target.num_kv_heads,
+            head_dim=draft.head_dim or target.head_dim,
+            hidden_size=target.hidden_size,
+            intermediate_size=3 * target.hidden_size,
+            vocab_size=target.vocab_size,
+            max_position_embeddings=target.max_model_len,
+        )
     config.draft_vocab_size = vocab
     return config
 
@@ -101,30 +102,30 @@ def _planned(speculative: Speculative, target: TargetModel) -> Config:
 def _read(found: Source, speculative: Speculative, target: TargetModel) -> Config:
     """Return the configuration of a folder. Raises one ``RunError`` for all that is against it."""
     values = found.read_config()
-    try:
+    with library_errors(f"{found.config}: not the configuration of a Llama head"):
         config: Config = LlamaConfig.from_dict(values)
-    except UNREADABLE as error:
-        raise RunError(f"{found.config}: not the configuration of a Llama head: {error}") from error
-    refuse_moving_rope(config, str(found.config))
-    draft, eagle = speculative.model, values.get("eagle_config") or {}
-    pairs = [
-        ("num_layers", draft.num_layers, config.num_hidden_layers),
-        ("num_heads", draft.num_heads or target.num_heads, config.num_attention_heads),
-        ("num_kv_heads", draft.num_kv_heads or target.num_kv_heads, config.num_key_value_heads),
-        ("head_dim", draft.head_dim or target.head_dim, config.head_dim),
-        ("vocab_size", draft.vocab_size, values.get("draft_vocab_size") or config.vocab_size),
-    ]
-    problems = contradictions("speculative.model", pairs, found.config)
-    if config.vocab_size != target.vocab_size:
-        problems.append(f"{found.config}: vocab_size {config.vocab_size}, the target has {target.vocab_size}")
-    if config.hidden_act != "silu":
-        problems.append(f"{found.config}: hidden_act {config.hidden_act}, supported: silu")
-    if config.hidden_size != target.hidden_size and speculative.method is Method.EAGLE:
-        problems.append(f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}")
-    unsupported = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)]
-    if eagle.get("use_aux_hidden_state", True) is False:
-        unsupported.append("use_aux_hidden_state: false")
-    problems += [f"{found.config}: {name} is not supported" for name in unsupported]
+        refuse_moving_rope(config, str(found.config))
+        draft, eagle = speculative.model, values.get("eagle_config") or {}
+        pairs = [
+            ("num_layers", draft.num_layers, config.num_hidden_layers),
+            ("num_heads", draft.num_heads or target.num_heads, config.num_attention_heads),
+            ("num_kv_heads", draft.num_kv_heads or target.num_kv_heads, config.num_key_value_heads),
+            ("head_dim", draft.head_dim or target.head_dim, config.head_dim),
+            ("vocab_size", draft.vocab_size, values.get("draft_vocab_size") or config.vocab_size),
+        ]
+        problems = contradictions("speculative.model", pairs, found.config)
+        if config.vocab_size != target.vocab_size:
+            problems.append(f"{found.config}: vocab_size {config.vocab_size}, the target has {target.vocab_size}")
+        if config.hidden_act != "silu":
+            problems.append(f"{found.config}: hidden_act {config.hidden_act}, supported: silu")
+        if config.hidden_size != target.hidden_size and speculative.method is Method.EAGLE:
+            problems.append(f"{found.config}: hidden_size {config.hidden_size}, the target has {target.hidden_size}")
+        unsupported = [
+            name for name in ("norm_before_fc", "fc_norm", "norm_output") if eagle.get(name) or values.get(name)
+        ]
+        if eagle.get("use_aux_hidden_state", True) is False:
+            unsupported.append("use_aux_hidden_state: false")
+        problems += [f"{found.config}: {name} is not supported" for name in unsupported]
     if problems:
         raise RunError("\n".join(problems))
     return config

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -27,10 +28,21 @@ from transformers.utils import logging as transformers_logging
 from capture_planner.errors import RunError
 from capture_planner.records.model import DataType, Model
 from capture_planner.runtime.models.interface import INTERFACE, SUPPORTED, Call, Probe, RefuseHostReads
-from capture_planner.runtime.models.loading import UNREADABLE, Source, contradictions, locate, seeded, weights_of
+from capture_planner.runtime.models.loading import (
+    Source,
+    contradictions,
+    library_errors,
+    locate,
+    read_tensors,
+    seeded,
+    weights_of,
+)
 from capture_planner.runtime.models.protocols import Attend, Weight
 
 _FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
+
+_MOST_LAYERS = 1024
+"""Far above any model: a slip in a configuration would take hours to build."""
 
 _MOVING_ROPE = {
     "dynamic": "dynamic rope reads the longest position on the host, which no graph can hold",
@@ -52,7 +64,8 @@ class HuggingFaceModel:
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.max_model_len: int = getattr(config, "max_position_embeddings", None) or max_model_len
+        stated = getattr(config, "max_position_embeddings", None)
+        self.max_model_len: int = max_model_len if stated is None else stated
         self.mrope = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
         self.dtype: torch.dtype = model.dtype
         untyped: Any = model
@@ -128,7 +141,7 @@ class HuggingFaceModel:
     def _probe(self, model: PreTrainedModel) -> tuple[int, int, int, bool]:
         """Run two tokens through the whole model; return heads, KV heads, head width and sinks."""
         # Two different tokens: one may be the padding token, whose embedding is zero.
-        tokens = torch.arange(2, device=model.device)
+        tokens = torch.arange(2, device=model.device) % self.vocab_size
         positions = tokens.expand(3, -1) if self.mrope else tokens
         whole, part = Probe(), Probe()
         try:
@@ -138,15 +151,15 @@ class HuggingFaceModel:
                 logits = self.logits(hidden)
         except RunError as error:
             raise RunError(f"{self.name}: {error}") from error
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise RunError(f"{self.name}: its forward fails: {error}; {SUPPORTED}") from error
+        except Exception as error:  # of a configuration with impossible numbers, anything
+            raise RunError(f"{self.name}: its forward fails: {type(error).__name__}: {error}; {SUPPORTED}") from error
         silent = sorted(set(range(self.num_layers)) - set(part.seen))
         if silent:
             raise RunError(
                 f"{self.name}: layers {silent} do not attend through the attention interface, as linear "
                 f"attention and state-space layers do not; {SUPPORTED}"
             )
-        if len(set(part.seen.values())) > 1:
+        if len(set(part.seen.values())) != 1:
             raise RunError(
                 f"{self.name}: its layers have different heads (query heads, KV heads, width): "
                 f"{sorted(set(part.seen.values()))}; supported: the same in all layers"
@@ -174,33 +187,32 @@ def load_target(
     executed.
     """
     found = Source(Path()) if source is None else locate(source)
-    try:
-        config = _llama(shape) if source is None else AutoConfig.from_pretrained(found.config)
-    except UNREADABLE as error:
-        raise RunError(f"{source}: not a configuration that transformers reads: {error}") from error
-    text = config.get_text_config(decoder=True)
-    _refuse(config, text, source)
-    stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
-    chosen = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
+    subject = f"model {shape.name}" if source is None else str(source)
+    kind = "no random model has its numbers" if source is None else "not a configuration that transformers reads"
+    with library_errors(f"{subject}: {kind}"):
+        config = _llama(shape) if source is None else _configuration(found)
+        text = config.get_text_config(decoder=True)
+        _refuse(config, text, source)
+        stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
+        chosen = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if chosen is None:
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
     options = {"dtype": chosen, "attn_implementation": INTERFACE, "experts_implementation": _experts(device, chosen)}
     model: Any
-    try:
+    with library_errors(f"{subject}: cannot be loaded"):
         if found.files:
             model = _pretrained(factory, found, config, options)
         else:
             with seeded(seed, device):
                 model = factory.from_config(config, **options)
-    except UNREADABLE as error:
-        raise RunError(f"{source or shape.name}: cannot be loaded: {error}") from error
     origin = "the plan's numbers" if source is None else found.label
     name = f"{type(model).__name__} of {origin}" + ("" if found.files else f", random weights (seed {seed})")
     if not model._supports_attention_backend:
         raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
-    return HuggingFaceModel(model.eval().requires_grad_(False).to(device), name, shape.max_model_len)
+    with library_errors(f"{name} cannot be executed"):
+        return HuggingFaceModel(model.eval().requires_grad_(False).to(device), name, shape.max_model_len)
 
 
 def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
@@ -264,12 +276,28 @@ def _llama(shape: Model) -> LlamaConfig:
     )
 
 
+def _configuration(found: Source) -> PreTrainedConfig:
+    """Read a configuration; code next to it is not run, and no question about it is put on the terminal."""
+    stated = found.read_config()
+    if stated.get("auto_map") and stated.get("model_type") not in CONFIG_MAPPING:
+        raise RunError(f"{found.config}: its model is code next to it, which is not run; {SUPPORTED}")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(found.config, trust_remote_code=False)
+    return config
+
+
 def _pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    """Load weights; the library would make up those that are missing."""
+    """Load weights; the library would make up those that are missing.
+
+    It is given tensors, not the folder: there it would follow the index, an adapter's configuration or a file name in
+    config.json to other folders and to pickled weights.
+    """
     folder = found.config.parent
+    tensors = {name: stored.tensor for name, stored in read_tensors(found.files).items()}
+    with torch.device("meta"):
+        alike = factory.from_config(config, **options)
     with _no_progress_bars():
-        model, loading = factory.from_pretrained(
-            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        model, loading = type(alike).from_pretrained(
+            None, config=alike.config, state_dict=tensors, local_files_only=True, output_loading_info=True, **options
         )
     missing = sorted(loading["missing_keys"])
     if missing:
@@ -297,6 +325,8 @@ def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | Non
     has_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or text is not config
     if not has_decoder or config.is_encoder_decoder:
         raise RunError(f"{where} is not a causal language model; {SUPPORTED}")
+    if not 1 <= text.num_hidden_layers <= _MOST_LAYERS:
+        raise RunError(f"{where} has num_hidden_layers {text.num_hidden_layers}; supported: 1 to {_MOST_LAYERS}")
     other = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if other:
         raise RunError(f"{where} has layers of type {', '.join(other)}; {SUPPORTED}")

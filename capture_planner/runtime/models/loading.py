@@ -10,16 +10,33 @@ from typing import Any
 
 import attrs
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from capture_planner.errors import RunError
+from capture_planner.errors import CapturePlannerError, RunError
 from capture_planner.runtime.models.protocols import Weight
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
-"""What transformers raises for configurations and weights that it cannot make a model of."""
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""What transformers reads weights from: the file, or without it the files that the index names."""
+
+_LONGEST_REASON = 400
+
+
+@contextmanager
+def library_errors(subject: str) -> Iterator[None]:
+    """Turn whatever a library raises for a configuration or weights into a ``RunError``: subject and reason, one line.
+
+    Of a configuration with impossible numbers transformers and torch raise errors of any type.
+    """
+    try:
+        yield
+    except CapturePlannerError:
+        raise
+    except Exception as error:
+        says = " ".join(str(error).split())
+        reason = says if isinstance(error, OSError | ValueError) and says else f"{type(error).__name__}: {says}"
+        raise RunError(f"{subject}: {reason[:_LONGEST_REASON]}") from error
 
 
 @attrs.frozen
@@ -36,13 +53,7 @@ class Source:
 
     def read_config(self) -> dict[str, Any]:
         """Return the configuration. Raises ``RunError`` where it is not a JSON object."""
-        try:
-            config = json.loads(self.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.config}: cannot be read as JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise RunError(f"{self.config}: expected a JSON object, got {type(config).__name__}")
-        return config
+        return _json_object(self.config)
 
 
 @attrs.frozen(eq=False)
@@ -62,16 +73,30 @@ def contradictions(prefix: str, pairs: Iterable[tuple[str, Any, Any]], other: ob
     ]
 
 
+def _json_object(file: Path) -> dict[str, Any]:
+    with library_errors(f"{file}: cannot be read as JSON"):
+        data = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise RunError(f"{file}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
 def locate(path: Path) -> Source:
     """Return what is at ``path``: a folder with config.json, or a configuration file alone.
 
-    Raises ``RunError`` where it has neither, and where there are weights in pickle files only.
+    The weights are those of model.safetensors, or of the files that model.safetensors.index.json names, or of all
+    safetensors files. Raises ``RunError`` where there is no configuration, where an index is wrong or names a file that
+    is absent or is no safetensors file of the folder, and where there are weights in pickle files only.
     """
     if path.is_file():
         return Source(path)
     config = path / "config.json"
     if not config.is_file():
         raise RunError(f"{path}: no config.json here; give a local model folder, or a configuration file")
+    if (path / SINGLE_FILE).exists():
+        return Source(config, (path / SINGLE_FILE,))
+    if (path / INDEX).exists():
+        return Source(config, _shards(path))
     files = tuple(sorted(path.glob("*.safetensors")))
     pickles = sorted(path.glob("*.bin"))
     if pickles and not files:
@@ -80,6 +105,28 @@ def locate(path: Path) -> Source:
             "convert them to safetensors"
         )
     return Source(config, files)
+
+
+def _shards(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a folder's index; raises ``RunError`` for names that are no safetensors files in it."""
+    index = folder / INDEX
+    weights = _json_object(index).get("weight_map")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
+        raise RunError(f"{index}: expected weight_map, a file name for each tensor; download it again")
+    names = sorted(set(weights.values()))
+    foreign = [name for name in names if Path(name).name != name or "\\" in name or not name.endswith(".safetensors")]
+    if foreign:
+        raise RunError(
+            f"{index}: names {foreign[0]!r}; only safetensors files of the same folder are read, and no pickled "
+            "weights, as loading them runs code from the file"
+        )
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        listed = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        raise RunError(
+            f"{folder}: {listed} of {INDEX} are absent; download them, or remove the index to run random ones"
+        )
+    return tuple(folder / name for name in names)
 
 
 def read_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:

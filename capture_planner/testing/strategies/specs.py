@@ -225,6 +225,8 @@ def specs(
     tensor = draw(one_of((1, 1, 2, 3, 4)))
     model = draw(_models(tensor))
     speculative = draw(maybe(_speculatives(scheduled)))
+    if speculative is not None and any(speculative.head_problems(model, tensor)):
+        speculative = replace(speculative, model=replace(speculative.model, num_heads=None, num_kv_heads=None))
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
     layers[Role.TARGET] = model.num_layers
     roles = {}

@@ -112,6 +112,7 @@ def test_folders_that_hold_no_head_are_refused(tmp_path, target):
     assert "cannot be read as safetensors" in message()
     tensors = published(Method.EAGLE)
     write(tmp_path, tensors, num_hidden_layers=1)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     save_file({"fc.weight": tensors["fc.weight"]}, tmp_path / "more.safetensors")
     assert "keep one of them" in message()
 

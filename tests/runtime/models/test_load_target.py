@@ -133,7 +133,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path, tiny):
     assert "no config.json" in message()
     config = tmp_path / "config.json"
     config.write_text("{")
-    assert "not a configuration" in message()
+    assert "cannot be read as JSON" in message()
     config.write_text('{"model_type": "no-such-model"}')
     assert "no-such-model" in message()
     FAMILIES["llama"]().save_pretrained(tmp_path)

@@ -1,0 +1,364 @@
+"""Random and mutated inputs that are no documents, through what reads them.
+
+Model folders (into ``run`` and the engines), plugins, traces, prompts with their tokenizers, plans with control
+characters in their texts, and outputs. Every input is made from ``--seed`` and its index alone. Only
+``CapturePlannerError`` may be raised; nothing may be opened outside of the input's folder but installed code, no
+program started and no connection made, which audit hooks watch; no control character may be printed; and a model
+folder whose index leaves it must be refused. Exit code 1 on any violation, each with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import site
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import _fuzz_folders as folders
+import _fuzz_inputs as make
+import attrs
+import safetensors.torch
+import torch
+from _bench import CONSOLE, ROOT
+from _fuzz_uses import MEBI, BrokenLawError, HangError, Outcome, memory
+from fuzz_documents import campaign, choose_seed, options, report
+
+from capture_planner import cli, codec
+from capture_planner.engines import emulate, load_engines
+from capture_planner.errors import CapturePlannerError, PluginWarning
+from capture_planner.planning.from_config import spec_from_config
+from capture_planner.planning.planner import plan
+from capture_planner.plugins.registry import load_backends
+from capture_planner.records._base import replace
+from capture_planner.records.environment import Environment
+from capture_planner.records.model import DataType, Method, Model, Speculative
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Limits, Spec
+from capture_planner.report.backends import backend_support
+from capture_planner.runtime.models.eagle import load_drafter
+from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
+from capture_planner.runtime.serving.workload import from_prompts, from_trace
+
+KINDS = ("folder", "plugin", "trace", "prompts", "text", "output")
+WEIGHTS = (6, 4, 3, 3, 2, 2)
+
+SHAPE = Model(
+    name="tiny",
+    num_layers=folders.NUMBERS["num_hidden_layers"],
+    num_heads=folders.NUMBERS["num_attention_heads"],
+    num_kv_heads=folders.NUMBERS["num_key_value_heads"],
+    head_dim=folders.NUMBERS["head_dim"],
+    max_model_len=folders.NUMBERS["max_position_embeddings"],
+    hidden_size=folders.NUMBERS["hidden_size"],
+    vocab_size=folders.NUMBERS["vocab_size"],
+    dtype=DataType.FLOAT32,
+)
+SPEC = Spec(model=SHAPE, limits=Limits(max_num_reqs=4, max_num_tokens=16), backend="reference")
+CPU = torch.device("cpu")
+
+PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "socket.getaddrinfo")
+_CODE = tuple({os.path.realpath(str(each)) for each in (ROOT, sys.prefix, sys.base_prefix, *site.getsitepackages())})
+_SYSTEM = (
+    "/dev/null",
+    "/dev/full",
+    "/proc/self/",
+    f"/proc/{os.getpid()}/",
+    "/sys/",
+    "/etc/localtime",
+    "/usr/share/zoneinfo",
+)
+
+
+@attrs.define
+class Watch:
+    """What this process opened and started while an input was used."""
+
+    folder: str | None = None
+    seen: list[str] = attrs.field(factory=list)
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Take an audit event."""
+        if self.folder is None:
+            return
+        if event in PROGRAMS or (event == "pickle.find_class" and arguments[0] in ("os", "posix", "builtins")):
+            self.seen.append(f"{event} {arguments!r:.100}")
+        elif event == "open" and not isinstance(arguments[0], int):
+            path = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100 - a link is not followed
+            inside = path == self.folder or path.startswith(self.folder + os.sep)
+            if path.endswith((".bin", ".dat")) or not (inside or path.startswith((*_CODE, *_SYSTEM))):
+                self.seen.append(f"opened {path}")
+
+
+WATCH = Watch()
+
+
+@attrs.define
+class State:
+    """What a worker keeps from input to input."""
+
+    arguments: argparse.Namespace
+    checkpoints: folders.Checkpoints
+    environment: Environment
+    target: HuggingFaceModel
+    spec: str
+    plan: str
+
+
+_STATE: list[State] = []
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Make a worker ready, and watch it from then on."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    environment = codec.shipped.find_environment("cpu")
+    target = load_target(None, SHAPE, device=CPU, dtype=torch.float32)
+    made = codec.dumps(plan(SPEC, environment, load_backends()))
+    _STATE[:] = [State(arguments, folders.Checkpoints.make(), environment, target, codec.dumps(SPEC), made)]
+    reader: Any = safetensors.torch
+    own = reader.safe_open
+
+    def seen(file: Any, *others: Any, **named: Any) -> Any:  # opened in Rust, where no audit hook looks
+        sys.audit("open", str(file), "r", 0)
+        return own(file, *others, **named)
+
+    reader.safe_open = seen
+    for index in range(20):  # what is imported or made at the first use is not an input's
+        kinds = [kind for kind in KINDS if kind != "plugin"]
+        with contextlib.suppress(Exception):
+            _use(random.Random(index), kinds[index % len(kinds)], index, Outcome(index, "", "", 0))
+    sys.addaudithook(WATCH.hook)
+    if sys.platform == "linux":
+        guard = memory("VmSize") + 4096 * MEBI
+        resource.setrlimit(resource.RLIMIT_AS, (guard, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.signal(signal.SIGPROF, _overdue)
+
+
+def _overdue(_: int, __: Any) -> None:
+    raise HangError
+
+
+def check(index: int) -> Outcome:
+    """Make one input, and use it."""
+    arguments = _STATE[0].arguments
+    rng = random.Random(f"input:{arguments.seed}:{index}")
+    kind = arguments.only_kind or rng.choices(KINDS, WEIGHTS)[0]
+    outcome = Outcome(index=index, kind=kind, made_by="", size=0)
+    before, start = memory("VmRSS"), time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, arguments.hang)
+    try:
+        _use(rng, kind, index, outcome)
+    except HangError:
+        outcome.outcome = "hung"
+        outcome.violations.append(f"stopped after {arguments.hang:g} s")
+    except BrokenLawError as error:
+        outcome.outcome = "broke a law"
+        outcome.violations.append(str(error))
+    except BaseException as error:
+        outcome.outcome = "traceback"
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((f for f in reversed(frames) if "capture_planner" in f.filename), frames[-1])
+        at = f"{Path(place.filename).name}:{place.lineno} {place.name}"
+        outcome.violations.append(f"{type(error).__name__} in {at}: {ascii(error)[:200]}")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    outcome.violations += dict.fromkeys(WATCH.seen)
+    outcome.cpu, outcome.rss = time.process_time() - start, max(memory("VmRSS") - before, 0)
+    outcome.stages = {kind: outcome.cpu}
+    return outcome
+
+
+def _use(rng: random.Random, kind: str, index: int, outcome: Outcome) -> None:
+    top = Path(tempfile.mkdtemp(prefix="input-", dir=_STATE[0].arguments.folder))
+    folder = top / "input"
+    folder.mkdir()
+    WATCH.seen.clear()
+    try:
+        outcome.outcome = _USES[kind](rng, folder, index, outcome)
+    finally:
+        WATCH.folder = None
+        shutil.rmtree(top)
+
+
+@contextlib.contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Watch what the use of a folder opens and starts."""
+    WATCH.folder = str(folder)
+    try:
+        yield
+    finally:
+        WATCH.folder = None
+
+
+def _refusal(use: Callable[[], object], outcome: Outcome) -> str:
+    """Use an input; return why it was refused, or nothing."""
+    try:
+        use()
+    except CapturePlannerError as error:
+        outcome.message = max(outcome.message, len(str(error).encode("utf-8", "surrogateescape")))
+        return re.sub(r"[^a-z ]+.*", "", str(error).rpartition(": ")[2] or "refused")[:40] or "refused"
+    return ""
+
+
+def _folder(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+    state = _STATE[0]
+    made = folders.model_folder(rng, folder, state.checkpoints)
+    outcome.made_by = made.made_by
+    dtype = rng.choice((None, torch.float32))
+    method = Speculative(method=rng.choice((Method.EAGLE, Method.EAGLE3)), num_tokens=1)
+    with watched(folder):
+        refused = _refusal(lambda: load_target(folder, SHAPE, device=CPU, dtype=dtype), outcome)
+        refused_head = _refusal(lambda: load_drafter(folder, method, state.target), outcome)
+        for name, flag in (("vllm", "--model"), ("sglang", "--model-path")):
+            _refusal(partial(emulate, name, [flag, str(folder)], state.environment), outcome)
+        _refusal(lambda: spec_from_config(folder / "config.json", "tiny"), outcome)
+    if made.must_refuse and not (refused and refused_head):
+        raise BrokenLawError("an index that leaves the folder, names what is absent, or a pickle is accepted")
+    return f"refused: {refused}" if refused else "loaded"
+
+
+def _plugin(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+    state = _STATE[0]
+    made = make.plugin(rng, folder, index)
+    outcome.made_by, (module,) = made.made_by, made.words
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        with watched(folder), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            registry, engines = load_backends(), load_engines()
+            refused = _refusal(lambda: plan(SPEC, state.environment, registry), outcome)
+            for other in set(registry) - {"reference"}:
+                _refusal(partial(plan, replace(SPEC, backend=other), state.environment, registry), outcome)
+            backend_support(registry, [state.environment], None)
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+    if any(each.category is not PluginWarning for each in caught):
+        raise BrokenLawError(f"another warning: {caught[0].message}")
+    if "vllm" not in engines:
+        raise BrokenLawError("a broken plugin took the engines with it")
+    taken = any("are named 'reference'" in str(each.message) for each in caught)
+    if bool(refused) != taken:
+        raise BrokenLawError(f"a plugin that the spec does not use stopped it, or a taken name did not: {refused}")
+    return "warned" if caught else "loaded"
+
+
+def _trace(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+    made = make.trace(rng, folder)
+    outcome.made_by = made.made_by
+    with watched(folder):
+        refused = _refusal(lambda: from_trace(made.files[0], seed=0, vocab_size=32), outcome)
+    return f"refused: {refused}" if refused else "loaded"
+
+
+def _prompts(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+    made = make.prompts(rng, folder)
+    outcome.made_by = made.made_by
+
+    def use() -> None:
+        requests, decode = from_prompts(made.files[0], made.files[1], max_new_tokens=4)
+        for request in requests:
+            decode(request.prompt)
+
+    with watched(folder):
+        refused = _refusal(use, outcome)
+    return f"refused: {refused}" if refused else "loaded"
+
+
+def _command(*words: str) -> tuple[int, str]:
+    """Run a command in this process, as ``main`` does; return its exit code and all that it printed."""
+    out, before = io.StringIO(), sys.argv
+    sys.argv = ["capture-planner", *words]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            cli.main()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = before
+    text = out.getvalue()
+    if code not in (0, 1, 2):
+        raise BrokenLawError(f"{words[0]} ended with {code!r}")
+    odd = next((char for char in text if char != "\n" and not char.isprintable()), None)
+    if odd is not None:
+        raise BrokenLawError(f"{words[0]} printed {odd!a}")
+    return code, text
+
+
+def _text(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+    state = _STATE[0]
+    made = make.plan_text(rng, folder, codec.to_data(codec.loads(state.plan, Plan)))
+    outcome.made_by, file = made.made_by, str(made.files[0])
+    other = folder / "other.yaml"
+    other.write_text(state.plan, "utf-8")
+    commands = (
+        *(("show", file), ("show", file, "--format", "json"), ("diff", str(other), file), ("check", file)),
+        *(("explain", file, "--num-reqs", "2", "--query-len", "1"), ("explain", file, "--coverage")),
+        *(("check", file, "--format", "github"), ("check", file, "--format", "sarif"), ("ranks", file)),
+    )
+    with watched(folder):
+        codes = [_command(*words)[0] for words in rng.sample(commands, 4)]
+    return f"codes {sorted(set(codes))}"
+
+
+def _output(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+    state = _STATE[0]
+    made = make.output(rng, folder, state.spec, state.plan)
+    outcome.made_by = made.made_by
+    before = set(folder.iterdir())
+    with watched(folder):
+        code, text = _command(*made.words)
+    if made.files[0].read_text("utf-8") != state.spec:
+        raise BrokenLawError("the spec was overwritten")
+    left = [path.name for path in set(folder.iterdir()) - before if path.name.startswith(".")]
+    if left:
+        raise BrokenLawError(f"left behind: {left}")
+    return f"code {code}: " + re.sub(r"/\S+|x{9,}", "...", text.strip().rpartition("\n")[2])[:60]
+
+
+_USES: dict[str, Callable[[random.Random, Path, int, Outcome], str]] = {
+    "folder": _folder,
+    "plugin": _plugin,
+    "trace": _trace,
+    "prompts": _prompts,
+    "text": _text,
+    "output": _output,
+}
+
+
+def main() -> int:
+    """Run the campaign."""
+    arguments = options(__doc__, KINDS).parse_args()
+    choose_seed(arguments)
+    with tempfile.TemporaryDirectory(prefix="fuzz-inputs-") as arguments.folder:
+        if arguments.only is not None:
+            prepare(arguments)
+            outcome = check(arguments.only)
+            CONSOLE.print(attrs.asdict(outcome), markup=False)
+            return 1 if outcome.violations else 0
+        started = time.perf_counter()
+        outcomes = campaign(arguments, prepare, check)
+    return report(arguments, outcomes, time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
