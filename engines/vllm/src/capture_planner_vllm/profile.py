@@ -113,7 +113,7 @@ def eager_costs(
     :param watching: lets a watch follow the steps for a while.
     """
     steps = EagerSteps()
-    watch = StepWatch(tracks, steps, device.event, every=1, drafts=False, dummies=True)
+    watch = StepWatch(tracks, steps, device.event, every=1, dummies=True)
     sizes = eager_sizes(
         tracks,
         query_len=runner.decode_query_len,

@@ -85,7 +85,7 @@ class StepWatch:
         *,
         every: int = EVERY,
         bonus: int = 1,
-        drafts: bool = True,
+        drafts: int = 0,
         dummies: bool = False,
     ) -> None:
         """Follow the managers of ``tracks``.
@@ -93,12 +93,14 @@ class StepWatch:
         :param event: makes a ``torch.cuda.Event`` with timing.
         :param every: one step in so many is timed.
         :param bonus: the tokens that a request gets besides its accepted drafts.
-        :param drafts: whether steps verify drafts.
+        :param drafts: most drafts of a request that a step verifies; 0: steps verify none.
         :param dummies: whether dummy runs are steps too.
         """
         self.sink, self.drafts, self.dummies = sink, drafts, dummies
         self._events: deque[tuple[Any, ...]] = deque()  # its methods are atomic: any thread may log
         self.log = self._events.append
+        self.lengths: Callable[[Iterable[int]], Sequence[int]] = bytes if drafts + bonus < 256 else tuple
+        """Makes what is logged of the tokens that requests got: the smaller, the fewer caches it takes."""
         self.turns = cycle((*repeat(False, every - 1), True))
         self.timing = False
         """Whether the current step is timed."""
