@@ -20,13 +20,23 @@ from capture_planner.codec.reading import (
     read_stream,
     structure,
 )
-from capture_planner.codec.writing import HEADER, dumps, dumps_json, is_in_place, replaceable, to_data, write
+from capture_planner.codec.writing import (
+    HEADER,
+    dumps,
+    dumps_json,
+    dumps_observed,
+    is_in_place,
+    replaceable,
+    to_data,
+    write,
+)
 
 __all__ = [
     "HEADER",
     "Document",
     "dumps",
     "dumps_json",
+    "dumps_observed",
     "format_bytes",
     "is_in_place",
     "json_fields",

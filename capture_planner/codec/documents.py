@@ -67,7 +67,7 @@ class Node:
 def num_nodes(data: Any) -> int:
     """Return how many values a reader counts in plain data: every key, item and container."""
     if isinstance(data, dict):
-        return 1 + sum(1 + num_nodes(item) for item in data.values())
+        return 1 + len(data) + sum(map(num_nodes, data.values()))
     return 1 + sum(map(num_nodes, data)) if isinstance(data, list) else 1
 
 

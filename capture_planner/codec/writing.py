@@ -32,6 +32,7 @@ from capture_planner.records.traffic import Traffic
 # a run of spaces.
 _PLAIN = re.compile(r"[A-Za-z0-9(][^\x00-\x1f\x7f-\xa0\u2028\u2029\ufeff]*")
 
+_SCALARS = {int, float, bool, str}
 # In JSON and in double quotes, every character that a terminal may act on is written as its number.
 _NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
 
@@ -44,6 +45,8 @@ def to_data(value: Any) -> Any:
 
 
 def _listed(data: Any) -> Any:
+    if data is None or type(data) in _SCALARS:  # most of it
+        return data
     if isinstance(data, Mapping):
         return {str(key): _listed(item) for key, item in data.items()}
     if isinstance(data, list | tuple):
@@ -54,13 +57,18 @@ def _listed(data: Any) -> Any:
 def dumps(value: Spec | Environment | Plan | Observation | Traffic | Profile) -> str:
     """Return a record as YAML text; the same record gives the same bytes."""
     if isinstance(value, Observation | Traffic):
-        return compact_yaml(to_data(value))
+        return dumps_observed(to_data(value))
     yaml = YAML()
     yaml.width = 110
     yaml.indent(mapping=2, sequence=4, offset=2)
     stream = io.StringIO()
     yaml.dump(_styled(to_data(value), top=True), stream)
     return (HEADER if isinstance(value, Plan) else "") + _numbered(stream.getvalue(), "\\U%08x")
+
+
+def dumps_observed(data: dict[str, Any]) -> str:
+    """Return an observation or traffic as YAML text, given as plain data."""
+    return compact_yaml(data)
 
 
 def dumps_json(data: Any) -> str:

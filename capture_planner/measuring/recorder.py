@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from operator import index
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import attrs
 
@@ -47,10 +47,10 @@ TimedShape = tuple[Role, int, int, int | None, bool, int, float]
 
 
 class StepSink(Protocol):
-    """Takes what an engine's steps did. All calls are positional: they are on the hot path."""
+    """Takes what an engine's steps did."""
 
-    def count(self, *outcome: *Outcome) -> None:
-        """Count one step."""
+    def add(self, outcome: Outcome, steps: int) -> None:
+        """Count so many steps that were alike."""
 
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
@@ -121,6 +121,12 @@ class Recorder:
     def count(self, *outcome: *Outcome) -> None:
         """Count one step; its graph is an index into those of the role in ``begin``."""
         self._queue.append(outcome)
+
+    def add(self, outcome: Outcome, steps: int) -> None:
+        """Count so many steps that were alike."""
+        with self._lock:
+            self._steps[outcome] += steps
+            self._changed = True
 
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
@@ -223,7 +229,7 @@ class Recorder:
                 return
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                codec.write(self.path, codec.dumps(_fitting(self._observation())))
+                codec.write(self.path, codec.dumps_observed(_fitting(self._observation())))
             except Exception as error:  # The engine goes on, whatever is wrong with its observation.
                 if not self._failed:
                     LOGGER.error("%s: the observation is not written: %s", self.path, error)
@@ -231,9 +237,8 @@ class Recorder:
 
     def _take(self) -> None:
         """Count what is queued, and bound the memory: the rarest shapes become a number of steps by role."""
-        if not self._queue and not self._timed:
-            return
-        self._changed = True
+        if self._queue or self._timed:
+            self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
         for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
             samples = self._samples.setdefault(timed[:6], _Samples())
@@ -252,13 +257,14 @@ def _graphs(base: Observation) -> dict[Role, list[object]]:
     return {role.role: [graph.entry for graph in role.graphs] for role in base.roles}
 
 
-def _fitting(observation: Observation) -> Observation:
-    """Return the observation with as many batches of each role as its file can have."""
-    most = MAX_BATCHES
-    while num_nodes(codec.to_data(observation)) > MAX_NODES and most > 1:
+def _fitting(observation: Observation) -> dict[str, Any]:
+    """Return the observation as plain data, with as many batches of each role as its file can have."""
+    most, data = MAX_BATCHES, codec.to_data(observation)
+    while num_nodes(data) > MAX_NODES and most > 1:
         most //= 2
         observation = replace(observation, roles=tuple(_with_fewer(role, most) for role in observation.roles))
-    return observation
+        data = codec.to_data(observation)
+    return cast(dict[str, Any], data)
 
 
 def _with_fewer(role: ObservedRole, most: int) -> ObservedRole:

@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
 import attrs
@@ -141,50 +141,87 @@ Path = tuple[str | int, ...]
 UNIONS = (typing.Union, types.UnionType)
 
 
-def _problems(hint: Any, value: Any, path: Path) -> Iterator[Problem]:
-    """Yield each place below ``path`` where ``value`` breaks its type, constraints included.
+Check = Callable[[Any], Sequence[Problem]]
+"""Returns each place in a value that breaks a type, constraints included; paths begin at the value."""
 
-    Plain numbers are not checked: a field that needs it has a constraint.
-    """
+
+def _check(hint: Any) -> Check:
+    """Return the check of a type. Plain numbers are not checked: a field that needs it has a constraint."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        wrong = (constraint.problem(value) for constraint in constraints(hint))
-        yield from (Problem(path=path, message=message) for message in wrong if message is not None)
-    elif origin in UNIONS:
-        if value is not None or type(None) not in args:
-            wrong_as = [list(_problems(arg, value, path)) for arg in args if arg is not type(None)]
-            yield from wrong_as[0] if all(wrong_as) else ()
-    elif origin is Mapping:
-        for key, item in value.items():
-            yield from _problems(args[0], key, path)
-            yield from _problems(args[1], item, path)
-    elif origin is tuple:
-        repeated = args[1:] == (Ellipsis,)
+        return _check_of_constraints(constraints(hint))
+    if origin in UNIONS:
+        return _check_of_union([_check(arg) for arg in args if arg is not type(None)], type(None) in args)
+    if origin is Mapping:
+        return _check_of_mapping(*map(_check, args))
+    if origin is tuple:
+        return _check_of_items(_check(args[0])) if args[1:] == (Ellipsis,) else _check_of_tuple([*map(_check, args)])
+    if isinstance(hint, type) and (issubclass(hint, enum.Enum | str) or attrs.has(hint)):
+        return lambda value: () if isinstance(value, hint) else _wrong(f"expected {hint.__name__}, got {value!r}")
+    return lambda value: ()
+
+
+def _wrong(message: str) -> Sequence[Problem]:
+    return [Problem(message=message)]
+
+
+def _check_of_constraints(rules: Sequence[Constraint]) -> Check:
+    def check(value: Any) -> Sequence[Problem]:
+        return [Problem(message=message) for rule in rules if (message := rule.problem(value)) is not None]
+
+    return check
+
+
+def _check_of_union(checks: Sequence[Check], optional: bool) -> Check:
+    def check(value: Any) -> Sequence[Problem]:
+        if value is None and optional:
+            return ()
+        wrong_as = [each(value) for each in checks]
+        return wrong_as[0] if all(wrong_as) else ()
+
+    return check
+
+
+def _check_of_mapping(key: Check, item: Check) -> Check:
+    def check(value: Any) -> Sequence[Problem]:
+        return [problem for each, of in value.items() for problem in (*key(each), *item(of))]
+
+    return check
+
+
+def _check_of_items(item: Check) -> Check:
+    def check(value: Any) -> Sequence[Problem]:
         if not isinstance(value, tuple):
-            yield Problem(path=path, message=f"expected a tuple, got {value!r}")
-        elif not repeated and len(value) != len(args):
-            yield Problem(path=path, message=f"expected {len(args)} items, got {len(value)}")
-        else:
-            for index, item in enumerate(value):
-                yield from _problems(args[0 if repeated else index], item, (*path, index))
-    elif (
-        isinstance(hint, type)
-        and (issubclass(hint, enum.Enum | str) or attrs.has(hint))
-        and not isinstance(value, hint)
-    ):
-        yield Problem(path=path, message=f"expected {hint.__name__}, got {value!r}")
+            return _wrong(f"expected a tuple, got {value!r}")
+        return [problem.under((index,)) for index, each in enumerate(value) for problem in item(each)]
+
+    return check
+
+
+def _check_of_tuple(items: Sequence[Check]) -> Check:
+    def check(value: Any) -> Sequence[Problem]:
+        if not isinstance(value, tuple):
+            return _wrong(f"expected a tuple, got {value!r}")
+        if len(value) != len(items):
+            return _wrong(f"expected {len(items)} items, got {len(value)}")
+        typed = zip(items, value, strict=True)
+        return [problem.under((index,)) for index, (item, each) in enumerate(typed) for problem in item(each)]
+
+    return check
 
 
 def _enforce(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
     """Give each field a validator that raises the first problem of its value."""
     hints = typing.get_type_hints(cls, include_extras=True)
 
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        problem = next(_problems(hints[attribute.name], value, (key_of(attribute),)), None)
-        if problem is not None:
-            raise InvalidValue([problem])
+    def validator(check: Check, key: str) -> Callable[[Any, Any, Any], None]:
+        def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+            if problems := check(value):
+                raise InvalidValue([problems[0].under((key,))])
 
-    return [f.evolve(validator=check) for f in fields]
+        return validate
+
+    return [f.evolve(validator=validator(_check(hints[f.name]), key_of(f))) for f in fields]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -150,11 +150,15 @@ def test_error_of_ours_ends_the_observation_only(owner, method, monkeypatch, cap
 
 @given(taken=STEPS, fused=st.booleans(), mode=st.sampled_from(MODES), data=st.data())
 def test_steps_read_late_are_what_they_are_read_at_once(taken, fused, mode, data):
-    """Whenever the log is read: after each event, now and then between them, or at the end alone."""
+    """Whenever the log is read: after each event, now and then between them, or at the end alone.
+
+    However many dispatches are read once for all like them.
+    """
     served = [step(*each, sampled=data.draw(accepted_by(each))) for each in taken]
 
-    def written(read):
-        with process() as folder:
+    def written(read, known):
+        with process() as folder, pytest.MonkeyPatch.context() as limited:
+            limited.setattr(steps, "MOST_KNOWN", known)
             with pytest.MonkeyPatch.context() as patch:
                 recorders = []
                 begin = watch.StepRecorder.begin
@@ -175,7 +179,7 @@ def test_steps_read_late_are_what_they_are_read_at_once(taken, fused, mode, data
             [(role.batches, [each.replays for each in role.graphs]) for role in seen.roles],
         )
 
-    assert written(lambda: True) == written(lambda: data.draw(st.booleans())) == written(lambda: False)
+    assert written(lambda: True, 1) == written(lambda: data.draw(st.booleans()), 3) == written(lambda: False, 1024)
 
 
 def accepted_by(taken):

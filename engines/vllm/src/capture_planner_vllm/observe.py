@@ -214,7 +214,7 @@ class Observer:
         self._finish()
         self._runners += 1
         name = f"vllm.rank{base.rank}.{os.getpid()}" + ("" if self._runners == 1 else f".{self._runners}")
-        drafts, bonus = self._reads_drafts and runner.num_speculative_steps > 0, facts.bonus_tokens(runner)
+        drafts, bonus = runner.num_speculative_steps if self._reads_drafts else 0, facts.bonus_tokens(runner)
         watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts)
         recorder = StepRecorder(self._folder, name, self._seconds, watch, self._failed)
         recorder.begin(base)
@@ -384,7 +384,7 @@ class Observer:
             if watch is not None and watch.drafts:
                 try:
                     # The scheduler shortens these lists; only their lengths can wait.
-                    watch.log((OUTPUT, id(output), result.req_ids, tuple(map(len, result.sampled_token_ids))))
+                    watch.log((OUTPUT, id(output), result.req_ids, watch.lengths(map(len, result.sampled_token_ids))))
                 except Exception as error:
                     self._failed("counting drafts", error)
             return result

@@ -62,8 +62,8 @@ class EagerSteps:
         self._graphs: dict[Shape, int | None] = {}
         self._times: dict[Shape, list[float]] = {}
 
-    def count(self, *outcome: *Outcome) -> None:
-        """Note whether such a step ran eager."""
+    def add(self, outcome: Outcome, steps: int) -> None:
+        """Note whether such steps ran eager."""
         self._graphs[outcome[:6]] = outcome[6]
 
     def sample(self, *timed: *TimedShape) -> None:
@@ -113,7 +113,7 @@ def eager_costs(
     :param watching: lets a watch follow the steps for a while.
     """
     steps = EagerSteps()
-    watch = StepWatch(tracks, steps, device.event, every=1, drafts=False, dummies=True)
+    watch = StepWatch(tracks, steps, device.event, every=1, dummies=True)
     sizes = eager_sizes(
         tracks,
         query_len=runner.decode_query_len,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
-from typing import Any
+from itertools import chain, compress, repeat
+from typing import Any, TypeVar
 
 import attrs
 
@@ -17,7 +17,9 @@ from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.model import Speculative
 from capture_planner.records.observation import ObservedGraph
 
-MOST_KNOWN = 1 << 14
+T = TypeVar("T")
+
+MOST_KNOWN = 1 << 10
 """Most dispatches that are read once for all like them."""
 
 MOST_OUTPUTS = 256
@@ -31,6 +33,9 @@ Target = tuple[int, int | None, bool]
 
 Pass = tuple[Outcome, int]
 """What a recorder counts, and how many replays it is."""
+
+Dispatch = tuple[Pass | None, Target | None, tuple["Track", int] | None, Any]
+"""The pass, the target's batch from then on, the draft decodes that wait for their final answer, and the answer."""
 
 Drafts = int | Mapping[str, Sequence[int]]
 """The drafts that a step verifies: the same number for every request, or those of each."""
@@ -70,10 +75,6 @@ class Track:
         if index is None and descriptor.cg_mode:
             return self.keys.get(descriptor)
         return index
-
-    def owns(self, descriptor: Any) -> bool:
-        """Return whether a descriptor is one of the table's own objects, which stay."""
-        return id(descriptor) in self._ids
 
     def outcome(self, descriptor: Any, shape: Shape) -> Outcome:
         """Return what a recorder counts, of a batch that got this descriptor."""
@@ -122,7 +123,8 @@ class Dispatches:
     def __init__(self, tracks: Sequence[Track]) -> None:
         """Read the dispatches of the managers of ``tracks``; others mean nothing."""
         self._tracks = {id(track.manager): track for track in tracks}
-        self._known: dict[tuple[Any, ...], tuple[Pass | None, Target | None, tuple[Track, int] | None]] = {}
+        self._known: dict[tuple[Any, ...], Dispatch] = {}
+        self._decodes: dict[tuple[Any, ...], tuple[Pass, Any]] = {}
         self._target: Target | None = None
         self._decode: tuple[Track, int] | None = None
         """The draft decodes that were dispatched, and their requests."""
@@ -137,35 +139,28 @@ class Dispatches:
         """The query length of the target's batch, if it has one."""
         return None if self._target is None else self._target[1]
 
-    def dispatched(
-        self,
-        manager: Any,
-        num_reqs: int,
-        num_tokens: int,
-        query_len: int | None,
-        others: Mapping[str, Any],
-        answer: Any,
-    ) -> Pass | None:
-        """Return a pass that was dispatched; None where that comes later, or never.
+    def dispatched(self, event: tuple[Any, ...]) -> Pass | None:
+        """Return a pass that was dispatched, the same object for all like it; None where that comes later, or never.
 
-        :param others: the keyword arguments of the dispatch.
+        :param event: its kind, the manager, num_reqs, num_tokens, query_len, the other keyword arguments of the
+            dispatch, and the answer.
         """
+        _, manager, num_reqs, num_tokens, query_len, others, answer = event
         loras, longest = others.get("num_active_loras", 0), others.get("max_query_len")
-        # Steps repeat themselves. An object of the table's has its id for good, and hashing one takes a microsecond.
-        key = id(manager), num_reqs, num_tokens, query_len, loras, longest is None, self._target
-        found = self._known.get((id(answer), *key))
+        # Steps repeat themselves. Hashing an answer takes a microsecond; its id is good while the answer is kept here.
+        key = id(answer), id(manager), num_reqs, num_tokens, query_len, loras, longest is None, self._target
+        found = self._known.get(key)
         if found is None:
             track = self._tracks.get(id(manager))
             if track is None:
                 return None
-            found = None if answer.cg_mode else self._known.get((None, *key))
+            if not answer.cg_mode:  # all answers without a graph are alike, and none is an object of a table
+                key = 0, *key[1:]
+                found = self._known.get(key)
             if found is None:
                 found = self._dispatched(track, num_reqs, num_tokens, query_len, loras, longest, answer)
-                if len(self._known) >= MOST_KNOWN:
-                    self._known.clear()
-                if track.owns(answer) or not answer.cg_mode:
-                    self._known[id(answer) if track.owns(answer) else None, *key] = found
-        passed, self._target, self._decode = found
+                _remember(self._known, key, found)
+        passed, self._target, self._decode, _ = found
         return passed
 
     def _dispatched(
@@ -177,8 +172,7 @@ class Dispatches:
         active_loras: int,
         max_query_len: int | None,
         answer: Any,
-    ) -> tuple[Pass | None, Target | None, tuple[Track, int] | None]:
-        """Return the pass, the target's batch from now on, and the draft decodes that wait for their final answer."""
+    ) -> Dispatch:
         target, past_prompt = self._target, query_len is not None
         if query_len is not None:
             query_len = int(query_len)  # drafters count with numpy
@@ -192,15 +186,33 @@ class Dispatches:
                 # The drafter dispatches the target's padded tokens; a batch has the real ones.
                 num_tokens, _, past_prompt = target
         if track.specialized:
-            return None, target, (track, num_reqs)
-        return (track.outcome(answer, (num_reqs, num_tokens, query_len, past_prompt, active_loras)), 1), target, None
+            return None, target, (track, num_reqs), answer
+        shape = (num_reqs, num_tokens, query_len, past_prompt, active_loras)
+        return (track.outcome(answer, shape), 1), target, None, answer
 
-    def specialized(self, answer: Any, draft_tokens: int) -> Pass | None:
-        """Return the pass of the draft decodes of a step, by their final answer."""
+    def specialized(self, event: tuple[Any, ...]) -> Pass | None:
+        """Return the pass of the draft decodes of a step, the same object for all like it.
+
+        :param event: its kind, the final answer, and the step's draft tokens.
+        """
         if self._decode is None:
             return None
+        _, answer, draft_tokens = event
         (track, num_reqs), self._decode = self._decode, None
-        return track.outcome(answer, (num_reqs, num_reqs, 1, True, 0)), 1 if track.fused else max(draft_tokens - 1, 1)
+        key = id(answer) if answer.cg_mode else 0, id(track), num_reqs, draft_tokens
+        found = self._decodes.get(key)
+        if found is None:
+            outcome = track.outcome(answer, (num_reqs, num_reqs, 1, True, 0))
+            found = (outcome, 1 if track.fused else max(draft_tokens - 1, 1)), answer
+            _remember(self._decodes, key, found)
+        return found[0]
+
+
+def _remember(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], found: T) -> None:
+    """Keep what was read once for all like it, or start anew: some engines make a new answer for each step."""
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = found
 
 
 class Verifications:
@@ -211,48 +223,50 @@ class Verifications:
         self._bonus = bonus
         self._scheduled: Mapping[str, Sequence[int]] = {}
         self._outputs: dict[int, Drafts] = {}
+        self._uniform: dict[int, list[Sequence[int]]] = {}
         self._pairs: Counter[tuple[int, int]] = Counter()
-        self._uniform: dict[int, list[bytes]] = {}
 
-    def scheduled(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Take the drafts that a step verifies, by request."""
-        self._scheduled = drafts
+    def scheduled(self, event: tuple[Any, ...]) -> None:
+        """Take the drafts that a step verifies, by request: the second item of ``event``."""
+        self._scheduled = event[1]
 
-    def sampled(self, output: int, query_len: int | None) -> None:
-        """Take the output that the step's tokens will be in; ``query_len`` where all requests have that."""
-        drafts, self._scheduled = self._scheduled, {}
+    def sampled(self, event: tuple[Any, ...], query_len: int | None) -> None:
+        """Take the output that the step's tokens will be in.
+
+        :param event: its kind, and the id of the output.
+        :param query_len: where all requests have that.
+        """
+        output, drafts, self._scheduled = event[1], self._scheduled, {}
         if len(self._outputs) > MOST_OUTPUTS:  # outputs that never came to the host
             self._outputs.clear()
         self._outputs.pop(output, None)
         if drafts:
             self._outputs[output] = drafts if query_len is None else query_len - 1
 
-    def accepted(self, output: int, requests: Iterable[str], tokens: Sequence[int]) -> None:
+    def accepted(self, event: tuple[Any, ...]) -> None:
         """Count the drafts of an output.
 
-        :param requests: the requests of the step.
-        :param tokens: how many tokens each of them got.
+        :param event: its kind, the id of the output, the requests of the step, and how many tokens each of them got.
         """
+        _, output, requests, tokens = event
         drafts = self._outputs.pop(output, None)
         if isinstance(drafts, int):
-            try:
-                self._uniform.setdefault(drafts, []).append(bytes(tokens))
-            except ValueError:  # more than 255 of a request
-                self._pairs.update(zip(repeat(drafts), tokens, strict=False))
+            self._uniform.setdefault(drafts, []).append(tokens)
         elif drafts is not None:
-            proposed = map(len, map(drafts.get, requests, repeat(())))
-            self._pairs.update(zip(proposed, tokens, strict=False))
+            lengths = set(map(len, drafts.values()))
+            if len(lengths) == 1:  # a request without drafts verifies nothing
+                verified = tuple(compress(tokens, map(drafts.__contains__, requests)))
+                self._uniform.setdefault(lengths.pop(), []).append(verified)
+            else:
+                self._pairs.update(zip(map(len, map(drafts.get, requests, repeat(()))), tokens, strict=False))
 
     def take(self) -> tuple[list[int], list[int]]:
         """Return the drafts since the last call, proposed and accepted, by position."""
         pairs, self._pairs = self._pairs, Counter()
         uniform, self._uniform = self._uniform, {}
-        for proposed, steps in uniform.items():
-            tokens, sampled, left = b"".join(steps), 0, sum(map(len, steps))
-            while left:
-                count = tokens.count(sampled)
-                pairs[proposed, sampled] += count
-                sampled, left = sampled + 1, left - count
+        for length, steps in uniform.items():
+            for sampled, count in _frequencies(steps):
+                pairs[length, sampled] += count
         most = max((proposed for proposed, _ in pairs), default=0)
         drafted, accepted = [0] * most, [0] * most
         for (proposed, sampled), count in pairs.items():
@@ -262,3 +276,12 @@ class Verifications:
                 for position in range(min(proposed, sampled - self._bonus)):
                     accepted[position] += count
         return drafted, accepted
+
+
+def _frequencies(steps: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:
+    """Return each number with how often it occurs in the sequences together."""
+    try:
+        numbers = b"".join(map(bytes, steps))
+    except ValueError:  # one over 255
+        return Counter(chain.from_iterable(steps)).items()
+    return [(number, numbers.count(number)) for number in set(numbers)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle, repeat
 from pathlib import Path
@@ -23,11 +23,11 @@ from capture_planner_vllm.steps import Dispatches, Pass, Track, Verifications
 EVERY = 64
 """One step in so many is timed."""
 
-SLICE = 256
+SLICE = 512
 """Events that are read in one go, in less than a millisecond: the engine waits for the interpreter meanwhile."""
 
 SCHEDULED, DISPATCHED, SPECIALIZED, SAMPLED, OUTPUT = range(5)
-"""What is logged: the first item of each tuple. Behind it are the arguments of what reads it in ``steps``."""
+"""What is logged: the first item of each tuple. What reads it in ``steps`` says what is behind."""
 
 
 class Clock:
@@ -85,7 +85,7 @@ class StepWatch:
         *,
         every: int = EVERY,
         bonus: int = 1,
-        drafts: bool = True,
+        drafts: int = 0,
         dummies: bool = False,
     ) -> None:
         """Follow the managers of ``tracks``.
@@ -93,12 +93,14 @@ class StepWatch:
         :param event: makes a ``torch.cuda.Event`` with timing.
         :param every: one step in so many is timed.
         :param bonus: the tokens that a request gets besides its accepted drafts.
-        :param drafts: whether steps verify drafts.
+        :param drafts: most drafts of a request that a step verifies; 0: steps verify none.
         :param dummies: whether dummy runs are steps too.
         """
         self.sink, self.drafts, self.dummies = sink, drafts, dummies
         self._events: deque[tuple[Any, ...]] = deque()  # its methods are atomic: any thread may log
         self.log = self._events.append
+        self.lengths: Callable[[Iterable[int]], Sequence[int]] = bytes if drafts + bonus < 256 else tuple
+        """Makes what is logged of the tokens that requests got: the smaller, the fewer caches it takes."""
         self.turns = cycle((*repeat(False, every - 1), True))
         self.timing = False
         """Whether the current step is timed."""
@@ -117,8 +119,7 @@ class StepWatch:
 
     def timed(self, event: tuple[Any, ...]) -> None:
         """Time a pass that was dispatched in a step that is timed; ``event`` is what was logged."""
-        kind, *arguments = event
-        found = (self._timed.specialized if kind == SPECIALIZED else self._timed.dispatched)(*arguments)
+        found = (self._timed.specialized if event[0] == SPECIALIZED else self._timed.dispatched)(event)
         if found is None:
             if self._timed.open:
                 self._clock.stop()
@@ -167,18 +168,30 @@ class StepWatch:
             self.sink.draft(drafted, accepted)
 
     def _read(self, events: Iterable[tuple[Any, ...]]) -> None:
-        dispatches, verifications = self._dispatches, self._verifications
-        for kind, *event in events:
-            if kind in (DISPATCHED, SPECIALIZED):
-                found = dispatches.dispatched(*event) if kind == DISPATCHED else dispatches.specialized(*event)
-                if found is not None:
-                    self.sink.count(*found[0])
+        dispatches, dispatched, specialized = (
+            self._dispatches,
+            self._dispatches.dispatched,
+            self._dispatches.specialized,
+        )
+        scheduled, sampled = self._verifications.scheduled, self._verifications.sampled
+        accepted = self._verifications.accepted
+        passes: list[Pass | None] = []
+        for event in events:
+            kind = event[0]
+            if kind == DISPATCHED:
+                passes.append(dispatched(event))
             elif kind == SCHEDULED:
-                verifications.scheduled(*event)
+                scheduled(event)
+            elif kind == SPECIALIZED:
+                passes.append(specialized(event))
             elif kind == SAMPLED:
-                verifications.sampled(event[0], dispatches.query_len)
+                sampled(event, dispatches.query_len)
             else:
-                verifications.accepted(*event)
+                accepted(event)
+        distinct = {id(each): each for each in passes}  # those that are alike are the same object
+        for number, steps in Counter(map(id, passes)).items():
+            if (each := distinct[number]) is not None:
+                self.sink.add(each[0], steps)
 
 
 class StepRecorder(Recorder):
