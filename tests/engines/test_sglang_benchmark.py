@@ -12,7 +12,7 @@ from _cutlass_standin import InertName, write_cutlass
 from hypothesis import given
 from hypothesis import strategies as st
 
-KERNELS = '''
+KERNELS = """
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute import experimental as cute_ext
@@ -33,7 +33,7 @@ def wrapper(kernel: cutlass.Constexpr[int], x: cute.Tensor):
 
 def launch(x):
     cute.compile(wrapper, Kernel(), from_dlpack(x))
-'''
+"""
 """What SGLang's CUTLASS modules do at import, and what they do with their kernels."""
 
 CALLS = {
@@ -72,7 +72,8 @@ def test_kernel_that_is_compiled_or_run_stops_with_the_name_that_was_called(chil
 def test_stand_in_has_no_version_and_no_metadata(child):
     """What asks whether CUTLASS is installed, or which one, is not told that it is."""
     assert "AttributeError" in child("import cutlass; cutlass.__version__").stderr
-    assert "PackageNotFoundError" in child("from importlib import metadata; metadata.version('nvidia-cutlass-dsl')").stderr
+    asked = "from importlib import metadata; metadata.version('nvidia-cutlass-dsl')"
+    assert "PackageNotFoundError" in child(asked).stderr
 
 
 @given(
@@ -80,7 +81,7 @@ def test_stand_in_has_no_version_and_no_metadata(child):
     st.dictionaries(st.sampled_from("abc"), st.integers(), max_size=2),
 )
 def test_calls_other_than_a_decorators_raise(values, named):
-    with pytest.raises(ImportError, match="cute.copy was called"):
+    with pytest.raises(ImportError, match=r"cute\.copy was called"):
         InertName("cutlass.cute").copy(*values, **named)
 
 
