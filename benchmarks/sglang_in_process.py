@@ -6,11 +6,11 @@
 ``try`` starts SGLang step by step: with graphs, under a plan, then both with an EAGLE-3 drafter (K = 3), observed, and
 with FlashAttention 3. A step that includes one that failed is not started, and none is once SGLang has failed before
 the weights of its model were loaded. ``compare`` takes SGLang by itself and under a plan in turns, without and with
-speculation, and measures tokens/s, time per output token, graphs, seconds and memory of the
-capture at 8, 64, 128 and 256 requests. The model
-has the shape of Qwen3-0.6B and random weights; acceptance is simulated. Each start is a process of its own with a time
-limit; where one fails, the last lines of its log are in its result, and the next one runs. FOLDER gets the JSON lines
-and the observations; logs are in the folder of ``--work``. A first start compiles kernels with nvcc (7 to 9 s each).
+speculation, and measures tokens/s, time per output token, graphs, seconds and memory of the capture at 8, 64, 128 and
+256 requests. The model has the shape of Qwen3-0.6B and random weights; acceptance is simulated. Each start is a
+process of its own with a time limit; where one fails, the last lines of its log are in its result, and the next one
+runs. FOLDER gets the JSON lines and the observations; logs are in the folder of ``--work``. A first start compiles
+kernels with nvcc (7 to 9 s each).
 
 SGLang's models import a kernel for SM100 that is written in NVIDIA's CUTLASS DSL. Where that is not installed, a
 stand-in lets them import it, and stops a start that would run the kernel; the first line of the output says so.

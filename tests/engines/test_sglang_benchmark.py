@@ -72,8 +72,9 @@ def test_kernel_that_is_compiled_or_run_stops_with_the_name_that_was_called(chil
 def test_stand_in_has_no_version_and_no_metadata(child):
     """What asks whether CUTLASS is installed, or which one, is not told that it is."""
     assert "AttributeError" in child("import cutlass; cutlass.__version__").stderr
-    asked = "from importlib import metadata; metadata.version('nvidia-cutlass-dsl')"
-    assert "PackageNotFoundError" in child(asked).stderr
+    assert (
+        "PackageNotFoundError" in child("from importlib import metadata; metadata.version('nvidia-cutlass-dsl')").stderr
+    )
 
 
 @given(

@@ -210,18 +210,14 @@ def test_profiles_without_a_role_are_refused() -> None:
         tuned(spec, replace(DECODES, sources=("x",)), profile())
 
 
-def test_tables_that_run_what_the_engine_never_runs_eager_are_left_out() -> None:
-    """An engine whose graphs serve every draft decode has no eager times of them: one graph cannot be judged."""
+def test_what_the_engine_never_runs_eager_keeps_its_graph() -> None:
+    """An engine whose graphs serve every draft decode has no eager times of them: the last graph is theirs."""
     spec = spec_for(DRAFTS, Sizes())
     costs = profile_for(spec)
     served = tuple(c for c in costs.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
     without = tuned(spec, DECODES, replace(costs, curves=served))
     assert without.proposed == tuned(spec, DECODES, costs).proposed
-    assert without.notes == (
-        "tables of at most 1 graph are not judged: the profile has no eager times of draft_decode",
-    )
-    with pytest.raises(PlanningError, match="no eager times of draft_decode"):
-        tuned(spec, DECODES, replace(costs, curves=served), graphs=1, bounds=TuningBounds(graphs=1))
+    assert without.notes == ()
 
 
 def test_a_table_up_to_the_largest_batch_may_take_more_memory_where_none_takes_less() -> None:
