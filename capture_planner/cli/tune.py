@@ -131,7 +131,7 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     try:
         tuning = compare_tables(
             subject.today,
-            lambda count: make_plan(_with_graphs(spec, count), subject.environment, backends, measurements),
+            lambda count, kept: make_plan(_within(spec, count, kept), subject.environment, backends, measurements),
             costs,
             load.chosen.counts,
             load.judged.counts,
@@ -212,8 +212,13 @@ def _bounds(budget: Budget) -> TuningBounds | None:
     return TuningBounds(graphs=budget.max_graphs, memory_mib=memory, seconds=budget.seconds)
 
 
-def _with_graphs(spec: Spec, count: int) -> Spec:
-    return replace(spec, budget=replace(spec.budget, max_graphs=count))
+def _within(spec: Spec, count: int, kept: TuningBounds | None) -> Spec:
+    """Return the spec with a budget of so many graphs, and of the memory and time that are kept to."""
+    budget = replace(spec.budget, max_graphs=count)
+    if kept is not None:
+        memory = None if kept.memory_mib is None else int(kept.memory_mib * MIB)
+        budget = replace(budget, memory=memory, seconds=kept.seconds or None)
+    return replace(spec, budget=budget)
 
 
 def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | None) -> Iterator[str]:
@@ -256,7 +261,7 @@ def _write(
         return
     assert measurements.traffic is not None, "it was read"
     texts = {
-        SPEC_FILE: codec.dumps(_with_graphs(spec, tuning.max_graphs)),
+        SPEC_FILE: codec.dumps(_within(spec, tuning.max_graphs, tuning.kept)),
         TRAFFIC_FILE: codec.dumps(measurements.traffic),
         PROFILE_FILE: codec.dumps(measurements.profile),
         PLAN_FILE: codec.dumps(tuning.plan),

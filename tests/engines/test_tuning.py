@@ -47,13 +47,22 @@ def profile_for(spec: Spec, **settings: float | None) -> Profile:
 
 
 def planned(
-    spec: Spec, graphs: int | None = None, *, costs: Profile | None = None, load: Traffic | None = None
+    spec: Spec,
+    graphs: int | None = None,
+    *,
+    costs: Profile | None = None,
+    load: Traffic | None = None,
+    kept: TuningBounds | None = None,
 ) -> Plan:
-    """Return the plan of a spec, with measured sizes where a load is given."""
+    """Return the plan of a spec, with measured sizes where a load is given, within what is kept to."""
     if load is not None:
         assert costs is not None
         spec = replace(spec, sizes=Sizes(policy=Policy.MEASURED))
-    spec = replace(spec, budget=replace(spec.budget, max_graphs=graphs))
+    budget = replace(spec.budget, max_graphs=graphs)
+    if kept is not None:
+        memory = None if kept.memory_mib is None else int(kept.memory_mib * (1 << 20))
+        budget = replace(budget, memory=memory, seconds=kept.seconds or None)
+    spec = replace(spec, budget=budget)
     found = None if load is None or costs is None else Measurements(profile=costs, traffic=load)
     return plan(spec, H200, BACKENDS, found)
 
@@ -100,7 +109,9 @@ def tuned(spec: Spec, load: Traffic, costs: Profile, *, today: Plan | None = Non
     most = options.pop("graphs", None)
     return tune(
         side,
-        lambda count: planned(spec, count if most is None else min(count, int(str(most))), costs=costs, load=load),
+        lambda count, kept: planned(
+            spec, count if most is None else min(count, int(str(most))), costs=costs, load=load, kept=kept
+        ),
         Costs(costs),
         steps,
         steps,
@@ -151,12 +162,13 @@ def test_a_side_does_not_differ_from_itself(case: tuple[Spec, Traffic, Profile])
 
 @given(loads(1), explicit())
 def test_faster_tables_of_the_pareto_table_have_more_graphs(load: Traffic, sizes: Sizes) -> None:
-    """Graphs, memory and seconds ascend; the mean step descends."""
+    """Graphs and seconds ascend and the mean step descends, among the tables within the bounds and those beyond."""
     spec = spec_for(None, sizes)
     found = tuned(spec, load, profile_for(spec))
-    rows = [(each.graphs, each.memory_mib, each.seconds, -each.mean_step_ms) for each in found.pareto]
-    assert rows
-    assert all(a < b for one, two in pairwise(rows) for a, b in zip(one, two, strict=True))
+    assert found.pareto
+    for within in (True, False):
+        rows = [(each.graphs, each.seconds, -each.mean_step_ms) for each in found.pareto if each.within is within]
+        assert all(a < b for one, two in pairwise(rows) for a, b in zip(one, two, strict=True))
 
 
 DECODES = Traffic(
@@ -195,7 +207,7 @@ def test_deployments_without_graphs_are_left_alone() -> None:
     today = emulate("vllm", ["Qwen/Qwen3-8B", "--enforce-eager", "--max-num-seqs", "12"], H200)
     steps = steps_of(DECODES, today).counts
 
-    def refuse(_: int) -> Plan:
+    def refuse(_: int, __: TuningBounds | None) -> Plan:
         raise AssertionError("planned")
 
     found = tune(today, refuse, Costs(profile()), steps, steps)

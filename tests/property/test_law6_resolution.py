@@ -11,7 +11,7 @@ from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.planning.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill
 from capture_planner.records.backend import Support
-from capture_planner.records.spec import Piecewise
+from capture_planner.records.spec import KindGraphs, Piecewise
 from capture_planner.testing import deployments
 
 N, P, D, S, F = (
@@ -165,7 +165,7 @@ def test_a_drafters_backends_never_change_the_target(deployment, data):
             supports[role] = Support(level=level, reason="changed")
         return attrs.evolve(item, backend=attrs.evolve(backend, supports=supports))
 
-    unbounded = attrs.evolve(deployment.spec.budget, max_graphs=None, memory=None, seconds=None)
+    unbounded = attrs.evolve(deployment.spec.budget, max_graphs=None, memory=None, seconds=None, graphs=KindGraphs())
     one = attrs.evolve(deployment, spec=attrs.evolve(deployment.spec, budget=unbounded))
     other = attrs.evolve(one, registry=type(one.registry)(told(item) for item in one.registry.values()))
     assert _target(one) == _target(other)

@@ -24,21 +24,6 @@ MOST_GRAPHS = 256
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 
-Propose = Callable[[int], Plan]
-"""From a number of graphs to the plan that is best with at most so many."""
-
-
-@attrs.frozen(kw_only=True)
-class ParetoPoint:
-    """A table of some number of graphs, judged; no table of fewer graphs is as fast."""
-
-    graphs: int
-    mean_step_ms: float
-    memory_mib: float
-    seconds: float
-    within: bool
-    """Whether it fits the bounds."""
-
 
 @attrs.frozen(kw_only=True)
 class TuningBounds:
@@ -61,6 +46,22 @@ class TuningBounds:
         )
 
 
+Propose = Callable[[int, TuningBounds | None], Plan]
+"""From a number of graphs, and bounds for their memory and time, to the plan that is best within both."""
+
+
+@attrs.frozen(kw_only=True)
+class ParetoPoint:
+    """A table of some number of graphs, judged; no table of fewer graphs is as fast."""
+
+    graphs: int
+    mean_step_ms: float
+    memory_mib: float
+    seconds: float
+    within: bool
+    """Whether it fits the bounds."""
+
+
 @attrs.frozen(kw_only=True)
 class Tuning:
     """Today and what is proposed, judged on the same steps by the same costs."""
@@ -78,6 +79,8 @@ class Tuning:
     judging: Mapping[Batch, int] = attrs.field(factory=dict, repr=False)
     max_graphs: int | None = None
     """The number of graphs with which it was planned."""
+    kept: TuningBounds | None = None
+    """The memory and the time of capture with which it was planned; None: those that ``propose`` keeps to by itself."""
     noise: Noise | None = None
     """In the difference of the two sides by the objective."""
     objective: str = "mean"
@@ -92,6 +95,7 @@ class _Candidate:
     pricing: Pricing
     chosen: SideFigures
     """On the steps that it was chosen by."""
+    kept: TuningBounds | None
 
 
 def tune(
@@ -127,16 +131,26 @@ def tune(
         return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before)
     past = judged(present, chosen, objective=objective)
 
-    def candidate(count: int) -> _Candidate:
-        plan = propose(count)
-        pricing = Pricing(_side(plan, today), costs)
-        return _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective))
+    def making(kept: TuningBounds | None) -> Callable[[int], _Candidate]:
+        def candidate(count: int) -> _Candidate:
+            plan = propose(count, kept)
+            pricing = Pricing(_side(plan, today), costs)
+            return _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective), kept)
 
-    candidates, notes = _candidates(candidate, len(today.graphs), bounds.graphs if bounds else None)
+        return candidate
+
+    number, most = len(today.graphs), bounds.graphs if bounds else None
+    candidate = making(None)
+    candidates, notes = _candidates(candidate, number, most)
     limits = bounds or _implied(before, candidates)
-    within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)] or candidates[:1]
+    within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)]
+    if len(within) < len(candidates):
+        # Some tables are too large: others have as many graphs, and end earlier.
+        candidate = making(attrs.evolve(limits, graphs=None))
+        smaller = [each for each in _candidates(candidate, number, most)[0] if limits.hold(each.chosen)]
+        within = smaller or within or candidates[:1]
     selected = _selected(within, past if limits.hold(past) else None, candidate)
-    tried = sorted({each.allowed: each for each in (*candidates, selected)}.values(), key=lambda each: each.allowed)
+    tried = sorted((*candidates, *within, selected), key=lambda each: (each.plan.num_graphs, each.chosen.objective))
     pareto = tuple(_pareto(tried, judging, limits))
     if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
         says = "the measured sizes would take longer than today's on the steps that chose them"
@@ -157,6 +171,7 @@ def tune(
         pricings=(present, selected.pricing),
         judging=judging,
         max_graphs=selected.allowed,
+        kept=selected.kept,
         noise=noise,
         objective=objective,
         notes=notes,
@@ -245,17 +260,21 @@ def _selected(
 def _pareto(
     candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: TuningBounds
 ) -> Iterator[ParetoPoint]:
-    """Yield the candidates that are faster than all with fewer graphs, on the steps that chose them."""
-    fastest = float("inf")
+    """Yield the candidates that are faster than all with fewer graphs, on the steps that chose them.
+
+    Those within the limits are compared with each other alone, as those beyond them are no choice.
+    """
+    fastest = {True: float("inf"), False: float("inf")}
     for each in candidates:
-        if each.chosen.objective >= fastest:
-            continue
-        fastest = each.chosen.objective
         side = judged(each.pricing, judging)
+        within = limits.hold(side)
+        if each.chosen.objective >= fastest[within]:
+            continue
+        fastest[within] = each.chosen.objective
         yield ParetoPoint(
             graphs=side.graphs,
             mean_step_ms=side.mean_step_ms,
             memory_mib=side.memory_mib,
             seconds=side.seconds,
-            within=limits.hold(side),
+            within=within,
         )

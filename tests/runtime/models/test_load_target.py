@@ -140,7 +140,7 @@ def test_folders_that_hold_no_model_are_refused(tmp_path, tiny):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "convert them to safetensors" in message()
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    assert "cannot be loaded" in message()
+    assert "cannot be read as safetensors" in message()
     with torch.random.fork_rng():
         short = transformers.LlamaConfig(**BASE | {"num_hidden_layers": LAYERS - 1})
         AutoModelForCausalLM.from_config(short).save_pretrained(tmp_path)
