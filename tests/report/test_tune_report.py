@@ -47,7 +47,7 @@ def report() -> TuneReport:
     spec = replace(spec_of(today, find_engine("vllm"), MODEL).spec, sizes=Sizes(policy=Policy.MEASURED))
     steps = steps_of(load, today).counts
 
-    def propose(count: int) -> object:
+    def propose(count: int, _: object) -> object:
         own = replace(spec, budget=replace(spec.budget, max_graphs=count))
         return plan(own, machine, backends, Measurements(profile=costs, traffic=load))
 

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import transformers_in_process as module
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(module.torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_tiny_benchmark_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal tokens, no capture, every step counted, and a file with where it was measured."""
