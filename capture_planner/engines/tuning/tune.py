@@ -150,7 +150,8 @@ def tune(
         smaller = [each for each in _candidates(candidate, number, most)[0] if limits.hold(each.chosen)]
         within = smaller or within or candidates[:1]
     selected = _selected(within, past if limits.hold(past) else None, candidate)
-    tried = sorted((*candidates, *within, selected), key=lambda each: (each.plan.num_graphs, each.chosen.objective))
+    once = {id(each): each for each in (*candidates, *within, selected)}.values()
+    tried = sorted(once, key=lambda each: (each.plan.num_graphs, each.chosen.objective))
     pareto = tuple(_pareto(tried, judging, limits))
     if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
         says = "the measured sizes would take longer than today's on the steps that chose them"
