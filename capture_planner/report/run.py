@@ -40,7 +40,7 @@ def _run(report: RunReport) -> dict[str, Any]:
     device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by
     role, with ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null
     without a drafter. ``comparison``: what was compared with eager forwards, and the first ``difference``;
-    null without a comparison. ``latency``: percentiles, each null where nothing was measured.
+    null without a comparison. ``verification``: bounds, errors and faults, null without one. ``latency``: percentiles, each null where nothing was measured.
     ``throughput``. Then a row each in ``steps``, ``forwards`` and ``requests``, with the generated tokens.
     """
     numbers = summary(report)
@@ -55,7 +55,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         **plain_some(numbers, "served_from", "fallbacks", "acceptance", "latency"),
         "throughput": {"seconds": report.serve_seconds}
         | plain_some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
-        **plain_some(report, "comparison", "steps", "forwards"),
+        **plain_some(report, "comparison", "verification", "steps", "forwards"),
         "requests": plain(report.served),
     }
 

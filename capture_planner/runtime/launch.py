@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -15,6 +15,7 @@ from capture_planner.errors import DifferenceError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Attention
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
@@ -22,14 +23,17 @@ from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import RequestResult, RunReport
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunReport
+from capture_planner.runtime.models.protocols import Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Decode, Request, admit
+from capture_planner.runtime.verification.check import Answer, check_output, weight_sums
+from capture_planner.runtime.verification.record import OutputCheck
+from capture_planner.runtime.verification.rows import RowKeeper
 
 if TYPE_CHECKING:
     from capture_planner.runtime.models.huggingface import HuggingFaceModel
@@ -69,7 +73,7 @@ class Choices:
     eager: bool = False
     """Capture nothing."""
     verify: bool = False
-    """Serve everything once more, eager and without a drafter, and compare."""
+    """Hold what was served against the same model in a higher precision, see ``runtime.verification``."""
     any_environment: bool = False
     """Run although this machine is not the one that was planned for."""
     any_plan: bool = False
@@ -83,7 +87,7 @@ class Outcome:
 
     report: RunReport
     differing: tuple[str, ...] | None = None
-    """Names of the requests whose tokens differ from plain greedy decoding; None: not compared."""
+    """Names of the requests with a wrong token or row; None: not verified."""
 
 
 def launch(
@@ -118,12 +122,22 @@ def launch(
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
+    keeper = RowKeeper() if choices.verify else None
+    sums = weight_sums(model) if choices.verify else {}
     variant = without_graphs(plan) if choices.eager else plan
     with Runner(
-        variant, model, drafter, registry, run.grapher, pages=pages, device=device, options=choices.options
+        variant,
+        model,
+        drafter,
+        registry,
+        run.grapher,
+        pages=pages,
+        device=device,
+        options=choices.options,
+        observer=keeper,
     ) as runner:
         try:
-            if choices.verify or choices.drafter in ("copy", "miss", "chance"):
+            if choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
             with progress("capture", runner.plan.num_graphs) as advance:
                 runner.capture(
@@ -141,12 +155,13 @@ def launch(
         except KeyboardInterrupt:
             interrupted = True
         report = run.report(runner, drafter, decode, interrupted=interrupted)
-    differing = None
-    if choices.verify and answers is not None and any(served.tokens for served in report.served):
-        by_name = {request.name: request for request in requests}
-        given = [served for served in report.served if served.tokens]
-        differing = tuple(s.name for s in given if not _agrees(s, by_name[s.name], answers[s.name]))
-    return Outcome(report=report, differing=differing)
+    if keeper is None or not any(served.tokens for served in report.served):
+        return Outcome(report=report)
+    try:
+        verification = run.verify(report.served, keeper, sums)
+    except KeyboardInterrupt:
+        return Outcome(report=attrs.evolve(report, interrupted=True))
+    return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
 
 
 def _refuse_infinite(model: TargetModel) -> None:
@@ -157,10 +172,16 @@ def _refuse_infinite(model: TargetModel) -> None:
             raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
 
 
-def _agrees(served: RequestResult, request: Request, answer: tuple[int, ...]) -> bool:
-    """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
-    expected = request.cut(answer[len(request.prompt) :])
-    return served.tokens == (expected if served.finished is not None else expected[: len(served.tokens)])
+def _fingerprint(runner: Runner, done: GraphCapture) -> Fingerprint | None:
+    graph = runner.parts.roles[done.role].graphs.get(done.entry)
+    return None if graph is None else graph.fingerprint()
+
+
+def _answer(request: Request, served: RequestResult) -> Answer:
+    tokens, is_cut_off = served.tokens, served.finished is None
+    is_ended = len(tokens) == request.max_new_tokens or tokens[-1] in request.stop
+    is_whole = request.cut(tokens) == tokens and (is_cut_off or is_ended)
+    return Answer(prompt=request.prompt, tokens=tokens, is_cut_off=is_cut_off, is_whole=is_whole)
 
 
 def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
@@ -206,7 +227,7 @@ class _Run:
     """The parts of one launch."""
 
     plan: Plan
-    model: TargetModel
+    model: LayeredModel
     registry: Registry
     requests: tuple[Request, ...]
     choices: Choices
@@ -250,6 +271,22 @@ class _Run:
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
+    def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
+        """Hold what was served against the model in a higher precision."""
+        by_name = {request.name: request for request in self.requests}
+        answers = {each.name: _answer(by_name[each.name], each) for each in served if each.tokens}
+        model = self.plan.model
+        with self.progress("verify", 3 + self.model.num_layers) as advance:
+            return check_output(
+                self.model,
+                answers,
+                keeper,
+                sums=sums,
+                device=host.device_of(self.plan.environment),
+                kv_dtype=dtype_of(model.kv_dtype or model.dtype),
+                progress=advance,
+            )
+
     def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
         session, roles = runner.session, runner.parts.roles.values()
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
@@ -272,7 +309,7 @@ class _Run:
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
             host=facts | {"seed": str(self.choices.seed)},
-            captured=tuple(session.captured),
+            captured=tuple(attrs.evolve(done, fingerprint=_fingerprint(runner, done)) for done in session.captured),
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
             served=tuple(served),

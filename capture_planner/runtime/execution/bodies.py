@@ -68,7 +68,7 @@ class TargetBody:
         if self.model.mrope:
             positions = self.fields["mrope_positions"].view(-1, 3)[:rows].t()
         hidden, aux = self.model.forward(
-            input_ids=None if self.embeddings is not None else self._input_ids(rows),
+            input_ids=None if self.embeddings is not None else self.input_ids(rows),
             embeddings=self.embeddings[:rows] if self.embeddings is not None else None,
             positions=positions,
             attend=attend,
@@ -78,7 +78,8 @@ class TargetBody:
         if self.aux is not None and aux is not None:
             self.aux[:rows].copy_(aux)
 
-    def _input_ids(self, rows: int) -> torch.Tensor:
+    def input_ids(self, rows: int) -> torch.Tensor:
+        """Return the ids ``int[rows]`` that the next forward reads, answers of the step before included."""
         ids = self.fields["input_ids"][:rows]
         return self.updates.taken(ids, self.tokens) if self.ahead else ids
 

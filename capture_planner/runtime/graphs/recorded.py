@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from capture_planner.errors import CaptureError, RunError
+from capture_planner.records.fingerprint import Fingerprint, digest_of
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
 
@@ -55,6 +57,14 @@ class RecordedGraph:
     memory: int
     alone: int
     pieces: int
+    _items: tuple[_Call | _Break, ...]
+
+    def fingerprint(self) -> Fingerprint:
+        """Return its operators, in order, with their arguments: of tensors the dtype and the shape."""
+        operators = [item.described() for item in self._items]
+        kernels = Counter(name for name, _ in operators)
+        topology = digest_of(*(part for operator in operators for part in operator))
+        return Fingerprint(nodes=len(operators), kernels=dict(sorted(kernels.items())), topology=topology)
 
     def replay(self) -> None:
         """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
@@ -116,6 +126,10 @@ class _Call:
     results: tuple[OwnTensor | None, ...]
     """Where each tensor of the result must land; None: it is there already, or the result is no tensor."""
 
+    def described(self) -> tuple[str, str]:
+        """Return the operator's name and its arguments: of tensors the dtype and the shape."""
+        return str(self.op), repr(_map((self.args, self.kwargs), _shape))
+
     def step(self) -> Step:
         """Return what runs it on the pool."""
         args, kwargs = _map(self.args, _make), _map(self.kwargs, _make)
@@ -144,6 +158,9 @@ class _Break:
 
     between: Callable[[], object]
     tensors: tuple[tuple[torch.Tensor, OwnTensor], ...]
+
+    def described(self) -> tuple[str, str]:
+        return "between pieces", repr([_shape(tensor) for tensor, _ in self.tensors])
 
     def step(self) -> Step:
         """Point the caller's own tensors into the pool: ``between`` refers to them."""
@@ -221,6 +238,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory=allocation.memory,
             alone=allocation.alone,
             pieces=1 + sum(isinstance(item, _Break) for item in self._items),
+            items=tuple(self._items),
         )
 
     def _meet(self, tensor: torch.Tensor, func: Any, *, is_own: bool) -> bool:
@@ -348,6 +366,10 @@ def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {name: _map(item, change) for name, item in tree.items()}
     return tree
+
+
+def _shape(tensor: torch.Tensor | OwnTensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def _make(tensor: torch.Tensor | OwnTensor) -> torch.Tensor:

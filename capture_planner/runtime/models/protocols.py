@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import attrs
@@ -75,6 +76,13 @@ class TargetModel(_Network, Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``."""
+
+
+class LayeredModel(TargetModel, Protocol):
+    """A target whose layers each add to a residual stream, and can be scaled one by one."""
+
+    def scaled(self, layer: int, factor: float) -> AbstractContextManager[None]:
+        """Multiply what a layer adds to the residual stream by ``factor``, until the context is left."""
 
 
 class Drafter(_Network, Protocol):
