@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import attrs
 import torch
 
-from capture_planner.errors import DifferenceError, RunError
+from capture_planner.errors import CaptureError, DifferenceError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Attention
@@ -31,7 +31,7 @@ from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Decode, Request, admit
-from capture_planner.runtime.verification.check import Answer, check_output, weight_sums
+from capture_planner.runtime.verification.check import Output, check_output, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
@@ -177,11 +177,11 @@ def _fingerprint(runner: Runner, done: GraphCapture) -> Fingerprint | None:
     return None if graph is None else graph.fingerprint()
 
 
-def _answer(request: Request, served: RequestResult) -> Answer:
+def _answer(request: Request, served: RequestResult) -> Output:
     tokens, is_cut_off = served.tokens, served.finished is None
     is_ended = len(tokens) == request.max_new_tokens or tokens[-1] in request.stop
     is_whole = request.cut(tokens) == tokens and (is_cut_off or is_ended)
-    return Answer(prompt=request.prompt, tokens=tokens, is_cut_off=is_cut_off, is_whole=is_whole)
+    return Output(prompt=request.prompt, tokens=tokens, is_cut_off=is_cut_off, is_whole=is_whole)
 
 
 def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
@@ -302,6 +302,11 @@ class _Run:
         facts = host.facts()
         if deviations := (*host.differences(self.plan.environment), *host.remarks(self.plan.environment)):
             facts["not as planned"] = "; ".join(deviations)
+        captured = tuple(session.captured)
+        try:
+            captured = tuple(attrs.evolve(done, fingerprint=_fingerprint(runner, done)) for done in captured)
+        except CaptureError as error:
+            facts["no fingerprints"] = str(error)
         if decode is not None:
             served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
         return RunReport(
@@ -309,7 +314,7 @@ class _Run:
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
             host=facts | {"seed": str(self.choices.seed)},
-            captured=tuple(attrs.evolve(done, fingerprint=_fingerprint(runner, done)) for done in session.captured),
+            captured=captured,
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
             served=tuple(served),

@@ -34,7 +34,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
     """Executes one plan on one model. Use it as a context: leaving releases the backends.
 
     :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
-        ``Options.compare``, which is an observer itself, only its ``begin`` and ``forward`` are called.
+        ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
     """
 
     def __init__(

@@ -77,22 +77,20 @@ class Deployment:
 
         enter, leave = Runner.__enter__, Runner.__exit__
 
+        planted = []
+
         def entered(runner: Runner) -> Runner:
-            runner.planted = plant(runner.model) if callable(plant) else plant
-            runner.planted.__enter__()
+            planted.append(plant(runner.model) if callable(plant) else plant)
+            planted[-1].__enter__()
             return enter(runner)
 
         def left(runner: Runner, *error: object) -> None:
-            runner.planted.__exit__(None, None, None)
+            planted.pop().__exit__(None, None, None)
             leave(runner, *error)
 
         with mock.patch.multiple(Runner, __enter__=entered, __exit__=left):
             return launch(
-                made,
-                registry,
-                workload,
-                Choices(page_size=4, seed=self.seed, verify=True, **choices),
-                ProgressRecord(),
+                made, registry, workload, Choices(page_size=4, seed=self.seed, verify=True, **choices), ProgressRecord()
             )
 
 

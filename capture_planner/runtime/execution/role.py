@@ -63,7 +63,7 @@ class ForwardObserver:
     captured too, and is part of each replay.
     """
 
-    def begin(self, requests: Sequence[str]) -> None:
+    def batch(self, requests: Sequence[str]) -> None:
         """Called before the forwards of a step with the names of its requests, a row of the batch each."""
 
     def run(self, role: RoleRun, batch: Batch, dispatch: Dispatch, *, filled: bool) -> AbstractContextManager[None]:

@@ -127,11 +127,9 @@ class CudaGraph:
     def pieces(self) -> int:
         return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
 
-    def fingerprint(self) -> Fingerprint | None:
-        """Return its nodes and kernels; None without cuda-bindings."""
-        driver, _ = load_driver()
-        if driver is None:
-            return None
+    def fingerprint(self) -> Fingerprint:
+        """Return its nodes and kernels. Raises ``CaptureError`` without cuda-bindings, or where the driver refuses."""
+        driver = load_driver()
         pieces = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
         return Fingerprint.of_pieces([fingerprint_of(piece.raw_cuda_graph(), driver) for piece in pieces])
 

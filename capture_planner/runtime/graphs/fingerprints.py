@@ -20,13 +20,13 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _DIMENSIONS = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
 
 
-def load_driver() -> tuple[Any, str]:
-    """Return the driver's bindings, or None and why there are none."""
+def load_driver() -> Any:
+    """Return the driver's bindings; raises ``CaptureError`` where they are not installed."""
     try:
         from cuda.bindings import driver  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
-        return None, f"graphs have no fingerprints, since cuda-bindings cannot be imported ({error}); install it"
-    return driver, ""
+        raise CaptureError(f"graphs cannot be read, since cuda-bindings is missing ({error}); install it") from error
+    return driver
 
 
 def fingerprint_of(graph: int, driver: Any) -> Fingerprint:
@@ -35,9 +35,7 @@ def fingerprint_of(graph: int, driver: Any) -> Fingerprint:
     labels = _labels(nodes)
     kernels = Counter(node.kernel for node in nodes.values() if node.kernel)
     count = sum(node.nodes for node in nodes.values())
-    return Fingerprint(
-        nodes=count, kernels=dict(sorted(kernels.items())), topology=digest_of(*sorted(labels.values()))
-    )
+    return Fingerprint(nodes=count, kernels=dict(sorted(kernels.items())), topology=digest_of(*sorted(labels.values())))
 
 
 @attrs.frozen
@@ -94,7 +92,7 @@ def _read(driver: Any, graph: int) -> dict[int, GraphNode]:
         name = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_")
         if name == "KERNEL":
             (parameters,) = call("cuGraphKernelNodeGetParams", node)
-            kernel = _kernel(parameters, driver, call)
+            kernel = _kernel(parameters, call)
             dimensions = [getattr(parameters, dimension) for dimension in _DIMENSIONS]
             label = f"{name} {kernel} {dimensions}"
             found[int(node)] = GraphNode(label, kernel_name(kernel), tuple(before[int(node)]))
@@ -107,10 +105,12 @@ def _read(driver: Any, graph: int) -> dict[int, GraphNode]:
     return found
 
 
-def _kernel(parameters: Any, driver: Any, call: Callable[..., tuple[Any, ...]]) -> str:
+def _kernel(parameters: Any, call: Callable[..., tuple[Any, ...]]) -> str:
     """Return the name of a kernel, which a node has as a function of a module or as a kernel of a library."""
     if int(parameters.func):
         (name,) = call("cuFuncGetName", parameters.func)
-    else:
+    elif int(parameters.kern):
         (name,) = call("cuKernelGetName", parameters.kern)
+    else:
+        return "kernel without a handle"
     return _ADDRESS.sub("0x", name.decode(errors="replace"))

@@ -41,7 +41,7 @@ class Graph(Protocol):
         """How many pieces it has: 1 for a FULL graph, one more than its attention calls for PIECEWISE."""
 
     def fingerprint(self) -> Fingerprint | None:
-        """Return what it is made of; None where that cannot be read here."""
+        """Return what it is made of; None where nothing reads it. Raises ``CaptureError`` where it cannot be read."""
 
     def replay(self) -> None:
         """Run again on the same storage, with the host's numbers as they were at capture."""

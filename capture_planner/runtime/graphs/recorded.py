@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from capture_planner.errors import CaptureError, RunError
 from capture_planner.records.fingerprint import Fingerprint, digest_of
 from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
 
 aten = torch.ops.aten
@@ -41,7 +42,6 @@ _ALLOCATIONS = frozenset(
         aten.new_empty_strided.default,
     }
 )
-_OUT_DIFFERS = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _OUR_FILES = (str(Path(torch.__file__).parent) + "/", __file__)
 
@@ -139,7 +139,7 @@ class _Call:
             return functools.partial(self.op._op, *args, **kwargs)
         if self.op in _COPIES:
             return functools.partial(aten.copy_.default._op, landing[0], args[0])
-        out = _out_overload(self.op)
+        out = out_overload(self.op)
         if out is not None and len(landing) == len(self.op._schema.returns):
             names = [argument.name for argument in out._schema.arguments if argument.is_out]
             return functools.partial(out._op, *args, **kwargs, **dict(zip(names, landing, strict=True)))
@@ -323,32 +323,6 @@ def _is_composite(func: Any) -> bool:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
     return has("CompositeImplicitAutograd") and not has("CPU")
-
-
-@functools.cache
-def _out_overload(func: Any) -> Any:
-    """Return the overload that does the same into given tensors, or None where that is not sure.
-
-    Of operators that are neither core nor pointwise some compute otherwise then, to the last bit or
-    altogether: ``_linalg_svd``, ``linalg_qr``, ``binary_cross_entropy`` (torch 2.13).
-    """
-    is_common = torch.Tag.core in func.tags or torch.Tag.pointwise in func.tags
-    if not is_common or func in _OUT_DIFFERS or func._schema.is_mutable:
-        return None
-
-    def signature(arguments: Any) -> list[tuple[str, str, bool]]:
-        return [(a.name, str(a.type), a.kwarg_only) for a in arguments if not a.is_out]
-
-    for name in func.overloadpacket.overloads():
-        other = getattr(func.overloadpacket, name)
-        outs = [argument for argument in other._schema.arguments if argument.is_out]
-        if (
-            len(outs) == len(func._schema.returns)
-            and all(str(argument.type) == "Tensor" for argument in outs)
-            and signature(other._schema.arguments) == signature(func._schema.arguments)
-        ):
-            return other
-    return None
 
 
 def _current() -> _Recording | None:

@@ -100,7 +100,7 @@ class StepLauncher:
         index, self._count = self._count, self._count + 1
         parts = self._parts
         names = [live.request.name for live in scheduled.live]
-        parts.observer.begin(names)
+        parts.observer.batch(names)
         if parts.comparison is not None:
             pages = {live.request.name: live.pages for live in self._scheduler.unfinished}
             parts.comparison.begin(index, names, pages)

@@ -36,7 +36,7 @@ VOCABULARY_ROWS = 256
 
 
 @attrs.frozen(kw_only=True)
-class Answer:
+class Output:
     """What one request was given."""
 
     prompt: tuple[int, ...]
@@ -60,7 +60,7 @@ def weight_sums(model: TargetModel) -> dict[str, int]:
 @torch.no_grad()
 def check_output(
     model: LayeredModel,
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, Output],
     keeper: RowKeeper,
     *,
     sums: Mapping[str, int],
@@ -165,7 +165,7 @@ def _begins(sequences: Sequence[Sequence[int]], names: Sequence[str]) -> dict[st
 
 def _tokens(
     model: LayeredModel,
-    answers: Mapping[str, Answer],
+    answers: Mapping[str, Output],
     begins: Mapping[str, int],
     exact: torch.Tensor,
     runs: Sequence[torch.Tensor],
@@ -175,11 +175,14 @@ def _tokens(
     places = [(name, at) for name, answer in answers.items() for at in range(len(answer.tokens))]
     rows = [begins[name] + len(answers[name].prompt) - 1 + at for name, at in places]
     said = torch.tensor([answers[name].tokens[at] for name, at in places], device=exact.device)
-    losses, spreads, largest = [], [], 0.0
-    for some in torch.tensor(rows, device=exact.device).split(VOCABULARY_ROWS):
+    losses: list[torch.Tensor] = []
+    spreads: list[torch.Tensor] = []
+    largest = 0.0
+    read = torch.tensor(rows, device=exact.device)
+    for first in range(0, len(rows), VOCABULARY_ROWS):
+        some, tokens = read[first : first + VOCABULARY_ROWS], said[first : first + VOCABULARY_ROWS]
         with wider():
             logits = model.logits(exact[some])
-        tokens = said[sum(map(len, losses)) :][: len(some)]
         inside = (tokens >= 0) & (tokens < logits.shape[1])
         chosen = logits.gather(1, torch.where(inside, tokens, 0)[:, None])[:, 0]
         losses.append(torch.where(inside, logits.amax(1) - chosen, torch.inf).double())

@@ -123,7 +123,7 @@ class _DenseAttention:
         )
         found = [
             _weigh(part, keys, values, first + QUERIES * number, self.windows[layer], scoring, round_off)
-            for number, part in enumerate(queries.split(QUERIES, dim=1))
+            for number, part in enumerate(torch.split(queries, QUERIES, dim=1))
         ]
         out = torch.cat(found, dim=1).reshape(query.shape)
         return (out * self.scales.get(layer, 1.0)).to(dtype)

@@ -55,7 +55,7 @@ class RowKeeper(ForwardObserver):
         self._requests: tuple[str, ...] = ()
         self._memory = memory
 
-    def begin(self, requests: Sequence[str]) -> None:
+    def batch(self, requests: Sequence[str]) -> None:
         self._requests = tuple(requests)
 
     def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
@@ -106,6 +106,4 @@ class RowKeeper(ForwardObserver):
             hidden.append(kept.hidden[[row for row, _ in chosen]])
         absent = tuple((name, seen.index(False)) for name, seen in read.items() if not all(seen))
         rows = torch.cat(hidden) if hidden else torch.empty(0)
-        return ServedRows(
-            hidden=rows, places=tuple(places), entries=tuple(entries), not_kept=not_kept, absent=absent
-        )
+        return ServedRows(hidden=rows, places=tuple(places), entries=tuple(entries), not_kept=not_kept, absent=absent)
