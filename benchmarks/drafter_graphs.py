@@ -34,6 +34,7 @@ from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
+from capture_planner.records._base import replace
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
@@ -252,9 +253,7 @@ def main() -> int:
     model = shape(max_model_len=1024)
     if arguments.tiny:
         arguments.backend = "reference"
-        model = attrs.evolve(
-            model, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, hidden_size=256, vocab_size=512
-        )
+        model = replace(model, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, hidden_size=256, vocab_size=512)
     results = measure(model, arguments)
     show(results)
     targets = targets_of(results)
