@@ -24,13 +24,13 @@ from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunReport
-from capture_planner.runtime.models.protocols import Drafter, LayeredModel, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Decode, Request, admit
+from capture_planner.runtime.serving.workload import Decode, Request, admit, with_adapters
 from capture_planner.runtime.verification.check import Output, check_output, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
@@ -60,6 +60,8 @@ class Choices:
     drafter: Drafting = "random"
     chance: float = 0.5
     """How often the drafter ``chance`` is right."""
+    adapters: int | tuple[Path, ...] = ()
+    """LoRA adapters that requests have by turns: so many of random weights, or folders that peft saved; none."""
     seed: int = 0
     page_size: int = 16
     pages: int | None = None
@@ -117,13 +119,17 @@ def launch(
         vocab_size=model.vocab_size,
         clip=choices.clip,
     )
-    run = _Run(plan, model, registry, requests, choices, progress, grapher_for(device))
+    adapters = adapters_of(plan, model, choices.adapters, seed=choices.seed)
+    if adapters is not None:
+        requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
+    run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher_for(device))
     pages = run.pages()
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
     keeper = RowKeeper() if choices.verify else None
-    sums = weight_sums(model) if choices.verify else {}
+    weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
+    sums = weight_sums(weights) if choices.verify else {}
     variant = without_graphs(plan) if choices.eager else plan
     with Runner(
         variant,
@@ -135,6 +141,7 @@ def launch(
         device=device,
         options=choices.options,
         observer=keeper,
+        adapters=adapters,
     ) as runner:
         try:
             if choices.drafter in ("copy", "miss", "chance"):
@@ -181,7 +188,9 @@ def _answer(request: Request, served: RequestResult) -> Output:
     tokens, is_cut_off = served.tokens, served.finished is None
     is_ended = len(tokens) == request.max_new_tokens or tokens[-1] in request.stop
     is_whole = request.cut(tokens) == tokens and (is_cut_off or is_ended)
-    return Output(prompt=request.prompt, tokens=tokens, is_cut_off=is_cut_off, is_whole=is_whole)
+    return Output(
+        prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
+    )
 
 
 def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
@@ -214,6 +223,20 @@ def drafter_of(
     )
 
 
+def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, ...], *, seed: int) -> Adapters | None:
+    """Return the LoRA adapters that were chosen; None where none were.
+
+    Raises ``RunError`` for adapters of a plan without LoRA, and as ``load_adapters`` does.
+    """
+    if not choice:
+        return None
+    if plan.lora is None:
+        raise RunError("adapters were chosen, and the plan has no LoRA; plan with lora: {max_active: N}")
+    from capture_planner.runtime.models.adapters import load_adapters
+
+    return load_adapters(choice, model.linears(), seed=seed + 2)
+
+
 def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
     """Return the bytes of one page: keys and values in all layers of target and drafter."""
     each = Attention.of(plan, Role.TARGET, layers=1, window=None)
@@ -228,6 +251,7 @@ class _Run:
 
     plan: Plan
     model: LayeredModel
+    adapters: Adapters | None
     registry: Registry
     requests: tuple[Request, ...]
     choices: Choices
@@ -263,7 +287,9 @@ class _Run:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
         alone, device = without_speculation(self.plan, self.registry), host.device_of(self.plan.environment)
-        plain = Runner(alone, self.model, None, self.registry, self.grapher, pages=pages, device=device)
+        plain = Runner(
+            alone, self.model, None, self.registry, self.grapher, pages=pages, device=device, adapters=self.adapters
+        )
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(
@@ -279,6 +305,7 @@ class _Run:
         with self.progress("verify", 3 + self.model.num_layers) as advance:
             return check_output(
                 self.model,
+                self.adapters,
                 answers,
                 keeper,
                 sums=sums,
@@ -294,7 +321,12 @@ class _Run:
         entered = {done.name for done in session.served}
         served = session.served + [
             RequestResult(
-                name=each.name, prompt_tokens=len(each.prompt), output_tokens=0, first_token=None, finished=None
+                name=each.name,
+                prompt_tokens=len(each.prompt),
+                output_tokens=0,
+                first_token=None,
+                finished=None,
+                adapter=each.adapter,
             )
             for each in self.requests
             if each.name not in entered
@@ -313,6 +345,7 @@ class _Run:
             plan=self.plan,
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
+            adapters=() if self.adapters is None else self.adapters.names,
             host=facts | {"seed": str(self.choices.seed)},
             captured=captured,
             forwards=tuple(session.forwards),

@@ -130,6 +130,11 @@ class HuggingFaceModel:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
+    def linears(self) -> dict[str, nn.Linear]:
+        """The linear layers of the decoder, which LoRA adapters can add to, by their name in the model's weights."""
+        decoder = set(self._layers.modules())
+        return {part: module for part, module in self._parts if module in decoder and isinstance(module, nn.Linear)}
+
     @contextmanager
     def scaled(self, layer: int, factor: float) -> Iterator[None]:
         """Multiply what a layer adds to the residual stream by ``factor``, until the context is left."""

@@ -8,7 +8,7 @@ model's own dtype, of other batch shapes, are compared with the reference too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import attrs
@@ -17,7 +17,7 @@ import torch
 from capture_planner.errors import RunError
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.eager_check.agreement import INTEGERS
-from capture_planner.runtime.models.protocols import LayeredModel, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, LayeredModel, Weight
 from capture_planner.runtime.verification.dense import DenseForward, WiderWeights
 from capture_planner.runtime.verification.record import Deviation, LayerScale, OutputCheck, number
 from capture_planner.runtime.verification.rows import RowKeeper, ServedRows
@@ -43,14 +43,16 @@ class Output:
     tokens: tuple[int, ...]
     """At least one."""
     is_cut_off: bool
+    adapter: int
+    """Its LoRA adapter, counted from 1; 0: none."""
     is_whole: bool
     """Whether these are all tokens that were asked for, and no more."""
 
 
-def weight_sums(model: TargetModel) -> dict[str, int]:
+def weight_sums(weights: Iterable[Weight]) -> dict[str, int]:
     """Return a sum over the bits of each weight: another one shows that serving changed the weight."""
     found = {}
-    for name, module, attribute in model.weights():
+    for name, module, attribute in weights:
         tensor = getattr(module, attribute).detach().contiguous()
         if tensor.element_size() in INTEGERS:
             found[name] = int(tensor.view(-1).view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
@@ -60,6 +62,7 @@ def weight_sums(model: TargetModel) -> dict[str, int]:
 @torch.no_grad()
 def check_output(
     model: LayeredModel,
+    adapters: Adapters | None,
     answers: Mapping[str, Output],
     keeper: RowKeeper,
     *,
@@ -70,7 +73,7 @@ def check_output(
 ) -> OutputCheck:
     """Verify the answers to requests, by their names, and the rows that the target's forwards left.
 
-    :param sums: ``weight_sums`` of the model before it served.
+    :param sums: ``weight_sums`` of model and adapters before they served.
     :param progress: called after each forward over all sequences.
 
     Raises ``RunError`` where there is no memory for the weights of the reference.
@@ -79,11 +82,17 @@ def check_output(
     sequences = tuple(answers[name].prompt + answers[name].tokens for name in names)
     served = keeper.rows(dict(zip(names, sequences, strict=True)))
     dense = DenseForward(
-        model=model, sequences=tuple(tokens[:-1] for tokens in sequences), device=device, kv_dtype=kv_dtype
+        model=model,
+        sequences=tuple(tokens[:-1] for tokens in sequences),
+        device=device,
+        kv_dtype=kv_dtype,
+        adapters=adapters,
+        adapter=tuple(answer.adapter for answer in answers.values()),
     )
     exact_dtype = torch.float64 if model.dtype in (torch.float32, torch.float64) else torch.float32
-    wider = _wider(model, exact_dtype)
-    changed = [name for name, total in weight_sums(model).items() if sums.get(name, total) != total]
+    weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
+    wider = _wider(model, weights, exact_dtype)
+    changed = [name for name, total in weight_sums(weights).items() if sums.get(name, total) != total]
     runs = []
     for chunks, rounds in ((1, False), (CHUNKS, True)):
         runs.append(dense.hidden(chunks=chunks, rounds_weights=rounds))
@@ -138,11 +147,13 @@ def _kinds(entry: Entry | None) -> tuple[str, ...]:
     return ("eager",) if entry is None else (f"{entry.mode.value} graphs", str(entry))
 
 
-def _wider(model: LayeredModel, dtype: torch.dtype) -> Callable[[], AbstractContextManager[None]]:
+def _wider(
+    model: LayeredModel, weights: Iterable[Weight], dtype: torch.dtype
+) -> Callable[[], AbstractContextManager[None]]:
     if model.dtype is dtype:
         return nullcontext
     try:
-        return WiderWeights(model, dtype).used
+        return WiderWeights(weights, dtype).used
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"there is no memory for the weights of {model.name} in {_plain(dtype)}, which outputs are verified with; "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 
 import attrs
 import torch
 
-from capture_planner.runtime.models.protocols import LayeredModel, Scoring, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, LayeredModel, Scoring, Weight
 
 ROWS = 4096
 """Tokens of a forward at a time."""
@@ -20,18 +20,18 @@ _UNSCALED: Mapping[int, float] = MappingProxyType({})
 
 
 class WiderWeights:
-    """A model's weights in a higher precision: the same numbers; entered, the model has them.
+    """Weights in a higher precision, the same numbers; while they are used, modules have these.
 
     Raises ``torch.OutOfMemoryError`` where there is no memory for a second copy.
     """
 
-    def __init__(self, model: TargetModel, dtype: torch.dtype) -> None:
-        tensors = {id(tensor): tensor for _, module, name in model.weights() for tensor in [getattr(module, name)]}
+    def __init__(self, weights: Iterable[Weight], dtype: torch.dtype) -> None:
+        tensors = {id(tensor): tensor for _, module, name in weights for tensor in [getattr(module, name)]}
         self._pairs = [(t, t.data, t.data.to(dtype)) for t in tensors.values() if t.is_floating_point()]
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let the model have them until the context is left; then it has its own, at their old addresses."""
+        """Let the modules have them until the context is left; then they have their own, at the old addresses."""
         for tensor, _, wider in self._pairs:
             tensor.data = wider
         try:
@@ -50,6 +50,9 @@ class DenseForward:
     device: torch.device
     kv_dtype: torch.dtype
     """What keys and values are rounded to, as in the KV cache."""
+    adapters: Adapters | None = None
+    adapter: tuple[int, ...] = ()
+    """Of each sequence its LoRA adapter, counted from 1; 0: none."""
 
     def hidden(
         self,
@@ -72,28 +75,40 @@ class DenseForward:
             # Of similar lengths, so that little is padded: the last of a batch is the longest.
             size = next((n for n in range(len(order), 1, -1) if n * len(sequences[order[n - 1]]) <= ROWS), 1)
             some, order = order[:size], order[size:]
-            batch = self._batch([sequences[index] for index in some], chunks, rounds_weights, scales)
+            batch = self._batch(some, chunks, rounds_weights, scales)
             found |= {index: rows[: len(sequences[index])] for index, rows in zip(some, batch, strict=True)}
         return torch.cat([found[index] for index in range(len(sequences))])
 
     def _batch(
-        self, sequences: Sequence[Sequence[int]], chunks: int, rounds_weights: bool, scales: Mapping[int, float]
+        self, chosen: Sequence[int], chunks: int, rounds_weights: bool, scales: Mapping[int, float]
     ) -> torch.Tensor:
         """Return ``[sequences, longest, hidden_size]``; padding is at the ends, where no token sees it."""
+        sequences = [self.sequences[index] for index in chosen]
         longest = max(map(len, sequences))
         ids = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in sequences], device=self.device)
         attention = _DenseAttention(len(sequences), self.model.windows, self.kv_dtype, rounds_weights, scales)
         parts = []
         for part in torch.arange(longest, device=self.device).chunk(chunks):
             positions = part.repeat(len(sequences))
-            hidden, _ = self.model.forward(
-                input_ids=ids[:, part].flatten(),
-                embeddings=None,
-                positions=positions.expand(3, -1) if self.model.mrope else positions,
-                attend=functools.partial(attention, int(part[0])),
-            )
+            with self._adapted(chosen, len(part)):
+                hidden, _ = self.model.forward(
+                    input_ids=ids[:, part].flatten(),
+                    embeddings=None,
+                    positions=positions.expand(3, -1) if self.model.mrope else positions,
+                    attend=functools.partial(attention, int(part[0])),
+                )
             parts.append(hidden.view(len(sequences), len(part), -1))
         return torch.cat(parts, dim=1)
+
+    def _adapted(self, chosen: Sequence[int], tokens: int) -> AbstractContextManager[None]:
+        """Return what a forward of ``tokens`` of each sequence runs in."""
+        mine = [self.adapter[index] for index in chosen] if self.adapters is not None else []
+        if self.adapters is None or not any(mine):
+            return nullcontext()
+        active = sorted(set(mine))
+        lanes = torch.tensor([active.index(adapter) for adapter in mine], dtype=torch.int32, device=self.device)
+        there = torch.tensor(active, dtype=torch.int32, device=self.device)
+        return self.adapters.applied(lanes.repeat_interleave(tokens), there)
 
 
 @attrs.frozen(eq=False)
