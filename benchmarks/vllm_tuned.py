@@ -155,7 +155,8 @@ def loop(arguments: Any, folder: Path) -> tuple[dict[str, Any], dict[str, bool]]
         (folder / "tuned-observation.yaml").write_text(codec.dumps(after), encoding="utf-8")
     assert plan.forecast is not None
     predicted, (measured, error) = plan.forecast.mean_step_ms, mean_step(after)
-    assert after.graph_mib and after.capture_seconds
+    assert after.graph_mib
+    assert after.capture_seconds
     memory, seconds = capture.memory_mib / after.graph_mib - 1, capture.seconds / after.capture_seconds - 1
     counts = {name: sum(each["graphs"].values()) for name, each in facts.items()}
     rate = {name: statistics.median(each["tokens_per_second"] for each in rows) for name, rows in rounds.items()}
