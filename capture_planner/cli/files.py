@@ -41,6 +41,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
@@ -241,7 +242,8 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
-    plan = document.load(Plan)
+    # No spec gives fingerprints: they are of a run.
+    plan = replace(document.load(Plan), fingerprints=None)
     for change in difference.diff(plan, plan_document(spec, ChosenMachine(plan.environment))):
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 

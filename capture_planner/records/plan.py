@@ -160,7 +160,7 @@ class Plan:
     forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
     roles: tuple[RolePlan, ...] = field("the roles, target first")
     fingerprints: Fingerprints | None = field(
-        "what the graphs were made of when the plan ran; None: not recorded", default=None, eq=False
+        "what the graphs were made of when the plan ran; None: not recorded", default=None
     )
 
     @classmethod

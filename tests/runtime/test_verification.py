@@ -107,7 +107,11 @@ def test_errors_in_one_layer_are_found_wherever_they_are(deployment, kind, layer
 
 def test_an_error_of_an_mlp_is_found():
     """Where MLPs add enough to the residual stream: random ones of small models add next to nothing."""
-    check = Deployment(dtype=DataType.FLOAT16, hidden_size=96, layers=2).launch(**planted("scaled MLP", 1)).report.verification
+    check = (
+        Deployment(dtype=DataType.FLOAT16, hidden_size=96, layers=2)
+        .launch(**planted("scaled MLP", 1))
+        .report.verification
+    )
     assert not check.passed, check.says
 
 
