@@ -25,11 +25,10 @@ from capture_planner.records.backend import (
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.spec import Limits
-from capture_planner_vllm.attention import AttentionChoice
-from capture_planner_vllm.model import ModelFacts
 
 if TYPE_CHECKING:
     from capture_planner.runtime.executor import Executor, Reservation
+    from capture_planner_vllm.attention import AttentionChoice
 
 RELEASE = (0, 33)
 """The release of vLLM whose builders and kernels are called."""
@@ -94,7 +93,9 @@ class VllmAttention:
                 f"{self.name}: vLLM cannot be imported ({error}); install vllm=={'.'.join(map(str, RELEASE))}.*"
             ) from None
         if tuple(vllm.__version_tuple__[:2]) != RELEASE:
-            raise BackendError(f"{self.name}: it calls vLLM 0.33, and {vllm.__version__} is installed; install vllm==0.33.0")
+            raise BackendError(
+                f"{self.name}: it calls vLLM 0.33, and {vllm.__version__} is installed; install vllm==0.33.0"
+            )
         # Imported here because planning must import neither torch nor vLLM.
         from capture_planner_vllm.attention_executor import VllmExecutor
 
@@ -117,6 +118,10 @@ class VllmAttention:
 
 
 def _choice(model: Attention, environment: Environment) -> AttentionChoice:
+    # Imported here because every command asks for the backends, and few for vLLM's.
+    from capture_planner_vllm.attention import AttentionChoice
+    from capture_planner_vllm.model import ModelFacts
+
     facts = ModelFacts(
         name="layers",
         heads=model.num_heads,

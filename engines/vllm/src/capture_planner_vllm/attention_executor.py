@@ -13,7 +13,6 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata  # type: ignore[import-not-found, unused-ignore]
 
 from capture_planner.errors import BackendError
-from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_vllm.attention_config import builder_of, configuration, layers_of
