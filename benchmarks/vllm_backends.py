@@ -4,10 +4,10 @@ r"""vLLM's own attention backends in the conformance suite, on all GPUs that are
     python benchmarks/vllm_backends.py --jobs 16 --seconds 500 --output
     python benchmarks/vllm_backends.py --case '{...}' --backends vllm_flash_attn      # a finding again
 
-``vllm_flash_attn`` and ``vllm_triton_attn`` call the metadata builders and kernels of FLASH_ATTN and TRITON_ATTN. For each,
-the audits of declared fields, then ``--examples`` scenes, in portions that are processes of their own, so that an illegal
-access ends no other; the processes are spread over the GPUs. A finding ends its portion alone; the first of each kind
-is minimized. At last a few scenes with the rows that no request owns left as vLLM leaves them (vllm#57136), which the
+``vllm_flash_attn`` and ``vllm_triton_attn`` call the metadata builders and kernels of FLASH_ATTN and TRITON_ATTN. For
+each, the audits of declared fields, then ``--examples`` scenes, in portions that are processes of their own, so that an
+illegal access ends no other; the processes are spread over the GPUs. A finding ends its portion alone; the first one is
+minimized. At last a few scenes with the rows that no request owns left as vLLM leaves them (vllm#57136), which the
 adapter otherwise fills with zeros: ``NAME as is``, which is expected to have a finding.
 
 Several processes on one GPU need CUDA's multi-process service: ``nvidia-cuda-mps-control -d``. What is done is written
@@ -145,7 +145,7 @@ class BackendCampaign:
         def work(number: int, act: Callable[..., Data], seed: int, profile: SearchProfile) -> Data | None:
             if time.time() > until:
                 return None
-            # The first finding of each kind shows enough: others are kept as they were found.
+            # The first finding is minimized, which takes minutes; others are kept as they were found.
             minimize = not any(part["findings"] for part in self._parts)
             return alone(visible[number % len(visible)], act, self.name, seed, profile, minimize)
 
@@ -228,7 +228,7 @@ def _again(arguments: argparse.Namespace) -> int:
 def _line(result: Data) -> str:
     if "skipped" in result:
         return f"{result['case']}: {result['skipped']}"
-    found = [f"{each['check']}: {each['says']}\n  {each['command']}" for each in result["findings"]]
+    found = [f"{each['check']}: {each['message']}\n  {each['command']}" for each in result["findings"]]
     return "\n".join([f"{result['case']}: {result['scenes']} scenes", *found, *result.get("broke", ())])
 
 

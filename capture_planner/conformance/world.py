@@ -139,7 +139,7 @@ class World:
                 torch.from_numpy(array).to(device) for array in (live.tokens[positions + cache.shift], positions, slots)
             )
             for tensor, expected in zip(cache.slots(), cache.expected(ids, at), strict=True):
-                tensor[where] = expected.unflatten(1, tensor.shape[1:])
+                tensor[where] = expected.view(-1, *tensor.shape[1:])
 
     def slots(self, live: LiveRequest, positions: np.ndarray) -> np.ndarray:
         """Return the slots of positions, ``int64[n]``."""

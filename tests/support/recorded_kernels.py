@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,10 +65,12 @@ def varlen_attention(
 
     Rows beyond ``max_seqlen_q``, and keys beyond ``max_seqlen_k`` or the schedule, are left out.
     """
-    assert causal and not softcap and s_aux is None
+    assert causal
+    assert not softcap
+    assert s_aux is None
     starts, lengths, group = cu_seqlens_q.tolist(), seqused_k.tolist(), q.shape[1] // k.shape[2]
     window = window_size[0] if window_size and window_size[0] >= 0 else None
-    for row, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (first, last) in enumerate(pairwise(starts)):
         length, tokens = min(lengths[row], max_seqlen_k), min(last - first, max_seqlen_q)
         if scheduler_metadata is not None:
             length = min(length, int(scheduler_metadata[1 + row]))

@@ -75,7 +75,7 @@ def _remarks(results: dict[str, dict[str, Any]]) -> Iterable[str]:
     for name, result in results.items():
         if "broke" in result:
             lines.append(f"- {name} broke: {result['broke']}")
-        lines += [f"- {name}: {each['check']}: {each['says']}" for each in result.get("findings", ())]
+        lines += [f"- {name}: {each['check']}: {each['message']}" for each in result.get("findings", ())]
         lines += [
             f"- {name}: the field `{each['field']}` of {each['role']} is over-declared"
             for each in result.get("fields", ())

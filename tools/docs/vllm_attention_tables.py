@@ -13,12 +13,7 @@ from results import NO_VALUE, RESULTS, files, table
 CASES = ("vllm_flash_attn", "vllm_triton_attn")
 AS_IS = " as is"
 
-THREADS = {
-    "written": (
-        "padded rows of the output are left unwritten, so that they hold what other graphs left there",
-        "vllm#57136",
-    )
-}
+THREADS = {"written": ("M: padded rows of the output are left unwritten, and hold what was in the pool", "vllm#57136")}
 """The class of a finding by the check that failed, and the thread where it was reported."""
 
 
@@ -52,7 +47,7 @@ def _kinds(name: str, result: dict[str, Any]) -> Iterable[tuple[object, ...]]:
     times: Counter[tuple[str, str]] = Counter()
     for finding in result["findings"]:
         kind = finding["check"], finding.get("role") or NO_VALUE
-        first.setdefault(kind, finding["says"])
+        first.setdefault(kind, finding["message"])
         times[kind] += 1
     for check, role in times:
         what, thread = THREADS.get(check, ("not classified", NO_VALUE))

@@ -43,7 +43,7 @@ def layer_cache(
     purpose = f"keys and values of {pages.num_pages} pages (--pages)"
     if packed:
         both = allocated((*shape[:-1], 2 * attention.head_dim), dtype, device, purpose)
-        keys, values = both.split(attention.head_dim, dim=-1)
+        keys, values = both.chunk(2, dim=-1)
         return LayerCache(keys=keys, values=values, packed=both)
     keys, values = (allocated(shape, dtype, device, purpose) for _ in range(2))
     return LayerCache(keys=keys, values=values)

@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests python tests/engines/oracle/run_vllm_attention.py --wheel WHEEL --count 100
 
-Needs the unpacked wheel, torch and Triton; no GPU and no installed engine. FLASH_ATTN runs ``--count`` random scenes with
-a stand-in for FlashAttention's two compiled functions; TRITON_ATTN, whose kernels are interpreted, a few cases. Without the
-zeros that the adapter writes, both leave rows unwritten (vllm#57136). At last the names of the unit tests' stand-ins are
-compared with the wheel's. Exits with 1 on any other answer.
+Needs the unpacked wheel, torch and Triton; no GPU and no installed engine. FLASH_ATTN runs ``--count`` random scenes
+with a stand-in for FlashAttention's two compiled functions; TRITON_ATTN, whose kernels are interpreted, a few cases.
+Without the zeros that the adapter writes, both leave rows unwritten (vllm#57136). At last the names of the unit tests'
+stand-ins are compared with the wheel's. Exits with 1 on any other answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's FLASH_ATTN and TRITON_ATTN from an unpacked wheel on a CPU, for recorded graphs.
 
-vLLM's configuration, layers, metadata builders and implementations run as they are. Triton's kernels are interpreted. Of
-FlashAttention, which is compiled, two functions are stand-ins (``support.recorded_kernels``): the schedule is computed
+vLLM's configuration, layers, metadata builders and implementations run as they are. Triton's kernels are interpreted.
+Of FlashAttention, which is compiled, two functions are stand-ins (``support.recorded_kernels``): the schedule is made
 ahead of the call, from the lengths at that time, and the output has the rows of requests only.
 """
 

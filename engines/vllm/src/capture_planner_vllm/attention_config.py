@@ -1,7 +1,7 @@
 """vLLM's own configuration and layers for one attention group, without a model and without weights.
 
-Made of ``EngineArgs`` and a folder with a ``config.json`` of the group's shape, as vLLM reads it. Import it where vLLM is
-installed.
+Made of ``EngineArgs`` and a folder with a ``config.json`` of the group's shape, as vLLM reads it. Import it where vLLM
+is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from capture_planner.runtime.executor import Reservation
 def configuration(reservation: Reservation, engine: str) -> Any:
     """Return a ``VllmConfig`` whose graphs are the entries of the reservation.
 
-    The sizes, the mode, and the number of drafts are set as vLLM holds them when its runner makes the metadata builders.
+    The sizes, the mode, and the number of drafts are as vLLM has them when its runner makes the metadata builders.
     """
     model, entries = reservation.attention, reservation.entries
     base = _base(model, reservation.page_size, engine)

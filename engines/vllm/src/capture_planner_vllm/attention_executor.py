@@ -1,7 +1,7 @@
 """Runs vLLM's metadata builder and attention for the steps of one group, as its V2 model runner does.
 
-``prepare`` is ``DefaultModelState.prepare_attn``, ``attend`` is the ``forward`` of the layer's implementation, and draft
-chains refresh their metadata as ``_generate_fused_drafts`` does (vLLM 0.33, vllm/v1/worker/gpu).
+``prepare`` is ``DefaultModelState.prepare_attn``, ``attend`` is the ``forward`` of the layer's implementation, and
+draft chains refresh their metadata as ``_generate_fused_drafts`` does (vLLM 0.33, vllm/v1/worker/gpu).
 """
 
 from __future__ import annotations
