@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing import get_context
 
 # Read when vLLM is imported.
@@ -142,28 +142,25 @@ class BackendCampaign:
         """Run the tasks, and yield the result so far after each; none begins after ``until``."""
         visible = devices()
 
-        def work(number: int, act: Callable[..., Data], seed: int, profile: SearchProfile) -> Data | None:
+        def work(number: int, act: Callable[..., Data], seed: int, profile: SearchProfile) -> None:
             if time.time() > until:
-                return None
+                return
             # The first finding is minimized, which takes minutes; others are kept as they were found.
             minimize = not any(part["findings"] for part in self._parts)
-            return alone(visible[number % len(visible)], act, self.name, seed, profile, minimize)
+            self._parts.append(alone(visible[number % len(visible)], act, self.name, seed, profile, minimize))
 
         with ThreadPoolExecutor(self._arguments.jobs) as threads:
-            futures: list[Future[Data | None]] = [
-                threads.submit(work, number, *task) for number, task in enumerate(self.tasks())
-            ]
+            futures = [threads.submit(work, number, *task) for number, task in enumerate(self.tasks())]
             for future in as_completed(futures):
                 try:
-                    if (part := future.result()) is not None:
-                        self._parts.append(part)
+                    future.result()
                 except Exception as error:
                     self._broke.append(f"{type(error).__name__}: {error}")
                 yield self.result()
 
     def result(self) -> Data:
         """Return what all parts did together."""
-        merged = added(self._parts) if self._parts else {"passed": True, "scenes": 0, "findings": []}
+        merged = added(tuple(self._parts)) if self._parts else {"passed": True, "scenes": 0, "findings": []}
         took = round(time.perf_counter() - self._began, 1)
         broke: Data = {"broke": self._broke, "passed": False} if self._broke else {}
         return {"case": self.name, **merged, **broke, "wall_seconds": took}
@@ -185,16 +182,16 @@ def main() -> int:
     if arguments.case is not None:
         return _again(arguments)
     results: list[Data] = []
-    until, left = time.time() + arguments.seconds, len(arguments.backends)
-    for name in arguments.backends:
+    until = time.time() + arguments.seconds
+    for number, name in enumerate(arguments.backends):
         why = _missing(name)
         campaign, results = BackendCampaign(name, arguments), [*results, {"case": name, "skipped": why, "passed": True}]
         if why is None:
-            # Each has its share of the time that is left.
-            for result in campaign.run(time.time() + (until - time.time()) / left):
+            # Each has its share of the time that is left; a few scenes as they are take little.
+            left = sum(not other.endswith(AS_IS) for other in arguments.backends[number:])
+            for result in campaign.run(time.time() + (until - time.time()) / left if left else until + 60):
                 results[-1] = result
                 finish(arguments, {"results": results})
-        left -= 1
         CONSOLE.print(_line(results[-1]), highlight=False, markup=False)
         finish(arguments, {"results": results})
     _print(results)

@@ -60,4 +60,3 @@ def test_finding_ends_its_portion_and_a_broken_process_is_named(script, monkeypa
     assert [each["check"] for each in result["findings"]] == ["written"]
     assert result["broke"] == ["RuntimeError: an illegal access"]
     assert run(script, monkeypatch, tmp_path, "--backends", "vllm_triton_attn as is")[0] == 0
-
