@@ -21,8 +21,9 @@ from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
+from capture_planner.runtime.graphs.dump import dump_graphs
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import RequestResult, RunReport
+from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunReport
 from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
@@ -70,6 +71,8 @@ class Choices:
     """Cut requests that are longer than the model, instead of refusing them."""
     eager: bool = False
     """Capture nothing."""
+    dump_graphs: Path | None = None
+    """Folder to write what each captured graph holds into."""
     verify: bool = False
     """Serve everything once more, eager and without a drafter, and compare."""
     any_environment: bool = False
@@ -118,7 +121,8 @@ def launch(
     adapters = adapters_of(plan, model, choices.adapters, seed=choices.seed)
     if adapters is not None:
         requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
-    run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher_for(device))
+    grapher = grapher_for(device, dumps=choices.dump_graphs is not None)
+    run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher)
     pages = run.pages()
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
@@ -141,7 +145,12 @@ def launch(
             with progress("capture", runner.plan.num_graphs) as advance:
                 runner.capture(
                     memory=plan.budget.memory if choices.graph_memory is None else choices.graph_memory,
-                    progress=lambda done: advance(f"{done.role.value} {done.entry}"),
+                    progress=lambda done: advance(_captured(done, device)),
+                )
+            if choices.dump_graphs is not None:
+                roles = runner.parts.roles.values()
+                dump_graphs(
+                    ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), choices.dump_graphs
                 )
             # Where a comparison found a difference, the report has it.
             with contextlib.suppress(DifferenceError), progress("serve", len(requests)) as served_one:
@@ -160,6 +169,12 @@ def launch(
         given = [served for served in report.served if served.tokens]
         differing = tuple(s.name for s in given if not _agrees(s, by_name[s.name], answers[s.name]))
     return Outcome(report=report, differing=differing)
+
+
+def _captured(done: GraphCapture, device: torch.device) -> str:
+    """Describe the graph that was captured last, by its mode and its role."""
+    kind = "CUDA" if device.type == "cuda" else "recorded"
+    return f"Capturing {kind} graphs ({done.entry.mode.value}, {done.role.value}): {done.entry.num_tokens} tokens"
 
 
 def _refuse_infinite(model: TargetModel) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -125,6 +126,14 @@ class CudaGraph:
     def pieces(self) -> int:
         return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
 
+    def dump(self, stem: Path) -> list[Path]:
+        """Write each piece as Graphviz, by ``torch.cuda.CUDAGraph.debug_dump``."""
+        graphs = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+        files = [stem.with_name(f"{stem.name}.{number}.dot") for number in range(len(graphs))]
+        for graph, file in zip(graphs, files, strict=True):
+            graph.debug_dump(str(file))
+        return files
+
     def replay(self) -> None:
         """Launch each piece, and run what is between them."""
         for part in self.parts:
@@ -137,10 +146,11 @@ class CudaGraph:
 class CudaGraphs:
     """Captures CUDA graphs on one device and one stream, which become the current ones.
 
-    Without ``accounts`` the device's memory is not read around captures, which takes longer than they do.
+    Without ``accounts`` the device's memory is not read around captures, which takes longer than they do. With
+    ``dumps`` graphs can be dumped; the driver keeps each twice until then.
     """
 
-    def __init__(self, device: torch.device, *, accounts: bool = True) -> None:
+    def __init__(self, device: torch.device, *, accounts: bool = True, dumps: bool = False) -> None:
         device = torch.empty(0, device=device).device  # with its index, which set_device asks for
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -148,7 +158,7 @@ class CudaGraphs:
         torch.cuda.set_stream(self._stream)
         self._open: CudaGraph | None = None
         self._pool: CudaPool | None = None
-        self._accounts = accounts
+        self._accounts, self._dumps = accounts, dumps
 
     def reading(self) -> Reading | None:
         """Wait for the device, give back what no tensor owns, and read its memory."""
@@ -211,6 +221,8 @@ class CudaGraphs:
     def _begin(self) -> None:
         assert self._open is not None and self._pool is not None, "a capture is under way"
         graph = torch.cuda.CUDAGraph()
+        if self._dumps:
+            graph.enable_debug_mode()
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         self._open.parts.append(graph)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -38,6 +39,13 @@ class Graph(Protocol):
     @property
     def pieces(self) -> int:
         """How many pieces it has: 1 for a FULL graph, one more than its attention calls for PIECEWISE."""
+
+    def dump(self, stem: Path) -> list[Path]:
+        """Write what it holds into files whose names begin with ``stem``, and return them.
+
+        Recorded graphs are text, an operator a line; CUDA graphs are Graphviz, a file a piece, and only where the
+        grapher was made with ``dumps``; then once.
+        """
 
     def replay(self) -> None:
         """Run again on the same storage, with the host's numbers as they were at capture."""

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from capture_planner.errors import CaptureError, RunError
+from capture_planner.runtime.graphs.dump import operator_text, write_lines
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
 
@@ -51,10 +52,15 @@ class RecordedGraph:
     """One recorded forward; ``RecordedGraphs.capture`` makes it."""
 
     _steps: tuple[Step, ...]
+    _items: tuple[_Call | _Break, ...]
     _in_inference_mode: bool
     memory: int
     alone: int
     pieces: int
+
+    def dump(self, stem: Path) -> list[Path]:
+        """Write a line for each operator, and for what runs between pieces."""
+        return write_lines(stem, self._items)
 
     def replay(self) -> None:
         """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
@@ -116,6 +122,9 @@ class _Call:
     results: tuple[OwnTensor | None, ...]
     """Where each tensor of the result must land; None: it is there already, or the result is no tensor."""
 
+    def __str__(self) -> str:
+        return operator_text(self.op, self.args, self.kwargs, self.results)
+
     def step(self) -> Step:
         """Return what runs it on the pool."""
         args, kwargs = _map(self.args, _make), _map(self.kwargs, _make)
@@ -144,6 +153,9 @@ class _Break:
 
     between: Callable[[], object]
     tensors: tuple[tuple[torch.Tensor, OwnTensor], ...]
+
+    def __str__(self) -> str:
+        return operator_text("-- between two pieces", [own for _, own in self.tensors], {}, ())
 
     def step(self) -> Step:
         """Point the caller's own tensors into the pool: ``between`` refers to them."""
@@ -217,6 +229,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.settle(chunk, offset)
         return RecordedGraph(
             steps=tuple(item.step() for item in self._items),
+            items=tuple(self._items),
             in_inference_mode=torch.is_inference_mode_enabled(),
             memory=allocation.memory,
             alone=allocation.alone,
