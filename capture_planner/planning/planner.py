@@ -70,8 +70,11 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         for working in roles:
             working.fit_backend()
         _fit_budget(spec, roles)
+    has_graphs = any(ladder.sizes for working in roles for ladder in working.ladders)
     for working in roles:
-        working.settle_mode()
+        # A target without graphs next to a drafter with some keeps its mode: a drafter's is never above its target's.
+        if working.role.is_drafter or not has_graphs:
+            working.settle_mode()
     _refuse_excess(roles)
     made = Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
     _refuse_unreadable(made)

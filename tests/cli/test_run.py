@@ -384,3 +384,29 @@ def test_adapters_that_a_run_cannot_have_are_refused(run: Run, given: tuple[str,
     ran = run("plan.yaml", *FEW, *(word for one in given for word in ("--adapters", one)))
     assert ran.code in (1, 2)
     assert said in " ".join(ran.err.split())
+
+
+# Graphs ----------------------------------------------------------------------------------------
+
+
+def test_the_graphs_of_a_run_are_dumped(run: Run) -> None:
+    """A file each; not without graphs."""
+    data = run_json(run, *FEW, "--dump-graphs", "graphs")
+    files = list(Path("graphs").iterdir())
+    assert len(files) == data["captured"]["graphs"] > 0
+    assert all("aten." in file.read_text("utf-8") for file in files)
+    refused = run("plan.yaml", *FEW, "--eager", "--dump-graphs", "graphs")
+    assert (refused.code, "--dump-graphs goes with captures" in refused.err) == (1, True)
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(None, True), ("0", True), ("1", False)])
+def test_the_first_rank_alone_shows_progress(
+    run: Run, monkeypatch: pytest.MonkeyPatch, rank: str | None, shown: bool
+) -> None:
+    """It names the mode and the role whose graphs are captured."""
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    ran = run("plan.yaml", *FEW, "--progress")
+    assert ran.code == 0
+    assert ("Capturing recorded graphs (FULL," in " ".join(ran.err.split())) == shown
