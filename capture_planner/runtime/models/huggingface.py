@@ -39,6 +39,9 @@ from capture_planner.runtime.models.loading import (
 )
 from capture_planner.runtime.models.protocols import Attend, Weight
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts."""
+
 _FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
 
 _MOST_LAYERS = 1024
@@ -204,7 +207,9 @@ def load_target(
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
-    options = {"dtype": chosen, "attn_implementation": INTERFACE, "experts_implementation": _experts(device, chosen)}
+    options = {"dtype": chosen, "attn_implementation": INTERFACE}
+    if any(getattr(text, name, None) for name in _EXPERTS):  # transformers 5.17 refuses it for other models
+        options["experts_implementation"] = _experts(device, chosen)
     model: Any
     with library_errors(f"{subject}: cannot be loaded"):
         if found.files:
