@@ -8,14 +8,10 @@ from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 
 
-def grapher_for(device: torch.device, *, accounts: bool = True, dumps: bool = False) -> Grapher:
-    """Return what captures on a device.
-
-    :param accounts: read a GPU's memory around each capture.
-    :param dumps: capture so that graphs can be dumped; recorded ones always can.
-    """
+def grapher_for(device: torch.device, *, accounts: bool = True) -> Grapher:
+    """Return what captures on a device; ``accounts``: and reads a GPU's memory around each capture."""
     if device.type == "cuda":
         from capture_planner.runtime.graphs.cuda import CudaGraphs
 
-        return CudaGraphs(device, accounts=accounts, dumps=dumps)
+        return CudaGraphs(device, accounts=accounts)
     return RecordedGraphs()

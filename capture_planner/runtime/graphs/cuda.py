@@ -19,6 +19,8 @@ import attrs
 import torch
 
 from capture_planner.errors import CaptureError
+from capture_planner.records.fingerprint import Fingerprint
+from capture_planner.runtime.graphs.fingerprints import fingerprint_of, load_driver
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.reading import Reading
 
@@ -134,6 +136,12 @@ class CudaGraph:
             graph.debug_dump(str(file))
         return files
 
+    def fingerprint(self) -> Fingerprint:
+        """Return its nodes and kernels. Raises ``CaptureError`` without cuda-bindings, or where the driver refuses."""
+        driver = load_driver()
+        pieces = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+        return Fingerprint.of_pieces([fingerprint_of(piece.raw_cuda_graph(), driver) for piece in pieces])
+
     def replay(self) -> None:
         """Launch each piece, and run what is between them."""
         for part in self.parts:
@@ -146,11 +154,10 @@ class CudaGraph:
 class CudaGraphs:
     """Captures CUDA graphs on one device and one stream, which become the current ones.
 
-    Without ``accounts`` the device's memory is not read around captures, which takes longer than they do. With
-    ``dumps`` graphs can be dumped; the driver keeps each twice until then.
+    Without ``accounts`` the device's memory is not read around captures, which takes longer than they do.
     """
 
-    def __init__(self, device: torch.device, *, accounts: bool = True, dumps: bool = False) -> None:
+    def __init__(self, device: torch.device, *, accounts: bool = True) -> None:
         device = torch.empty(0, device=device).device  # with its index, which set_device asks for
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -158,7 +165,7 @@ class CudaGraphs:
         torch.cuda.set_stream(self._stream)
         self._open: CudaGraph | None = None
         self._pool: CudaPool | None = None
-        self._accounts, self._dumps = accounts, dumps
+        self._accounts = accounts
 
     def reading(self) -> Reading | None:
         """Wait for the device, give back what no tensor owns, and read its memory."""
@@ -220,9 +227,8 @@ class CudaGraphs:
 
     def _begin(self) -> None:
         assert self._open is not None and self._pool is not None, "a capture is under way"
-        graph = torch.cuda.CUDAGraph()
-        if self._dumps:
-            graph.enable_debug_mode()
+        # Kept, since a fingerprint is read from it; the executable graph is another.
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         self._open.parts.append(graph)
 
@@ -231,6 +237,7 @@ class CudaGraphs:
         last = self._open.parts[-1]
         assert isinstance(last, torch.cuda.CUDAGraph), "a capture ends with what it began"
         last.capture_end()
+        last.instantiate()
 
     def _abandon(self) -> None:
         """Leave a capture that broke; the graph is of no use any more."""

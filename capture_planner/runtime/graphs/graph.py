@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.runtime.graphs.reading import Reading
 
 
@@ -43,9 +44,11 @@ class Graph(Protocol):
     def dump(self, stem: Path) -> list[Path]:
         """Write what it holds into files whose names begin with ``stem``, and return them.
 
-        Recorded graphs are text, an operator a line; CUDA graphs are Graphviz, a file a piece, and only where the
-        grapher was made with ``dumps``; then once.
+        Recorded graphs are text, an operator a line; CUDA graphs are Graphviz, a file a piece.
         """
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Return what it is made of; None where nothing reads it. Raises ``CaptureError`` where it cannot be read."""
 
     def replay(self) -> None:
         """Run again on the same storage, with the host's numbers as they were at capture."""

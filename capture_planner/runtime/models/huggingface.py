@@ -138,6 +138,15 @@ class HuggingFaceModel:
         decoder = set(self._layers.modules())
         return {part: module for part, module in self._parts if module in decoder and isinstance(module, nn.Linear)}
 
+    @contextmanager
+    def scaled(self, layer: int, factor: float) -> Iterator[None]:
+        """Multiply what a layer adds to the residual stream by ``factor``, until the context is left."""
+        hook = self._layers[layer].register_forward_hook(partial(_scale, factor), with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def weights(self) -> Iterator[Weight]:
         """Every parameter and buffer that a forward reads, by its name in the model's weights."""
         return weights_of(self._parts)
@@ -264,6 +273,14 @@ def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:
 def _keep(entered: dict[int, torch.Tensor], layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Keep what enters a layer: the hook of a forward."""
     entered[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _scale(factor: float, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Scale what a layer adds to its input: the hook of a forward."""
+    before = args[0] if args else kwargs["hidden_states"]
+    after, *rest = output if isinstance(output, tuple) else (output,)
+    after = before + factor * (after - before)
+    return (after, *rest) if isinstance(output, tuple) else after
 
 
 def _llama(shape: Model) -> LlamaConfig:
