@@ -85,6 +85,12 @@ MAX_CHANGES = 8
 @options.threads
 @options.pages("up to 1 GiB of memory")
 @click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
+@click.option(
+    "--dump-graphs",
+    type=FILE,
+    metavar="FOLDER",
+    help="Write what each graph holds: Graphviz of CUDA graphs, text of recorded ones.",
+)
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @flag("--eager", "Run eager: capture no graphs.")
 @flag("--verify", "Check tokens and hidden states against the model in higher precision; exit code 2 if one is off.")
@@ -170,6 +176,7 @@ def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
+        dump_graphs=None if values["dump_graphs"] is None else Path(values["dump_graphs"]),
         step_seconds=values["step_time"],
         options=Options(**{name: values[name] for name in checks}),
     )
@@ -236,6 +243,7 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "strict": _CAPTURES,
     "fingerprints": _CAPTURES,
     "graph_memory": _CAPTURES,
+    "dump_graphs": _CAPTURES,
     "trust": _GRAPHS,
     "compare": _GRAPHS,
     "rate": _GENERATED,
