@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,8 @@ def _read(found: Source, speculative: Speculative, target: TargetModel) -> Confi
     return config
 
 
+_NUMBER = re.compile("[0-9]{1,6}")
+
 _UNSUPPORTED_MODULES = ("kv_lora_rank", "n_routed_experts", "num_experts", "num_local_experts")
 """What a configuration has of latent attention and of experts, neither of which a module here has."""
 
@@ -177,7 +180,7 @@ def _modules(found: dict[str, StoredTensor], first: int) -> dict[str, StoredTens
     for name, item in found.items():
         kind, _, rest = name.removeprefix("model.").partition(".")
         number, _, rest = rest.partition(".")
-        if kind != "layers" or not number.isdecimal() or int(number) < first or rest.endswith(_UNUSED):
+        if kind != "layers" or not _NUMBER.fullmatch(number) or int(number) < first or rest.endswith(_UNUSED):
             continue
         new = rest if rest == "embed_tokens.weight" else f"layers.{int(number) - first}.{rest}"
         renamed.setdefault(new, item)
