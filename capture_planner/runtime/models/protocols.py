@@ -84,10 +84,12 @@ class Drafter(_Network, Protocol):
     """The sliding window of each layer; None: full attention."""
     mask_token: int
     """The token of a draft that a parallel pass has yet to make; 0 where it drafts one after another."""
-    mask_hidden: torch.Tensor | None
-    """``[width]``: such a row's state, in place of the target's hidden state, or of its auxiliary ones."""
     aux_layers: tuple[int, ...]
     """Layers of the target whose inputs it reads; empty: it reads the target's last hidden state."""
+
+    @property
+    def mask_hidden(self) -> torch.Tensor | None:
+        """``[width]``: the state of a mask token's row, in place of the target's hidden or auxiliary ones."""
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Return its hidden input ``[T, hidden_size]`` of the target's auxiliary states (EAGLE-3)."""
