@@ -25,6 +25,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import (
     COMMON_FIELDS,
+    LORA_FIELDS,
     MROPE_FIELDS,
     PARALLEL_FIELDS,
     SPECULATIVE_FIELDS,
@@ -185,6 +186,8 @@ def _written(working: RoleInProgress) -> RolePlan:
         inputs += () if speculative.method is Method.DRAFT_MODEL else PARALLEL_FIELDS
     if working.role is Role.TARGET and working.spec.model.mrope:
         inputs += MROPE_FIELDS
+    if working.role is Role.TARGET and working.spec.lora is not None:
+        inputs += LORA_FIELDS
     return RolePlan(
         role=working.role,
         requested=working.requested,

@@ -25,7 +25,7 @@ from capture_planner.runtime.execution.role import ExecutionContext, ForwardObse
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.serving import kv
 from capture_planner.runtime.serving.inputs import DraftRows
@@ -58,6 +58,7 @@ def assemble(
     device: torch.device,
     options: Options,
     observer: ForwardObserver,
+    adapters: Adapters | None = None,
 ) -> Parts:
     """Allocate everything that the plan needs, once, and reserve its backends.
 
@@ -90,6 +91,7 @@ def assemble(
         embeddings=_zeros(plan, own, width) if plan.model.embeddings else None,
         ahead=policy.run_ahead,
         advances=policy.advance_in_graph,
+        adapters=adapters,
     )
     bodies: dict[Role, Body] = {Role.TARGET: target}
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
@@ -131,7 +133,7 @@ def assemble(
         mine = fields[role.role]
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
-        watching = observer if comparison is None else EagerCheck(comparison, largest)
+        watching = observer if comparison is None else EagerCheck(comparison, largest, observer)
         roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, watching)
     return Parts(
         policy=policy,
@@ -142,6 +144,7 @@ def assemble(
         apply=apply,
         updates=updates,
         token_fields=token_fields,
+        observer=observer,
         comparison=comparison,
     )
 
