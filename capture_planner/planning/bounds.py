@@ -105,7 +105,7 @@ class BudgetBounds:
     def hold(self, ladders: Sequence[Ladder]) -> bool:
         """Say whether ladders are within every bound."""
         for bound in self.all:
-            taken = sum(bound.each(ladder) * ladder.num_graphs for ladder in ladders)
+            taken = sum(bound.each(ladder) * ladder.num_graphs for ladder in ladders if ladder.sizes)
             if bound.is_memory:
                 taken += sum(self.pools((each, each.sizes[-1]) for each in ladders if each.sizes).values())
             if taken > bound.limit:
