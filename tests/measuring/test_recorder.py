@@ -277,7 +277,7 @@ def test_fork_writes_nothing(tmp_path: Path) -> None:
 def test_file_with_many_batches_can_be_read(tmp_path: Path, graphs: int) -> None:
     """Three roles with more shapes than are listed, all timed; with many graphs fewer are listed."""
     many = tuple(
-        ObservedGraph(entry=Entry(mode=GraphMode.PIECEWISE, num_tokens=1 + n), seconds=0.5, mib=1.5, milliseconds=2.5)
+        ObservedGraph(entry=Entry(mode=GraphMode.PIECEWISE, num_tokens=700 + n), seconds=0.5, mib=1.5, milliseconds=2.5)
         for n in range(graphs)
     )
     recorder = Recorder(tmp_path, "rank0")
@@ -290,12 +290,12 @@ def test_file_with_many_batches_can_be_read(tmp_path: Path, graphs: int) -> None
     recorder.close()
     observed, whole = codec.load_observation(recorder.path), recorder.observation()
     assert [role.graphs for role in observed.roles] == [role.graphs for role in whole.roles]
-    assert all(
-        fit.batches == all_of.batches[: len(fit.batches)]
-        for fit, all_of in zip(observed.roles, whole.roles, strict=True)
-    )
     assert {role.steps for role in observed.roles} == {module.MAX_BATCHES + 99}
-    assert {len(role.batches) == module.MAX_BATCHES for role in observed.roles} == {graphs == 10}
+    assert graphs > 10 or {role.other_batches for role in observed.roles} == {0}
+    assert all(len(role.batches) <= module.MAX_BATCHES for role in whole.roles)
+    assert (observed.roles == whole.roles) is (graphs == 10)
+    if graphs > 10:
+        assert max(len(role.batches) for role in observed.roles) < min(len(role.batches) for role in whole.roles)
 
 
 def test_an_observation_of_many_shapes_has_all_steps_in_it(tmp_path: Path) -> None:
