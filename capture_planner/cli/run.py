@@ -27,7 +27,6 @@ from capture_planner.cli.common import (
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
@@ -45,6 +44,12 @@ if TYPE_CHECKING:
     "random weights, or a folder with an EAGLE or EAGLE-3 head.",
 )
 @option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@click.option(
+    "--adapters",
+    multiple=True,
+    metavar="N|FOLDER",
+    help="LoRA adapters, which requests have by turns: N of random weights, or a folder that peft saved; repeat it.",
+)
 @click.option("--requests", type=click.IntRange(0), help="Number of requests. Default: 16, or all in the file.")
 @click.option("--trace", type=FILE, help="CSV of arrival times, prompt and output lengths.")
 @click.option("--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer.")
@@ -72,7 +77,7 @@ if TYPE_CHECKING:
 @click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @flag("--eager", "Run eager: capture no graphs.")
-@flag("--verify", "Compare the output with plain greedy decoding; exit code 2 if it differs.")
+@flag("--verify", "Check tokens and hidden states against the model in higher precision; exit code 2 if one is off.")
 @flag("--compare", "Also run each step eager; stop with exit code 2 at the first tensor that differs.")
 @flag("--trust", "Replay without guards.")
 @flag("--debug", "Check every index field at every step.")
@@ -109,20 +114,13 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
     context, comparison = click.get_current_context(), outcome.report.comparison
     if comparison is not None:
         show_lines(comparison.says, err=as_json)
-    if outcome.differing is not None:
-        compared = [request for request in outcome.report.served if request.tokens]
-        total, cut_off = counted(len(compared), "request"), sum(each.finished is None for each in compared)
-        message = f"verified: {total}, each the same as plain greedy decoding"
-        if outcome.differing:
-            differing = counted(len(outcome.differing), "request")
-            first = ", ".join(outcome.differing[:5])
-            message = f"{differing} of {total} differ from plain greedy decoding: {first}"
-        if cut_off:
-            message += f"; {cut_off} of them cut off, and compared up to there"
-        show_lines(message, err=as_json)
+    verification = outcome.report.verification
+    if verification is not None:
+        show_lines(verification.says, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
-    if outcome.differing or (comparison is not None and comparison.difference is not None):
+    is_wrong = verification is not None and not verification.passed
+    if is_wrong or (comparison is not None and comparison.difference is not None):
         context.exit(FINDINGS)
 
 
@@ -142,6 +140,7 @@ def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
     choices = Choices(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
+        adapters=_adapters(values["adapters"]),
         step_seconds=values["step_time"],
         options=Options(**{name: values[name] for name in checks}),
     )
@@ -165,6 +164,14 @@ def _workload(values: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]
     return lambda vocab_size: read(seed=seed, vocab_size=vocab_size), None
 
 
+def _adapters(given: Sequence[str]) -> int | tuple[Path, ...]:
+    """Return a number of adapters, or their folders."""
+    if len(given) == 1 and given[0].isdecimal():
+        return int(given[0])
+    return tuple(map(Path, given))
+
+
+_MOST_ADAPTERS = 1024
 _DRAFTERS = ("copy", "miss", "chance", "random")
 
 
@@ -179,6 +186,12 @@ def _refuse_contradictions(values: dict[str, Any]) -> None:
         raise click.UsageError(
             f"--drafter {values['drafter']}: no such folder; give a folder or one of {', '.join(_DRAFTERS)}."
         )
+    if not isinstance(adapters := _adapters(values["adapters"]), int):
+        for folder in adapters:
+            if not folder.is_dir():
+                raise click.UsageError(f"--adapters {folder}: no such folder; give folders, or one number.")
+    elif not 1 <= adapters <= _MOST_ADAPTERS:
+        raise click.UsageError(f"--adapters {adapters}: expected 1 to {_MOST_ADAPTERS}.")
     for name in ("step_time", "chance", "rate"):
         if values[name] is not None and not math.isfinite(values[name]):
             raise click.UsageError(f"{dashed(name)} is {values[name]}; give a finite number.")

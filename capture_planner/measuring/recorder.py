@@ -53,12 +53,15 @@ class StepSink(Protocol):
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
 
+    def interval(self, *timed: *TimedShape) -> None:
+        """Add the time from the start of a step of the target to the start of the next; the engine did not wait."""
+
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
 
 
 @attrs.frozen
-class _Counted:
+class _StepTallies:
     """Steps by outcome; those of them that are of rarer shapes; and those without a shape, by role and graph."""
 
     steps: Counter[Outcome]
@@ -91,8 +94,10 @@ class Recorder:
         self._writing = threading.Lock()
         self._queue: deque[Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
         self._timed: deque[TimedShape] = deque()
+        self._apart: deque[TimedShape] = deque()
         self._steps: Counter[Outcome] = Counter()
         self._samples: dict[Shape, _Samples] = {}
+        self._intervals: dict[Shape, _Samples] = {}
         self._rounded: Counter[Outcome] = Counter()  # of the steps, those of rarer shapes
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
         self._drafted: list[int] = []
@@ -114,10 +119,10 @@ class Recorder:
         """
         with self._lock:
             if self._base is None or _graphs(self._base) != _graphs(base):
-                for queue in (self._queue, self._timed):
+                for queue in (self._queue, self._timed, self._apart):
                     queue.clear()
-                counted = (self._steps, self._rounded, self._forgotten)
-                for counts in (*counted, self._samples, self._drafted, self._accepted):
+                tallies = (self._steps, self._rounded, self._samples, self._intervals, self._forgotten)
+                for counts in (*tallies, self._drafted, self._accepted):
                     counts.clear()
                 self._since = time.monotonic()
             self._base, self._changed = base, True
@@ -140,6 +145,10 @@ class Recorder:
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
         self._timed.append(timed)
+
+    def interval(self, *timed: *TimedShape) -> None:
+        """Add the time from the start of a step of the target to the start of the next; the engine did not wait."""
+        self._apart.append(timed)
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
@@ -172,7 +181,7 @@ class Recorder:
             base,
             seconds=round(seconds, 3),
             roles=tuple(
-                self._with_counts(role, _Counted(steps, rounded, forgotten), most)
+                self._with_counts(role, _StepTallies(steps, rounded, forgotten), most)
                 for role in roles
                 if role.role in known or role.role in met
             ),
@@ -180,15 +189,16 @@ class Recorder:
             accepted=accepted,
         )
 
-    def _with_counts(self, role: ObservedRole, counted: _Counted, most: int) -> ObservedRole:
+    def _with_counts(self, role: ObservedRole, tallies: _StepTallies, most: int) -> ObservedRole:
         """Return the role with its batches, the rarest rounded up, and the number of its other steps."""
-        own = {outcome: count for outcome, count in counted.steps.items() if outcome[0] is role.role}
+        own = {outcome: count for outcome, count in tallies.steps.items() if outcome[0] is role.role}
         coarse = coarsened(own, most, self._room)
         listed = coarse.steps.most_common()
-        rounded = sum(min(coarse.rounded[each] + counted.rounded[each], count) for each, count in listed)
+        rounded = sum(min(coarse.rounded[each] + tallies.rounded[each], count) for each, count in listed)
         with self._lock:
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
+            intervals = [tuple(self._intervals.get(outcome[:6], _Samples()).latest) for outcome, _ in listed]
         batches = [
             BatchCount(
                 # An engine may count in NumPy's integers, which no file takes.
@@ -202,10 +212,11 @@ class Recorder:
                 reason=outcome[7],
                 milliseconds=round(statistics.median(latest), 5) if latest else None,
                 samples=times,
+                interval=round(statistics.median(apart), 5) if apart else None,
             )
-            for (outcome, count), (times, latest) in zip(listed, samples, strict=True)
+            for (outcome, count), (times, latest), apart in zip(listed, samples, intervals, strict=True)
         ]
-        replays = Counter({graph: count for (each, graph), count in counted.forgotten.items() if each is role.role})
+        replays = Counter({graph: count for (each, graph), count in tallies.forgotten.items() if each is role.role})
         other_batches = replays.total() + coarse.lost.total()
         for outcome, count in own.items():
             replays[outcome[6]] += count
@@ -267,21 +278,23 @@ class Recorder:
 
     def _take(self) -> None:
         """Count what is queued, and bound the memory: the rarest shapes are rounded up, or become a number of steps."""
-        if self._queue or self._timed:
+        if self._queue or self._timed or self._apart:
             self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
-        for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
-            samples = self._samples.setdefault(timed[:6], _Samples())
-            samples.count += 1
-            samples.latest.append(timed[6])
+        for queue, known in ((self._timed, self._samples), (self._apart, self._intervals)):
+            for timed in [queue.popleft() for _ in range(len(queue))]:
+                samples = known.setdefault(timed[:6], _Samples())
+                samples.count += 1
+                samples.latest.append(timed[6])
         if len(self._steps) > MAX_SHAPES:
             coarse = coarsened(self._steps, MAX_SHAPES // 2, self._room)
             for outcome, steps in coarse.lost.items():
                 self._forgotten[outcome[0], outcome[6]] += steps
             before = Counter({each: self._rounded[each] for each in coarse.steps if each in self._rounded})
             self._steps, self._rounded = coarse.steps, before + coarse.rounded
-            for shape in self._samples.keys() - {outcome[:6] for outcome in self._steps}:
-                del self._samples[shape]
+            for known in (self._samples, self._intervals):
+                for shape in known.keys() - {outcome[:6] for outcome in self._steps}:
+                    del known[shape]
 
 
 def _graphs(base: Observation) -> dict[Role, list[object]]:

@@ -97,7 +97,8 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         notes += _about_tail(objective, steps, expected, real)
     else:
         apart = sum(prices.of(each, None, repeats) * count for each, repeats, count in demand.unserved)
-        expected = table.value / (NANO * SCALE) + apart / steps.total + measurements.profile.step_milliseconds
+        apart += sum(measurements.profile.apart(batch.num_reqs) * count for batch, count in steps.counts.items())
+        expected = table.value / (NANO * SCALE) + apart / steps.total
     return SizeChoice(
         ladders=tuple(priced),
         notes=(

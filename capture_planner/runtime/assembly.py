@@ -24,7 +24,7 @@ from capture_planner.runtime.execution.role import ExecutionContext, ForwardObse
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.serving import kv
 from capture_planner.runtime.serving.parts import Parts
@@ -56,6 +56,7 @@ def assemble(
     device: torch.device,
     options: Options,
     observer: ForwardObserver,
+    adapters: Adapters | None = None,
 ) -> Parts:
     """Allocate everything that the plan needs, once, and reserve its backends.
 
@@ -88,6 +89,7 @@ def assemble(
         embeddings=_zeros(plan, own, width) if plan.model.embeddings else None,
         ahead=policy.run_ahead,
         advances=policy.advance_in_graph,
+        adapters=adapters,
     )
     bodies: dict[Role, Body] = {Role.TARGET: target}
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
@@ -121,7 +123,7 @@ def assemble(
         mine = fields[role.role]
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
-        watching = observer if comparison is None else EagerCheck(comparison, largest)
+        watching = observer if comparison is None else EagerCheck(comparison, largest, observer)
         roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, watching)
     return Parts(
         policy=policy,
@@ -131,6 +133,7 @@ def assemble(
         apply=apply,
         updates=updates,
         token_fields=token_fields,
+        observer=observer,
         comparison=comparison,
     )
 

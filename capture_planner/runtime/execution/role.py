@@ -63,6 +63,9 @@ class ForwardObserver:
     captured too, and is part of each replay.
     """
 
+    def batch(self, requests: Sequence[str]) -> None:
+        """Called before the forwards of a step with the names of its requests, a row of the batch each."""
+
     def run(self, role: RoleRun, batch: Batch, dispatch: Dispatch, *, filled: bool) -> AbstractContextManager[None]:
         """Return what is entered before the fields of a forward are filled, and left when it is done.
 
@@ -163,12 +166,17 @@ class RoleRun:
 
     def step(self, batch: Batch, entry: Entry | None, inputs: StepInputs) -> ForwardStep:
         """Return the forward of a batch by ``entry``, or eagerly."""
-        real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages)
+        adapters = min(batch.active_loras, batch.num_reqs)
+        real = Extents(
+            tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages, adapters=adapters
+        )
         extents = real
         if entry is not None:
-            # A PIECEWISE graph pads tokens alone.
+            # A PIECEWISE graph pads tokens alone. Each request has one adapter at most.
             reqs = real.reqs if entry.num_reqs is None else entry.num_reqs
-            extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages)
+            most = min(entry.num_tokens, self.bounds.reqs) if entry.num_reqs is None else entry.num_reqs
+            adapters = min(entry.active_loras, most)
+            extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages, adapters=adapters)
         return ForwardStep(batch=batch, entry=entry, inputs=inputs, real=real, extents=extents)
 
     def stage_inputs(self, step: ForwardStep) -> None:
