@@ -84,6 +84,8 @@ def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),
+        recurrent=draw(st.booleans()),
+        coupled=draw(st.booleans()),
         seed=draw(st.integers(0, 7)),
     )
 

@@ -1,8 +1,11 @@
-"""The model that backends are tested with: attention alone, with queries, keys and values from tables.
+"""The model that backends are tested with: attention and recurrences, whose inputs are from tables.
 
-A token's queries, keys and values depend on its id and its position and on nothing else, in every layer. So
-the tokens of a request determine each of its rows, whatever its pages and whatever was computed before:
-``Tables.attended`` computes the rows densely, in float64.
+A token's queries, keys and values depend on its id and its position and on nothing else, in every layer, and so do
+the inputs and decays of recurrent layers. So the tokens of a request determine each of its rows, whatever its pages
+and whatever was computed before: ``Tables.rows`` computes them densely, in float64.
+
+Rows that are padding hold garbage from the beginning, and an operator at the end couples the rows of a batch (see
+``coupled``): padding that is not left out of it changes real rows.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
 
 @attrs.frozen(kw_only=True)
-class AttentionShape:
-    """The attention of one model: heads, their width, and each layer's window."""
+class LayerShape:
+    """The layers of one model: heads, their width, each attention layer's window, and recurrent layers."""
 
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    recurrent: int = 0
+    """Recurrent layers, whose states are as wide as a layer's attention output."""
 
     @property
     def layers(self) -> int:
@@ -43,13 +48,19 @@ class AttentionShape:
 
 
 class Tables(nn.Module):
-    """Queries, keys and values by token and by position, ``[rows, layers, (heads + 2 kv_heads) * dim]``."""
+    """What layers get, by token and by position.
+
+    Queries, keys and values, ``[rows, layers, (heads + 2 kv_heads) * dim]``, and the inputs and decays of recurrent
+    layers, ``[rows, recurrent, 2 * width]``.
+    """
 
     by_token: torch.Tensor
     by_position: torch.Tensor
+    states_by_token: torch.Tensor
+    states_by_position: torch.Tensor
 
     def __init__(
-        self, shape: AttentionShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
+        self, shape: LayerShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -57,12 +68,14 @@ class Tables(nn.Module):
         for name, rows in (("by_token", vocabulary), ("by_position", longest)):
             table = torch.zeros(rows, shape.layers, wide, dtype=dtype, device=device)
             self.register_buffer(name, table)
+            table = torch.zeros(rows, shape.recurrent, 2 * shape.width, dtype=dtype, device=device)
+            self.register_buffer(f"states_{name}", table)
         self.load(seed)
 
     def load(self, seed: int) -> None:
-        """Fill both tables anew, in place, as weights are reloaded."""
+        """Fill all tables anew, in place, as weights are reloaded."""
         draw = torch.Generator().manual_seed(seed)
-        for table in (self.by_token, self.by_position):
+        for table in (self.by_token, self.by_position, self.states_by_token, self.states_by_position):
             table.copy_(torch.randn(table.shape, generator=draw, dtype=torch.float32) * 0.75)
 
     def split(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -72,6 +85,27 @@ class Tables(nn.Module):
         widths = [shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim]
         parts = torch.split(rows, widths, dim=-1)
         return tuple(part.reshape(*part.shape[:-1], part.shape[-1] // dim, dim) for part in parts)
+
+    def recurrences(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of recurrent layers, and the logarithms of their decays: ``[T, recurrent, width]``."""
+        inputs, decays = (self.states_by_token[ids] + self.states_by_position[positions]).chunk(2, dim=-1)
+        return inputs, -nn.functional.softplus(decays) / _LASTING
+
+    def rows(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+        """Return, in float64, what the layers make of the tokens from position ``first`` on, side by side.
+
+        ``ids int64[S]`` are the tokens of one request from its first position on; returns
+        ``[n, (layers + recurrent) * width]``.
+        """
+        return torch.cat([self.attended(ids, first).flatten(1), self.states(ids)[first:].flatten(1)], dim=1)
+
+    def states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return, in float64, the states after each of a request's tokens, ``[S, recurrent, width]``."""
+        inputs, decays = (part.double() for part in self.recurrences(ids, torch.arange(len(ids), device=ids.device)))
+        total = decays.cumsum(0)
+        spread = (total[:, None] - total).exp() * inputs
+        earlier = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
+        return torch.where(earlier[:, :, None, None], spread, 0).sum(1)
 
     def attended(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Return, in float64, what the rows from position ``first`` on attend to: ``[n, layers, width]``.
@@ -94,15 +128,25 @@ class Tables(nn.Module):
         return mean.flatten(2)
 
 
+@attrs.frozen(kw_only=True)
+class Rows:
+    """What a probe does with the rows of a batch, in addition to its layers."""
+
+    coupled: bool = False
+    """Whether rows depend on each other."""
+    spoiled: bool = True
+    """Whether rows of padding hold garbage."""
+
+
 class _Probe(nn.Module):
     """What target and drafter have in common: tables, and a head of random weights."""
 
     head: torch.Tensor
 
-    def __init__(self, tables: Tables, name: str, hidden_size: int, vocabulary: int, seed: int) -> None:
+    def __init__(self, tables: Tables, of_rows: Rows, name: str, hidden_size: int, vocabulary: int, seed: int) -> None:
         super().__init__()
         shape = tables.shape
-        self.tables, self.name, self.hidden_size = tables, name, hidden_size
+        self.tables, self.of_rows, self.name, self.hidden_size = tables, of_rows, name, hidden_size
         self.num_layers, self.num_heads, self.num_kv_heads = shape.layers, shape.heads, shape.kv_heads
         self.head_dim = shape.head_dim
         draw = torch.Generator().manual_seed(seed)
@@ -112,12 +156,19 @@ class _Probe(nn.Module):
     def weights(self) -> Iterator[Weight]:
         return weights_of(self.named_modules())
 
+    def coupled(self, hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """Return what becomes of the rows of a batch ``[T, hidden_size]``, where they are coupled."""
+        return coupled(hidden, ids, real) if self.of_rows.coupled else hidden
+
 
 class ProbeTarget(_Probe):
-    """A ``TargetModel`` whose hidden states are the attention outputs of its layers, side by side."""
+    """A ``TargetModel`` whose hidden states are the outputs of its layers, side by side."""
 
-    def __init__(self, tables: Tables, vocabulary: int, longest: int, seed: int) -> None:
-        super().__init__(tables, "probe", tables.shape.layers * tables.shape.width, vocabulary, seed)
+    def __init__(self, tables: Tables, of_rows: Rows, vocabulary: int, longest: int, seed: int) -> None:
+        shape = tables.shape
+        width = (shape.layers + shape.recurrent) * shape.width
+        super().__init__(tables, of_rows, "probe", width, vocabulary, seed)
+        self.state_width = shape.width if shape.recurrent else 0
         self.mrope, self.windows, self.dtype = False, tables.shape.windows, tables.by_token.dtype
         self.vocab_size, self.max_model_len = vocabulary, longest
 
@@ -130,9 +181,9 @@ class ProbeTarget(_Probe):
         attend: Attend,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return all attention outputs, ``[T, hidden_size]``; auxiliary states are the same, once more."""
+        """Return all outputs of layers, ``[T, hidden_size]``; auxiliary states are the same, once more."""
         assert input_ids is not None and embeddings is None, "a probe reads token ids"
-        hidden = attended(self.tables, input_ids, positions, attend)
+        hidden = self.coupled(outputs(self.tables, self.of_rows, input_ids, positions, attend), input_ids, attend.real)
         return hidden, hidden.repeat(1, len(aux_layers)) if aux_layers else None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -146,8 +197,10 @@ class ProbeTarget(_Probe):
 class ProbeDrafter(_Probe):
     """A ``Drafter``: attention outputs of its own tables, mixed half and half with what it was given."""
 
-    def __init__(self, tables: Tables, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int) -> None:
-        super().__init__(tables, "probe drafter", target.hidden_size, target.vocab_size, seed)
+    def __init__(
+        self, tables: Tables, of_rows: Rows, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int
+    ) -> None:
+        super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed)
         self.aux_layers = aux_layers
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
@@ -157,7 +210,8 @@ class ProbeDrafter(_Probe):
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        return self.mixed(attended(self.tables, input_ids, positions, attend), hidden)
+        mixed = self.mixed(outputs(self.tables, self.of_rows, input_ids, positions, attend), hidden)
+        return self.coupled(mixed, input_ids, attend.real)
 
     def mixed(self, attention: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return what a row becomes of its attention ``[T, layers * width]`` and of what it was given."""
@@ -171,11 +225,51 @@ class ProbeDrafter(_Probe):
         """It does not."""
 
 
-def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-    """Let the runner attend in every layer; returns the outputs side by side, ``[T, layers * width]``."""
-    query, keys, values = tables.split(ids.long(), positions)
+def outputs(
+    tables: Tables, of_rows: Rows, ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+) -> torch.Tensor:
+    """Let the runner run every layer; returns the outputs side by side, ``[T, (layers + recurrent) * width]``."""
+    ids = ids.long()
+    parts = [*tables.split(ids, positions), *tables.recurrences(ids, positions)]
+    if of_rows.spoiled:
+        parts = [_spoiled(part, attend.real) for part in parts]
+    *attention, inputs, decays = parts
     found = []
     for layer in range(tables.shape.layers):
-        q, k, v = (part[:, layer].contiguous() for part in (query, keys, values))
-        found.append(attend(layer, q, k, v, Scoring(scale=tables.shape.scale)).flatten(1))
+        query, keys, values = (part[:, layer].contiguous() for part in attention)
+        found.append(attend(layer, query, keys, values, Scoring(scale=tables.shape.scale)).flatten(1))
+    for layer in range(tables.shape.recurrent):
+        found.append(attend.recur(layer, inputs[:, layer], decays[:, layer]))
     return torch.cat(found, dim=1)
+
+
+def _spoiled(part: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Return ``part [T, ...]`` with NaN in one row of padding, and a large number in the next."""
+    rows = torch.arange(len(part), device=part.device)
+    garbage = torch.where(rows % 2 == 0, torch.nan, _LARGE).to(part.dtype)
+    shape = (-1, *[1] * (part.dim() - 1))
+    return torch.where(real.view(shape), part, garbage.view(shape))
+
+
+def coupled(hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Return rows ``[T, hidden_size]`` that depend on all real rows of a batch.
+
+    They are scaled by the largest element of all, as activations quantized per tensor are (vllm#37442, #38436), and
+    by the load of an expert, which a router chooses by the token's id. Real rows must not depend on padding.
+    """
+    largest = torch.where(real[:, None], hidden.abs(), 0).amax().clamp(min=torch.finfo(hidden.dtype).tiny)
+    same_expert = (ids[:, None] - ids) % _EXPERTS == 0
+    load = (same_expert & real).sum(1)
+    return hidden / largest * (_LEVEL * (1 + load / _EXPERTS)).to(hidden.dtype)[:, None]
+
+
+_LASTING = 8.0
+"""The larger, the longer a state lasts: it loses a tenth with a token."""
+
+_LARGE = 1e4
+"""Larger than any real element, and a float16."""
+
+_EXPERTS = 4
+
+_LEVEL = 4.0
+"""The largest element of coupled rows, about as large as of rows that are not."""

@@ -14,7 +14,7 @@ from capture_planner.codec.writing import to_data
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.records._base import Count, Interval, NonNegative, record
-from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Method, Model, Recurrent, Speculative
 from capture_planner.records.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
 
 VOCABULARY = 53
@@ -73,6 +73,10 @@ class Scene:
     """Whether each role has a pool of its own."""
     ahead: bool = False
     """Whether steps are launched ahead, and drafts are verified on the device."""
+    recurrent: bool = False
+    """Whether a layer of the target has a state per request, and no KV cache."""
+    coupled: bool = False
+    """Whether the rows of a batch depend on each other, at the end of each model."""
     seed: Seed = 0
     """Seed of weights, tokens and garbage."""
 
@@ -85,6 +89,11 @@ class Scene:
                 GroupSpec(name="full", layers=layers - layers // 2),
                 GroupSpec(name="sliding", layers=layers // 2, window=shape.window),
             )
+        recurrent = None
+        if self.recurrent:
+            # States are of float32 at least.
+            width = shape.heads * shape.head_dim
+            recurrent = Recurrent(layers=1, state=width * (8 if shape.dtype == "float64" else 4))
         speculative = None
         if self.drafts:
             speculative = Speculative(
@@ -97,14 +106,15 @@ class Scene:
         return Spec(
             model=Model(
                 name="probe",
-                num_layers=layers,
+                num_layers=layers + self.recurrent,
                 num_heads=shape.heads,
                 num_kv_heads=shape.kv_heads,
                 head_dim=shape.head_dim,
-                hidden_size=layers * shape.heads * shape.head_dim,
+                hidden_size=(layers + self.recurrent) * shape.heads * shape.head_dim,
                 vocab_size=VOCABULARY,
                 max_model_len=shape.longest,
                 dtype=DataType(shape.dtype),
+                recurrent=recurrent,
             ),
             limits=Limits(max_num_reqs=self.num_reqs, max_num_tokens=self.num_tokens),
             mode=self.mode,

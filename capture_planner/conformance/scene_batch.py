@@ -92,6 +92,7 @@ class SceneBatch:
             "last_token_indices": np.maximum(self.starts[1:] - 1, 0),
             "idx_mapping": self._places,
             "cu_num_draft_tokens": np.cumsum(self._drafts),
+            "state_indices": np.array([live.pool_row for live in self._lives]),
         }
         return self._verified(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
@@ -165,6 +166,7 @@ class SceneBatch:
             found.computed[row], found.prompt[row] = at, live.prompt
             found.length[row] = max(live.prompt, at + 1)
             found.table[row, : len(live.pages)] = live.pages
+            found.pool_row[row] = live.pool_row
         return found
 
     def _settle(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.conformance.failure import Check, Violation
-from capture_planner.conformance.probe import AttentionShape, ProbeDrafter, ProbeTarget, Tables
+from capture_planner.conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject
 from capture_planner.conformance.tampering import Tampering
@@ -53,7 +53,8 @@ class Stage(AbstractContextManager["Stage"]):
                 raise Check.PLANNED.violation(str(finding), role=finding.diagnostic.role)
         shape, device = scene.shape, subject.device
         self.tolerance = TOLERANCE[shape.dtype]
-        self.target, self.drafter = _models(scene, self.plan, device)
+        of_rows = Rows(coupled=scene.coupled, spoiled="padded rows" not in spared)
+        self.target, self.drafter = _models(scene, self.plan, of_rows, device)
         each = -(-shape.longest // shape.page_size)
         pages = PageFormat(page_size=shape.page_size, num_pages=1 + (scene.num_reqs + SPARE_REQS) * each)
         self.watch = Watch(spared, tampering)
@@ -93,7 +94,8 @@ class Stage(AbstractContextManager["Stage"]):
             models[Role.DRAFT_PREFILL] = self.drafter.tables
         for role, tables in models.items():
             found = {layer: cache for group in roles[role].groups for layer, cache in group.caches.items()}
-            yield ModelCache(tables, [found[layer] for layer in sorted(found)], int(role.is_drafter))
+            states = roles[role].recurrent.caches
+            yield ModelCache(tables, [found[layer] for layer in sorted(found)], states, int(role.is_drafter))
 
     def draft_tokens(self, num_reqs: int) -> int:
         """Return k for a batch of so many requests."""
@@ -141,18 +143,23 @@ def _raise_if_eager_fails(forward: Callable[[bool], None]) -> None:
             raise
 
 
-def _models(scene: Scene, plan: Plan, device: torch.device) -> tuple[ProbeTarget, ProbeDrafter | None]:
-    def tables(role: Role, windows: tuple[int | None, ...], seed: int) -> Tables:
+def _models(scene: Scene, plan: Plan, of_rows: Rows, device: torch.device) -> tuple[ProbeTarget, ProbeDrafter | None]:
+    def tables(role: Role, windows: tuple[int | None, ...], seed: int, recurrent: int = 0) -> Tables:
         attention = Attention.of(plan, role, layers=1, window=None)
-        shape = AttentionShape(
-            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, windows=windows
+        shape = LayerShape(
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            windows=windows,
+            recurrent=recurrent,
         )
         return Tables(shape, VOCABULARY, longest, getattr(torch, scene.shape.dtype), device, seed)
 
     longest, seed = scene.shape.longest, scene.seed
     windows = tuple(group.window for group in plan.role(Role.TARGET).groups for _ in range(group.layers))
-    target = ProbeTarget(tables(Role.TARGET, windows, seed), VOCABULARY, longest, seed + 1)
+    recurrent = plan.model.recurrent.layers if plan.model.recurrent else 0
+    target = ProbeTarget(tables(Role.TARGET, windows, seed, recurrent), of_rows, VOCABULARY, longest, seed + 1)
     if plan.speculative is None:
         return target, None
     drafter = tables(Role.DRAFT_DECODE, (None,) * plan.speculative.model.num_layers, seed + 2)
-    return target, ProbeDrafter(drafter, target, (0,) if scene.eagle3 else (), seed + 3)
+    return target, ProbeDrafter(drafter, of_rows, target, (0,) if scene.eagle3 else (), seed + 3)

@@ -61,6 +61,9 @@ def _run_batch(stage: Stage, step: RunBatch) -> bool:
     made = batch.target()
 
     def forward(eager: bool) -> None:
+        # Each run moves the states on.
+        for live, _, _ in rows:
+            stage.world.rewind(live)
         entry = stage.run(batch.batch(Role.TARGET), made, eager=eager)
         check_target(stage, batch, entry, eager=eager)
 

@@ -23,7 +23,7 @@ from capture_planner.runtime.execution.inputs import ForwardStep
 from capture_planner.runtime.execution.padding import Write, out_of_bounds
 from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.execution.updates import LENGTHS
-from capture_planner.runtime.executor import NULL_SLOT
+from capture_planner.runtime.executor import NULL_SLOT, NULL_STATE
 from capture_planner.runtime.runner import Runner
 
 Slots = set[int]
@@ -105,6 +105,7 @@ class Watch(ForwardObserver):
             self._garbage.fields(role, step.extents)
             own = self._own_slots(role, step)
             caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
+            pools = [[pool.states.clone() for pool in cache.states] for cache in self.world.caches]
             draft = self.runner.parts.state
             state = {} if draft is None else {name: getattr(draft, name).clone() for name in _STATE}
             times = self._inner.forward(role, step, started)
@@ -112,6 +113,7 @@ class Watch(ForwardObserver):
                 self._check_moved(role, step)
             self._check_written(role)
             self._check_untouched(role, own, caches)
+            self._check_pools(step, pools)
             self._check_state(role, step, state)
             self._check_pointers()
         return times
@@ -164,6 +166,11 @@ class Watch(ForwardObserver):
         serving = self.runner._serving
         if serving is None or serving.done or serving.is_over:
             return
+        rows = values.get("state_indices")
+        pool_row = serving.scheduler.states.pool_row[places[:reqs]]
+        if rows is not None and (rows[:reqs] != pool_row).any():
+            row = int((rows[:reqs] != pool_row).argmax())
+            raise Check.PLACED.violation(f"row {row} has the state of another request", field="state_indices")
         given = serving.scheduler.states.table
         for row in range(reqs):
             width = 1 + int(page[owner == row].max(initial=-1))
@@ -217,6 +224,20 @@ class Watch(ForwardObserver):
                     raise Check.UNTOUCHED.violation(
                         f"slot {slot} of page {slot // self.world.pages.page_size} changed, and no token of the "
                         f"batch is in it ({'drafter' if number else 'target'}'s cache)"
+                    )
+
+    def _check_pools(self, step: ForwardStep, before: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Check that no recurrent state changed but those of the batch, and the null state."""
+        declared = step.inputs.array("state_indices")
+        own = {NULL_STATE, *(() if declared is None else declared.tolist())}
+        for cache, pools in zip(self.world.caches, before, strict=True):
+            for layer, (pool, then) in enumerate(zip(cache.states, pools, strict=True)):
+                changed = (bits(pool.states) != bits(then)).flatten(1).any(dim=1).nonzero().flatten().tolist()
+                if others := set(changed) - own:
+                    raise Check.UNTOUCHED.violation(
+                        f"row {min(others)} of the states of recurrent layer {layer} changed, and no request of the "
+                        "batch is in it",
+                        field="state_indices",
                     )
 
     def _check_state(self, role: RoleRun, step: ForwardStep, before: Mapping[str, torch.Tensor]) -> None:

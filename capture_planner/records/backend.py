@@ -84,6 +84,7 @@ class Bound(enum.Enum):
     REQUESTS = "requests"
     PAGES = "pages"
     SLOTS = "slots"
+    STATES = "states"
     POSITIONS = "positions"
     VOCABULARY = "vocabulary"
     WORKSPACE = "workspace"
@@ -267,3 +268,7 @@ MROPE_FIELDS = (
     _field("mrope_positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", scale=3, indexes=Bound.POSITIONS),
 )
 """Positions of a target with multimodal rope: time, height and width of each token, token by token."""
+
+STATE_FIELDS = (_field("state_indices", Axis.REQUEST, Fill.CONSTANT, value=0, indexes=Bound.STATES),)
+"""The row of each request in the pool of recurrent states (vLLM 0.33's ``state_indices_tensor``, whose padding is
+NULL_BLOCK_ID, 0): no request owns row 0, so what a padded request writes there is never read for a real one."""

@@ -149,7 +149,12 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self._refuse_while_serving("start")
         plan, longest = self.plan, self.plan.model.max_model_len
         scheduler = Scheduler(
-            requests, limits=plan.limits, speculative=plan.speculative, pages=self.pages, max_model_len=longest
+            requests,
+            limits=plan.limits,
+            speculative=plan.speculative,
+            pages=self.pages,
+            max_model_len=longest,
+            pool_rows=None if plan.states is None else plan.states.rows,
         )
         count = len(self.session.steps)
         launcher = StepLauncher(scheduler, self.parts, self.dispatcher, self.pages, self.session, count)

@@ -106,6 +106,7 @@ class Bounds:
     reqs: int
     pages: int
     slots: int
+    states: int
     positions: int
     vocabulary: int
     workspace: int

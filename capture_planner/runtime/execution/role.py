@@ -23,11 +23,13 @@ from capture_planner.records.plan import RolePlan
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body
+from capture_planner.runtime.execution.calls import LayerCalls
 from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Bounds, Write
-from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, Scoring
+from capture_planner.runtime.execution.recurrent import RecurrentLayers
+from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, NULL_STATE, Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
 from capture_planner.runtime.options import ExecutionPolicy
 
@@ -108,6 +110,7 @@ class RoleRun:
         body: Body,
         fields: Fields,
         attention: RoleAttention,
+        recurrent: RecurrentLayers,
         context: ExecutionContext,
         observer: ForwardObserver,
     ) -> None:
@@ -115,6 +118,7 @@ class RoleRun:
         self.body = body
         self.fields = fields
         self.attention = attention
+        self.recurrent = recurrent
         self.bounds, self.page_size = context.bounds, context.page_size
         self.graphs: dict[Entry, Graph] = {}
         self.pool: GraphPool | None = None
@@ -125,6 +129,7 @@ class RoleRun:
         self._states: dict[Entry, GraphState] = {}
         self._derived = [buffer for buffer in fields if buffer.field.name in DERIVED]
         self._is_splitting = False
+        self._prepared: ForwardStep | None = None
 
     @property
     def role(self) -> Role:
@@ -142,6 +147,8 @@ class RoleRun:
         for name, holder, attribute in (*self.body.outputs(), *self.body.inputs()):
             yield f"{self.role.value}.{name}", holder, attribute
         yield from self.attention.persistent()
+        for name, holder, attribute in self.recurrent.persistent():
+            yield f"{self.role.value}.{name}", holder, attribute
 
     # One forward.
 
@@ -191,6 +198,7 @@ class RoleRun:
         if self._policy.options.debug:
             padding.check_bounds(self.fields, step.inputs.declared, step.extents, self.bounds)
         self.attention.prepare(step)
+        self._prepared = step
 
     def replay_or_run(self, step: ForwardStep, started: float) -> ForwardTimes:
         """Let the observer run what is prepared."""
@@ -228,7 +236,8 @@ class RoleRun:
 
     def per_token(self, number: int, extents: Extents) -> None:
         """Run the body's part per token, of draft decode ``number`` in a chain; 0 outside of chains."""
-        self.body.per_token(extents, functools.partial(self._attend, number))
+        slots = self.fields["slot_mapping"][: extents.tokens]
+        self.body.per_token(extents, LayerCalls(functools.partial(self._attend, number), self._recur, slots))
         self._observer.after_tokens(self, number)
 
     def _attend(
@@ -244,6 +253,19 @@ class RoleRun:
                 self._grapher.split(attention, reads=(query, keys, values), writes=(out,))
             else:
                 attention(query, keys, values, out)
+        return out
+
+    def _recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(inputs)
+
+        def recurrence(inputs: torch.Tensor, decays: torch.Tensor, out: torch.Tensor) -> None:
+            assert self._prepared is not None, "prepare_backends comes first"
+            self.recurrent.recur(self._prepared, layer, inputs, decays, out)
+
+        if self._is_splitting:
+            self._grapher.split(recurrence, reads=(inputs, decays), writes=(out,))
+        else:
+            recurrence(inputs, decays, out)
         return out
 
     # Capture.
@@ -287,7 +309,7 @@ class RoleRun:
         return step
 
     def warm_up_inputs(self, entry: Entry) -> StepInputs:
-        """Return the largest batch that the entry serves; it reads and writes the null page alone.
+        """Return the largest batch that the entry serves; it reads and writes null page and null state alone.
 
         Every request has one token at least, no request is longer than the model, and there are no more
         than the limits admit: what an entry has beyond that is padding, at capture as at replay.
@@ -311,6 +333,7 @@ class RoleRun:
             block_table=np.full((reqs, pages), NULL_PAGE, dtype=np.int32),
             idx_mapping=np.arange(reqs, dtype=np.int32),
             cu_num_draft_tokens=(starts[1:] - np.arange(1, reqs + 1)).astype(np.int32),
+            state_indices=np.full(reqs, NULL_STATE, dtype=np.int32),
             page_size=self.page_size,
         )
 

@@ -60,7 +60,7 @@ class HuggingFaceModel:
     def __init__(self, model: PreTrainedModel, name: str, max_model_len: int) -> None:
         config = model.config.get_text_config(decoder=True)
         self.name = name
-        self.windows = _windows(config)
+        self.windows, self.state_width = _windows(config), 0
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
