@@ -51,8 +51,7 @@ def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager:
 
 def _coupled(stage: Stage, model: ProbeTarget | ProbeDrafter, rows: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
     """Return what becomes of all real rows of a batch, ``float64[T, hidden_size]``, where the model couples them."""
-    real = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    return model.coupled(rows, stage.on_device(ids).long(), real)
+    return model.coupled(rows, stage.on_device(ids).long())
 
 
 def _check_states(stage: Stage, batch: SceneBatch) -> None:

@@ -11,7 +11,7 @@ Rows that are padding hold garbage from the beginning, and an operator at the en
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 import torch
@@ -78,17 +78,33 @@ class Tables(nn.Module):
         for table in (self.by_token, self.by_position, self.states_by_token, self.states_by_position):
             table.copy_(torch.randn(table.shape, generator=draw, dtype=torch.float32) * 0.75)
 
-    def split(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``."""
-        rows = self.by_token[ids] + self.by_position[positions]
+    def split(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``.
+
+        :param change: done to the rows first, ``[T, layers, (heads + 2 kv_heads) * dim]``.
+        """
+        rows = change(self.by_token[ids] + self.by_position[positions])
         shape, dim = self.shape, self.shape.head_dim
         widths = [shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim]
         parts = torch.split(rows, widths, dim=-1)
         return tuple(part.reshape(*part.shape[:-1], part.shape[-1] // dim, dim) for part in parts)
 
-    def recurrences(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs of recurrent layers, and the logarithms of their decays: ``[T, recurrent, width]``."""
-        inputs, decays = (self.states_by_token[ids] + self.states_by_position[positions]).chunk(2, dim=-1)
+    def recurrences(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of recurrent layers, and the logarithms of their decays: ``[T, recurrent, width]``.
+
+        :param change: done to the rows first, ``[T, recurrent, 2 * width]``.
+        """
+        inputs, decays = change(self.states_by_token[ids] + self.states_by_position[positions]).chunk(2, dim=-1)
         return inputs, -nn.functional.softplus(decays) / _LASTING
 
     def rows(self, ids: torch.Tensor, first: int) -> torch.Tensor:
@@ -134,8 +150,14 @@ class Rows:
 
     coupled: bool = False
     """Whether rows depend on each other."""
-    spoiled: bool = True
-    """Whether rows of padding hold garbage."""
+    padding: float | None = None
+    """What rows of padding hold in all their elements; None: what is computed of padded ids and positions."""
+
+    def spoiled(self, real: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what puts it into the rows ``[T, layers, ...]`` that are not ``real bool[T]``."""
+        if self.padding is None:
+            return lambda rows: rows
+        return lambda rows: torch.where(real[:, None, None], rows, self.padding)
 
 
 class _Probe(nn.Module):
@@ -156,9 +178,15 @@ class _Probe(nn.Module):
     def weights(self) -> Iterator[Weight]:
         return weights_of(self.named_modules())
 
-    def coupled(self, hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Return what becomes of the rows of a batch ``[T, hidden_size]``, where they are coupled."""
-        return coupled(hidden, ids, real) if self.of_rows.coupled else hidden
+    def coupled(self, hidden: torch.Tensor, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
+        """Return what becomes of the rows of a batch ``[T, hidden_size]``, where they are coupled.
+
+        Without ``attend`` all are real.
+        """
+        if not self.of_rows.coupled:
+            return hidden
+        real = torch.ones_like(ids, dtype=torch.bool) if attend is None else attend.real
+        return coupled(hidden, ids, real)
 
 
 class ProbeTarget(_Probe):
@@ -183,7 +211,7 @@ class ProbeTarget(_Probe):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return all outputs of layers, ``[T, hidden_size]``; auxiliary states are the same, once more."""
         assert input_ids is not None and embeddings is None, "a probe reads token ids"
-        hidden = self.coupled(outputs(self.tables, self.of_rows, input_ids, positions, attend), input_ids, attend.real)
+        hidden = self.coupled(outputs(self.tables, self.of_rows, input_ids, positions, attend), input_ids, attend)
         return hidden, hidden.repeat(1, len(aux_layers)) if aux_layers else None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -211,7 +239,7 @@ class ProbeDrafter(_Probe):
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         mixed = self.mixed(outputs(self.tables, self.of_rows, input_ids, positions, attend), hidden)
-        return self.coupled(mixed, input_ids, attend.real)
+        return self.coupled(mixed, input_ids, attend)
 
     def mixed(self, attention: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return what a row becomes of its attention ``[T, layers * width]`` and of what it was given."""
@@ -229,26 +257,16 @@ def outputs(
     tables: Tables, of_rows: Rows, ids: torch.Tensor, positions: torch.Tensor, attend: Attend
 ) -> torch.Tensor:
     """Let the runner run every layer; returns the outputs side by side, ``[T, (layers + recurrent) * width]``."""
-    ids = ids.long()
-    parts = [*tables.split(ids, positions), *tables.recurrences(ids, positions)]
-    if of_rows.spoiled:
-        parts = [_spoiled(part, attend.real) for part in parts]
-    *attention, inputs, decays = parts
+    ids, real = ids.long(), attend.real
+    attention = tables.split(ids, positions, of_rows.spoiled(real))
     found = []
     for layer in range(tables.shape.layers):
         query, keys, values = (part[:, layer].contiguous() for part in attention)
         found.append(attend(layer, query, keys, values, Scoring(scale=tables.shape.scale)).flatten(1))
-    for layer in range(tables.shape.recurrent):
-        found.append(attend.recur(layer, inputs[:, layer], decays[:, layer]))
+    if tables.shape.recurrent:
+        inputs, decays = tables.recurrences(ids, positions, of_rows.spoiled(real))
+        found += [attend.recur(layer, inputs[:, layer], decays[:, layer]) for layer in range(tables.shape.recurrent)]
     return torch.cat(found, dim=1)
-
-
-def _spoiled(part: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Return ``part [T, ...]`` with NaN in one row of padding, and a large number in the next."""
-    rows = torch.arange(len(part), device=part.device)
-    garbage = torch.where(rows % 2 == 0, torch.nan, _LARGE).to(part.dtype)
-    shape = (-1, *[1] * (part.dim() - 1))
-    return torch.where(real.view(shape), part, garbage.view(shape))
 
 
 def coupled(hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -266,8 +284,8 @@ def coupled(hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torc
 _LASTING = 8.0
 """The larger, the longer a state lasts: it loses a tenth with a token."""
 
-_LARGE = 1e4
-"""Larger than any real element, and a float16."""
+GARBAGE = (float("nan"), 1e4)
+"""What rows of padding hold: NaN, which a maximum may leave out, or more than any real element, and a float16."""
 
 _EXPERTS = 4
 

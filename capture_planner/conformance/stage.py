@@ -10,7 +10,7 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.conformance.failure import Check, Violation
-from capture_planner.conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
+from capture_planner.conformance.probe import GARBAGE, LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject
 from capture_planner.conformance.tampering import Tampering
@@ -53,7 +53,8 @@ class Stage(AbstractContextManager["Stage"]):
                 raise Check.PLANNED.violation(str(finding), role=finding.diagnostic.role)
         shape, device = scene.shape, subject.device
         self.tolerance = TOLERANCE[shape.dtype]
-        of_rows = Rows(coupled=scene.coupled, spoiled="padded rows" not in spared)
+        padding = None if "padded rows" in spared else GARBAGE[scene.seed % len(GARBAGE)]
+        of_rows = Rows(coupled=scene.coupled, padding=padding)
         self.target, self.drafter = _models(scene, self.plan, of_rows, device)
         each = -(-shape.longest // shape.page_size)
         pages = PageFormat(page_size=shape.page_size, num_pages=1 + (scene.num_reqs + SPARE_REQS) * each)

@@ -31,17 +31,19 @@ class StateCache:
 
 
 @attrs.frozen(eq=False)
-class _Segments:
-    """Where the tokens of each request are in a batch: one value for each token, ``[T]``."""
+class Segments:
+    """Where the tokens of each request are in a batch: a value for each token, ``int[T]``."""
 
     owner: torch.Tensor
     """The row of its request in the batch; as many as there are requests for a token of none."""
     first: torch.Tensor
-    """The request's first token in the batch."""
+    """The first token of the request."""
     end: torch.Tensor
-    """The token after the request's last one."""
-    begins: torch.Tensor
-    """Whether the request has no state yet."""
+    """The token after its last one."""
+    state: torch.Tensor
+    """The request's row in the pool of states; the null state's for a token of none."""
+    begins: torch.Tensor | None
+    """Whether the request has no state yet, ``bool[T]``; None: all have one."""
 
 
 class RecurrentLayers:
@@ -64,64 +66,57 @@ class RecurrentLayers:
         entry = step.entry if step.is_full else None
         seen = step.real if entry is None else step.extents
         rows = seen.tokens
-        starts = self._fields["query_start_loc"][: seen.reqs + 1]
         positions = self._fields["positions"][:rows]
         indices = self._fields["state_indices"][: seen.reqs]
         if entry is not None and entry.query_len is not None:
-            segments = uniform_segments(positions, entry.query_len)
+            segments = uniform_segments(indices, rows, entry.query_len)
         else:
-            segments = ragged_segments(positions, starts)
+            segments = ragged_segments(indices, positions, self._fields["query_start_loc"][: seen.reqs + 1])
         if rows < out.shape[0]:
             out[rows:].zero_()
-        out[:rows] = recurrence(self.caches[layer], segments, positions, indices, inputs[:rows], decays[:rows])
+        out[:rows] = recurrence(self.caches[layer], segments, positions, inputs[:rows], decays[:rows])
 
 
-def uniform_segments(positions: torch.Tensor, query_len: int) -> _Segments:
-    """Return the segments of a uniform decode: all requests are past their prompt, so each has a state."""
-    owner = torch.arange(len(positions), device=positions.device) // query_len
+def uniform_segments(indices: torch.Tensor, num_tokens: int, query_len: int) -> Segments:
+    """Return the segments of a uniform decode, whose requests are past their prompts and so have states.
+
+    :param indices: ``int32[R]``: the row of each request in the pool of states.
+    """
+    owner = torch.arange(num_tokens, device=indices.device) // query_len
     first = owner * query_len
-    return _Segments(owner, first, first + query_len, torch.zeros_like(owner, dtype=torch.bool))
+    return Segments(owner, first, first + query_len, indices[owner], None)
 
 
-def ragged_segments(positions: torch.Tensor, starts: torch.Tensor) -> _Segments:
+def ragged_segments(indices: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor) -> Segments:
     """Return the segments of any batch, whose requests begin at ``starts int32[R + 1]``."""
-    tokens = torch.arange(len(positions), device=positions.device)
-    owner = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
-    request = owner.clamp(max=len(starts) - 2)
-    first, end = starts[request].long(), starts[request + 1].long()
-    return _Segments(owner, first, end, positions[first.clamp(max=len(positions) - 1)] == 0)
+    tokens = torch.arange(len(positions), dtype=starts.dtype, device=positions.device)
+    owner = torch.searchsorted(starts[1:], tokens, right=True)
+    request = owner.clamp(max=len(indices) - 1)
+    first = starts[request]
+    state = torch.where(owner < len(indices), indices[request], NULL_STATE)
+    return Segments(owner, first, starts[request + 1], state, positions[first] == 0)
 
 
 def recurrence(
-    cache: StateCache,
-    segments: _Segments,
-    positions: torch.Tensor,
-    indices: torch.Tensor,
-    inputs: torch.Tensor,
-    decays: torch.Tensor,
+    cache: StateCache, segments: Segments, positions: torch.Tensor, inputs: torch.Tensor, decays: torch.Tensor
 ) -> torch.Tensor:
     """Return the state after each token, ``[T, width]``, and store those that a later step can go on from.
 
-    In the parallel form, which takes T * T * width: for small models. Nothing is multiplied by zero to leave it out,
-    since padding may hold NaN.
+    In the parallel form, which takes T * T * width elements: for small models. Padding is behind all real tokens, and
+    nothing of it is multiplied by zero to be left out, since it may hold NaN.
 
     :param positions: ``int64[T]``
-    :param indices: ``int32[R]``: the row of each request in the pool.
     """
-    owner, first, dtype = segments.owner, segments.first, cache.states.dtype
-    tokens, width = torch.arange(len(owner), device=owner.device), inputs.shape[1]
-    real = owner < len(indices)
-    rows = torch.where(real, indices[owner.clamp(max=len(indices) - 1)].long(), NULL_STATE)
-    values, fading = inputs.to(dtype), torch.where(real[:, None], decays.to(dtype), 0)
+    owner, first, size = segments.owner, segments.first, cache.positions
+    tokens, dtype = torch.arange(len(owner), device=owner.device), cache.states.dtype
+    fading = decays.to(dtype)
     total = fading.cumsum(0)
     earlier = (owner[:, None] == owner) & (tokens[:, None] >= tokens)
-    spread = (total[:, None] - total).exp() * values
+    spread = (total[:, None] - total).exp() * inputs.to(dtype)
     states = torch.where(earlier[:, :, None], spread, 0).sum(1)
-    before = positions[first.clamp(max=len(tokens) - 1)] - 1
-    initial = cache.states[rows, before % cache.positions]
-    carried = (total - total[first.clamp(max=len(tokens) - 1)] + fading[first.clamp(max=len(tokens) - 1)]).exp()
-    states = states + torch.where((real & ~segments.begins)[:, None], carried * initial, 0)
-    last = real & (tokens >= segments.end - cache.positions)
-    place = torch.where(last, rows, NULL_STATE) * cache.positions + positions % cache.positions
-    cache.states.view(-1, width).index_copy_(0, place, states)
+    before = cache.states[segments.state, (positions[first] - 1) % size]
+    carried = (total - (total - fading)[first]).exp() * before
+    states += carried if segments.begins is None else torch.where(segments.begins[:, None], 0, carried)
+    kept = torch.where(tokens >= segments.end - size, segments.state, NULL_STATE)
+    cache.states.flatten(0, 1).index_copy_(0, kept * size + positions % size, states)
     return states.to(inputs.dtype)
