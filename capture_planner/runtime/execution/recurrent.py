@@ -35,7 +35,7 @@ class Segments:
     """Where the tokens of each request are in a batch: a value for each token, ``int[T]``."""
 
     owner: torch.Tensor
-    """The row of its request in the batch; as many as there are requests for a token of none."""
+    """The row of its request in the batch; the number of requests for a token of none."""
     first: torch.Tensor
     """The first token of the request."""
     end: torch.Tensor
