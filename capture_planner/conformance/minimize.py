@@ -288,7 +288,14 @@ def _scenes(case: Case) -> Iterator[Case]:
     scene = case.scene
     yield _scened(case, size_tokens=(), size_reqs=())
     # Chains only differ with a drafter.
-    flags = {"recurrent": False, "coupled": False, "ahead": False, "per_role": False, "eagle3": False, "fused": not scene.drafts}
+    flags = {
+        "recurrent": False,
+        "coupled": False,
+        "ahead": False,
+        "per_role": False,
+        "eagle3": False,
+        "fused": not scene.drafts,
+    }
     least = {"num_reqs": 1, "num_tokens": max(scene.num_reqs, 1 + scene.drafts), "layers": 1, "seed": 0}
     numbers = [(name, value) for name in least for value in _lower(getattr(scene, name), least[name])]
     for name, value in (*numbers, *flags.items()):

@@ -253,9 +253,7 @@ class ProbeDrafter(_Probe):
         """It does not."""
 
 
-def outputs(
-    tables: Tables, of_rows: Rows, ids: torch.Tensor, positions: torch.Tensor, attend: Attend
-) -> torch.Tensor:
+def outputs(tables: Tables, of_rows: Rows, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
     """Let the runner run every layer; returns the outputs side by side, ``[T, (layers + recurrent) * width]``."""
     ids, real = ids.long(), attend.real
     attention = tables.split(ids, positions, of_rows.spoiled(real))

@@ -74,7 +74,8 @@ class Stage(AbstractContextManager["Stage"]):
             if tampering is not None:
                 tampering.begin(self.runner)
             self.runner.capture()
-            self.world = World(tuple(self._caches()), pages, scene, spared)
+            rows = self.plan.states.rows if self.plan.states else 1 + scene.num_reqs
+            self.world = World(tuple(self._caches()), pages, scene, rows, spared)
             self.live = self.world.live
             """The live requests by number."""
             self.watch.begin(self.runner, self.world)

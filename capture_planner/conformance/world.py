@@ -66,15 +66,22 @@ class World:
     """Live requests and their pages. Requests that share a prefix share pages."""
 
     def __init__(
-        self, caches: Sequence[ModelCache], pages: PageFormat, scene: Scene, spared: Collection[str] = ()
+        self,
+        caches: Sequence[ModelCache],
+        pages: PageFormat,
+        scene: Scene,
+        pool_rows: int,
+        spared: Collection[str] = (),
     ) -> None:
-        """Fill the cache; ``spared`` names pages that get no garbage: "free pages", "null page"."""
+        """Fill the cache; ``spared`` names pages that get no garbage: "free pages", "null page".
+
+        :param pool_rows: of the pool of recurrent states, the null state's included.
+        """
         self.caches, self.pages = tuple(caches), pages
         self.live: dict[int, LiveRequest] = {}
         self._scene, self._longest = scene, scene.shape.longest
         self._places = list(range(scene.num_reqs))
-        pools = [len(states.states) for cache in self.caches for states in cache.states]
-        self._pool_rows = list(range(1, min(pools, default=scene.num_reqs + 1)))
+        self._pool_rows = list(range(1, pool_rows))
         self._owners = np.zeros(pages.num_pages, dtype=np.int64)
         self._owners[NULL_PAGE] = 1
         self._arrived = 0

@@ -269,6 +269,13 @@ MROPE_FIELDS = (
 )
 """Positions of a target with multimodal rope: time, height and width of each token, token by token."""
 
+LORA_FIELDS = (
+    _field("adapter_lanes", Axis.TOKEN, Fill.CONSTANT, value=-1, indexes=Bound.REQUESTS),
+    _field("active_adapters", Axis.REQUEST, Fill.CONSTANT, value=0),
+)
+"""What a target with LoRA also reads: where each token's adapter is among the active ones, and the active adapters,
+counted from 1; 0 is the null adapter, which adds nothing. Padded tokens have none."""
+
 STATE_FIELDS = (_field("state_indices", Axis.REQUEST, Fill.CONSTANT, value=0, indexes=Bound.STATES),)
 """The row of each request in the pool of recurrent states (vLLM 0.33's ``state_indices_tensor``, whose padding is
 NULL_BLOCK_ID, 0): no request owns row 0, so what a padded request writes there is never read for a real one."""

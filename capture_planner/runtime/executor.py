@@ -32,7 +32,17 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.models.protocols import Scoring
 
-__all__ = ["NULL_PAGE", "NULL_SLOT", "NULL_STATE", "Executor", "LayerCache", "Metadata", "Reservation", "RunnableBackend", "Scoring"]
+__all__ = [
+    "NULL_PAGE",
+    "NULL_SLOT",
+    "NULL_STATE",
+    "Executor",
+    "LayerCache",
+    "Metadata",
+    "Reservation",
+    "RunnableBackend",
+    "Scoring",
+]
 
 NULL_PAGE = 0
 """The page that no request owns: padded rows of a block table name it."""

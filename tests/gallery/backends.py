@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gallery import baked, capacity, padding
+from gallery import baked, capacity, coupled_rows, padding
 
-MUTANTS = padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS
-"""Classes D, E and F."""
+MUTANTS = padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS + coupled_rows.COUPLED_BACKENDS
+"""Classes D, E, F and L."""

@@ -60,6 +60,7 @@ class BugClass(enum.Enum):
     H = "rank agreement"
     I = "resources"  # noqa: E741
     J = "observability"
+    L = "coupled rows"
 
 
 @attrs.frozen

@@ -81,7 +81,8 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
 def separate_pools(coverage: Coverage) -> Iterator[Diagnostic]:
     """The drafter's graphs have their own memory pool.
 
-    vLLM removed it: same tokens, same acceptance, about 0.27 GiB saved.
+    vLLM removed it: no loss of accuracy or acceptance (GSM8K went from 75.5 to 76.5 %), about 0.27 GiB
+    saved.
     """
     if coverage.plan.pool is Pool.PER_ROLE and len(coverage.plan.roles) > 1:
         yield Diagnostic("each role has its own pool, which cost vLLM about 0.27 GiB", path=("pool",))
@@ -110,6 +111,24 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
             padded = f"from {worst.first * (worst.query_len or 1)} to {worst.entry.num_tokens} tokens"
             message = f"{worst.first} requests are padded {padded}, although more graphs would fit"
             yield of_role(coverage, role, message, "entries")
+
+
+@error("CP046", "vllm#34094 TRT-LLM#13151", "plan again from the spec", at="model.recurrent")
+def small_state_pool(coverage: Coverage) -> Iterator[Diagnostic]:
+    """The pool of recurrent states has no row for each request of the largest padded batch, and one for padding.
+
+    A kernel of a decode's graph reads and writes a row for each padded request. Where there are fewer, it goes past
+    the end of the pool, or padding takes the row of a running request. Also an error: recurrent layers and no pool.
+    """
+    plan = coverage.plan
+    if plan.model.recurrent is None:
+        return
+    entries = [entry for role in plan.roles for entry in role.entries]
+    most = max(plan.limits.max_num_reqs, *(entry.num_reqs or 0 for entry in entries), 0)
+    rows = plan.states.rows if plan.states else 0
+    if rows < most + 1:
+        message = f"the pool of recurrent states has {rows} rows, and {most} requests and padding take {most + 1}"
+        yield Diagnostic(message, path=("states",))
 
 
 def _is_coarse(cell: Cell) -> bool:

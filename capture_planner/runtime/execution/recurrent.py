@@ -62,7 +62,8 @@ class RecurrentLayers:
         self, step: ForwardStep, layer: int, inputs: torch.Tensor, decays: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Run one layer on ``inputs`` and ``decays [T, width]``, as kernels do: of a uniform FULL graph on all padded
-        requests, which go on from states; else on the real tokens, and rows after them become zero."""
+        requests, which go on from states; else on the real tokens, and rows after them become zero.
+        """
         entry = step.entry if step.is_full else None
         seen = step.real if entry is None else step.extents
         rows = seen.tokens

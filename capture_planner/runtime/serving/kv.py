@@ -1,4 +1,4 @@
-"""The caches of requests: paged keys and values, and the states of recurrent layers, by layer; and what is free of both.
+"""The caches of requests, by layer: paged keys and values, and the states of recurrent layers.
 
 Page 0 is the null page, and row 0 of the states the null state.
 """
