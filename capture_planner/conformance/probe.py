@@ -155,9 +155,10 @@ class Rows:
 
     def spoiled(self, real: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what puts it into the rows ``[T, layers, ...]`` that are not ``real bool[T]``."""
-        if self.padding is None:
+        garbage = self.padding
+        if garbage is None:
             return lambda rows: rows
-        return lambda rows: torch.where(real[:, None, None], rows, self.padding)
+        return lambda rows: torch.where(real[:, None, None], rows, garbage)
 
 
 class _Probe(nn.Module):

@@ -334,7 +334,8 @@ def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | Non
         raise RunError(f"{where} has num_hidden_layers {text.num_hidden_layers}; supported: 1 to {_MOST_LAYERS}")
     other = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if other:
-        raise RunError(f"{where} has layers of type {', '.join(other)}; {SUPPORTED}")
+        state = "whose state transformers keeps in a cache of its own, " if "linear_attention" in other else ""
+        raise RunError(f"{where} has layers of type {', '.join(other)}, {state}which no graph holds; {SUPPORTED}")
     if getattr(text, "num_kv_shared_layers", 0):
         raise RunError(f"{where} has layers that read the KV cache of another layer; {SUPPORTED}")
     if getattr(config, "quantization_config", None) is not None:
