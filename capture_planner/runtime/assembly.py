@@ -126,7 +126,7 @@ def assemble(
         mine = fields[role.role]
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
-        watching = observer if comparison is None else EagerCheck(comparison, largest)
+        watching = observer if comparison is None else EagerCheck(comparison, largest, observer)
         of_role = RecurrentLayers(mine, ()) if role.role.is_drafter else recurrent
         roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, of_role, context, watching)
     return Parts(
@@ -137,6 +137,7 @@ def assemble(
         apply=apply,
         updates=updates,
         token_fields=token_fields,
+        observer=observer,
         comparison=comparison,
     )
 
@@ -199,16 +200,17 @@ def reserve_all(
     Each layer has a cache, of the target and (key True) of the drafter, whose roles share it.
     """
     dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
-    caches: dict[bool, list[LayerCache]] = {}
-    for is_drafter, of_model in windows.items():
-        any_role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
-        attention = Attention.of(plan, any_role, layers=len(of_model), window=None)
-        caches[is_drafter] = [kv.layer_cache(attention, pages, dtype, device) for _ in of_model]
+    caches: dict[bool, dict[int, LayerCache]] = {is_drafter: {} for is_drafter in windows}
     reserved: dict[Role, list[GroupRun]] = {role.role: [] for role in plan.roles}
     try:
         for role in plan.roles:
             mine = caches[role.role.is_drafter]
             for group, layers in zip(role.groups, layers_of(role, windows[role.role.is_drafter]), strict=True):
+                attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
+                packed = getattr(registry[group.backend].backend, "packs_cache", False)
+                for layer in layers:
+                    if layer not in mine:
+                        mine[layer] = kv.layer_cache(attention, pages, dtype, device, packed=packed)
                 of_group = {layer: mine[layer] for layer in layers}
                 reserved[role.role].append(
                     _reserved(plan, role, group, of_group, fields[role.role], registry, pages, device)

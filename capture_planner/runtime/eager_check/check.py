@@ -88,10 +88,12 @@ class EagerCheck(ForwardObserver):
 
     :param log: what all roles of a run add to.
     :param max_tokens: rows of the role's largest graph.
+    :param inner: runs the forwards that are served, in its ``forward``.
     """
 
-    def __init__(self, log: ComparisonLog, max_tokens: int) -> None:
+    def __init__(self, log: ComparisonLog, max_tokens: int, inner: ForwardObserver | None = None) -> None:
         self._log = log
+        self._inner = inner or ForwardObserver()
         self._taps = Taps(max_tokens)
 
     # What is tapped.
@@ -127,7 +129,7 @@ class EagerCheck(ForwardObserver):
         if step.entry is None:
             self._log.ran_eager(role.role)
             with self._taps.off():
-                return role.execute(step, started)
+                return self._inner.forward(role, step, started)
         begun = perf_counter()
         chain = _chain(step.inputs, step.entry.draft_steps or 1, role.bounds.positions)
         slots = np.concatenate([inputs.declared["slot_mapping"] for inputs in chain]).astype(np.int64)
@@ -142,7 +144,7 @@ class EagerCheck(ForwardObserver):
         )
         inputs = [tensor_of(actual) for actual in (*role.body.inputs(), *role.recurrent.persistent())]
         before = [tensor.clone() for tensor in inputs]
-        caches = [(cache, cache[forward.slots]) for _, _, cache in _caches(role)]
+        caches = [(cache, cache[forward.slots]) for cache in _slots(role)]
         before_graph = {(layer, name): prints(cache) for layer, name, cache in _caches(role)}
         eager = self._eager(forward)
         # The graph starts where the eager forward did, and finds none of its results.
@@ -156,7 +158,7 @@ class EagerCheck(ForwardObserver):
             cache[forward.slots] = then
         self._compare_fields(forward)
         role.prepare_backends(step)
-        times = role.execute(step, started + perf_counter() - begun)
+        times = self._inner.forward(role, step, started + perf_counter() - begun)
         self._compare_tensors(forward, self._results(forward), eager, before_graph)
         self._log.same(role.role)
         return times
@@ -346,8 +348,15 @@ def _chain(inputs: StepInputs, steps: int, max_model_len: int) -> tuple[StepInpu
     return tuple(chain)
 
 
+def _slots(role: RoleRun) -> Iterator[torch.Tensor]:
+    """Yield views of each layer's caches, ``[slots, heads, head_dim]``."""
+    for _, cache in role.attention.caches():
+        for tensor in (cache.keys, cache.values):
+            yield tensor.flatten(0, 1)
+
+
 def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Yield each layer's caches as ``[slots, width]``."""
+    """Yield each layer's caches as ``[slots, width]``: a copy where the cache is packed."""
     for layer, cache in role.attention.caches():
         for name, tensor in zip(CACHES, (cache.keys, cache.values), strict=True):
             yield layer, name, tensor.flatten(0, 1).flatten(1)

@@ -7,8 +7,13 @@ from collections.abc import Callable
 import attrs
 import torch
 
+from capture_planner.errors import RunError
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.models.protocols import Scoring
+
+
+def _no_state(layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    raise RunError(f"recurrent layer {layer} has no state here; run the model without recurrent layers")
 
 
 @attrs.frozen(eq=False)
@@ -16,9 +21,9 @@ class LayerCalls:
     """An ``Attend`` of one forward."""
 
     _attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], torch.Tensor]
-    _recur: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     _slots: torch.Tensor
-    """``int64[T]``: the slots that the tokens are stored in; that of the null page for padding."""
+    """``int64[T]``: the slots that the tokens are stored in; the null slot for padding."""
+    _recur: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] = _no_state
 
     def __call__(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring

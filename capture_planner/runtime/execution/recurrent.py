@@ -52,18 +52,23 @@ class RecurrentLayers:
     def __init__(self, fields: Fields, caches: Sequence[StateCache]) -> None:
         self.caches = tuple(caches)
         self._fields = fields
+        self._step: ForwardStep | None = None
 
     def persistent(self) -> Iterator[TensorRef]:
         """Yield the pool of each layer, which a forward reads and changes."""
         for layer, cache in enumerate(self.caches):
             yield f"states[{layer}]", cache, "states"
 
-    def recur(
-        self, step: ForwardStep, layer: int, inputs: torch.Tensor, decays: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def prepare(self, step: ForwardStep) -> None:
+        """Note the step whose fields are filled."""
+        self._step = step
+
+    def recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor, out: torch.Tensor) -> None:
         """Run one layer on ``inputs`` and ``decays [T, width]``, as kernels do: of a uniform FULL graph on all padded
         requests, which go on from states; else on the real tokens, and rows after them become zero.
         """
+        step = self._step
+        assert step is not None, "prepare comes first"
         entry = step.entry if step.is_full else None
         seen = step.real if entry is None else step.extents
         rows = seen.tokens

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.errors import GuardError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import RolePlan
@@ -28,6 +29,7 @@ from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef,
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Bounds, Write
+from capture_planner.runtime.execution.profiling import profiled
 from capture_planner.runtime.execution.recurrent import RecurrentLayers
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, NULL_STATE, Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
@@ -64,6 +66,9 @@ class ForwardObserver:
     ``Runner`` hands it to its roles before anything is captured. What ``attention`` and ``after_tokens`` launch is
     captured too, and is part of each replay.
     """
+
+    def batch(self, requests: Sequence[str]) -> None:
+        """Called before the forwards of a step with the names of its requests, a row of the batch each."""
 
     def run(self, role: RoleRun, batch: Batch, dispatch: Dispatch, *, filled: bool) -> AbstractContextManager[None]:
         """Return what is entered before the fields of a forward are filled, and left when it is done.
@@ -129,7 +134,6 @@ class RoleRun:
         self._states: dict[Entry, GraphState] = {}
         self._derived = [buffer for buffer in fields if buffer.field.name in DERIVED]
         self._is_splitting = False
-        self._prepared: ForwardStep | None = None
 
     @property
     def role(self) -> Role:
@@ -203,7 +207,7 @@ class RoleRun:
         if self._policy.options.debug:
             padding.check_bounds(self.fields, step.inputs.declared, step.extents, self.bounds)
         self.attention.prepare(step)
-        self._prepared = step
+        self.recurrent.prepare(step)
 
     def replay_or_run(self, step: ForwardStep, started: float) -> ForwardTimes:
         """Let the observer run what is prepared."""
@@ -214,12 +218,17 @@ class RoleRun:
         prepared = checked = perf_counter()
         entry = step.entry
         if entry is not None and self._policy.options.replay:
+            graph = self.graphs.get(entry)
+            if graph is None:
+                raise GuardError(f"{self.role.value}: {entry} has no graph; capture it, or let the dispatcher choose")
             if not self._policy.options.trust:
                 self.check_guards(entry)
                 checked = perf_counter()
-            self.graphs[entry].replay()
+            with profiled(step):
+                graph.replay()
         else:
-            self._forward(step.extents, entry)
+            with profiled(step):
+                self._forward(step.extents, entry)
         if entry is not None and not step.is_full:
             # A PIECEWISE graph pads no requests, so what belongs to requests runs behind it (vllm#39773).
             self.body.per_request(step.extents, None)
@@ -242,7 +251,7 @@ class RoleRun:
     def per_token(self, number: int, extents: Extents) -> None:
         """Run the body's part per token, of draft decode ``number`` in a chain; 0 outside of chains."""
         slots = self.fields["slot_mapping"][: extents.tokens]
-        self.body.per_token(extents, LayerCalls(functools.partial(self._attend, number), self._recur, slots))
+        self.body.per_token(extents, LayerCalls(functools.partial(self._attend, number), slots, self._recur))
         self._observer.after_tokens(self, number)
 
     def _attend(
@@ -262,11 +271,7 @@ class RoleRun:
 
     def _recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(inputs)
-
-        def recurrence(inputs: torch.Tensor, decays: torch.Tensor, out: torch.Tensor) -> None:
-            assert self._prepared is not None, "prepare_backends comes first"
-            self.recurrent.recur(self._prepared, layer, inputs, decays, out)
-
+        recurrence = functools.partial(self.recurrent.recur, layer)
         if self._is_splitting:
             self._grapher.split(recurrence, reads=(inputs, decays), writes=(out,))
         else:
@@ -308,7 +313,7 @@ class RoleRun:
             query_len=entry.query_len,
             past_prompt=entry.query_len is not None,
         )
-        step = self.step(batch, entry, inputs)
+        step = attrs.evolve(self.step(batch, entry, inputs), for_capture=True)
         self.stage_inputs(step)
         self.prepare_backends(step)
         return step
@@ -317,7 +322,8 @@ class RoleRun:
         """Return the largest batch that the entry serves; it reads and writes null page and null state alone.
 
         Every request has one token at least, no request is longer than the model, and there are no more
-        than the limits admit: what an entry has beyond that is padding, at capture as at replay.
+        than the limits admit: what an entry has beyond that is padding, at capture as at replay. Sequences are as long
+        as the queries: the shortest that there can be, so that a warm-up reads least (vLLM 0.33 does so too).
         """
         longest = self.bounds.positions
         reqs = min(entry.num_reqs or entry.num_tokens, entry.num_tokens, self.bounds.reqs)
