@@ -1,4 +1,4 @@
-"""Law 9 for operators other than attention: recurrences, and operators that couple the rows of a batch."""
+"""Law 9: padding is inert for every operator, not for attention alone: recurrences, and what couples rows."""
 
 from unittest import mock
 
