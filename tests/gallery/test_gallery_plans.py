@@ -32,6 +32,8 @@ FOUND_BY = {
     "capture-time-not-counted": "CP040",
     "graphs-for-each-adapter-count": "CP042",
     "platform-limit-forgotten": "CP041",
+    "state-pool-of-the-memory": "CP046",
+    "state-pool-without-padding": "CP046",
     "captured-never-dispatched": "CP037",
     "requests-are-tokens": "CP010",
 }

@@ -29,6 +29,7 @@ def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
 
 
 ALONE = RunBatch(rows=((0, 4, 0),))
+ONE = RunBatch(rows=((0, 1, 0),))
 CASES = {
     # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
     "targets-formula-for-the-drafter": case(
@@ -44,8 +45,24 @@ CASES = {
     "chain-one-step-too-long": case(ALONE, drafts=3),
     # One request is served where three have room, and its drafts are verified on the device.
     "padded-rows-verified": case(Serve(requests=((5, 4, 0),)), requests=0, drafts=1, ahead=True),
+    # A request at its first token, in a row of the pool that held another's state.
+    "first-state-lost": case(Arrive(prompt=4), ONE, requests=0, recurrent=True),
+    "state-not-reset": case(Arrive(prompt=4), ONE, requests=0, recurrent=True),
+    # The draft is rejected.
+    "state-not-rolled-back": case(RunBatch(rows=((0, 2, 0),)), drafts=1, recurrent=True),
+    # Three requests, and then one in the same graph.
+    "state-indices-stale": case(RunBatch(rows=((0, 1, 0), (1, 1, 0), (2, 1, 0))), ONE, ONE, requests=3, recurrent=True),
+    "padded-state-clamped": case(ONE, RunBatch(rows=((1, 1, 0),)), requests=2, recurrent=True),
+    "states-without-padding": case(ONE, requests=3, recurrent=True),
+    # The first request ends, and the third takes its row in the pool, behind the second in the batch.
+    "state-rows-of-the-last-batch": case(
+        Serve(requests=((3, 2, 0), (3, 6, 0), (3, 4, 0))), requests=0, num_reqs=2, size_reqs=(2,), recurrent=True
+    ),
+    # One request in a graph for three.
+    "padding-in-the-scale": case(ONE, coupled=True),
+    "padding-in-the-load": case(ONE, coupled=True),
 }
-"""What random scenes come to late: the smallest case of it."""
+"""What random scenes come to late, or what a few steps show: the smallest case of it."""
 
 
 def name_of(mutant: Mutant) -> str:
