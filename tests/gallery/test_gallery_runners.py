@@ -52,7 +52,7 @@ CASES = {
     "state-not-rolled-back": case(RunBatch(rows=((0, 2, 0),)), drafts=1, recurrent=True),
     # Three requests, and then one in the same graph.
     "state-indices-stale": case(RunBatch(rows=((0, 1, 0), (1, 1, 0), (2, 1, 0))), ONE, ONE, requests=3, recurrent=True),
-    "padded-state-clamped": case(ONE, RunBatch(rows=((1, 1, 0),)), requests=2, recurrent=True),
+    "padded-state-clamped": case(ONE, RunBatch(rows=((1, 1, 0),)), requests=3, recurrent=True),
     "states-without-padding": case(ONE, requests=3, recurrent=True),
     # The first request ends, and the third takes its row in the pool, behind the second in the batch.
     "state-rows-of-the-last-batch": case(
