@@ -8,6 +8,7 @@
 """
 
 from capture_planner.conformance.audit import AuditResult, Verdict, attack_case, audit, verdicts
+from capture_planner.conformance.causes import with_causes
 from capture_planner.conformance.failure import Check, Failure, Violation
 from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play, scenes
 from capture_planner.conformance.scene import Case, Scene, Shape, dumps, loads
@@ -23,7 +24,6 @@ from capture_planner.conformance.suite import (
     conform,
     replay,
     search,
-    with_causes,
 )
 from capture_planner.conformance.tampering import Attack
 

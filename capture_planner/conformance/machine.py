@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import ClassVar
 
 import attrs
@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.conformance.failure import Failure, Violation
+from capture_planner.conformance.features import FEATURES, features_of
 from capture_planner.conformance.scene import (
     Arrive,
     Case,
@@ -38,8 +39,18 @@ from capture_planner.conformance.tampering import Tampering
 from capture_planner.conformance.watch import Watch
 from capture_planner.conformance.world import LiveRequest
 from capture_planner.modes import GraphMode
+from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.role import RoleRun
 
 MOST_REQS, MOST_DRAFTS = 5, 5
+"""Of most scenes."""
+
+LARGE_REQS, LARGE_DRAFTS = 17, 3
+"""The fewest requests of a large scene, one more than a tile of 16, and its most drafts."""
+
+LARGEST_REQS = 20
+"""The most requests of a large scene, unless the caller says otherwise."""
+
 MODES = (
     GraphMode.FULL_AND_PIECEWISE,
     GraphMode.FULL,
@@ -53,17 +64,31 @@ MODES = (
 
 
 @st.composite
-def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))) -> Scene:
-    """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule."""
+def scenes(
+    draw: DrawFn,
+    shapes: Sequence[Shape],
+    drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1)),
+    largest: int = LARGEST_REQS,
+    features: Collection[str] = FEATURES,
+) -> Scene:
+    """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule.
+
+    One of eight is large, with up to ``largest`` requests. ``features`` are names of ``FEATURES`` that it may have.
+    """
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
-    num_reqs = draw(st.sampled_from((*range(2, MOST_REQS + 1), 1)))
+    is_large = largest > MOST_REQS and draw(st.integers(0, 7)) == 5
+    if is_large:
+        num_reqs = draw(st.integers(min(LARGE_REQS, largest), largest))
+        drafts = [k for k in drafts if k <= LARGE_DRAFTS] or list(drafts)
+    else:
+        num_reqs = draw(st.sampled_from([*range(2, min(MOST_REQS, largest) + 1), 1]))
     several = [k for k in drafts if k > 1] or list(drafts)
     k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
     # Token limits with and without room for a decode of all requests.
     decodes = num_reqs * (1 + k)
     tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(st.one_of(tight, roomy))
-    explicit = draw(st.integers(0, 3)) > 0
+    explicit = is_large or draw(st.integers(0, 3)) > 0
     # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
     close = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
     near = st.sampled_from([size for size in close if 1 <= size <= num_tokens])
@@ -85,6 +110,7 @@ def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),
         seed=draw(st.integers(0, 7)),
+        **{name: draw(st.sampled_from(FEATURES[name])) for name in FEATURES if name in features},
     )
 
 
@@ -108,6 +134,16 @@ class Log:
     """By role and mode: the mode of the graph, or NONE."""
     largest: tuple[int, int] = (0, 0)
     """The most requests and the most tokens of a batch; not always of the same."""
+    padded: int = 0
+    """Forwards of graphs that are larger than their batch."""
+    longest: int = 0
+    """The most keys of a request."""
+    pages: int = 0
+    """The highest number of a page that a batch reads."""
+    most_steps: int = 0
+    """The most steps of a scene."""
+    features: Counter[str] = attrs.Factory(Counter)
+    """Scenes by the features that they have."""
     violation: Violation | None = None
     shapes: tuple[Shape, ...] = ()
     """Shapes that the backend runs, once they are known."""
@@ -119,6 +155,11 @@ class Log:
         self.examples += 1
         self.on_change(self)
 
+    def end(self, scene: Scene, steps: int) -> None:
+        """Count the features of a scene that was run, and its steps."""
+        self.features.update(features_of(scene))
+        self.most_steps = max(self.most_steps, steps)
+
     def fail(self, violation: Violation) -> None:
         """Note the last violation."""
         self.violation = violation
@@ -126,6 +167,8 @@ class Log:
     def add(self, watch: Watch) -> None:
         self.forwards.update(watch.ran)
         self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
+        self.padded += watch.padded
+        self.longest, self.pages = max(self.longest, watch.longest), max(self.pages, watch.pages)
 
 
 _with_requests = precondition(lambda self: bool(self._live()))
@@ -137,6 +180,8 @@ class ConformanceMachine(RuleBasedStateMachine):
     subject: ClassVar[Subject]
     shapes: ClassVar[Sequence[Shape]]
     drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
+    largest: ClassVar[int] = LARGEST_REQS
+    features: ClassVar[Collection[str]] = FEATURES
     log: ClassVar[Log]
 
     _scene: Scene
@@ -145,19 +190,21 @@ class ConformanceMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[Step] = []
+        self._shapes: list[tuple[tuple[int, bool], ...]] = []
 
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
         """Reserve the backend, and capture all entries of a random plan."""
         self.log.begin()
-        self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
+        drawn = scenes(self.shapes, self.drafts, self.largest, self.features)
+        self._scene = data.draw(drawn, label="scene")
         with self._recorded():
             self._stage = Stage(self.subject, self._scene)
         most = self._scene.num_reqs
         for _ in range(data.draw(st.one_of(st.just(most), st.integers(1, most)), label="requests")):
             self.arrive(data)
 
-    # Hypothesis draws rules evenly: forwards, which matter most, have four.
+    # Hypothesis draws rules evenly: forwards, which matter most, have five.
     @_with_requests
     @rule(data=st.data())
     def advance_all(self, data: st.DataObject) -> None:
@@ -191,7 +238,44 @@ class ConformanceMachine(RuleBasedStateMachine):
             rows.append((live.number, count, accepted))
             left -= count
         if sum(count for _, count, _ in rows) >= len(rows) > 0:
-            self._do(RunBatch(rows=tuple(rows)))
+            self._run(data, rows)
+
+    @precondition(lambda self: bool(self._shapes))
+    @rule(data=st.data())
+    def recur(self, data: st.DataObject) -> None:
+        """The shape of an earlier step comes back, after others; requests that are at their end make room."""
+        shape = data.draw(st.sampled_from(self._shapes), label="shape")
+        left, rows = list(data.draw(st.permutations(self._live()), label="order")), []
+        for count, is_decode in shape:
+            live = next((live for live in left if self._takes(live, count, is_decode)), None)
+            if live is not None:
+                left.remove(live)
+            else:
+                live = self._renewed(data, left, count, is_decode)
+                if live is None:
+                    return
+            accepted = data.draw(st.integers(0, max(count - 1, 0)), label="accepted") if is_decode else 0
+            rows.append((live.number, count, accepted))
+        if admits(self._stage, [(self._stage.live[number], count, 0) for number, count, _ in rows]):
+            self._run(data, rows)
+
+    def _takes(self, live: LiveRequest, count: int, is_decode: bool) -> bool:
+        """Say whether a request can have a row of so many tokens."""
+        room = self._scene.shape.longest if is_decode else live.prompt
+        return (live.computed >= live.prompt) is is_decode and live.computed + count <= room
+
+    def _renewed(self, data: st.DataObject, left: list[LiveRequest], count: int, is_decode: bool) -> LiveRequest | None:
+        """Let a request arrive that can have a row of so many tokens, in the place of one of ``left``."""
+        if len(self._live()) >= self._scene.num_reqs:
+            if not left:
+                return None
+            self._do(Depart(request=left.pop().number))
+        longest = self._scene.shape.longest
+        length = data.draw(_lengths(self._scene), label="length")
+        length = min(length, longest - count) if is_decode else max(length, count)
+        before = set(self._stage.live)
+        self._do(Arrive(prompt=length, computed=length if is_decode else 0))
+        return next((live for live in self._live() if live.number not in before), None)
 
     @precondition(lambda self: len(self._live()) < self._scene.num_reqs)
     @rule(data=st.data())
@@ -229,6 +313,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         """Release the backend, unless the set-up failed."""
         if hasattr(self, "_stage"):
             self.log.add(self._stage.watch)
+            self.log.end(self._scene, len(self._steps))
             self._stage.close()
 
     def _decode(self, data: st.DataObject, count: int) -> None:
@@ -239,11 +324,19 @@ class ConformanceMachine(RuleBasedStateMachine):
             k = self._stage.draft_tokens(len(rows))
             if admits(self._stage, [(live, 1 + k, 0) for live in rows]):
                 accepted = st.integers(0, k)
-                drawn = tuple((live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows)
-                self._do(RunBatch(rows=drawn))
+                self._run(data, [(live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows])
                 return
             rows = rows[1:]
         self.advance_mixed(data)
+
+    def _run(self, data: st.DataObject, rows: Sequence[tuple[int, int, int]]) -> None:
+        live = self._stage.live
+        shape = tuple((count, live[number].computed >= live[number].prompt) for number, count, _ in rows)
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+        most = self._stage.most_loras(len(rows))
+        loras = data.draw(st.integers(0, most), label="loras") if most else 0
+        self._do(RunBatch(rows=tuple(rows), loras=loras))
 
     def _live(self) -> list[LiveRequest]:
         return list(self._stage.live.values())
@@ -289,11 +382,18 @@ class PlayResult:
     """Steps that did not apply, counted from 1."""
 
 
-def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), tampering: Tampering | None = None) -> PlayResult:
-    """Run a case from its beginning, up to the first failure; ``spared`` and ``tampering`` as of ``Stage``."""
+def play(
+    subject: Subject,
+    case: Case,
+    *,
+    spared: Sequence[str] = (),
+    tampering: Tampering | None = None,
+    after: Callable[[Stage, RoleRun, ForwardStep], None] | None = None,
+) -> PlayResult:
+    """Run a case from its beginning, up to the first failure; ``spared`` and what follows as of ``Stage``."""
     log, skipped, failure = Log(examples=1), [], None
     try:
-        with Stage(subject, case.scene, spared=spared, tampering=tampering) as stage:
+        with Stage(subject, case.scene, spared=spared, tampering=tampering, after=after) as stage:
             try:
                 for number, step in enumerate(case.steps, 1):
                     if run_step(stage, step):
@@ -302,6 +402,7 @@ def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), tampering:
                         skipped.append(number)
             finally:
                 log.add(stage.watch)
+                log.end(case.scene, len(case.steps))
     except Exception as error:
         failure = Violation.of(error, case=dumps(case)).failure
     return PlayResult(failure=failure, log=log, skipped=tuple(skipped))

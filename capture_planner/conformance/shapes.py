@@ -20,19 +20,21 @@ SMALL = tuple(
         ("float64", 2, 1, 4, 24, False),
         ("float32", 2, 2, 3, 17, False),
         ("float64", 4, 2, 1, 12, True),
+        ("float32", 2, 1, 2, 140, False),
     )
 )
-"""For a backend without compiled kernels, in the order of their size."""
+"""For a backend without compiled kernels, in the order of their size; the last has more than 64 keys and 256 pages."""
 
 KERNELS = tuple(
-    Shape(dtype=dtype, heads=heads, kv_heads=2, head_dim=64, page_size=size, longest=160, windowed=windowed)
-    for dtype, heads, size, windowed in (
-        ("bfloat16", 4, 16, False),
-        ("float16", 4, 16, False),
-        ("bfloat16", 4, 64, False),
-        ("float32", 4, 16, False),
-        ("bfloat16", 8, 16, False),
-        ("bfloat16", 4, 16, True),
+    Shape(dtype=dtype, heads=heads, kv_heads=2, head_dim=64, page_size=size, longest=longest, windowed=windowed)
+    for dtype, heads, size, longest, windowed in (
+        ("bfloat16", 4, 16, 160, False),
+        ("float16", 4, 16, 160, False),
+        ("bfloat16", 4, 64, 160, False),
+        ("float32", 4, 16, 160, False),
+        ("bfloat16", 8, 16, 160, False),
+        ("bfloat16", 4, 16, 160, True),
+        ("bfloat16", 4, 16, 1040, False),
     )
 )
 """Shapes that attention libraries compile: heads of 64, pages of 16 and 64."""

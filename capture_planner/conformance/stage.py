@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import most_loras
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.execution.inputs import StepInputs
-from capture_planner.runtime.execution.role import run_chain
+from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
+from capture_planner.runtime.execution.role import RoleRun, run_chain
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -46,12 +47,19 @@ class Stage(AbstractContextManager["Stage"]):
     """One scene. Use it as a context: leaving releases the backend."""
 
     def __init__(
-        self, subject: Subject, scene: Scene, *, spared: Sequence[str] = (), tampering: Tampering | None = None
+        self,
+        subject: Subject,
+        scene: Scene,
+        *,
+        spared: Sequence[str] = (),
+        tampering: Tampering | None = None,
+        after: Callable[[Stage, RoleRun, ForwardStep], None] | None = None,
     ) -> None:
         """Plan, assemble and capture; raises ``Violation`` for a failure that this shows.
 
         :param spared: sources of garbage that are left clean.
         :param tampering: how an audit treats a field. Fields are not checked then.
+        :param after: called after the checks of each forward.
         """
         self.scene, self.subject = scene, subject
         self._eager_first = True
@@ -66,7 +74,7 @@ class Stage(AbstractContextManager["Stage"]):
         self.target, self.drafter = _models(scene, self.plan, device)
         each = -(-shape.longest // shape.page_size)
         pages = PageFormat(page_size=shape.page_size, num_pages=1 + (scene.num_reqs + SPARE_REQS) * each)
-        self.watch = Watch(spared, tampering)
+        self.watch = Watch(spared, tampering, None if after is None else partial(after, self))
         self.runner = Runner(
             self.plan,
             self.target,
