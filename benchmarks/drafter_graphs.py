@@ -109,7 +109,7 @@ def answer(request: Request, vocabulary: int) -> tuple[int, ...]:
 
 
 @attrs.frozen(kw_only=True)
-class Served:
+class LoadResult:
     """One load, served once; times in seconds."""
 
     seconds: float
@@ -122,7 +122,7 @@ class Served:
     accepted: int
 
 
-def serve(runner: Runner, requests: Sequence[Request]) -> Served:
+def serve(runner: Runner, requests: Sequence[Request]) -> LoadResult:
     """Serve a load; raises ``RunError`` for tokens that the model cannot have said."""
     answers = {request.name: answer(request, runner.model.vocab_size) for request in requests}
     first = len(runner.session.steps)
@@ -134,7 +134,7 @@ def serve(runner: Runner, requests: Sequence[Request]) -> Served:
     if wrong := [r.name for r in results if r.tokens != answers[r.name][prompts[r.name] :][: r.output_tokens]]:
         raise RunError(f"{len(wrong)} of {len(results)} requests have other tokens than the model says: {wrong[:4]}")
     steps = runner.session.steps[first:]
-    return Served(
+    return LoadResult(
         seconds=seconds,
         per_token=tuple(
             (result.finished - result.first_token) / (result.output_tokens - 1)
@@ -154,7 +154,7 @@ def spread(values: Iterable[float]) -> tuple[float, float, float]:
     return float(np.median(found)), min(found), max(found)
 
 
-def summary(rounds: Sequence[Served]) -> dict[str, Any]:
+def summary(rounds: Sequence[LoadResult]) -> dict[str, Any]:
     """Return the medians over the rounds, each with its spread."""
     percentiles = {"p50": 50, "p99": 99}
     return {
@@ -216,7 +216,9 @@ def measure(model: Model, arguments: Any) -> dict[str, dict[str, Any]]:
             )
             runners[name] = stack.enter_context(runner)
             runner.capture()
-        rounds: dict[int, dict[str, list[Served]]] = {load: {name: [] for name in runners} for load in arguments.loads}
+        rounds: dict[int, dict[str, list[LoadResult]]] = {
+            load: {name: [] for name in runners} for load in arguments.loads
+        }
         number = -1  # the first round warms up
         while number < ROUNDS or perf_counter() - started < arguments.seconds:
             for load in arguments.loads:
