@@ -25,11 +25,12 @@ def check_classified(
     :param admitted: the requests that are being served.
     :param computed: ``int64[states]``: the tokens of each request that were computed before; None: not compared.
     """
-    prompts = {each.state_index: len(each.request.prompt) for each in admitted}
+    requests = {each.state_index: each.request for each in admitted}
     inputs, batch = step.inputs, step.batch
     counts, places = np.diff(inputs.query_start_loc), inputs.idx_mapping.tolist()
     first = inputs.positions[np.minimum(inputs.query_start_loc[:-1], len(inputs.positions) - 1)]
-    lengths = np.array([prompts[place] for place in places])
+    lengths = np.array([len(requests[place].prompt) for place in places])
+    adapters = set() if batch.role.is_drafter else {requests[place].adapter for place in places}
     past = first >= lengths
     expected = attrs.evolve(
         batch,
@@ -37,6 +38,7 @@ def check_classified(
         num_tokens=int(counts.sum()),
         query_len=int(counts[0]) if (counts == counts[0]).all() else None,
         past_prompt=bool(past.all()),
+        active_loras=len(adapters) if any(adapters) else 0,
     )
     if batch != expected:
         message = f"the batch is dispatched as {batch_text(batch)}; its rows are {batch_text(expected)}"

@@ -17,6 +17,9 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of a ``Scene``, each with the values to draw from; the first one is without the feature."""
 
+SCORING = ("softcap", "sinks", "sharp")
+"""Those that a backend may refuse; the others are the runner's."""
+
 NAMES = {
     "softcap": "soft capping",
     "sinks": "attention sinks",

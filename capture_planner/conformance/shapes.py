@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import attrs
 
-from capture_planner.conformance.scene import Scene, Shape
+from capture_planner.conformance.failure import Violation
+from capture_planner.conformance.features import FEATURES, NAMES, SCORING
+from capture_planner.conformance.scene import Arrive, RunBatch, Scene, Shape
 from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.steps import run_step
 from capture_planner.conformance.subject import Subject
-from capture_planner.errors import BackendError, RunError
+from capture_planner.errors import BackendError, CaptureError, GuardError, RunError
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.backend import Attention
 from capture_planner.records.environment import DeviceKind
@@ -48,6 +51,42 @@ class RefusedShape:
 
     shape: Shape
     reason: str
+
+
+@attrs.frozen
+class RefusedFeature:
+    """A feature of scenes that a backend does not run."""
+
+    name: str
+    reason: str
+
+
+def usable_features(
+    subject: Subject, shape: Shape, wanted: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[RefusedFeature, ...]]:
+    """Return which of the ``wanted`` features the backend runs, and which it refuses, by one decode of each.
+
+    Only an error of its own is a refusal. Any other is a bug: the feature is used, and the search reports it.
+    """
+    refused = []
+    for name in SCORING:
+        if name in wanted and (reason := _feature_refusal(subject, shape, name)) is not None:
+            refused.append(RefusedFeature(NAMES[name], reason))
+    names = {each.name for each in refused}
+    return tuple(name for name in wanted if NAMES[name] not in names), tuple(refused)
+
+
+def _feature_refusal(subject: Subject, shape: Shape, name: str) -> str | None:
+    scene = Scene(shape=shape, **{name: FEATURES[name][-1]})
+    try:
+        with Stage(subject, scene) as stage:
+            for step in (Arrive(prompt=2, computed=2), RunBatch(rows=((0, 1, 0),))):
+                run_step(stage, step)
+    except Exception as error:
+        raised = error.__cause__ if isinstance(error, Violation) else error
+        is_own = isinstance(raised, (BackendError, RunError)) and not isinstance(raised, (CaptureError, GuardError))
+        return str(raised) if is_own and raised is not None and raised.__cause__ is None else None
+    return None
 
 
 def usable_shapes(subject: Subject, wanted: Sequence[Shape] = ()) -> tuple[tuple[Shape, ...], tuple[RefusedShape, ...]]:

@@ -22,8 +22,9 @@ from capture_planner.conformance.machine import LARGEST_REQS, ConformanceMachine
 from capture_planner.conformance.minimize import PLAYS, minimize
 from capture_planner.conformance.scene import Shape, loads
 from capture_planner.conformance.search_settings import search_settings
-from capture_planner.conformance.shapes import RefusedShape, usable_shapes
+from capture_planner.conformance.shapes import RefusedShape, usable_features, usable_shapes
 from capture_planner.conformance.subject import Subject
+from capture_planner.conformance.untried import untried
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
 
@@ -95,6 +96,8 @@ class SuiteResult:
 
     shapes: tuple[Shape, ...]
     refused: tuple[RefusedShape, ...] = ()
+    untried: tuple[str, ...] = ()
+    """What the run says nothing about, in sentences."""
     log: Log
     failures: tuple[Failure, ...] = ()
     audited: tuple[AuditResult, ...] = ()
@@ -119,6 +122,8 @@ def conform(
     """
     options, started = options or SuiteOptions(), perf_counter()
     shapes, refused = usable_shapes(subject, options.shapes)
+    features, refused_features = usable_features(subject, shapes[0], options.features)
+    options = attrs.evolve(options, features=features)
     log = Log(shapes=shapes, on_change=progress)
     failures = check_declared(subject, shapes)
     if not failures and (failure := search(subject, shapes, options, log)) is not None:
@@ -129,6 +134,7 @@ def conform(
     return SuiteResult(
         shapes=shapes,
         refused=refused,
+        untried=tuple(untried(log, refused_features, options.drafts)),
         log=log,
         failures=tuple(failures),
         audited=audited,
