@@ -8,9 +8,9 @@ from typing import Any
 from capture_planner.conformance.scene import Scene
 
 FEATURES: Mapping[str, tuple[Any, ...]] = {
-    "softcap": (False, False, False, True),
-    "sinks": (False, False, False, True),
-    "sharp": (False, False, False, True),
+    "softcap": (False, False, True),
+    "sinks": (False, False, True),
+    "sharp": (False, False, True),
     "loras": (0, 0, 0, 0, 0, 1, 2),
     "ranks": (1, 1, 1, 1, 2, 4),
     "beyond": (0, 0, 0, 1, 3),

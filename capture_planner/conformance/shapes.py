@@ -83,7 +83,9 @@ def _feature_refusal(subject: Subject, shape: Shape, name: str) -> str | None:
             for step in (Arrive(prompt=2, computed=2), RunBatch(rows=((0, 1, 0),))):
                 run_step(stage, step)
     except Exception as error:
-        raised = error.__cause__ if isinstance(error, Violation) else error
+        raised: BaseException | None = error
+        while isinstance(raised, Violation):
+            raised = raised.__cause__
         is_own = isinstance(raised, (BackendError, RunError)) and not isinstance(raised, (CaptureError, GuardError))
         return str(raised) if is_own and raised is not None and raised.__cause__ is None else None
     return None

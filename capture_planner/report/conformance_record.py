@@ -99,7 +99,8 @@ def _conformance(report: Conformance) -> dict[str, Any]:
     and where. ``seed``, ``profile`` (null for a printed case), ``drafts``: what was asked. ``passed``,
     ``interrupted``. ``findings``: each with its ``law``, its ``case`` as ``--case`` takes it, the ``steps``
     of that in words, and a ``command``. ``scenes``, ``steps``, ``forwards``, ``largest``, ``longest``,
-    ``features``, ``shapes``, ``refused``: what was tried; ``untried``: what was not. ``audited``: each attack on a declared field; ``fields``: what they come to.
+    ``features``, ``shapes``, ``refused``: what was tried; ``untried``: what was not. ``audited``: each attack
+    on a declared field; ``fields``: what they come to.
     """
     outcome, log = report.outcome, report.log
     return {

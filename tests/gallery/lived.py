@@ -75,7 +75,7 @@ LIVED_MUTANTS = (
         name="ring-wraps",
         threads=(),
         bug_class=BugClass.F,
-        says="Lengths are staged in a ring of 45 buffers, and after that many steps the copy reads the last one for ever",
+        says="Lengths are staged in a ring of 45 buffers, and from then on the copy reads the last one",
         backend=lambda: RenamedReference(RingWraps),
     ),
     Mutant(

@@ -73,7 +73,7 @@ SCORED_MUTANTS = (
         name="scoring-of-first-layer",
         threads=(),
         bug_class=F,
-        says="Graphs bake in the soft cap and the sinks of the layer that attended first",
+        says="Graphs bake in the scoring of the layer that attended first, its sinks too",
         backend=lambda: RenamedReference(ScoringOfFirstLayer),
     ),
     Mutant(
