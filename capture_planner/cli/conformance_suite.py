@@ -18,7 +18,7 @@ from capture_planner.cli.common import progress_bars
 from capture_planner.codec import shipped as catalog
 from capture_planner.conformance import conform
 from capture_planner.conformance.audit import AuditResult, attack_case
-from capture_planner.conformance.machine import LARGEST_REQS
+from capture_planner.conformance.deployments import LARGEST_REQS
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.suite import DRAFTS
 from capture_planner.conformance.tampering import Attack

@@ -121,12 +121,18 @@ class Violation(AssertionError):
         return cls(Failure(check=check, message=message[:600], **where))
 
 
+def origins(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes, the first one last; one that is its own cause is there once."""
+    found = [error]
+    while (cause := found[-1].__cause__) is not None and cause not in found:
+        found.append(cause)
+    return found
+
+
 def _place(error: BaseException) -> str:
     """Return the line of a backend's code in which an error was raised; empty where it was raised elsewhere."""
-    while error.__cause__ is not None:
-        error = error.__cause__
     found = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, number in traceback.walk_tb(origins(error)[-1].__traceback__):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         line = linecache.getline(frame.f_code.co_filename, number).strip()
         if line and package not in _NOT_BACKENDS and package not in sys.stdlib_module_names:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from capture_planner.conformance.failure import Violation
+from capture_planner.conformance.failure import origins
 from capture_planner.conformance.features import FEATURES, NAMES, SCORING
 from capture_planner.conformance.scene import Arrive, RunBatch, Scene, Shape
 from capture_planner.conformance.stage import Stage
@@ -83,11 +83,9 @@ def _feature_refusal(subject: Subject, shape: Shape, name: str) -> str | None:
             for step in (Arrive(prompt=2, computed=2), RunBatch(rows=((0, 1, 0),))):
                 run_step(stage, step)
     except Exception as error:
-        raised: BaseException | None = error
-        while isinstance(raised, Violation):
-            raised = raised.__cause__
+        raised = origins(error)[-1]
         is_own = isinstance(raised, (BackendError, RunError)) and not isinstance(raised, (CaptureError, GuardError))
-        return str(raised) if is_own and raised is not None and raised.__cause__ is None else None
+        return str(raised) if is_own else None
     return None
 
 

@@ -16,9 +16,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from capture_planner.conformance.audit import AuditResult, audit
 from capture_planner.conformance.causes import with_causes
 from capture_planner.conformance.declaration_checks import check_declared
+from capture_planner.conformance.deployments import LARGEST_REQS
 from capture_planner.conformance.failure import Failure, Violation
 from capture_planner.conformance.features import FEATURES
-from capture_planner.conformance.machine import LARGEST_REQS, ConformanceMachine, Log, PlayResult, play
+from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play
 from capture_planner.conformance.minimize import PLAYS, minimize
 from capture_planner.conformance.scene import Shape, loads
 from capture_planner.conformance.search_settings import search_settings
