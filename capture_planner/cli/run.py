@@ -27,7 +27,6 @@ from capture_planner.cli.common import (
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
@@ -76,9 +75,15 @@ if TYPE_CHECKING:
 @options.threads
 @options.pages("up to 1 GiB of memory")
 @click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
+@click.option(
+    "--dump-graphs",
+    type=FILE,
+    metavar="FOLDER",
+    help="Write what each graph holds: Graphviz of CUDA graphs, text of recorded ones.",
+)
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @flag("--eager", "Run eager: capture no graphs.")
-@flag("--verify", "Compare the output with plain greedy decoding; exit code 2 if it differs.")
+@flag("--verify", "Check tokens and hidden states against the model in higher precision; exit code 2 if one is off.")
 @flag("--compare", "Also run each step eager; stop with exit code 2 at the first tensor that differs.")
 @flag("--trust", "Replay without guards.")
 @flag("--debug", "Check every index field at every step.")
@@ -115,20 +120,13 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
     context, comparison = click.get_current_context(), outcome.report.comparison
     if comparison is not None:
         show_lines(comparison.says, err=as_json)
-    if outcome.differing is not None:
-        compared = [request for request in outcome.report.served if request.tokens]
-        total, cut_off = counted(len(compared), "request"), sum(each.finished is None for each in compared)
-        message = f"verified: {total}, each the same as plain greedy decoding"
-        if outcome.differing:
-            differing = counted(len(outcome.differing), "request")
-            first = ", ".join(outcome.differing[:5])
-            message = f"{differing} of {total} differ from plain greedy decoding: {first}"
-        if cut_off:
-            message += f"; {cut_off} of them cut off, and compared up to there"
-        show_lines(message, err=as_json)
+    verification = outcome.report.verification
+    if verification is not None:
+        show_lines(verification.says, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
-    if outcome.differing or (comparison is not None and comparison.difference is not None):
+    is_wrong = verification is not None and not verification.passed
+    if is_wrong or (comparison is not None and comparison.difference is not None):
         context.exit(FINDINGS)
 
 
@@ -149,6 +147,7 @@ def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
+        dump_graphs=None if values["dump_graphs"] is None else Path(values["dump_graphs"]),
         step_seconds=values["step_time"],
         options=Options(**{name: values[name] for name in checks}),
     )
@@ -214,6 +213,7 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "output_tokens": ("generated requests or --prompts", lambda values: values["trace"] is None),
     "strict": _CAPTURES,
     "graph_memory": _CAPTURES,
+    "dump_graphs": _CAPTURES,
     "trust": _GRAPHS,
     "compare": _GRAPHS,
     "rate": _GENERATED,

@@ -33,8 +33,8 @@ from capture_planner.runtime.serving.workload import Request
 class Runner(contextlib.AbstractContextManager["Runner"]):
     """Executes one plan on one model. Use it as a context: leaving releases the backends.
 
-    :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``; not with
-        ``Options.compare``, which is an observer itself.
+    :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
+        ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
     """
 
     def __init__(
@@ -52,8 +52,6 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         adapters: Adapters | None = None,
     ) -> None:
         options = options or Options()
-        if observer is not None and options.compare:
-            raise RunError("options.compare watches the forwards, and an observer is given too; use one or the other")
         if (plan.speculative is None) != (drafter is None):
             raise RunError(
                 "the plan has a drafter and none was given"
@@ -98,13 +96,18 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """Capture every entry; what does not fit into memory is waived from here on.
 
         ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises
-        ``RunError`` while requests are served: captures write the fields that their steps go on from.
+        ``RunError`` while requests are served: captures write the fields that their steps go on from. Also where it was
+        called before, to its end or not: graphs of both would be in the pool, and those of one in use.
         """
         self._refuse_while_serving("capture")
+        if any(role.pool is not None for role in self.parts.roles.values()):
+            raise RunError("this runner has captured already; make another one to capture again")
         if not self.policy.options.replay:
             self.dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
+        # Not inference_mode: tensors made in it, as backends make them, could not be changed outside of it. A replay,
+        # which dispatches no operator, would gain nothing from it.
         with self.session.capturing(), torch.no_grad():
             for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
                 self.session.captured.append(done)

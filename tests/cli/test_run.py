@@ -23,7 +23,6 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = spec_for(3)
-SOME = ("--requests", "8", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
 FEW = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
 
 
@@ -188,7 +187,7 @@ def test_what_a_drafter_proposes_changes_no_token(run: Run, drafter: tuple[str, 
     """Each is verified; how many drafts are right is what its name says."""
     lengths = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "16")
     ran = run("plan.yaml", *lengths, "--verify", "--format", "json", "--drafter", *drafter)
-    assert ran.err == "verified: 3 requests, each the same as plain greedy decoding\n"
+    assert ran.err.startswith("verified: 3 requests, every token and row is within the noise of exact runs\n")
     # What is drafted past the end of an answer is no answer of the target.
     rate = ran.data["acceptance"]["rate"]
     assert {"all": rate > 0.8, "none": rate == 0, "some": 0 < rate < 0.8, None: True}[accepted]
@@ -267,7 +266,7 @@ def test_answers_survive_every_check(run: Run, options: tuple[str, ...]) -> None
     """Spoiled, checked or trusted: the tokens are those of plain decoding, and the exit code is 0."""
     ran = run("plan.yaml", *FEW, *options, "--verify")
     assert ran.code == 0
-    assert ran.out.endswith("verified: 3 requests, each the same as plain greedy decoding\n")
+    assert "verified: 3 requests, every token and row is within the noise of exact runs\n" in ran.out
 
 
 def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +277,8 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
     ran = run("plan.yaml", *FEW, "--verify", "--format", "json")
     data = ran.document(2)
     assert data["differing"]
-    assert "of 3 requests differ from plain greedy decoding: request-" in ran.err
+    assert re.search(r"not verified: \d of 3 requests\n  request-", ran.err)
+    assert data["verification"]["faults"]
     assert set(data["differing"]) <= {request["name"] for request in data["requests"]}
 
 
@@ -349,38 +349,3 @@ def test_every_option_of_run_has_a_test() -> None:
     options = [name for param in cli.run.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried
-
-
-# LoRA ------------------------------------------------------------------------------------------
-
-
-def test_a_plan_with_lora_runs_with_adapters_or_says_that_it_has_none(run: Run) -> None:
-    """Graphs are dispatched by the number of active adapters, tokens are verified, and the report has both."""
-    Path("lora.yaml").write_text(SPEC + "lora: {max_active: 2, specialize: true}\n", "utf-8")
-    without = run("lora.yaml", *FEW)
-    assert "the plan has LoRA and the run had no adapters" in " ".join(without.out.split())
-    data = run("lora.yaml", "--adapters", "3", "--format", "json", *SOME, "--verify").data
-    assert len(data["adapters"]) == 3
-    assert data["differing"] == []
-    assert {request["adapter"] for request in data["requests"]} > {0}
-    active = {f["active_loras"]: f["entry"]["active_loras"] for f in data["forwards"] if f["role"] == "target"}
-    assert max(active) > 1
-    assert all(graph >= count for count, graph in active.items())
-    ran = run("lora.yaml", "--adapters", "3", *SOME)
-    assert re.search(r"^Adapters$\n +3 adapters, at most 2 at once: random adapter 1", ran.out, re.M)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("none",), "--adapters none: no such folder; give folders, or one number."),
-        (("2", "3"), "--adapters 2: no such folder"),
-        (("0",), "--adapters 0: expected 1 to 1024."),
-        ((".",), "the plan has no LoRA; plan with lora: {max_active: N}"),
-    ],
-)
-def test_adapters_that_a_run_cannot_have_are_refused(run: Run, given: tuple[str, ...], said: str) -> None:
-    """In a line, with exit code 1 or 2."""
-    ran = run("plan.yaml", *FEW, *(word for one in given for word in ("--adapters", one)))
-    assert ran.code in (1, 2)
-    assert said in " ".join(ran.err.split())

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.errors import GuardError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import RolePlan
@@ -27,6 +28,7 @@ from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef,
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Bounds, Write
+from capture_planner.runtime.execution.profiling import profiled
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
 from capture_planner.runtime.options import ExecutionPolicy
@@ -62,6 +64,9 @@ class ForwardObserver:
     ``Runner`` hands it to its roles before anything is captured. What ``attention`` and ``after_tokens`` launch is
     captured too, and is part of each replay.
     """
+
+    def batch(self, requests: Sequence[str]) -> None:
+        """Called before the forwards of a step with the names of its requests, a row of the batch each."""
 
     def run(self, role: RoleRun, batch: Batch, dispatch: Dispatch, *, filled: bool) -> AbstractContextManager[None]:
         """Return what is entered before the fields of a forward are filled, and left when it is done.
@@ -206,12 +211,17 @@ class RoleRun:
         prepared = checked = perf_counter()
         entry = step.entry
         if entry is not None and self._policy.options.replay:
+            graph = self.graphs.get(entry)
+            if graph is None:
+                raise GuardError(f"{self.role.value}: {entry} has no graph; capture it, or let the dispatcher choose")
             if not self._policy.options.trust:
                 self.check_guards(entry)
                 checked = perf_counter()
-            self.graphs[entry].replay()
+            with profiled(step):
+                graph.replay()
         else:
-            self._forward(step.extents, entry)
+            with profiled(step):
+                self._forward(step.extents, entry)
         if entry is not None and not step.is_full:
             # A PIECEWISE graph pads no requests, so what belongs to requests runs behind it (vllm#39773).
             self.body.per_request(step.extents, None)
@@ -295,7 +305,8 @@ class RoleRun:
         """Return the largest batch that the entry serves; it reads and writes the null page alone.
 
         Every request has one token at least, no request is longer than the model, and there are no more
-        than the limits admit: what an entry has beyond that is padding, at capture as at replay.
+        than the limits admit: what an entry has beyond that is padding, at capture as at replay. Sequences are as long
+        as the queries: the shortest that there can be, so that a warm-up reads least (vLLM 0.33 does so too).
         """
         longest = self.bounds.positions
         reqs = min(entry.num_reqs or entry.num_tokens, entry.num_tokens, self.bounds.reqs)
