@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
@@ -63,6 +63,8 @@ class Log:
     """The most steps of a scene."""
     features: Counter[str] = attrs.Factory(Counter)
     """Scenes by the features that they have."""
+    refused: dict[str, str] = attrs.Factory(dict)
+    """Features that the backend refuses, with its reasons."""
     violation: Violation | None = None
     shapes: tuple[Shape, ...] = ()
     """Shapes that the backend runs, once they are known."""
@@ -73,6 +75,10 @@ class Log:
         """Count an example."""
         self.examples += 1
         self.on_change(self)
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Note features that no scene has, with the backend's reasons."""
+        self.refused.update(reasons)
 
     def end(self, scene: Scene, steps: int) -> None:
         """Count the features of a scene that was run, and its steps."""

@@ -123,8 +123,6 @@ def conform(
     """
     options, started = options or SuiteOptions(), perf_counter()
     shapes, refused = usable_shapes(subject, options.shapes)
-    features, refused_features = usable_features(subject, shapes[0], options.features)
-    options = attrs.evolve(options, features=features)
     log = Log(shapes=shapes, on_change=progress)
     failures = check_declared(subject, shapes)
     if not failures and (failure := search(subject, shapes, options, log)) is not None:
@@ -135,7 +133,7 @@ def conform(
     return SuiteResult(
         shapes=shapes,
         refused=refused,
-        untried=tuple(untried(log, refused_features, options.drafts)),
+        untried=tuple(untried(log, options.drafts)),
         log=log,
         failures=tuple(failures),
         audited=audited,
@@ -148,12 +146,14 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
 
     Raises ``RunError`` if no forward ran in any scene: nothing was tested.
     """
+    features, refused = usable_features(subject, shapes[0], options.features)
+    log.refuse({each.name: each.reason for each in refused})
     attributes = {
         "subject": subject,
         "shapes": shapes,
         "drafts": options.drafts,
         "largest": options.max_reqs,
-        "features": options.features,
+        "features": features,
         "log": log,
     }
     machine = type("Conformance", (ConformanceMachine,), attributes)

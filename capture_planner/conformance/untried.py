@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from capture_planner.conformance.features import NAMES
 from capture_planner.conformance.machine import Log
-from capture_planner.conformance.shapes import RefusedFeature
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.text import counted
 
@@ -20,12 +19,11 @@ NEVER = (
 """Beyond the suite, whatever the options."""
 
 
-def untried(log: Log, refused: Sequence[RefusedFeature], drafts: Sequence[int]) -> Iterator[str]:
+def untried(log: Log, drafts: Sequence[int]) -> Iterator[str]:
     """Yield what was refused, what no scene had, what no batch reached, and what the suite never tries."""
-    for each in refused:
-        yield f"{each.name}: {each.reason}"
-    gone = {each.name for each in refused}
-    yield from (f"{name}: no scene had it" for name in NAMES.values() if not log.features[name] and name not in gone)
+    yield from (f"{name}: {reason}" for name, reason in log.refused.items())
+    absent = [name for name in NAMES.values() if not log.features[name] and name not in log.refused]
+    yield from (f"{name}: no scene had it" for name in absent)
     for role in Role:
         if role is not Role.TARGET and not any(drafts):
             continue
