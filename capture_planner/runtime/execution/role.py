@@ -296,7 +296,7 @@ class RoleRun:
             query_len=entry.query_len,
             past_prompt=entry.query_len is not None,
         )
-        step = self.step(batch, entry, inputs)
+        step = attrs.evolve(self.step(batch, entry, inputs), for_capture=True)
         self.stage_inputs(step)
         self.prepare_backends(step)
         return step
