@@ -23,7 +23,7 @@ def check_classified(
     scheduler says (vllm#53051, vllm#49918).
 
     :param admitted: the requests that are being served.
-    :param computed: ``int64[states]``: the tokens of each request that were computed before; None: not compared.
+    :param computed: ``int64[states]``: the tokens of each request that were computed before; None: not compared, nor are lengths.
     """
     requests = {each.state_index: each.request for each in admitted}
     inputs, batch = step.inputs, step.batch
@@ -43,9 +43,11 @@ def check_classified(
     if batch != expected:
         message = f"the batch is dispatched as {batch_text(batch)}; its rows are {batch_text(expected)}"
         raise Check.CLASSIFIED.violation(message)
+    if computed is None:
+        return
     longest = 1 if speculative is None else 1 + speculative.num_tokens
     for row, (place, count) in enumerate(zip(places, counts.tolist(), strict=True)):
-        if computed is not None and first[row] != computed[place]:
+        if first[row] != computed[place]:
             message = f"row {row} begins at position {first[row]}, and {computed[place]} tokens of its request are done"
             raise Check.CLASSIFIED.violation(message)
         most = longest if past[row] else int(lengths[row] - first[row])
