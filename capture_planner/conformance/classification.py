@@ -23,7 +23,8 @@ def check_classified(
     scheduler says (vllm#53051, vllm#49918).
 
     :param admitted: the requests that are being served.
-    :param computed: ``int64[states]``: the tokens of each request that were computed before; None: not compared, nor are lengths.
+    :param computed: ``int64[states]``: the tokens of each request that were computed before; None: neither they nor
+        lengths are compared.
     """
     requests = {each.state_index: each.request for each in admitted}
     inputs, batch = step.inputs, step.batch
