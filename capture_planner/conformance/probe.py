@@ -29,6 +29,11 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    scale_factor: float = 1.0
+    """How the scale differs from one over the root of ``head_dim``."""
+    softcap: float | None = None
+    """Of layers without a window; others have twice as much."""
+    has_sinks: bool = False
     recurrent: int = 0
     """Recurrent layers, whose states are as wide as a layer's attention output."""
 
@@ -44,7 +49,11 @@ class LayerShape:
     @property
     def scale(self) -> float:
         """What products are multiplied by."""
-        return 1 / math.sqrt(self.head_dim)
+        return self.scale_factor / math.sqrt(self.head_dim)
+
+    def softcap_of(self, layer: int) -> float | None:
+        """Return what the scores of a layer are capped at."""
+        return None if self.softcap is None else self.softcap * (1 if self.windows[layer] is None else 2)
 
 
 class Tables(nn.Module):
@@ -58,6 +67,8 @@ class Tables(nn.Module):
     by_position: torch.Tensor
     states_by_token: torch.Tensor
     states_by_position: torch.Tensor
+    sinks: torch.Tensor
+    """``[layers, heads]``: a logit of each head that has no value."""
 
     def __init__(
         self, shape: LayerShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
@@ -65,18 +76,23 @@ class Tables(nn.Module):
         super().__init__()
         self.shape = shape
         wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        for name, rows in (("by_token", vocabulary), ("by_position", longest)):
-            table = torch.zeros(rows, shape.layers, wide, dtype=dtype, device=device)
-            self.register_buffer(name, table)
-            table = torch.zeros(rows, shape.recurrent, 2 * shape.width, dtype=dtype, device=device)
-            self.register_buffer(f"states_{name}", table)
+        sizes = {"by_token": (vocabulary, shape.layers, wide), "by_position": (longest, shape.layers, wide)}
+        states = {"by_token": vocabulary, "by_position": longest}
+        sizes |= {f"states_{name}": (rows, shape.recurrent, 2 * shape.width) for name, rows in states.items()}
+        for name, size in (sizes | {"sinks": (shape.layers, shape.heads)}).items():
+            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
         self.load(seed)
 
     def load(self, seed: int) -> None:
         """Fill all tables anew, in place, as weights are reloaded."""
         draw = torch.Generator().manual_seed(seed)
-        for table in (self.by_token, self.by_position, self.states_by_token, self.states_by_position):
+        for table in (self.by_token, self.by_position, self.sinks, self.states_by_token, self.states_by_position):
             table.copy_(torch.randn(table.shape, generator=draw, dtype=torch.float32) * 0.75)
+
+    def scoring(self, layer: int) -> Scoring:
+        """Return how a layer turns products into weights."""
+        sinks = self.sinks[layer] if self.shape.has_sinks else None
+        return Scoring(scale=self.shape.scale, softcap=self.shape.softcap_of(layer), sinks=sinks)
 
     def split(
         self,
@@ -139,8 +155,14 @@ class Tables(nn.Module):
             seen = positions <= rows[:, None]
             if window is not None:
                 seen &= positions > rows[:, None] - window
+            if (cap := shape.softcap_of(layer)) is not None:
+                scores[layer] = cap * (scores[layer] / cap).tanh()
             scores[layer].masked_fill_(~seen, -torch.inf)
-        mean = torch.einsum("lhgqs,slhd->qlhgd", scores.softmax(-1), values)
+        if shape.has_sinks:
+            sinks = self.sinks.double().view(*scores.shape[:3], 1, 1).expand(*scores.shape[:4], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., : len(ids)]
+        mean = torch.einsum("lhgqs,slhd->qlhgd", weights, values)
         return mean.flatten(2)
 
 
@@ -264,7 +286,7 @@ def outputs(tables: Tables, of_rows: Rows, ids: torch.Tensor, positions: torch.T
     found = []
     for layer in range(tables.shape.layers):
         query, keys, values = (part[:, layer].contiguous() for part in attention)
-        found.append(attend(layer, query, keys, values, Scoring(scale=tables.shape.scale)).flatten(1))
+        found.append(attend(layer, query, keys, values, tables.scoring(layer)).flatten(1))
     if tables.shape.recurrent:
         inputs, decays = tables.recurrences(ids, positions, of_rows.spoiled(real))
         found += [attend.recur(layer, inputs[:, layer], decays[:, layer]) for layer in range(tables.shape.recurrent)]

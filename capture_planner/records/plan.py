@@ -4,7 +4,7 @@ The same spec, environment and backends give the same plan, and writing and read
 Nothing downstream decides again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from capture_planner.errors import DispatchError, InvalidValue, Problem
@@ -140,7 +140,7 @@ class StatePool:
     size: ByteCount = field("device memory on one rank, over all rows and layers")
 
     @classmethod
-    def of(cls, spec: Spec, roles: Iterable[RolePlan], speculative: Speculative | None) -> "StatePool | None":
+    def of(cls, spec: "Spec | Plan", roles: Sequence[RolePlan], speculative: Speculative | None) -> "StatePool | None":
         """Return the pool that the graphs of some roles need; None for a model without recurrent layers."""
         recurrent = spec.model.recurrent
         if recurrent is None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from gallery import baked, capacity, coupled_rows, padding
+from gallery import baked, capacity, padding
+from gallery.coupled_rows import COUPLED_BACKENDS
+from gallery.lived import LIVED_MUTANTS
+from gallery.scored import SCORED_MUTANTS
+from gallery.wide import WIDE_MUTANTS
 
-MUTANTS = padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS + coupled_rows.COUPLED_BACKENDS
+_MORE = WIDE_MUTANTS + LIVED_MUTANTS + SCORED_MUTANTS + COUPLED_BACKENDS
+
+MUTANTS = padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS + _MORE
 """Classes D, E, F and L."""

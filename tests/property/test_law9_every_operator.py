@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from capture_planner.conformance import stage as stage_module
 from capture_planner.conformance import under_test
-from capture_planner.conformance.machine import scenes
+from capture_planner.conformance.deployments import scenes
 from capture_planner.conformance.scene import Arrive, RunBatch
 from capture_planner.conformance.shapes import SMALL
 from capture_planner.conformance.stage import Stage
