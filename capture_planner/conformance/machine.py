@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.failure import Failure, Violation
 from capture_planner.conformance.scene import (
     Arrive,
@@ -84,7 +85,21 @@ def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),
+        capture=draw(capture_attacks()),
+        full_cache=draw(st.integers(0, 4)) == 4,
         seed=draw(st.integers(0, 7)),
+    )
+
+
+@st.composite
+def capture_attacks(draw: DrawFn) -> CaptureAttack:
+    """Return how a session goes: in any order; now and then broken off once, or with memory for one graph."""
+    trouble = draw(st.integers(0, 9))
+    return CaptureAttack(
+        order=draw(st.one_of(st.just(0), st.integers(1, 9))),
+        alone=draw(st.integers(1, 12)) if trouble == 9 else 0,
+        breaks=draw(st.integers(1, 12)) if trouble in (7, 8) else 0,
+        stays_eager=trouble == 8,
     )
 
 
@@ -223,6 +238,9 @@ class ConformanceMachine(RuleBasedStateMachine):
     def serve(self, data: st.DataObject) -> None:
         """Requests are served to their end; some are as long as the model, some one token longer."""
         one = st.tuples(_lengths(self._scene), st.integers(1, 6), st.integers(0, 3))
+        if self._scene.full_cache:
+            longest = self._scene.shape.longest
+            one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
         self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
 
     def teardown(self) -> None:

@@ -14,6 +14,9 @@ from functools import partial
 from itertools import islice, product
 from typing import Any
 
+import attrs
+
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.failure import Check, Failure
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, loads
 from capture_planner.records._base import replace
@@ -288,11 +291,16 @@ def _scenes(case: Case) -> Iterator[Case]:
     scene = case.scene
     yield _scened(case, size_tokens=(), size_reqs=())
     # Chains only differ with a drafter.
-    flags = {"ahead": False, "per_role": False, "eagle3": False, "fused": not scene.drafts}
+    flags = {"ahead": False, "per_role": False, "eagle3": False, "full_cache": False, "fused": not scene.drafts}
     least = {"num_reqs": 1, "num_tokens": max(scene.num_reqs, 1 + scene.drafts), "layers": 1, "seed": 0}
     numbers = [(name, value) for name in least for value in _lower(getattr(scene, name), least[name])]
     for name, value in (*numbers, *flags.items()):
         yield _scened(case, **{name: value})
+    yield _scened(case, capture=CaptureAttack())
+    for attack in attrs.fields(CaptureAttack):
+        yield _scened(case, capture=replace(scene.capture, **{attack.name: attack.default}))
+        if (value := getattr(scene.capture, attack.name)) > 1:
+            yield _scened(case, capture=replace(scene.capture, **{attack.name: value - 1}))
     for name in ("size_tokens", "size_reqs"):
         sizes = getattr(scene, name)
         for index in reversed(range(len(sizes) - 1)):

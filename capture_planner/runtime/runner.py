@@ -16,7 +16,7 @@ from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
-from capture_planner.runtime.capture import capture_all
+from capture_planner.runtime.capture import Order, capture_all, session
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
@@ -74,7 +74,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             options=options,
             observer=observer or ForwardObserver(),
         )
-        self.dispatcher = Dispatcher(without_graphs(plan))
+        self.dispatcher = self._eager = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
         self._serving: Serving | None = None
@@ -89,19 +89,29 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             for role in reversed(tuple(self.parts.roles.values())):
                 releases.callback(role.release)
 
-    def capture(self, *, memory: int | None = None, progress: Callable[[GraphCapture], None] | None = None) -> None:
+    def capture(
+        self,
+        *,
+        memory: int | None = None,
+        progress: Callable[[GraphCapture], None] | None = None,
+        order: Order | None = None,
+    ) -> None:
         """Capture every entry; what does not fit into memory is waived from here on.
 
-        ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises
-        ``RunError`` while requests are served: captures write the fields that their steps go on from.
+        ``memory`` bounds each pool, in bytes; ``order`` arranges the captures, which need least memory in their
+        own order. Before this is called, everything runs eager, and again after an error, which names the entry
+        and leaves no graph. Raises ``RunError`` while requests are served: captures write the fields that their
+        steps go on from.
         """
         self._refuse_while_serving("capture")
         if not self.policy.options.replay:
             self.dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
-        with self.session.capturing(), torch.no_grad():
-            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
+        self.dispatcher = self._eager
+        self.session.captured.clear()
+        with self.session.capturing(), torch.no_grad(), session(roles):
+            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory, order=order):
                 self.session.captured.append(done)
                 if progress is not None:
                     progress(done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gallery import baked, capacity, padding
+from gallery import baked, capacity, padding, pool_backends
 
-MUTANTS = padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS
-"""Classes D, E and F."""
+MUTANTS = padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS + pool_backends.POOL_BACKENDS
+"""Classes D, E and F; K, M and P as far as backends go."""
