@@ -7,6 +7,7 @@ know which graph belongs to which entry without asking the runner.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -33,7 +34,7 @@ class CaptureAttack:
     order: NonNegative = 0
     """Seed of the order of captures; 0: the runner's own."""
     alone: NonNegative = 0
-    """The number of the only graph that fits into memory, from 1; 0: all do."""
+    """The number of the only graph of each role that fits into memory, from 1; 0: all do."""
     breaks: NonNegative = 0
     """The number of the attention call, from 1, that raises in a first session; 0: none does."""
     stays_eager: bool = False
@@ -86,10 +87,9 @@ class WatchedGraphs:
     """The grapher of one scene. Between ``begin`` and the end of its block a capture session is open.
 
     :param beneath: captures and replays.
-    :param total: entries of the plan.
     """
 
-    def __init__(self, beneath: Grapher, attack: CaptureAttack, total: int) -> None:
+    def __init__(self, beneath: Grapher, attack: CaptureAttack) -> None:
         self.replays: list[Key] = []
         """Which graphs were replayed, in order."""
         self.leftovers: dict[Key, int] = {}
@@ -97,8 +97,7 @@ class WatchedGraphs:
         self.broken: Key | None = None
         """The capture that the suite broke off."""
         self._beneath, self._attack = beneath, attack
-        self._alone = (attack.alone - 1) % total if attack.alone and total else None
-        self._staged = 0
+        self._staged: Counter[Role] = Counter()
         self._breaks = 0
         self._is_open = False
         self._key: Key | None = None
@@ -106,20 +105,22 @@ class WatchedGraphs:
     @contextmanager
     def session(self, *, breaks: int = 0) -> Iterator[None]:
         """Watch a capture session; ``breaks``: the number of the attention call that raises, 0 for none."""
-        self._is_open, self._breaks, self._staged = True, breaks, 0
+        self._is_open, self._breaks = True, breaks
+        self._staged.clear()
         self.leftovers.clear()
         try:
             yield
         finally:
             self._is_open, self._breaks = False, 0
 
-    def staged(self) -> None:
-        """Take note that a forward is prepared; a session has memory for one graph alone if the attack says so."""
-        if self._is_open and self._alone is not None:
+    def staged(self, role: RoleRun) -> None:
+        """Take note that a forward is prepared; raises for a graph that is to find no memory."""
+        if self._is_open and self._attack.alone:
+            staged, alone = self._staged[role.role], (self._attack.alone - 1) % len(role.plan.entries)
+            self._staged[role.role] += 1
             # The graph that fits is staged twice: to warm up, and to be captured.
-            number, self._staged = self._staged - (self._staged > self._alone), self._staged + 1
-            if number != self._alone:
-                raise torch.OutOfMemoryError("the suite leaves memory for one graph alone")
+            if staged - (staged > alone) != alone:
+                raise torch.OutOfMemoryError("the suite leaves memory for one graph of a role")
 
     def attention(self, role: RoleRun) -> None:
         """Take note of which forward attends; raises in a session that is to break off here."""

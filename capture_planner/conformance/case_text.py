@@ -42,7 +42,7 @@ def _attack(attack: CaptureAttack) -> Iterator[str]:
     if attack.order:
         yield f"captured in another order ({attack.order})"
     if attack.alone:
-        yield f"memory for graph {attack.alone} alone"
+        yield f"memory for graph {attack.alone} of each role alone"
     if attack.breaks:
         after = "everything eager after it" if attack.stays_eager else "captured again after it"
         yield f"an error at attention call {attack.breaks} of the capture, {after}"

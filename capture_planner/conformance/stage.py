@@ -58,7 +58,7 @@ class Stage(AbstractContextManager["Stage"]):
         each = -(-shape.longest // shape.page_size)
         reqs = -(-scene.num_reqs // 2) if scene.full_cache else scene.num_reqs + SPARE_REQS
         pages = PageFormat(page_size=shape.page_size, num_pages=1 + reqs * each)
-        self.graphs = WatchedGraphs(subject.grapher, scene.capture, self.plan.num_graphs)
+        self.graphs = WatchedGraphs(subject.grapher, scene.capture)
         self.watch = Watch(self.graphs, spared, tampering)
         self.runner = Runner(
             self.plan,

@@ -83,7 +83,7 @@ class Watch(ForwardObserver):
 
     def writes(self, role: RoleRun, writes: list[Write]) -> list[Write]:
         """Let an audit change them; in a capture session, the next graph may have no memory."""
-        self._graphs.staged()
+        self._graphs.staged(role)
         return self._inner.writes(role, writes)
 
     def attention(
