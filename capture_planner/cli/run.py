@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     "random weights, or a folder with an EAGLE or EAGLE-3 head.",
 )
 @option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@click.option(
+    "--adapters",
+    multiple=True,
+    metavar="N|FOLDER",
+    help="LoRA adapters, which requests have by turns: N of random weights, or a folder that peft saved; repeat it.",
+)
 @click.option("--requests", type=click.IntRange(0), help="Number of requests. Default: 16, or all in the file.")
 @click.option("--trace", type=FILE, help="CSV of arrival times, prompt and output lengths.")
 @click.option("--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer.")
@@ -142,6 +148,7 @@ def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
     choices = Choices(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
+        adapters=_adapters(values["adapters"]),
         step_seconds=values["step_time"],
         options=Options(**{name: values[name] for name in checks}),
     )
@@ -165,6 +172,14 @@ def _workload(values: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]
     return lambda vocab_size: read(seed=seed, vocab_size=vocab_size), None
 
 
+def _adapters(given: Sequence[str]) -> int | tuple[Path, ...]:
+    """Return a number of adapters, or their folders."""
+    if len(given) == 1 and given[0].isdecimal():
+        return int(given[0])
+    return tuple(map(Path, given))
+
+
+_MOST_ADAPTERS = 1024
 _DRAFTERS = ("copy", "miss", "chance", "random")
 
 
@@ -179,6 +194,12 @@ def _refuse_contradictions(values: dict[str, Any]) -> None:
         raise click.UsageError(
             f"--drafter {values['drafter']}: no such folder; give a folder or one of {', '.join(_DRAFTERS)}."
         )
+    if not isinstance(adapters := _adapters(values["adapters"]), int):
+        for folder in adapters:
+            if not folder.is_dir():
+                raise click.UsageError(f"--adapters {folder}: no such folder; give folders, or one number.")
+    elif not 1 <= adapters <= _MOST_ADAPTERS:
+        raise click.UsageError(f"--adapters {adapters}: expected 1 to {_MOST_ADAPTERS}.")
     for name in ("step_time", "chance", "rate"):
         if values[name] is not None and not math.isfinite(values[name]):
             raise click.UsageError(f"{dashed(name)} is {values[name]}; give a finite number.")

@@ -23,7 +23,7 @@ from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
-from capture_planner.records.backend import COMMON_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
+from capture_planner.records.backend import COMMON_FIELDS, LORA_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
@@ -170,6 +170,8 @@ def _written(working: RoleInProgress) -> RolePlan:
         inputs += SPECULATIVE_FIELDS
     if working.role is Role.TARGET and working.spec.model.mrope:
         inputs += MROPE_FIELDS
+    if working.role is Role.TARGET and working.spec.lora is not None:
+        inputs += LORA_FIELDS
     return RolePlan(
         role=working.role,
         requested=working.requested,

@@ -267,3 +267,10 @@ MROPE_FIELDS = (
     _field("mrope_positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", scale=3, indexes=Bound.POSITIONS),
 )
 """Positions of a target with multimodal rope: time, height and width of each token, token by token."""
+
+LORA_FIELDS = (
+    _field("adapter_lanes", Axis.TOKEN, Fill.CONSTANT, value=-1, indexes=Bound.REQUESTS),
+    _field("active_adapters", Axis.REQUEST, Fill.CONSTANT, value=0),
+)
+"""What a target with LoRA also reads: where each token's adapter is among the active ones, and the active adapters,
+counted from 1; 0 is the null adapter, which adds nothing. Padded tokens have none."""

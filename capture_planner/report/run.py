@@ -34,7 +34,7 @@ def run_report(report: RunReport) -> Report:
 def _run(report: RunReport) -> dict[str, Any]:
     """Return the JSON of a run. Seconds, bytes, shares from 0 to 1.
 
-    ``model``, ``environment``, ``spec`` (digest), ``backends``, ``host``, ``interrupted``: what ran.
+    ``model``, ``environment``, ``spec`` (digest), ``backends``, ``adapters``, ``host``, ``interrupted``: what ran.
     ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
     served; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the run holds, and the
     device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by
@@ -48,7 +48,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "model": report.model,
         "environment": report.plan.environment.name,
         "spec": report.plan.spec_digest,
-        **plain_some(report, "backends", "host", "interrupted"),
+        **plain_some(report, "backends", "adapters", "host", "interrupted"),
         "captured": _captured(report, numbers),
         "memory": plain_some(report, "weights", "kv_cache", "buffers", "workspaces")
         | plain_some(numbers, "accounts", "later"),

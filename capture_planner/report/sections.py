@@ -9,6 +9,7 @@ import attrs
 from capture_planner.modes import GraphMode
 from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
+from capture_planner.report.adapters import adapter_sections
 from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
 from capture_planner.report.summary import CapturedKind, Percentiles, RunSummary
@@ -49,6 +50,7 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
         _served_from(numbers),
         _fallbacks(numbers),
         _graphs(numbers),
+        *adapter_sections(report),
         *memory_sections(report, numbers),
         _steps(report),
         *_acceptance(numbers),

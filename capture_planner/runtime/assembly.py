@@ -24,7 +24,7 @@ from capture_planner.runtime.execution.role import ExecutionContext, ForwardObse
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.serving import kv
 from capture_planner.runtime.serving.parts import Parts
@@ -56,6 +56,7 @@ def assemble(
     device: torch.device,
     options: Options,
     observer: ForwardObserver,
+    adapters: Adapters | None = None,
 ) -> Parts:
     """Allocate everything that the plan needs, once, and reserve its backends.
 
@@ -88,6 +89,7 @@ def assemble(
         embeddings=_zeros(plan, own, width) if plan.model.embeddings else None,
         ahead=policy.run_ahead,
         advances=policy.advance_in_graph,
+        adapters=adapters,
     )
     bodies: dict[Role, Body] = {Role.TARGET: target}
     windows: dict[bool, Windows] = {False: tuple(model.windows)}

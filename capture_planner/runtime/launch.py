@@ -23,13 +23,13 @@ from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import RequestResult, RunReport
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Decode, Request, admit
+from capture_planner.runtime.serving.workload import Decode, Request, admit, with_adapters
 
 if TYPE_CHECKING:
     from capture_planner.runtime.models.huggingface import HuggingFaceModel
@@ -56,6 +56,8 @@ class Choices:
     drafter: Drafting = "random"
     chance: float = 0.5
     """How often the drafter ``chance`` is right."""
+    adapters: int | tuple[Path, ...] = ()
+    """LoRA adapters that requests have by turns: so many of random weights, or folders that peft saved; none."""
     seed: int = 0
     page_size: int = 16
     pages: int | None = None
@@ -113,14 +115,25 @@ def launch(
         vocab_size=model.vocab_size,
         clip=choices.clip,
     )
-    run = _Run(plan, model, registry, requests, choices, progress, grapher_for(device))
+    adapters = adapters_of(plan, model, choices.adapters, seed=choices.seed)
+    if adapters is not None:
+        requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
+    run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher_for(device))
     pages = run.pages()
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
     variant = without_graphs(plan) if choices.eager else plan
     with Runner(
-        variant, model, drafter, registry, run.grapher, pages=pages, device=device, options=choices.options
+        variant,
+        model,
+        drafter,
+        registry,
+        run.grapher,
+        pages=pages,
+        device=device,
+        options=choices.options,
+        adapters=adapters,
     ) as runner:
         try:
             if choices.verify or choices.drafter in ("copy", "miss", "chance"):
@@ -193,6 +206,20 @@ def drafter_of(
     )
 
 
+def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, ...], *, seed: int) -> Adapters | None:
+    """Return the LoRA adapters that were chosen; None where none were.
+
+    Raises ``RunError`` for adapters of a plan without LoRA, and as ``load_adapters`` does.
+    """
+    if not choice:
+        return None
+    if plan.lora is None:
+        raise RunError("adapters were chosen, and the plan has no LoRA; plan with lora: {max_active: N}")
+    from capture_planner.runtime.models.adapters import load_adapters
+
+    return load_adapters(choice, model.linears(), seed=seed + 2)
+
+
 def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
     """Return the bytes of one page: keys and values in all layers of target and drafter."""
     each = Attention.of(plan, Role.TARGET, layers=1, window=None)
@@ -207,6 +234,7 @@ class _Run:
 
     plan: Plan
     model: TargetModel
+    adapters: Adapters | None
     registry: Registry
     requests: tuple[Request, ...]
     choices: Choices
@@ -242,7 +270,9 @@ class _Run:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
         alone, device = without_speculation(self.plan, self.registry), host.device_of(self.plan.environment)
-        plain = Runner(alone, self.model, None, self.registry, self.grapher, pages=pages, device=device)
+        plain = Runner(
+            alone, self.model, None, self.registry, self.grapher, pages=pages, device=device, adapters=self.adapters
+        )
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(
@@ -257,7 +287,12 @@ class _Run:
         entered = {done.name for done in session.served}
         served = session.served + [
             RequestResult(
-                name=each.name, prompt_tokens=len(each.prompt), output_tokens=0, first_token=None, finished=None
+                name=each.name,
+                prompt_tokens=len(each.prompt),
+                output_tokens=0,
+                first_token=None,
+                finished=None,
+                adapter=each.adapter,
             )
             for each in self.requests
             if each.name not in entered
@@ -271,6 +306,7 @@ class _Run:
             plan=self.plan,
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
+            adapters=() if self.adapters is None else self.adapters.names,
             host=facts | {"seed": str(self.choices.seed)},
             captured=tuple(session.captured),
             forwards=tuple(session.forwards),

@@ -109,6 +109,8 @@ class Forward:
     num_tokens: int
     query_len: int | None
     """Set for a uniform decode: each request has that many tokens and is past its prompt."""
+    active_loras: int = 0
+    """Adapters in the batch, and one more for rows without one next to them."""
     entry: Entry | None
     reason: Reason | None
     """Why it ran eager; None where an entry served it."""
@@ -161,6 +163,8 @@ class RequestResult:
     tokens: tuple[int, ...] = ()
     text: str | None = None
     """The same as text, where a tokenizer was given."""
+    adapter: int = 0
+    """Which of the report's ``adapters`` it had, counted from 1; 0: none."""
 
 
 @attrs.define(eq=False)
@@ -224,5 +228,7 @@ class RunReport:
     """Bytes of the weights of target and drafter, each counted once."""
     served_reading: Reading | None = None
     """The device after the last request; None: recorded on a host."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters, by what they are and where their weights come from."""
     comparison: Comparison | None = None
     """What was compared with eager forwards; None: nothing was to be."""

@@ -20,7 +20,7 @@ from capture_planner.runtime.capture import Order, capture_all, session
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
 from capture_planner.runtime.serving.kv import PageFormat
@@ -49,6 +49,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         device: torch.device | None = None,
         options: Options | None = None,
         observer: ForwardObserver | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         options = options or Options()
         if observer is not None and options.compare:
@@ -59,7 +60,10 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
                 if drafter is None
                 else "a drafter was given, and the plan has none"
             )
+        if adapters is not None and plan.lora is None:
+            raise RunError("adapters were given, and the plan has none; plan with lora: {max_active: N}")
         self.plan, self.model, self.drafter = plan, model, drafter
+        self.adapters = adapters
         self.pages = pages
         self.device = device or torch.device("cpu")
         self.session = Session()
@@ -73,6 +77,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             device=self.device,
             options=options,
             observer=observer or ForwardObserver(),
+            adapters=adapters,
         )
         self.dispatcher = self._eager = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
@@ -159,7 +164,13 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self._refuse_while_serving("start")
         plan, longest = self.plan, self.plan.model.max_model_len
         scheduler = Scheduler(
-            requests, limits=plan.limits, speculative=plan.speculative, pages=self.pages, max_model_len=longest
+            requests,
+            limits=plan.limits,
+            speculative=plan.speculative,
+            pages=self.pages,
+            max_model_len=longest,
+            lora=plan.lora,
+            num_adapters=0 if self.adapters is None else len(self.adapters.names),
         )
         count = len(self.session.steps)
         launcher = StepLauncher(scheduler, self.parts, self.dispatcher, self.pages, self.session, count)

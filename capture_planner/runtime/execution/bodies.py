@@ -8,6 +8,7 @@ must not read what is theirs (vllm#39773). Results return through persistent buf
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import attrs
@@ -17,7 +18,7 @@ from capture_planner.records.batch import Entry
 from capture_planner.runtime.execution.fields import SAMPLED_ROWS, Extents, Fields, TensorRef
 from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
-from capture_planner.runtime.models.protocols import Attend, Drafter, TargetModel, Weight
+from capture_planner.runtime.models.protocols import Adapters, Attend, Drafter, TargetModel, Weight
 
 
 class Body(Protocol):
@@ -61,22 +62,31 @@ class TargetBody:
     """Whether an input id may be negative: -1 - i is what the previous step says after its row i."""
     advances: bool = False
     """Whether a graph of one token a request ends with the fields of the next step."""
+    adapters: Adapters | None = None
+    """What LoRA adds to the model's layers; None: nothing, also in graphs for active adapters."""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         rows = extents.tokens
         positions = self.fields["positions"][:rows]
         if self.model.mrope:
             positions = self.fields["mrope_positions"].view(-1, 3)[:rows].t()
-        hidden, aux = self.model.forward(
-            input_ids=None if self.embeddings is not None else self._input_ids(rows),
-            embeddings=self.embeddings[:rows] if self.embeddings is not None else None,
-            positions=positions,
-            attend=attend,
-            aux_layers=self.aux_layers,
-        )
+        with self._adapted(extents):
+            hidden, aux = self.model.forward(
+                input_ids=None if self.embeddings is not None else self._input_ids(rows),
+                embeddings=self.embeddings[:rows] if self.embeddings is not None else None,
+                positions=positions,
+                attend=attend,
+                aux_layers=self.aux_layers,
+            )
         self.hidden[:rows].copy_(hidden)
         if self.aux is not None and aux is not None:
             self.aux[:rows].copy_(aux)
+
+    def _adapted(self, extents: Extents) -> AbstractContextManager[None]:
+        if self.adapters is None or not extents.adapters:
+            return nullcontext()
+        lanes, active = self.fields["adapter_lanes"], self.fields["active_adapters"]
+        return self.adapters.applied(lanes[: extents.tokens], active[: extents.adapters])
 
     def _input_ids(self, rows: int) -> torch.Tensor:
         ids = self.fields["input_ids"][:rows]
@@ -122,7 +132,9 @@ class TargetBody:
             yield "embeddings", self, "embeddings"
 
     def weights(self) -> Iterator[Weight]:
-        return self.model.weights()
+        yield from self.model.weights()
+        if self.adapters is not None:
+            yield from self.adapters.weights()
 
 
 def _reads_all(entry: Entry | None) -> bool:

@@ -40,6 +40,8 @@ class Extents:
     reqs: int
     pages: int
     """Pages of one request."""
+    adapters: int = 0
+    """LoRA adapters that a forward has room for."""
 
     def along(self, axis: Axis) -> int:
         """Return the extent of an axis; a vector of pages has all requests' pages."""

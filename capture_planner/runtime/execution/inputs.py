@@ -47,6 +47,11 @@ class StepInputs:
     """``int64[N]``: the rows whose next token is read. None in draft decodes and warm-ups."""
     sampled_counts: Array | None = None
     """``int32[R]``: how many of ``sampled_rows`` each request has."""
+    adapter_lanes: Array | None = None
+    """``int32[T]``: where each token's adapter is in ``active_adapters``."""
+    active_adapters: Array | None = None
+    """``int32[n]``: the adapters of the batch, each once: counted from 1, 0 of rows without one. None: a plan without
+    LoRA."""
     page_size: int
     """Tokens per page."""
 
@@ -111,6 +116,8 @@ class StepInputs:
             cu_num_draft_tokens=self.cu_num_draft_tokens,
             sampled_rows=self.sampled_rows,
             sampled_counts=self.sampled_counts,
+            adapter_lanes=self.adapter_lanes,
+            active_adapters=self.active_adapters,
             page_size=self.page_size,
         )
 

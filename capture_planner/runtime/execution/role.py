@@ -167,12 +167,17 @@ class RoleRun:
 
     def step(self, batch: Batch, entry: Entry | None, inputs: StepInputs) -> ForwardStep:
         """Return the forward of a batch by ``entry``, or eagerly."""
-        real = Extents(tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages)
+        adapters = min(batch.active_loras, batch.num_reqs)
+        real = Extents(
+            tokens=batch.num_tokens, reqs=batch.num_reqs, pages=self.fields.capacity.pages, adapters=adapters
+        )
         extents = real
         if entry is not None:
-            # A PIECEWISE graph pads tokens alone.
+            # A PIECEWISE graph pads tokens alone. Each request has one adapter at most.
             reqs = real.reqs if entry.num_reqs is None else entry.num_reqs
-            extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages)
+            most = min(entry.num_tokens, self.bounds.reqs) if entry.num_reqs is None else entry.num_reqs
+            adapters = min(entry.active_loras, most)
+            extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages, adapters=adapters)
         return ForwardStep(batch=batch, entry=entry, inputs=inputs, real=real, extents=extents)
 
     def stage_inputs(self, step: ForwardStep) -> None:

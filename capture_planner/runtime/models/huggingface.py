@@ -130,6 +130,11 @@ class HuggingFaceModel:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
+    def linears(self) -> dict[str, nn.Linear]:
+        """The linear layers of the decoder, which LoRA adapters can add to, by their name in the model's weights."""
+        decoder = set(self._layers.modules())
+        return {part: module for part, module in self._parts if module in decoder and isinstance(module, nn.Linear)}
+
     def weights(self) -> Iterator[Weight]:
         """Every parameter and buffer that a forward reads, by its name in the model's weights."""
         return weights_of(self._parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import attrs
@@ -75,6 +76,23 @@ class TargetModel(_Network, Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``."""
+
+
+class Adapters(Protocol):
+    """LoRA adapters of a target, any number of which are active in one batch."""
+
+    names: tuple[str, ...]
+    """What each one is and where its weights come from. Requests count them from 1; 0 is none."""
+
+    def applied(self, lanes: torch.Tensor, active: torch.Tensor) -> AbstractContextManager[None]:
+        """Return what a forward of the target runs in, so that each row has what its adapter adds.
+
+        ``active int32[n]`` are adapters, and 0 for those that there are not; ``lanes int32[T]`` say which of them a
+        row has, -1 for none. Their values are read on the device: a graph holds n adapters, whichever they are.
+        """
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter and buffer that a forward reads."""
 
 
 class Drafter(_Network, Protocol):

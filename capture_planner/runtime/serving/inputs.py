@@ -37,6 +37,23 @@ def slots(rows: Array, positions: Array, states: RequestStates, page_size: int) 
     return slot_mapping
 
 
+def adapter_lanes(scheduled: ScheduledBatch, states: RequestStates) -> tuple[Array | None, Array | None]:
+    """Return for each token where its adapter is in the second, ``int32[T]``, and the batch's adapters ``int32[n]``.
+
+    Next to requests with an adapter, those without one have the null adapter, 0. None twice where the plan has no LoRA.
+    """
+    if not states.has_adapters:
+        return None, None
+    mine = states.adapter[scheduled.state_indices]
+    active = np.unique(mine) if mine.any() else mine[:0]
+    return np.repeat(np.searchsorted(active, mine).astype(np.int32), scheduled.counts), active
+
+
+def active_loras(inputs: StepInputs) -> int:
+    """Return what a batch is dispatched by: its adapters, the null adapter of rows without one among them."""
+    return 0 if inputs.active_adapters is None else len(inputs.active_adapters)
+
+
 def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageFormat) -> StepInputs:
     """Return the target's inputs: tokens from each row's first uncomputed position on.
 
@@ -45,6 +62,7 @@ def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageF
     starts, rows, positions = token_rows(scheduled, states)
     seq_lens = (states.computed[scheduled.state_indices] + scheduled.counts).astype(np.int32)
     width = min(pages.pages(int(seq_lens.max()) + LOOKAHEAD), states.table.shape[1])
+    lanes, active = adapter_lanes(scheduled, states)
     return StepInputs(
         input_ids=states.tokens[rows, positions],
         positions=positions,
@@ -56,6 +74,8 @@ def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageF
         cu_num_draft_tokens=np.cumsum(scheduled.drafts, dtype=np.int32),
         sampled_rows=sampled_rows(scheduled, starts, states),
         sampled_counts=sampled_counts(scheduled, states).astype(np.int32),
+        adapter_lanes=lanes,
+        active_adapters=active,
         page_size=pages.page_size,
     )
 

@@ -22,7 +22,12 @@ from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.execution.role import ForwardTimes, run_chain
 from capture_planner.runtime.execution.updates import VerificationInputs
 from capture_planner.runtime.ledger import Forward, Session
-from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
+from capture_planner.runtime.serving.inputs import (
+    active_loras,
+    draft_decode_inputs,
+    draft_prefill_inputs,
+    target_inputs,
+)
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.parts import Parts
 from capture_planner.runtime.serving.scheduler import ScheduledBatch, Scheduler
@@ -232,6 +237,7 @@ class StepLauncher:
             num_tokens=scheduled.num_tokens,
             query_len=scheduled.query_len,
             past_prompt=scheduled.prompts == 0,
+            active_loras=0 if role.is_drafter else active_loras(inputs),
         )
         dispatch = self._dispatcher.dispatch(batch)
         times = self._parts.roles[role].run(batch, dispatch, inputs, begun, filled=filled)
@@ -266,6 +272,7 @@ class StepLauncher:
                 num_reqs=batch.num_reqs,
                 num_tokens=batch.num_tokens,
                 query_len=batch.uniform_query_len,
+                active_loras=batch.active_loras,
                 entry=dispatch.entry,
                 reason=dispatch.reason,
                 padded_tokens=dispatch.padded_tokens,

@@ -16,7 +16,7 @@ import numpy as np
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Speculative
-from capture_planner.records.spec import Limits
+from capture_planner.records.spec import Limits, Lora
 from capture_planner.runtime.serving.kv import PageFormat, PagePool
 from capture_planner.runtime.serving.workload import Request
 
@@ -85,7 +85,9 @@ class RequestStates:
     A row of each array is a request's state; its index is given to another request when it is finished.
     """
 
-    def __init__(self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat) -> None:
+    def __init__(
+        self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat, *, has_adapters: bool = False
+    ) -> None:
         self.max_model_len = max_model_len
         width = max_model_len + most_drafts + 1
         self.tokens = np.zeros((count, width), dtype=np.int32)
@@ -103,6 +105,10 @@ class RequestStates:
         """Draft tokens that stand after the settled ones."""
         self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
         """``[state, page]``: the null page past the request's own."""
+        self.adapter = np.zeros(count, dtype=np.int32)
+        """LoRA adapter of each request, counted from 1; 0: none."""
+        self.has_adapters = has_adapters
+        """Whether the plan has LoRA."""
 
 
 class Scheduler:
@@ -116,7 +122,10 @@ class Scheduler:
         speculative: Speculative | None,
         pages: PageFormat,
         max_model_len: int,
+        lora: Lora | None = None,
+        num_adapters: int = 0,
     ) -> None:
+        self._max_adapters, self._num_adapters = 0 if lora is None else lora.max_active, num_adapters
         self._limits, self._speculative = limits, speculative
         self._pages, self._max_model_len = pages, max_model_len
         self._lookahead = 0 if speculative is None else speculative.num_tokens
@@ -127,7 +136,9 @@ class Scheduler:
         self._running: list[AdmittedRequest] = []
         self._leaving: list[AdmittedRequest] = []
         self._turn = 0
-        self.states = RequestStates(limits.max_num_reqs, max_model_len, self._lookahead, pages)
+        self.states = RequestStates(
+            limits.max_num_reqs, max_model_len, self._lookahead, pages, has_adapters=lora is not None
+        )
 
     @property
     def waiting(self) -> int:
@@ -164,6 +175,11 @@ class Scheduler:
             raise RunError(
                 f"the request {request.name} has {len(request.prompt)} tokens and asks for "
                 f"{request.max_new_tokens}; the plan's model has room for {longest}, and needs one to begin with"
+            )
+        if not 0 <= request.adapter <= self._num_adapters:
+            raise RunError(
+                f"the request {request.name} has adapter {request.adapter}, and the run has {self._num_adapters}; "
+                "give the runner more, or plan with lora"
             )
         needed = self.pages_needed(request)
         if needed > most:
@@ -213,7 +229,7 @@ class Scheduler:
         while self._waiting and self._free:
             request, entered = self._waiting[0]
             needed = self.pages_needed(request)
-            if needed > self._pool.free:
+            if needed > self._pool.free or not self._has_lane(request.adapter):
                 break
             self._waiting.popleft()
             live = AdmittedRequest(request, self._free.pop(), self._pool.take(needed), entered)
@@ -221,6 +237,11 @@ class Scheduler:
             self._running.append(live)
             admitted.append(live)
         return tuple(admitted)
+
+    def _has_lane(self, adapter: int) -> bool:
+        """Say whether a request with this adapter leaves no more active ones than the plan has graphs for."""
+        active = {live.request.adapter for live in self.unfinished} - {0}
+        return not adapter or adapter in active or len(active) < self._max_adapters
 
     def _settle(self, live: AdmittedRequest) -> None:
         index, prompt = live.state_index, live.request.prompt
@@ -230,6 +251,7 @@ class Scheduler:
         self.states.computed[index] = self.states.proposed[index] = 0
         self.states.end[index] = live.request.length
         self.states.stops[index] = bool(live.request.stop)
+        self.states.adapter[index] = live.request.adapter
         self.states.table[index] = 0
         self.states.table[index, : len(live.pages)] = live.pages
 

@@ -161,6 +161,7 @@ class Serving:
             first_token=None if live.first_token is None else live.first_token - live.entered,
             finished=None if cut_off else clock - live.entered,
             tokens=output,
+            adapter=live.request.adapter,
         )
         self.served.append(served)
         self._session.served.append(served)

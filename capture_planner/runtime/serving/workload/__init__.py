@@ -7,6 +7,6 @@ a tokenizer is imported when prompts are read, and not before.
 
 from capture_planner.runtime.serving.workload.prompts import Decode, from_prompts
 from capture_planner.runtime.serving.workload.request import Request, admit
-from capture_planner.runtime.serving.workload.synthetic import from_trace, generated
+from capture_planner.runtime.serving.workload.synthetic import from_trace, generated, with_adapters
 
-__all__ = ["Decode", "Request", "admit", "from_prompts", "from_trace", "generated"]
+__all__ = ["Decode", "Request", "admit", "from_prompts", "from_trace", "generated", "with_adapters"]

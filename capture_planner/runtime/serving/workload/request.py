@@ -35,6 +35,8 @@ class Request:
     max_new_tokens: int
     stop: frozenset[int] = frozenset()
     """Token ids that end the output; empty: its length alone does."""
+    adapter: int = 0
+    """Which of the run's LoRA adapters it has, counted from 1; 0: none."""
 
     def __attrs_post_init__(self) -> None:
         problems = list(outside("max_new_tokens", self.max_new_tokens, 1, MAX_LENGTH))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import attrs
 import numpy as np
 
 from capture_planner.analysis.trace import MAX_LENGTH, read_trace
@@ -57,6 +58,12 @@ def generated(
         most = int(rng.integers(*output_tokens, endpoint=True))
         requests.append(Request(name=f"request-{index}", arrival=now, max_new_tokens=most, prompt=tokens(length)))
     return tuple(requests)
+
+
+def with_adapters(requests: Sequence[Request], count: int, *, seed: int) -> tuple[Request, ...]:
+    """Return the requests, each with one of ``count`` LoRA adapters or with none, all as often."""
+    drawn = np.random.Generator(np.random.PCG64(seed)).integers(count, size=len(requests), endpoint=True)
+    return tuple(attrs.evolve(each, adapter=int(adapter)) for each, adapter in zip(requests, drawn, strict=True))
 
 
 def from_trace(
