@@ -155,7 +155,5 @@ class WatchedGraphs:
     def _note(self, key: Key) -> None:
         if self._is_open:
             role, entry = key
-            raise Check.REPLAYED.violation(
-                "the graph is replayed inside a capture session", role=role, entry=entry
-            )
+            raise Check.REPLAYED.violation("the graph is replayed inside a capture session", role=role, entry=entry)
         self.replays.append(key)

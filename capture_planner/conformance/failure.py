@@ -40,10 +40,10 @@ class Check(enum.Enum):
     UNSPOILED = "unspoiled", "a forward changes no output and no persistent buffer that is not its own"
     REPLAYED = (
         "replayed",
-        "a batch that is dispatched to a graph replays the graph of that entry, once, and never inside a capture session",
+        "a batch that is dispatched to a graph replays the graph of that entry, once, after the capture session",
     )
     BORN = "born", "no tensor that a capture makes outlives it"
-    RECOVERED = "recovered", "after an error inside a capture session its graphs are gone, and the error names the entry"
+    RECOVERED = "recovered", "an error inside a capture session names its entry, and leaves no graph"
     FROZEN = "frozen", "pointers, frozen scalars and plan layouts are those of the capture"
     STATE = "state", "a draft forward updates the draft state of its own requests, and no other"
     TOKENS = "tokens", "each served token is the model's greedy choice"

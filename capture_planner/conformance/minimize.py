@@ -14,8 +14,6 @@ from functools import partial
 from itertools import islice, product
 from typing import Any
 
-import attrs
-
 from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.failure import Check, Failure
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, loads
@@ -297,10 +295,10 @@ def _scenes(case: Case) -> Iterator[Case]:
     for name, value in (*numbers, *flags.items()):
         yield _scened(case, **{name: value})
     yield _scened(case, capture=CaptureAttack())
-    for attack in attrs.fields(CaptureAttack):
-        yield _scened(case, capture=replace(scene.capture, **{attack.name: attack.default}))
-        if (value := getattr(scene.capture, attack.name)) > 1:
-            yield _scened(case, capture=replace(scene.capture, **{attack.name: value - 1}))
+    for name in ("order", "alone", "breaks", "stays_eager"):
+        value = getattr(scene.capture, name)
+        for lower in (type(value)(), type(value)(max(value - 1, 0))):
+            yield _scened(case, capture=replace(scene.capture, **{name: lower}))
     for name in ("size_tokens", "size_reqs"):
         sizes = getattr(scene, name)
         for index in reversed(range(len(sizes) - 1)):

@@ -24,7 +24,6 @@ from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture
 
-
 Work = list[tuple[RoleRun, Entry]]
 """What is captured, in order."""
 

@@ -51,10 +51,12 @@ class Mutant:
 
 
 LATE = {
+    "cleared-by-the-second-graph",
     "eager-steps-not-counted",
     "eager-without-a-reason",
     "full-key-of-real-requests",
     "keeps-mask",
+    "items-of-the-first-capture",
     "large-small-large",
     "padded-rows-unwritten",
     "padding-capped-at-twice",
@@ -65,6 +67,7 @@ LATE = {
     "slot-mapping-stale",
     "stale-tile-counts",
     "weights-replaced",
+    "workspace-born-in-a-capture",
 }
 """Mutants that take the suite most of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
 

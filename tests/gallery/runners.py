@@ -8,6 +8,4 @@ from gallery.runner_padding import PADDING_MUTANTS
 from gallery.runner_session import SESSION_MUTANTS
 from gallery.runner_state import STATE_MUTANTS
 
-MUTANTS: tuple[Mutant, ...] = (
-    DISPATCH_MUTANTS + PADDING_MUTANTS + SESSION_MUTANTS + STATE_MUTANTS
-)
+MUTANTS: tuple[Mutant, ...] = DISPATCH_MUTANTS + PADDING_MUTANTS + SESSION_MUTANTS + STATE_MUTANTS
