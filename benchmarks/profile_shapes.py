@@ -2,7 +2,9 @@
 
 Qwen3-0.6B with an EAGLE-3 head and K = 3, Qwen3-8B, and Qwen3-30B-A3B, a mixture of 128 experts. Each is measured by
 ``capture-planner profile`` in a process of its own: one that takes too long is interrupted, and writes what it has;
-one that breaks costs none of the others. A profile is written as soon as it is measured.
+one that breaks costs none of the others. A profile is written as soon as it is measured. With ``--captures`` a plan of
+other sizes is captured then, in a process of its own, and its memory and time are compared with what the profile
+predicts for it (``captures.DEVICE.json``).
 
 Needs a CUDA GPU with 80 GB of free memory for the mixture of experts; ``--moe-layers`` takes fewer of its 48 layers,
 which the model's name in the profile says.
@@ -20,15 +22,21 @@ from time import monotonic
 from typing import Any
 
 import attrs
-from _bench import CONSOLE, RESULTS, ROOT, parser
+from _bench import CONSOLE, RESULTS, ROOT, parser, provenance
 from _model_configs import CONFIGS, mixture
 
 from capture_planner import codec
+from capture_planner.errors import CapturePlannerError
+from capture_planner.measuring.fits import predict
 from capture_planner.modes import GraphMode
+from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
-from capture_planner.records.spec import Limits, Spec
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 
 LENGTH = 4096
+CAPTURED = 12
+"""Sizes of each ladder of the plan that is captured."""
+
 GRACE = 30.0
 """Seconds that an interrupted process has to write what it measured."""
 
@@ -98,6 +106,34 @@ def measure(shape: ProfiledShape, folder: Path, output: Path, *, seconds: float,
         return process.wait()
 
 
+def compare(shape: ProfiledShape, folder: Path, profile: Path, timeout: float) -> dict[str, Any]:
+    """Capture a plan of other sizes than the profile's; return what its capture took, and what was predicted.
+
+    Raises ``subprocess.SubprocessError`` where a command fails or takes too long.
+    """
+    names = ("captured.yaml", "machine.yaml", "plan.yaml", "bench.json")
+    spec, machine, plan, record = (folder / f"{shape.name}-{name}" for name in names)
+    sizes = Sizes(policy=Policy.MINIMAX, graphs=CAPTURED)
+    codec.write(spec, codec.dumps(replace(shape.spec, sizes=sizes)))
+    words = ["bench", str(plan), "--model", str(folder / shape.name), "--only", "capture", "--quick"]
+    commands = (["environment", "-o", str(machine)], ["plan", str(spec), "-e", str(machine), "-o", str(plan)])
+    for command in (*commands, [*words, "--output", str(record)]):
+        subprocess.run([sys.executable, "-m", "capture_planner.cli", *command], cwd=ROOT, timeout=timeout, check=True)
+    predicted = predict(codec.load_profile(profile), codec.load_plan(plan))
+    figure = json.loads(record.read_text(encoding="utf-8"))["capture"]
+    captured = (figure["ours"]["pool"] + figure["ours"]["driver"]) / (1 << 20)
+    return {
+        "graphs": figure["graphs"],
+        "memory_mib": captured,
+        "predicted_mib": predicted.memory_mib,
+        "memory_off": predicted.memory_mib / captured - 1,
+        "seconds": figure["first_seconds"],
+        "warm_seconds": figure["ours"]["seconds"],
+        "predicted_seconds": predicted.seconds,
+        "seconds_off": predicted.seconds / figure["first_seconds"] - 1,
+    }
+
+
 def main() -> int:
     """Profile the shapes, one after the other; 1 where one is not there in the end."""
     arguments = parser(__doc__)
@@ -107,10 +143,11 @@ def main() -> int:
     arguments.add_argument("--timeout", type=float, default=90.0, help="after which one is interrupted (default: 90)")
     arguments.add_argument("--moe-layers", type=int, default=48, help="layers of the mixture of experts (default: 48)")
     arguments.add_argument("--device", default="h200", help="the end of the names of the files (default: h200)")
+    arguments.add_argument("--captures", action="store_true", help="compare predicted with captured memory and time")
     options = arguments.parse_args()
     target: Path = (options.output or RESULTS).resolve()
     target.mkdir(parents=True, exist_ok=True)
-    failed = []
+    failed, captures = [], dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         for shape in profiled_shapes(options.backend, options.moe_layers):
             if options.only and shape.name not in options.only:
@@ -122,6 +159,14 @@ def main() -> int:
             done = output.is_file()
             CONSOLE.print(f"{shape.name}: exit code {code} after {monotonic() - started:.0f} s, {output.name}: {done}")
             failed += [] if done else [shape.name]
+            if done and options.captures:
+                try:
+                    captures[shape.name] = compare(shape, Path(folder), output, options.timeout)
+                except (subprocess.SubprocessError, CapturePlannerError, OSError) as error:
+                    captures[shape.name] = {"error": str(error)}
+                CONSOLE.print(shape.name, captures[shape.name])
+                report = {"provenance": provenance(), "results": captures}
+                (target / f"captures.{options.device}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     CONSOLE.print(f"not profiled: {', '.join(failed)}" if failed else "all profiled")
     return 1 if failed else 0
 

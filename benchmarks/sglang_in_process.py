@@ -12,8 +12,9 @@ process of its own with a time limit; where one fails, the last lines of its log
 runs. FOLDER gets the JSON lines and the observations; logs are in the folder of ``--work``. A first start compiles
 kernels with nvcc (7 to 9 s each).
 
-SGLang's models import a kernel for SM100 that is written in NVIDIA's CUTLASS DSL. Where that is not installed, a
-stand-in lets them import it, and stops a start that would run the kernel; the first line of the output says so.
+SGLang's models import a kernel for SM100 that is written in NVIDIA's CUTLASS DSL, and its EAGLE worker imports FlashMLA
+for latent attention. Where one is not installed, a stand-in lets them import it, and stops a start that would run a
+kernel of it; the first line of the output says so.
 
 SGLang 0.5.23 is importable, and the plugin is *installed*, as SGLang's scheduler finds it by its entry point. On a host
 without network, bring the wheels of ``python tools/build.py`` (the core, ``engines/sglang``, ``backends/triton`` and
@@ -44,8 +45,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from _cutlass_standin import write_cutlass
 from _model_configs import CONFIGS
+from _standins import LIBRARIES, write_standins
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADS = (8, 64, 128, 256)
@@ -246,13 +247,13 @@ def blocker(step: Mapping[str, Any], lines: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def cutlass(folder: Path) -> str:
-    """Return what the children import as ``cutlass``; where it is absent, put the stand-in on their PYTHONPATH."""
-    if importlib.util.find_spec("cutlass"):
-        return "installed"
-    paths = [os.environ.get("PYTHONPATH"), str(write_cutlass(folder / "standins"))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return "absent, replaced; its kernels are for SM100"
+def libraries(folder: Path) -> dict[str, str]:
+    """Return what the children import by each name; for those that are absent, put stand-ins on their PYTHONPATH."""
+    absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if absent:
+        paths = [os.environ.get("PYTHONPATH"), str(write_standins(folder / "standins", absent))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {name: "absent, replaced" if name in absent else "installed" for name in LIBRARIES}
 
 
 def trials(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], float]]:
@@ -342,7 +343,7 @@ def main() -> None:
             sys.stdout.write(f"{json.dumps({k: v for k, v in line.items() if k != 'words'}, default=str)}\n")
             sys.stdout.flush()
 
-        write({"step": "installed", "ok": bool(plugins), "plugins": plugins, "cutlass": cutlass(folder)})
+        write({"step": "installed", "ok": bool(plugins), "plugins": plugins, "libraries": libraries(folder)})
         for name, options, limit in steps(folder, arguments):
             if arguments.only and arguments.only not in name:
                 continue

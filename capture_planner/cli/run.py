@@ -27,7 +27,6 @@ from capture_planner.cli.common import (
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
@@ -78,7 +77,7 @@ if TYPE_CHECKING:
 @click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @flag("--eager", "Run eager: capture no graphs.")
-@flag("--verify", "Compare the output with plain greedy decoding; exit code 2 if it differs.")
+@flag("--verify", "Check tokens and hidden states against the model in higher precision; exit code 2 if one is off.")
 @flag("--compare", "Also run each step eager; stop with exit code 2 at the first tensor that differs.")
 @flag("--trust", "Replay without guards.")
 @flag("--debug", "Check every index field at every step.")
@@ -115,20 +114,13 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
     context, comparison = click.get_current_context(), outcome.report.comparison
     if comparison is not None:
         show_lines(comparison.says, err=as_json)
-    if outcome.differing is not None:
-        compared = [request for request in outcome.report.served if request.tokens]
-        total, cut_off = counted(len(compared), "request"), sum(each.finished is None for each in compared)
-        message = f"verified: {total}, each the same as plain greedy decoding"
-        if outcome.differing:
-            differing = counted(len(outcome.differing), "request")
-            first = ", ".join(outcome.differing[:5])
-            message = f"{differing} of {total} differ from plain greedy decoding: {first}"
-        if cut_off:
-            message += f"; {cut_off} of them cut off, and compared up to there"
-        show_lines(message, err=as_json)
+    verification = outcome.report.verification
+    if verification is not None:
+        show_lines(verification.says, err=as_json)
     if outcome.report.interrupted:
         context.exit(INTERRUPTED)
-    if outcome.differing or (comparison is not None and comparison.difference is not None):
+    is_wrong = verification is not None and not verification.passed
+    if is_wrong or (comparison is not None and comparison.difference is not None):
         context.exit(FINDINGS)
 
 

@@ -183,19 +183,21 @@ class BatchRow:
     graph: tuple[NonNegative, ...] | None = field("index of the graph of each; omitted where eager", default=None)
     milliseconds: Times | None = field("median time of the steps that were timed", default=None)
     samples: tuple[Tally, ...] | None = field("how many steps were timed; 0 where omitted", default=None)
+    interval: Times | None = field("median time from the start of such a step to the start of the next", default=None)
 
     def __attrs_post_init__(self) -> None:
         if self.num_tokens is None and self.query_len is None and self.query_lens is None:
             raise_any([Problem(path=("num_tokens",), message="needed unless query_len is given")])
-        refuse_uneven(self, "num_reqs", "query_lens", "num_tokens", "steps", "graph", "milliseconds", "samples")
+        figures = ("milliseconds", "samples", "interval")
+        refuse_uneven(self, "num_reqs", "query_lens", "num_tokens", "steps", "graph", *figures)
 
     def lines(self) -> Iterator[BatchCount]:
         """Yield the shapes of this row."""
         length = len(self.num_reqs)
         query_lens, samples = cells_of(self.query_lens, length, self.query_len), cells_of(self.samples, length, 0)
         tokens = self.num_tokens or [reqs * each for reqs, each in zip(self.num_reqs, query_lens, strict=True)]
-        columns = (cells_of(each, length) for each in (self.graph, self.milliseconds))
-        for reqs, count, query_len, steps, timed, graph, milliseconds in zip(
+        columns = (cells_of(each, length) for each in (self.graph, self.milliseconds, self.interval))
+        for reqs, count, query_len, steps, timed, graph, milliseconds, interval in zip(
             self.num_reqs, tokens, query_lens, self.steps, samples, *columns, strict=True
         ):
             yield BatchCount(
@@ -209,6 +211,7 @@ class BatchRow:
                 reason=self.reason,
                 milliseconds=milliseconds,
                 samples=timed,
+                interval=interval,
             )
 
     @classmethod
@@ -237,4 +240,5 @@ class BatchRow:
             graph=column_of(each.graph for each in run),
             milliseconds=column_of(each.milliseconds for each in run),
             samples=column_of((each.samples for each in run), 0),
+            interval=column_of(each.interval for each in run),
         )

@@ -18,6 +18,7 @@ from capture_planner.conformance.failure import Check
 from capture_planner.modes import Role
 from capture_planner.records._base import NonNegative, record
 from capture_planner.records.batch import Entry
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.runtime.capture import Work
 from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
@@ -76,6 +77,10 @@ class WatchedGraph:
     def pieces(self) -> int:
         """As of the graph."""
         return self.graph.pieces
+
+    def fingerprint(self) -> Fingerprint | None:
+        """As of the graph."""
+        return self.graph.fingerprint()
 
     def replay(self) -> None:
         """Note it, and replay the graph."""

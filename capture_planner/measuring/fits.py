@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 import attrs
 
@@ -43,6 +44,19 @@ class Line:
 
     def __call__(self, x: float) -> float:
         return self.intercept + self.slope * x
+
+
+def robust_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return intercept and slope of a line, neither negative, though up to a quarter of the points are far off it.
+
+    The median of all slopes between two points (Theil and Sen); 0 and 0 without points.
+    """
+    slopes = [(d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2) if a != c]
+    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    intercept = statistics.median([y - slope * x for x, y in points]) if points else 0.0
+    if intercept < 0:
+        return 0.0, max(0.0, statistics.median([y / x for x, y in points]))
+    return intercept, slope
 
 
 def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -131,7 +145,7 @@ def _family_cost(family: Family, samples: Sequence[GraphSample], firsts: set[int
     """
     role, mode, query_len, draft_steps = family
     later = [sample.mib for sample in samples if id(sample) not in firsts]
-    each = statistics.median(later) if later else 0.0
+    each = statistics.fmean(later) if later else 0.0  # the driver takes memory for several graphs at once
     if known:
         points = [(float(sample.tokens), sample.alone_mib or 0.0) for sample in samples]
     else:
@@ -192,7 +206,7 @@ def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing
     families = {entry_family(role, entry): costs.of_graph(entry_family(role, entry)) for role, entry in work}
     pools: dict[Role | None, list[tuple[Family, int]]] = {}
     for role, entry in work:
-        pool = None if sharing is Pool.SHARED else role
+        pool = None if Pool.PER_ROLE not in (sharing, profile.pool) else role
         pools.setdefault(pool, []).append((families[entry_family(role, entry)].key, entry.num_tokens))
     pooled = sum(_pool_mib(families.values(), graphs) for graphs in pools.values())
     each = [(families[entry_family(role, entry)], entry.num_tokens) for role, entry in work]

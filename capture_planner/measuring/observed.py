@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
 
-from capture_planner.errors import CapturePlannerError
+from capture_planner.errors import CapturePlannerError, PlanningError
 from capture_planner.measuring.curves import curves_of
-from capture_planner.measuring.fits import Fit, GraphSample, entry_family, fit_graphs
+from capture_planner.measuring.fits import Fit, GraphSample, entry_family, fit_graphs, robust_fit
 from capture_planner.measuring.staircase import Timing
-from capture_planner.modes import GraphMode
-from capture_planner.planning.costs import Family
+from capture_planner.modes import GraphMode, Pool, Role
+from capture_planner.planning.costs import Costs, Family
+from capture_planner.planning.judging import Prices
+from capture_planner.planning.steps import passes_of
+from capture_planner.records._base import replace
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.environment import Device
 from capture_planner.records.model import Model
@@ -50,7 +54,7 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
     if with_loras:
         notes.append(f"{counted(with_loras, 'graph')} with LoRA adapters are left out")
     fit = _fit(observation, notes)
-    return Profile(
+    profile = Profile(
         source=f"{observation.engine} {observation.engine_version}",
         command=command,
         date=observation.started,
@@ -68,10 +72,36 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
             }
         ),
         graphs=fit.graphs,
+        pool=Pool.PER_ROLE,  # the first graph of each role is seen to take memory of its own
         base_mib=fit.base_mib,
         base_seconds=fit.base_seconds,
         notes=(*notes, *observation.notes),
     )
+    try:
+        once, each = robust_fit([*_apart(observation, Costs(profile))])
+    except PlanningError as error:
+        return replace(profile, notes=(*profile.notes, f"the time of a step apart from its passes is unknown: {error}"))
+    return replace(profile, step_milliseconds=round(once, 5), step_milliseconds_per_request=round(each, 6))
+
+
+def _apart(observation: Observation, costs: Costs) -> Iterator[tuple[float, float]]:
+    """Yield the requests of each decode of the target whose intervals were taken, and what of it is not its passes."""
+    graphs = {role.role: [graph.entry for graph in role.graphs] for role in observation.roles}
+    prices = Prices(costs, observation, {role.role: role.mode for role in observation.roles})
+    target = next((role for role in observation.roles if role.role is Role.TARGET), None)
+    for count in () if target is None else target.batches:
+        if not count.interval or not count.past_prompt or count.query_len is None or count.active_loras:
+            continue
+        spent = 0.0
+        for batch, repeats in passes_of(count.batch(Role.TARGET), observation):
+            fitting = (
+                entry
+                for entry in graphs.get(batch.role, ())
+                if entry.query_len in (None, batch.uniform_query_len) and entry.num_tokens >= batch.num_tokens
+            )
+            own_first = min(fitting, key=lambda entry: (entry.query_len is None, entry.num_tokens), default=None)
+            spent += prices.of(batch, own_first, repeats)
+        yield float(count.num_reqs), count.interval - spent
 
 
 def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[Point]:
@@ -145,14 +175,15 @@ def _fit(observation: Observation, notes: list[str]) -> Fit:
         return Fit(graphs=(), base_mib=0.0, base_seconds=0.0)
     notes.append(
         "memory is what the device reported around each capture, allocator and driver together; what the largest "
-        "graph takes is taken to be in proportion to its tokens"
+        "graph of a role takes is taken to be in proportion to its tokens"
     )
-    fit = fit_graphs([samples])
+    captures = [list(each) for _, each in groupby(samples, key=lambda sample: sample.family[0])]
+    fit = fit_graphs(captures)
     rest = 0.0 if observation.graph_mib is None else observation.graph_mib - sum(sample.mib for sample in samples)
     total = sum(sample.seconds for sample in samples)
     seconds = 0.0 if observation.capture_seconds is None else observation.capture_seconds - total
     return Fit(
         graphs=fit.graphs,
-        base_mib=round(fit.base_mib + max(0.0, rest), 6),
+        base_mib=round(fit.base_mib + max(0.0, rest) / len(captures), 6),
         base_seconds=round(fit.base_seconds + max(0.0, seconds), 6),
     )

@@ -55,6 +55,9 @@ class StepSink(Protocol):
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
 
+    def interval(self, *timed: *TimedShape) -> None:
+        """Add the time from the start of a step of the target to the start of the next; the engine did not wait."""
+
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
 
@@ -84,8 +87,10 @@ class Recorder:
         self._writing = threading.Lock()
         self._queue: deque[Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
         self._timed: deque[TimedShape] = deque()
+        self._apart: deque[TimedShape] = deque()
         self._steps: Counter[Outcome] = Counter()
         self._samples: dict[Shape, _Samples] = {}
+        self._intervals: dict[Shape, _Samples] = {}
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
         self._drafted: list[int] = []
         self._accepted: list[int] = []
@@ -106,9 +111,10 @@ class Recorder:
         """
         with self._lock:
             if self._base is None or _graphs(self._base) != _graphs(base):
-                for queue in (self._queue, self._timed):
+                for queue in (self._queue, self._timed, self._apart):
                     queue.clear()
-                for counts in (self._steps, self._samples, self._forgotten, self._drafted, self._accepted):
+                tallies = (self._steps, self._samples, self._intervals, self._forgotten, self._drafted, self._accepted)
+                for counts in tallies:
                     counts.clear()
                 self._since = time.monotonic()
             self._base, self._changed = base, True
@@ -131,6 +137,10 @@ class Recorder:
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
         self._timed.append(timed)
+
+    def interval(self, *timed: *TimedShape) -> None:
+        """Add the time from the start of a step of the target to the start of the next; the engine did not wait."""
+        self._apart.append(timed)
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
@@ -178,6 +188,7 @@ class Recorder:
         with self._lock:
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
+            intervals = [tuple(self._intervals.get(outcome[:6], _Samples()).latest) for outcome, _ in listed]
         batches = [
             BatchCount(
                 # An engine may count in NumPy's integers, which no file takes.
@@ -191,8 +202,9 @@ class Recorder:
                 reason=outcome[7],
                 milliseconds=round(statistics.median(latest), 5) if latest else None,
                 samples=times,
+                interval=round(statistics.median(apart), 5) if apart else None,
             )
-            for (outcome, count), (times, latest) in zip(listed, samples, strict=True)
+            for (outcome, count), (times, latest), apart in zip(listed, samples, intervals, strict=True)
         ]
         replays = Counter({graph: count for (each, graph), count in forgotten.items() if each is role.role})
         other_batches = replays.total() + sum(count for _, count in others)
@@ -237,19 +249,21 @@ class Recorder:
 
     def _take(self) -> None:
         """Count what is queued, and bound the memory: the rarest shapes become a number of steps by role."""
-        if self._queue or self._timed:
+        if self._queue or self._timed or self._apart:
             self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
-        for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
-            samples = self._samples.setdefault(timed[:6], _Samples())
-            samples.count += 1
-            samples.latest.append(timed[6])
+        for queue, known in ((self._timed, self._samples), (self._apart, self._intervals)):
+            for timed in [queue.popleft() for _ in range(len(queue))]:
+                samples = known.setdefault(timed[:6], _Samples())
+                samples.count += 1
+                samples.latest.append(timed[6])
         if len(self._steps) > MAX_SHAPES:
             for outcome, steps in self._steps.most_common()[MAX_SHAPES // 2 :]:
                 self._forgotten[outcome[0], outcome[6]] += steps
                 del self._steps[outcome]
-            for shape in self._samples.keys() - {outcome[:6] for outcome in self._steps}:
-                del self._samples[shape]
+            for known in (self._samples, self._intervals):
+                for shape in known.keys() - {outcome[:6] for outcome in self._steps}:
+                    del known[shape]
 
 
 def _graphs(base: Observation) -> dict[Role, list[object]]:

@@ -60,7 +60,8 @@ class BudgetBounds:
     """The bounds of a spec and of its backends, with what graphs take of them by a profile."""
 
     def __init__(self, spec: Spec, roles: Sequence[RoleInProgress], costs: Costs) -> None:
-        self._budget, self._costs, self._pool = spec.budget, costs, spec.pool
+        self._budget, self._costs = spec.budget, costs
+        self._pool = max(spec.pool, costs.profile.pool, key=lambda pool: pool is Pool.PER_ROLE)
         self._prices: dict[Family, GraphPrice] = {}
         self.all = (
             *_counted(spec.budget, roles),

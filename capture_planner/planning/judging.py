@@ -59,7 +59,7 @@ def judge(answer: Answer, steps: Steps, costs: Costs, deployment: Deployment, mo
     spent = every = 0.0
     eager = 0
     for batch, count in steps.counts.items():
-        own = best = costs.profile.step_milliseconds
+        own = best = costs.profile.apart(batch.num_reqs)
         is_eager = False
         for each, repeats in passes_of(batch, deployment):
             entry = answer(each)

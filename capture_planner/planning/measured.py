@@ -91,7 +91,8 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         expected = judge(LadderAnswers(sized, spec), Steps({tail: 1}), costs, spec, prices.modes).mean_step_ms
     else:
         apart = sum(prices.of(each, None, repeats) * count for each, repeats, count in demand.unserved)
-        expected = table.value / (NANO * SCALE) + apart / steps.total + measurements.profile.step_milliseconds
+        apart += sum(measurements.profile.apart(batch.num_reqs) * count for batch, count in steps.counts.items())
+        expected = table.value / (NANO * SCALE) + apart / steps.total
     return SizeChoice(
         ladders=tuple(priced),
         notes=(

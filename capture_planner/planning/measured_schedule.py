@@ -198,14 +198,14 @@ def _lengths(
     spec: Spec, modes: Mapping[Role, GraphMode], costs: Costs, tokens: tuple[float, ...], most: int
 ) -> tuple[DraftLength, ...]:
     """Return what each K gives and takes, for batches of up to ``most`` requests."""
-    speculative, room, overhead = spec.speculative, spec.limits.max_num_tokens, costs.profile.step_milliseconds
+    speculative, room = spec.speculative, spec.limits.max_num_tokens
     assert speculative is not None
     lengths = []
     for k in range(speculative.num_tokens + 1):
         counts = range(1, min(most, room // (1 + k)) + 1)
         if not counts:
             continue
-        padded, exact, graphs = [0.0] * len(counts), [overhead] * len(counts), 0
+        padded, exact, graphs = [0.0] * len(counts), [costs.profile.apart(count) for count in counts], 0
         for (role, mode, query_len, steps), times in _passes(modes, speculative, k):
             width = 1 if role is Role.DRAFT_DECODE else 1 + k
             captured = modes[role].is_separate

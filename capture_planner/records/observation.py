@@ -112,6 +112,9 @@ class BatchCount:
     """Median of the sampled steps."""
     samples: int = 0
     """How many steps were timed."""
+    interval: float | None = None
+    """Median milliseconds from the start of such a step to the start of the next, where the engine did not wait for a
+    request in between: of the target's batches, where the engine's observer measures it."""
 
     def batch(self, role: Role) -> Batch:
         """Return the batch that was counted."""
@@ -127,7 +130,7 @@ class BatchCount:
 
 def _most_frequent_first(counts: tuple[BatchCount, ...]) -> tuple[BatchCount, ...]:
     def place(count: BatchCount) -> tuple[object, ...]:
-        numbers = (count.query_len, count.graph, count.milliseconds)
+        numbers = (count.query_len, count.graph, count.milliseconds, count.interval)
         return (
             *(-count.steps, count.num_reqs, count.num_tokens, count.past_prompt, count.active_loras, count.samples),
             *(-1 if number is None else number for number in numbers),

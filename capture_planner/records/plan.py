@@ -23,6 +23,7 @@ from capture_planner.records._base import (
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
+from capture_planner.records.fingerprint import Fingerprints
 from capture_planner.records.model import Model, Speculative
 from capture_planner.records.spec import (
     SCHEMA_VERSION,
@@ -157,6 +158,9 @@ class Plan:
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
     forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
     roles: tuple[RolePlan, ...] = field("the roles, target first")
+    fingerprints: Fingerprints | None = field(
+        "what the graphs were made of when the plan ran; None: not recorded", default=None, eq=False
+    )
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 from capture_planner.errors import Problem
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import AtLeast, Count, Gt, Name, field, raise_any, record, refuse_duplicates
 from capture_planner.records.environment import Device, Version, by_name
 from capture_planner.records.model import Model, Speculative
@@ -98,17 +98,23 @@ class Profile:
     context: Count | None = field("tokens in the KV cache of each request in the measured passes", default=None)
     curves: tuple[CostCurve, ...] = field("times by size")
     graphs: tuple[GraphCost, ...] = field("costs of a graph, by family", default=())
-    base_mib: Amount = field("memory that capturing takes once, whatever it captures, in MiB", default=0.0)
+    pool: Pool = field("whose graphs share the memory of their intermediates", default=Pool.SHARED)
+    base_mib: Amount = field("memory that capturing takes once in each pool, whatever it captures, in MiB", default=0.0)
     base_seconds: Amount = field("time that capturing takes once, whatever it captures", default=0.0)
     step_milliseconds: Amount = field(
         "time of a step apart from its passes: scheduling, sampling, copies; 0 if unknown", default=0.0
     )
+    step_milliseconds_per_request: Amount = field("such time for each request of the step", default=0.0)
     spread: Amount | None = field("largest relative spread of a measured size over its repeats", default=None)
     notes: tuple[str, ...] = field("what could not be measured, in sentences", default=())
 
     def __attrs_post_init__(self) -> None:
         for items, listed in (("curves", self.curves), ("graphs", self.graphs)):
             refuse_duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
+
+    def apart(self, num_reqs: int) -> float:
+        """Return the milliseconds of a step of ``num_reqs`` requests apart from its passes."""
+        return self.step_milliseconds + self.step_milliseconds_per_request * num_reqs
 
 
 def family_name(role: Role, mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:

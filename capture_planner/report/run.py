@@ -36,12 +36,14 @@ def _run(report: RunReport) -> dict[str, Any]:
 
     ``model``, ``environment``, ``spec`` (digest), ``backends``, ``adapters``, ``host``, ``interrupted``: what ran.
     ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
-    served; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the run holds, and the
+    served and its ``fingerprint``; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the
+    run holds, and the
     device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by
     role, with ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null
     without a drafter. ``comparison``: what was compared with eager forwards, and the first ``difference``;
-    null without a comparison. ``latency``: percentiles, each null where nothing was measured.
-    ``throughput``. Then a row each in ``steps``, ``forwards`` and ``requests``, with the generated tokens.
+    null without a comparison. ``verification``: bounds, errors and faults, null without one. ``latency``:
+    percentiles, each null where nothing was measured. ``throughput``. Then a row each in ``steps``,
+    ``forwards`` and ``requests``, with the generated tokens.
     """
     numbers = summary(report)
     return {
@@ -55,7 +57,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         **plain_some(numbers, "served_from", "fallbacks", "acceptance", "latency"),
         "throughput": {"seconds": report.serve_seconds}
         | plain_some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
-        **plain_some(report, "comparison", "steps", "forwards"),
+        **plain_some(report, "comparison", "verification", "steps", "forwards"),
         "requests": plain(report.served),
     }
 
@@ -69,7 +71,7 @@ json_fields(Forward, "mode")
 @json_of(GraphUse)
 def _used(used: GraphUse) -> dict[str, Any]:
     graph, waiver = used.graph, used.graph.waiver
-    return plain_some(graph, "role", "entry", "seconds", "memory", "alone", "driver", "readings") | {
+    return plain_some(graph, "role", "entry", "seconds", "memory", "alone", "driver", "readings", "fingerprint") | {
         "forwards": used.forwards,
         "reason": waiver and plain(waiver.reason),
         "says": waiver and waiver.message,

@@ -13,6 +13,7 @@ from capture_planner.report.adapters import adapter_sections
 from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
 from capture_planner.report.summary import CapturedKind, Percentiles, RunSummary
+from capture_planner.report.verification import verification_sections
 from capture_planner.report.writing import Grid, Section, extent, percent, seconds, size
 from capture_planner.runtime.ledger import GraphCapture, RunReport
 
@@ -38,6 +39,8 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
     if difference:
         place = f"{difference.role.value}, {difference.entry}: {difference.where}"
         return f"DIFFERENT: {place} is not what eager has; stopped there"
+    if report.verification is not None and report.verification.faults:
+        return f"NOT VERIFIED: {report.verification.faults[0]}"
     return None
 
 
@@ -46,6 +49,7 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
     return (
         _run(report),
         *comparison_sections(report.comparison),
+        *verification_sections(report.verification),
         _captured(report, numbers),
         _served_from(numbers),
         _fallbacks(numbers),

@@ -123,7 +123,7 @@ def assemble(
         mine = fields[role.role]
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
-        watching = observer if comparison is None else EagerCheck(comparison, largest)
+        watching = observer if comparison is None else EagerCheck(comparison, largest, observer)
         roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, watching)
     return Parts(
         policy=policy,
@@ -133,6 +133,7 @@ def assemble(
         apply=apply,
         updates=updates,
         token_fields=token_fields,
+        observer=observer,
         comparison=comparison,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import attrs
 import torch
 
-from capture_planner.errors import DifferenceError, RunError
+from capture_planner.errors import CaptureError, DifferenceError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Attention
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
@@ -22,14 +23,17 @@ from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import RequestResult, RunReport
-from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
+from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunReport
+from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Decode, Request, admit, with_adapters
+from capture_planner.runtime.verification.check import Output, check_output, weight_sums
+from capture_planner.runtime.verification.record import OutputCheck
+from capture_planner.runtime.verification.rows import RowKeeper
 
 if TYPE_CHECKING:
     from capture_planner.runtime.models.huggingface import HuggingFaceModel
@@ -71,7 +75,7 @@ class Choices:
     eager: bool = False
     """Capture nothing."""
     verify: bool = False
-    """Serve everything once more, eager and without a drafter, and compare."""
+    """Hold what was served against the same model in a higher precision, see ``runtime.verification``."""
     any_environment: bool = False
     """Run although this machine is not the one that was planned for."""
     any_plan: bool = False
@@ -85,7 +89,7 @@ class Outcome:
 
     report: RunReport
     differing: tuple[str, ...] | None = None
-    """Names of the requests whose tokens differ from plain greedy decoding; None: not compared."""
+    """Names of the requests with a wrong token or row; None: not verified."""
 
 
 def launch(
@@ -123,6 +127,9 @@ def launch(
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
+    keeper = RowKeeper() if choices.verify else None
+    weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
+    sums = weight_sums(weights) if choices.verify else {}
     variant = without_graphs(plan) if choices.eager else plan
     with Runner(
         variant,
@@ -133,10 +140,11 @@ def launch(
         pages=pages,
         device=device,
         options=choices.options,
+        observer=keeper,
         adapters=adapters,
     ) as runner:
         try:
-            if choices.verify or choices.drafter in ("copy", "miss", "chance"):
+            if choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
             with progress("capture", runner.plan.num_graphs) as advance:
                 runner.capture(
@@ -154,12 +162,13 @@ def launch(
         except KeyboardInterrupt:
             interrupted = True
         report = run.report(runner, drafter, decode, interrupted=interrupted)
-    differing = None
-    if choices.verify and answers is not None and any(served.tokens for served in report.served):
-        by_name = {request.name: request for request in requests}
-        given = [served for served in report.served if served.tokens]
-        differing = tuple(s.name for s in given if not _agrees(s, by_name[s.name], answers[s.name]))
-    return Outcome(report=report, differing=differing)
+    if keeper is None or not any(served.tokens for served in report.served):
+        return Outcome(report=report)
+    try:
+        verification = run.verify(report.served, keeper, sums)
+    except KeyboardInterrupt:
+        return Outcome(report=attrs.evolve(report, interrupted=True))
+    return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
 
 
 def _refuse_infinite(model: TargetModel) -> None:
@@ -170,10 +179,18 @@ def _refuse_infinite(model: TargetModel) -> None:
             raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
 
 
-def _agrees(served: RequestResult, request: Request, answer: tuple[int, ...]) -> bool:
-    """Say whether tokens are the beginning of the plain answer, and all of it where finished."""
-    expected = request.cut(answer[len(request.prompt) :])
-    return served.tokens == (expected if served.finished is not None else expected[: len(served.tokens)])
+def _fingerprint(runner: Runner, done: GraphCapture) -> Fingerprint | None:
+    graph = runner.parts.roles[done.role].graphs.get(done.entry)
+    return None if graph is None else graph.fingerprint()
+
+
+def _answer(request: Request, served: RequestResult) -> Output:
+    tokens, is_cut_off = served.tokens, served.finished is None
+    is_ended = len(tokens) == request.max_new_tokens or tokens[-1] in request.stop
+    is_whole = request.cut(tokens) == tokens and (is_cut_off or is_ended)
+    return Output(
+        prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
+    )
 
 
 def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
@@ -233,7 +250,7 @@ class _Run:
     """The parts of one launch."""
 
     plan: Plan
-    model: TargetModel
+    model: LayeredModel
     adapters: Adapters | None
     registry: Registry
     requests: tuple[Request, ...]
@@ -280,6 +297,23 @@ class _Run:
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
+    def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
+        """Hold what was served against the model in a higher precision."""
+        by_name = {request.name: request for request in self.requests}
+        answers = {each.name: _answer(by_name[each.name], each) for each in served if each.tokens}
+        model = self.plan.model
+        with self.progress("verify", 3 + self.model.num_layers) as advance:
+            return check_output(
+                self.model,
+                self.adapters,
+                answers,
+                keeper,
+                sums=sums,
+                device=host.device_of(self.plan.environment),
+                kv_dtype=dtype_of(model.kv_dtype or model.dtype),
+                progress=advance,
+            )
+
     def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
         session, roles = runner.session, runner.parts.roles.values()
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
@@ -300,6 +334,11 @@ class _Run:
         facts = host.facts()
         if deviations := (*host.differences(self.plan.environment), *host.remarks(self.plan.environment)):
             facts["not as planned"] = "; ".join(deviations)
+        captured = tuple(session.captured)
+        try:
+            captured = tuple(attrs.evolve(done, fingerprint=_fingerprint(runner, done)) for done in captured)
+        except CaptureError as error:
+            facts["no fingerprints"] = str(error)
         if decode is not None:
             served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
         return RunReport(
@@ -308,7 +347,7 @@ class _Run:
             backends={name: self.registry[name].version for name in sorted(used)},
             adapters=() if self.adapters is None else self.adapters.names,
             host=facts | {"seed": str(self.choices.seed)},
-            captured=tuple(session.captured),
+            captured=captured,
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
             served=tuple(served),

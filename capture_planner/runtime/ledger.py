@@ -10,9 +10,11 @@ import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
+from capture_planner.records.fingerprint import Fingerprint, Fingerprints
 from capture_planner.records.plan import Plan, Waiver
 from capture_planner.runtime.eager_check.record import Comparison
 from capture_planner.runtime.graphs.reading import Reading
+from capture_planner.runtime.verification.record import OutputCheck
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +31,8 @@ class GraphCapture:
     """Bytes that it would take in a pool of its own."""
     readings: tuple[Reading, Reading, Reading] | None = None
     """The device before the warm-up, before the capture and after it; None: recorded on a host."""
+    fingerprint: Fingerprint | None = None
+    """What it is made of; None: there is no graph, or that could not be read."""
     waiver: Waiver | None = None
     """Set where there is no graph: the batches it would have served, and why they lost it."""
 
@@ -232,3 +236,16 @@ class RunReport:
     """LoRA adapters, by what they are and where their weights come from."""
     comparison: Comparison | None = None
     """What was compared with eager forwards; None: nothing was to be."""
+    verification: OutputCheck | None = None
+    """Whether the output is the model's; None: not verified."""
+
+    @property
+    def fingerprints(self) -> Fingerprints | None:
+        """What the captured graphs are made of, by their places in the plan; None where none could be read."""
+        places = {(role.role, entry): index for role in self.plan.roles for index, entry in enumerate(role.entries)}
+        found = {
+            (graph.role, places[graph.role, graph.entry]): graph.fingerprint
+            for graph in self.captured
+            if graph.fingerprint is not None
+        }
+        return Fingerprints.of(found, torch=self.host["torch"], device=self.host["device"]) if found else None

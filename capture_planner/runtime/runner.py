@@ -33,8 +33,8 @@ from capture_planner.runtime.serving.workload import Request
 class Runner(contextlib.AbstractContextManager["Runner"]):
     """Executes one plan on one model. Use it as a context: leaving releases the backends.
 
-    :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``; not with
-        ``Options.compare``, which is an observer itself.
+    :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
+        ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
     """
 
     def __init__(
@@ -52,8 +52,6 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         adapters: Adapters | None = None,
     ) -> None:
         options = options or Options()
-        if observer is not None and options.compare:
-            raise RunError("options.compare watches the forwards, and an observer is given too; use one or the other")
         if (plan.speculative is None) != (drafter is None):
             raise RunError(
                 "the plan has a drafter and none was given"

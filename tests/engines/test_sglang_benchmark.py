@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import sglang_in_process
-from _cutlass_standin import InertName, write_cutlass
+from _standins import InertName, write_standins
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ CALLS = {
 def child(tmp_path):
     """Return a function that runs Python code with the stand-in on PYTHONPATH."""
     (tmp_path / "kernels.py").write_text(KERNELS, "utf-8")
-    paths = os.pathsep.join([str(tmp_path), str(write_cutlass(tmp_path / "standins"))])
+    paths = os.pathsep.join([str(tmp_path), str(write_standins(tmp_path / "standins"))])
 
     def called(code):
         variables = {**os.environ, "PYTHONPATH": paths}
@@ -66,7 +66,7 @@ def test_modules_of_kernels_are_imported_and_keep_their_functions(child):
 def test_kernel_that_is_compiled_or_run_stops_with_the_name_that_was_called(child, call):
     answer = child(f"import kernels; {call}")
     assert answer.returncode == 1
-    assert f"CutlassAbsentError: {CALLS[call]} was called, but cutlass is a stand-in here" in answer.stderr
+    assert f"LibraryAbsentError: {CALLS[call]} was called, but cutlass is a stand-in here" in answer.stderr
 
 
 def test_stand_in_has_no_version_and_no_metadata(child):
@@ -106,12 +106,20 @@ def tried(tmp_path, monkeypatch, capsys):
     return called
 
 
-def test_first_line_says_that_cutlass_is_replaced_and_children_can_import_it(tried, tmp_path):
+def test_every_library_is_replaced_by_itself(child):
+    """As SGLang's module for latent attention imports it, next to the other stand-in."""
+    code = (
+        "import cutlass.cute; from flash_mla import mega; from flash_mla.flash_mla_interface import SchedMeta; mega(1)"
+    )
+    assert "LibraryAbsentError: flash_mla.mega was called, but flash_mla is a stand-in" in child(code).stderr
+
+
+def test_first_line_says_what_is_replaced_and_children_can_import_it(tried, tmp_path):
     lines = tried({})
-    assert lines["installed"]["cutlass"] == "absent, replaced; its kernels are for SM100"
+    assert lines["installed"]["libraries"] == {"cutlass": "absent, replaced", "flash_mla": "absent, replaced"}
     assert all(line["ok"] for name, line in lines.items() if name != "installed"), lines
     assert os.environ["PYTHONPATH"].split(os.pathsep) == ["plugin", str(tmp_path / "work" / "standins")]
-    assert (tmp_path / "work" / "standins" / "cutlass" / "__init__.py").exists()
+    assert {path.name for path in (tmp_path / "work" / "standins").iterdir()} == {"cutlass", "flash_mla"}
 
 
 def test_steps_start_with_what_a_plan_changes_and_end_with_fa3(tried):

@@ -267,6 +267,24 @@ def test_only_sampled_steps_are_timed_and_never_waited_for():
             assert (batch.steps, batch.samples, batch.milliseconds) == (2 * watch.EVERY, 2, 1.0 / passes)
 
 
+@pytest.mark.parametrize("prompts", [0, 1])
+def test_interval_of_a_timed_step_ends_where_the_next_one_begins(monkeypatch, prompts):
+    """Of the target alone, and not where a request is new in the next step: the engine may have waited for it."""
+    clock = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(perf_counter=lambda: clock.now, sleep=time.sleep)
+    with process() as folder:
+        runner = started()
+        monkeypatch.setattr(watch, "time", fake)
+        for number in range(2 * watch.EVERY + 1):
+            clock.now += 0.25 if number % watch.EVERY == 0 else 1.0
+            run(runner, step(4, 4, prompts if number % watch.EVERY == 0 else 0))
+        runner.shutdown()
+        target, *drafts = observed(folder).roles
+    (batch,) = (each for each in target.batches if each.past_prompt)
+    assert (batch.samples, batch.interval) == (2, None if prompts else 250.0)
+    assert all(each.interval is None for role in drafts for each in role.batches)
+
+
 def test_file_has_what_ran_before_the_engine_ends():
     """Every so many seconds, so that a killed process loses no more: counts and drafts."""
     with process(**{observe.SECONDS: "0.05"}) as folder:

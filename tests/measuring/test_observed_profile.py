@@ -67,7 +67,41 @@ def test_costs_add_up_to_what_the_engine_reported():
     graphs = sum(len(role.entries) for role in DEPLOYMENT.roles)
     assert {cost.seconds for cost in profile.graphs} == {0.05}
     assert profile.base_seconds == pytest.approx(9.0 - 0.05 * graphs, abs=1e-6)
-    assert profile.base_mib == pytest.approx(300.0 - 2.0 * graphs, abs=1e-6)
+    assert len(DEPLOYMENT.roles) * profile.base_mib == pytest.approx(300.0 - 2.0 * graphs, abs=1e-6)
+
+
+@given(
+    once=st.floats(0, 2),
+    each=st.floats(0, 0.05),
+    requests=st.sets(st.integers(1, 64), min_size=4, max_size=12),
+    pauses=st.integers(0, 1),
+)
+def test_time_apart_from_passes_is_what_intervals_have_more_than_graphs(once, each, requests, pauses):
+    """A line over the requests of a decode; an interval in which the host paused for long does not count."""
+    observation = profiled()
+    target, *drafts = observation.roles
+    steps = DEPLOYMENT.speculative.num_tokens
+    decodes = {
+        role.role: [(n, graph) for n, graph in enumerate(role.graphs) if graph.entry.query_len]
+        for role in (target, *drafts)
+    }
+
+    def passes(role, tokens):
+        return min((g.milliseconds, n) for n, g in decodes[role] if g.entry.num_tokens >= tokens)
+
+    batches = []
+    for number, num_reqs in enumerate(sorted(requests)):
+        tokens = num_reqs * (1 + steps)
+        spent, graph = passes(Role.TARGET, tokens)
+        spent += (
+            passes(Role.DRAFT_PREFILL, tokens)[0] + passes(Role.DRAFT_DECODE, num_reqs)[0]
+        )  # one graph has all of a step
+        interval = spent + once + each * num_reqs + 500.0 * (number < pauses)
+        shape = {"num_reqs": num_reqs, "num_tokens": tokens, "query_len": 1 + steps}
+        batches.append(BatchCount(**shape, steps=9, graph=graph, interval=interval))
+    profile = observed(replace(observation, roles=(replace(target, batches=tuple(batches)), *drafts)))
+    for num_reqs in (1, 64):
+        assert profile.apart(num_reqs) == pytest.approx(once + each * num_reqs, abs=1e-3)
 
 
 def test_steps_stand_in_where_graphs_were_not_timed():

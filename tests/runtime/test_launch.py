@@ -259,10 +259,17 @@ def test_the_same_seed_gives_the_same_batches_and_tokens():
 # Interruptions -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["copy", "random"])
 @pytest.mark.parametrize(
-    ("task", "after"),
-    [("plain greedy", 1), ("plain greedy", 7), ("capture", 1), ("capture", 9), ("serve", 1), ("serve", 4)],
+    ("task", "after", "drafter"),
+    [
+        ("plain greedy", 1, "copy"),
+        ("plain greedy", 7, "copy"),
+        *[
+            (task, after, drafter)
+            for task, after in [("capture", 1), ("capture", 9), ("serve", 1), ("serve", 4), ("verify", 2)]
+            for drafter in ("copy", "random")
+        ],
+    ],
 )
 def test_an_interruption_ends_in_a_report_of_what_there_is(task, after, drafter):
     """Whenever Ctrl-C comes: what was captured and served until then, and everything is released."""
@@ -273,16 +280,16 @@ def test_an_interruption_ends_in_a_report_of_what_there_is(task, after, drafter)
     assert backend.held == 0
     assert len(report.captured) == sum(what == "capture" for what, _ in shown.done)
     finished = [done.name for done in report.served if done.finished is not None]
-    assert finished[:after] == [name for what, name in shown.done if what == "serve"]
+    assert finished[: after if task == "serve" else None] == [name for what, name in shown.done if what == "serve"]
     # Every request is there, and one that never had its turn is cut off too.
     assert {done.name for done in report.served} == {request.name for request in requests_of(64)}
     if task == "plain greedy":
         assert not report.captured + report.forwards
-    if task != "serve":
-        assert outcome.differing is None
+    assert outcome.differing == (() if task == "serve" else None)
+    assert (report.verification is not None) is (task == "serve")
+    if task in ("plain greedy", "capture"):
         assert not any(done.tokens for done in report.served)
-    else:
-        assert outcome.differing == ()
+    elif task == "serve":
         assert len(report.captured) == report.plan.num_graphs
         assert report.serve_seconds > 0
         assert after > 1 or any(done.finished is None for done in report.served)

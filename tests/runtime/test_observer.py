@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.options import Options
@@ -109,7 +108,22 @@ def test_what_attention_launches_is_in_graphs(k):
         assert number == 0 or role is Role.DRAFT_DECODE
 
 
-def test_an_observer_and_a_comparison_are_refused_together():
-    """The comparison is an observer itself, and a role has one."""
-    with pytest.raises(RunError, match="use one or the other"):
-        world_of(spec_of()).runner(options=Options(compare=True), observer=Recorder())
+def test_a_comparison_lets_an_observer_run_the_forwards_that_are_served():
+    """The eager forwards next to them are the comparison's own."""
+    made = world_of(spec_of())
+    served = []
+
+    class Forwards(ForwardObserver):
+        def batch(self, requests):
+            served.append([])
+
+        def forward(self, role, step, started):
+            served[-1].append((role.role, step.entry))
+            return super().forward(role, step, started)
+
+    with made.runner(options=Options(compare=True), observer=Forwards()) as runner:
+        runner.capture()
+        serve(runner, requests_of(made, 0))
+        forwards = runner.session.forwards
+        assert sum(map(len, served)) == sum(forward.repeats for forward in forwards)
+        assert len(served) == len(runner.session.steps)

@@ -131,6 +131,7 @@ def step(num_reqs, query_len, prompts=0, k=3, sampled=None):
         num_scheduled_tokens=dict(zip(names, tokens, strict=True)),
         total_num_scheduled_tokens=sum(tokens),
         scheduled_spec_decode_tokens={name: [-1] * (query_len - 1) for name in names[:num_reqs] if query_len > 1},
+        scheduled_new_reqs=names[num_reqs:],
         uniform=None if prompts else query_len,
         drafts=k,
         sampled=[[0] * count for count in accepted],

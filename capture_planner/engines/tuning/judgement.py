@@ -97,7 +97,7 @@ class Pricing:
             fused = entry is not None and entry.draft_steps is not None
             every = self._prices.with_every_size(each, repeats, fused=fused)
             passes.append(PassCost(each, entry, self._prices.of(each, entry, repeats), every))
-        apart = self.costs.profile.step_milliseconds
+        apart = self.costs.profile.apart(batch.num_reqs)
         own, best = (apart + sum(getattr(each, name) for each in passes) for name in ("milliseconds", "every_size"))
         return StepCost(tuple(passes), own, best, unknown)
 

@@ -88,10 +88,12 @@ class EagerCheck(ForwardObserver):
 
     :param log: what all roles of a run add to.
     :param max_tokens: rows of the role's largest graph.
+    :param inner: runs the forwards that are served, in its ``forward``.
     """
 
-    def __init__(self, log: ComparisonLog, max_tokens: int) -> None:
+    def __init__(self, log: ComparisonLog, max_tokens: int, inner: ForwardObserver | None = None) -> None:
         self._log = log
+        self._inner = inner or ForwardObserver()
         self._taps = Taps(max_tokens)
 
     # What is tapped.
@@ -127,7 +129,7 @@ class EagerCheck(ForwardObserver):
         if step.entry is None:
             self._log.ran_eager(role.role)
             with self._taps.off():
-                return role.execute(step, started)
+                return self._inner.forward(role, step, started)
         begun = perf_counter()
         chain = _chain(step.inputs, step.entry.draft_steps or 1, role.bounds.positions)
         slots = np.concatenate([inputs.declared["slot_mapping"] for inputs in chain]).astype(np.int64)
@@ -156,7 +158,7 @@ class EagerCheck(ForwardObserver):
             cache[forward.slots] = then
         self._compare_fields(forward)
         role.prepare_backends(step)
-        times = role.execute(step, started + perf_counter() - begun)
+        times = self._inner.forward(role, step, started + perf_counter() - begun)
         self._compare_tensors(forward, self._results(forward), eager, before_graph)
         self._log.same(role.role)
         return times

@@ -72,7 +72,7 @@ class TargetBody:
             positions = self.fields["mrope_positions"].view(-1, 3)[:rows].t()
         with self._adapted(extents):
             hidden, aux = self.model.forward(
-                input_ids=None if self.embeddings is not None else self._input_ids(rows),
+                input_ids=None if self.embeddings is not None else self.input_ids(rows),
                 embeddings=self.embeddings[:rows] if self.embeddings is not None else None,
                 positions=positions,
                 attend=attend,
@@ -88,7 +88,8 @@ class TargetBody:
         lanes, active = self.fields["adapter_lanes"], self.fields["active_adapters"]
         return self.adapters.applied(lanes[: extents.tokens], active[: extents.adapters])
 
-    def _input_ids(self, rows: int) -> torch.Tensor:
+    def input_ids(self, rows: int) -> torch.Tensor:
+        """Return the ids ``int[rows]`` that the next forward reads, answers of the step before included."""
         ids = self.fields["input_ids"][:rows]
         return self.updates.taken(ids, self.tokens) if self.ahead else ids
 

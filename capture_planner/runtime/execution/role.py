@@ -64,6 +64,9 @@ class ForwardObserver:
     captured too, and is part of each replay.
     """
 
+    def batch(self, requests: Sequence[str]) -> None:
+        """Called before the forwards of a step with the names of its requests, a row of the batch each."""
+
     def run(self, role: RoleRun, batch: Batch, dispatch: Dispatch, *, filled: bool) -> AbstractContextManager[None]:
         """Return what is entered before the fields of a forward are filled, and left when it is done.
 

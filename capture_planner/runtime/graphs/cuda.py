@@ -18,6 +18,8 @@ import attrs
 import torch
 
 from capture_planner.errors import CaptureError
+from capture_planner.records.fingerprint import Fingerprint
+from capture_planner.runtime.graphs.fingerprints import fingerprint_of, load_driver
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.reading import Reading
 
@@ -139,6 +141,12 @@ class CudaGraph:
     def pieces(self) -> int:
         return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
 
+    def fingerprint(self) -> Fingerprint:
+        """Return its nodes and kernels. Raises ``CaptureError`` without cuda-bindings, or where the driver refuses."""
+        driver = load_driver()
+        pieces = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+        return Fingerprint.of_pieces([fingerprint_of(piece.raw_cuda_graph(), driver) for piece in pieces])
+
     def replay(self) -> None:
         """Launch each piece, and run what is between them."""
         for part in self.parts:
@@ -229,7 +237,8 @@ class CudaGraphs:
 
     def _begin(self) -> None:
         assert self._open is not None and self._pool is not None, "a capture is under way"
-        graph = torch.cuda.CUDAGraph()
+        # Kept, since a fingerprint is read from it; the executable graph is another.
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         self._open.parts.append(graph)
 
@@ -238,6 +247,7 @@ class CudaGraphs:
         last = self._open.parts[-1]
         assert isinstance(last, torch.cuda.CUDAGraph), "a capture ends with what it began"
         last.capture_end()
+        last.instantiate()
 
     def _abandon(self) -> None:
         """Leave a capture that broke; the graph is of no use any more."""

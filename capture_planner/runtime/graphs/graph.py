@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.runtime.graphs.reading import Reading
 
 
@@ -42,6 +43,9 @@ class Graph(Protocol):
     @property
     def pieces(self) -> int:
         """How many pieces it has: 1 for a FULL graph, one more than its attention calls for PIECEWISE."""
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Return what it is made of; None where nothing reads it. Raises ``CaptureError`` where it cannot be read."""
 
     def replay(self) -> None:
         """Run again on the same storage, with the host's numbers as they were at capture."""

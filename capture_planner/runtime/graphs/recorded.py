@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from capture_planner.errors import CaptureError, RunError
+from capture_planner.records.fingerprint import Fingerprint, digest_of
 from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
 
 aten = torch.ops.aten
@@ -40,7 +43,6 @@ _ALLOCATIONS = frozenset(
         aten.new_empty_strided.default,
     }
 )
-_OUT_DIFFERS = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _OUR_FILES = (str(Path(torch.__file__).parent) + "/", __file__)
 
@@ -57,6 +59,14 @@ class RecordedGraph:
     alone: int
     pieces: int
     leftover: int
+    _items: tuple[_Call | _Break, ...]
+
+    def fingerprint(self) -> Fingerprint:
+        """Return its operators, in order, with their arguments: of tensors the dtype and the shape."""
+        operators = [item.described() for item in self._items]
+        kernels = Counter(name for name, _ in operators)
+        topology = digest_of(*(part for operator in operators for part in operator))
+        return Fingerprint(nodes=len(operators), kernels=dict(sorted(kernels.items())), topology=topology)
 
     def replay(self) -> None:
         """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
@@ -118,6 +128,10 @@ class _Call:
     results: tuple[OwnTensor | None, ...]
     """Where each tensor of the result must land; None: it is there already, or the result is no tensor."""
 
+    def described(self) -> tuple[str, str]:
+        """Return the operator's name and its arguments: of tensors the dtype and the shape."""
+        return str(self.op), repr(_map((self.args, self.kwargs), _shape))
+
     def step(self) -> Step:
         """Return what runs it on the pool."""
         args, kwargs = _map(self.args, _make), _map(self.kwargs, _make)
@@ -127,7 +141,7 @@ class _Call:
             return functools.partial(self.op._op, *args, **kwargs)
         if self.op in _COPIES:
             return functools.partial(aten.copy_.default._op, landing[0], args[0])
-        out = _out_overload(self.op)
+        out = out_overload(self.op)
         if out is not None and len(landing) == len(self.op._schema.returns):
             names = [argument.name for argument in out._schema.arguments if argument.is_out]
             return functools.partial(out._op, *args, **kwargs, **dict(zip(names, landing, strict=True)))
@@ -146,6 +160,9 @@ class _Break:
 
     between: Callable[[], object]
     tensors: tuple[tuple[torch.Tensor, OwnTensor], ...]
+
+    def described(self) -> tuple[str, str]:
+        return "between pieces", repr([_shape(tensor) for tensor, _ in self.tensors])
 
     def step(self) -> Step:
         """Point the caller's own tensors into the pool: ``between`` refers to them."""
@@ -225,6 +242,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             alone=allocation.alone,
             pieces=1 + sum(isinstance(item, _Break) for item in self._items),
             leftover=leftover,
+            items=tuple(self._items),
         )
 
     def _leftover(self) -> int:
@@ -320,32 +338,6 @@ def _is_composite(func: Any) -> bool:
     return has("CompositeImplicitAutograd") and not has("CPU")
 
 
-@functools.cache
-def _out_overload(func: Any) -> Any:
-    """Return the overload that does the same into given tensors, or None where that is not sure.
-
-    Of operators that are neither core nor pointwise some compute otherwise then, to the last bit or
-    altogether: ``_linalg_svd``, ``linalg_qr``, ``binary_cross_entropy`` (torch 2.13).
-    """
-    is_common = torch.Tag.core in func.tags or torch.Tag.pointwise in func.tags
-    if not is_common or func in _OUT_DIFFERS or func._schema.is_mutable:
-        return None
-
-    def signature(arguments: Any) -> list[tuple[str, str, bool]]:
-        return [(a.name, str(a.type), a.kwarg_only) for a in arguments if not a.is_out]
-
-    for name in func.overloadpacket.overloads():
-        other = getattr(func.overloadpacket, name)
-        outs = [argument for argument in other._schema.arguments if argument.is_out]
-        if (
-            len(outs) == len(func._schema.returns)
-            and all(str(argument.type) == "Tensor" for argument in outs)
-            and signature(other._schema.arguments) == signature(func._schema.arguments)
-        ):
-            return other
-    return None
-
-
 def _current() -> _Recording | None:
     """Return the recording of this thread's capture."""
     modes = reversed(_get_current_dispatch_mode_stack())
@@ -361,6 +353,10 @@ def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {name: _map(item, change) for name, item in tree.items()}
     return tree
+
+
+def _shape(tensor: torch.Tensor | OwnTensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def _make(tensor: torch.Tensor | OwnTensor) -> torch.Tensor:

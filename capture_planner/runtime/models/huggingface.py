@@ -39,6 +39,9 @@ from capture_planner.runtime.models.loading import (
 )
 from capture_planner.runtime.models.protocols import Attend, Weight
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts."""
+
 _FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
 
 _MOST_LAYERS = 1024
@@ -135,6 +138,15 @@ class HuggingFaceModel:
         decoder = set(self._layers.modules())
         return {part: module for part, module in self._parts if module in decoder and isinstance(module, nn.Linear)}
 
+    @contextmanager
+    def scaled(self, layer: int, factor: float) -> Iterator[None]:
+        """Multiply what a layer adds to the residual stream by ``factor``, until the context is left."""
+        hook = self._layers[layer].register_forward_hook(partial(_scale, factor), with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def weights(self) -> Iterator[Weight]:
         """Every parameter and buffer that a forward reads, by its name in the model's weights."""
         return weights_of(self._parts)
@@ -204,7 +216,9 @@ def load_target(
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
-    options = {"dtype": chosen, "attn_implementation": INTERFACE, "experts_implementation": _experts(device, chosen)}
+    options = {"dtype": chosen, "attn_implementation": INTERFACE}
+    if any(getattr(text, name, None) for name in _EXPERTS):  # transformers 5.17 refuses it for other models
+        options["experts_implementation"] = _experts(device, chosen)
     model: Any
     with library_errors(f"{subject}: cannot be loaded"):
         if found.files:
@@ -259,6 +273,14 @@ def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:
 def _keep(entered: dict[int, torch.Tensor], layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Keep what enters a layer: the hook of a forward."""
     entered[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _scale(factor: float, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Scale what a layer adds to its input: the hook of a forward."""
+    before = args[0] if args else kwargs["hidden_states"]
+    after, *rest = output if isinstance(output, tuple) else (output,)
+    after = before + factor * (after - before)
+    return (after, *rest) if isinstance(output, tuple) else after
 
 
 def _llama(shape: Model) -> LlamaConfig:

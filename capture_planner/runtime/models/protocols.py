@@ -78,6 +78,13 @@ class TargetModel(_Network, Protocol):
         """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``."""
 
 
+class LayeredModel(TargetModel, Protocol):
+    """A target whose layers each add to a residual stream, and can be scaled one by one."""
+
+    def scaled(self, layer: int, factor: float) -> AbstractContextManager[None]:
+        """Multiply what a layer adds to the residual stream by ``factor``, until the context is left."""
+
+
 class Adapters(Protocol):
     """LoRA adapters of a target, any number of which are active in one batch."""
 

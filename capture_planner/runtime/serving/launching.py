@@ -104,9 +104,11 @@ class StepLauncher:
         """Launch all that can be launched of a step before its tokens are on the host."""
         index, self._count = self._count, self._count + 1
         parts = self._parts
+        names = [live.request.name for live in scheduled.live]
+        parts.observer.batch(names)
         if parts.comparison is not None:
             pages = {live.request.name: live.pages for live in self._scheduler.unfinished}
-            parts.comparison.begin(index, [live.request.name for live in scheduled.live], pages)
+            parts.comparison.begin(index, names, pages)
         begun = perf_counter()
         inputs, filled = self._target_inputs(scheduled)
         decodes = None

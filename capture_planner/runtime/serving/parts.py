@@ -11,7 +11,7 @@ from capture_planner.runtime.eager_check.record import ComparisonLog
 from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.execution.padding import Write
-from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.execution.role import ForwardObserver, RoleRun
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.options import ExecutionPolicy
 
@@ -29,6 +29,8 @@ class Parts:
     updates: Updates
     token_fields: Mapping[Role, TokenFields]
     """Each role's fields that advance by a token."""
+    observer: ForwardObserver
+    """Watches the forwards; where graphs are compared, those that are compared too."""
     comparison: ComparisonLog | None
     """Where comparisons of graphs with eager forwards are noted; None: nothing is compared."""
 

@@ -78,6 +78,7 @@ def _batch_counts(draw: DrawFn, graphs: int) -> BatchCount:
         steps=draw(counts() | st.integers(0, 1 << 40)),
         milliseconds=draw(maybe(_amounts())),
         samples=draw(st.integers(0, 64)),
+        interval=draw(maybe(_amounts())),
         **draw(_outcomes(graphs)),
     )
 

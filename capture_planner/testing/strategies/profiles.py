@@ -8,7 +8,7 @@ from operator import attrgetter
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records.profile import CostCurve, GraphCost, Profile
 from capture_planner.testing.strategies.machines import environments
 from capture_planner.testing.strategies.plans import list_of
@@ -76,8 +76,10 @@ def profiles(draw: DrawFn) -> Profile:
         curves=tuple(draw(list_of(_curves(), max_size=4, unique_by=_KEY))),
         graphs=tuple(draw(list_of(_graph_costs(), max_size=4, unique_by=_KEY))),
         base_mib=draw(_amounts()),
+        pool=draw(one_of(Pool)),
         base_seconds=draw(_amounts()),
         step_milliseconds=draw(_amounts()),
+        step_milliseconds_per_request=draw(_amounts()),
         spread=draw(maybe(_amounts())),
         notes=tuple(draw(st.lists(any_text(), max_size=2))),
     )

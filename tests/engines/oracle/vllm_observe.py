@@ -117,6 +117,9 @@ class Counts:
     def sample(self, *key: Any) -> None:
         raise AssertionError("nothing is timed here")
 
+    def interval(self, *key: Any) -> None:
+        raise AssertionError("nothing is timed here")
+
     def draft(self, drafted: Any, accepted: Any) -> None:
         raise AssertionError("nothing is drafted here")
 

@@ -81,11 +81,9 @@ class Observer:
         self._recorder: StepRecorder | None = None
         self._runners = 0
         self._attached = False
-        self._asks = self._reads_drafts = True
+        self._asks = self._reads_drafts = self._reads_joins = True
         self._tracks: tuple[Track, ...] = ()
         self._notes: list[str] = []
-
-    # Attaching.
 
     def watch_managers(self, module: ModuleType) -> None:
         """Wrap the managers, and wait for the first to be made."""
@@ -109,6 +107,7 @@ class Observer:
         self._wrap(seams.FORWARD, self._forward_start)
         self._wrap(seams.SAMPLE, self._sample_tokens)
         self._reads_drafts = self._fits(seams.SCHEDULED) and self._fits(seams.SAMPLED)
+        self._reads_joins = self._fits(seams.JOINED)
         self._wrap(seams.OUTPUT, self._get_output)
         self._wrap(seams.SHUTDOWN, self._shutdown)
         if seams.DRAFTERS in sys.modules:
@@ -295,8 +294,8 @@ class Observer:
                 return original(runner, scheduler_output, *args, **kwargs)
             try:
                 timing = next(watch.turns)
-                if timing or watch.timing:
-                    watch.begin(timing)
+                if timing or watch.since:
+                    watch.begin(timing, not self._reads_joins or bool(scheduler_output.scheduled_new_reqs))
                 if watch.drafts:
                     watch.log((SCHEDULED, scheduler_output.scheduled_spec_decode_tokens))
             except Exception as error:

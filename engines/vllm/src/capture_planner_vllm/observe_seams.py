@@ -92,7 +92,11 @@ DESCRIPTOR = ObservedFields(
 SCHEDULED = ObservedFields("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_spec_decode_tokens",), "drafts")
 SAMPLED = ObservedFields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids", "sampled_token_ids"), "drafts")
 
-RECORDS = (DESCRIPTOR, SCHEDULED, SAMPLED)
+JOINED = ObservedFields(
+    "vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs",), "intervals between steps"
+)
+
+RECORDS = (DESCRIPTOR, SCHEDULED, SAMPLED, JOINED)
 
 _BATCH = ("cudagraph_manager", "num_reqs", "num_tokens", "uniform_token_count")
 

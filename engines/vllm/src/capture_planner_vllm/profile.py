@@ -71,6 +71,9 @@ class EagerSteps:
         if self._graphs.get(timed[:6]) is None:
             self._times.setdefault(timed[:6], []).append(timed[6])
 
+    def interval(self, *timed: *TimedShape) -> None:
+        """Dummy runs do not follow each other as steps do."""
+
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Dummy runs verify no drafts."""
 

@@ -104,6 +104,8 @@ class StepWatch:
         self.turns = cycle((*repeat(False, every - 1), True))
         self.timing = False
         """Whether the current step is timed."""
+        self.since = 0.0
+        """When the last step began, on the clock of ``time.perf_counter``, where it was timed; 0: it was not."""
         self._reading = threading.Lock()
         """Never taken by a step, except by one that ends the observation."""
         self._dispatches, self._verifications = Dispatches(tracks), Verifications(bonus)
@@ -111,11 +113,18 @@ class StepWatch:
         self._target: Pass | None = None
         """The target's pass in a step that is timed."""
 
-    def begin(self, timing: bool) -> None:
-        """Begin a step that is timed, or one after a timed step that never ended."""
+    def begin(self, timing: bool, joined: bool) -> None:
+        """Begin a step that is timed, or one after a timed step.
+
+        :param joined: whether a request is new: the engine may have waited for it.
+        """
+        now = time.perf_counter()
+        if self.since and self._target is not None and not joined:
+            self.sink.interval(*self._target[0][:6], (now - self.since) * 1e3)
         self.timing, self._target = timing, None
         self._clock.drop()
         self.read()
+        self.since = time.perf_counter() if timing else 0.0
 
     def timed(self, event: tuple[Any, ...]) -> None:
         """Time a pass that was dispatched in a step that is timed; ``event`` is what was logged."""

@@ -1,6 +1,6 @@
 """What the scheduler gives for a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -10,6 +10,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict
     total_num_scheduled_tokens: int
     scheduled_spec_decode_tokens: dict
+    scheduled_new_reqs: list = field(default_factory=list)
     uniform: int | None = None
     drafts: int = 0
     sampled: list | None = None

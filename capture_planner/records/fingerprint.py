@@ -1,0 +1,112 @@
+"""Fingerprints of captured graphs: what is equal in two processes, and differs where a kernel changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import attrs
+
+from capture_planner.errors import Problem
+from capture_planner.modes import Role
+from capture_planner.records._base import Count, Interval, NonNegative, Pattern, field, raise_any, record
+
+LONGEST = 160
+"""Characters of a kernel's name that are kept; a digest stands for the rest."""
+
+Topology = Annotated[str, Pattern(r"[0-9a-f]{16}", "16 hexadecimal digits")]
+Amount = Annotated[int, Interval(0)]
+
+
+@attrs.frozen(kw_only=True)
+class Fingerprint:
+    """What one graph is made of. No address is part of it."""
+
+    nodes: int
+    """Nodes of a CUDA graph, of all pieces together; operators of a recorded graph."""
+    kernels: Mapping[str, int]
+    """How often each kernel, or operator, is in it."""
+    topology: str
+    """A digest of all nodes with their dimensions and of the edges between them."""
+
+    @classmethod
+    def of_pieces(cls, pieces: Sequence[Fingerprint]) -> Fingerprint:
+        """Return the fingerprint of a graph in pieces."""
+        kernels = sum((Counter(piece.kernels) for piece in pieces), Counter[str]())
+        topology = pieces[0].topology if len(pieces) == 1 else digest_of(*(piece.topology for piece in pieces))
+        return cls(nodes=sum(piece.nodes for piece in pieces), kernels=dict(sorted(kernels.items())), topology=topology)
+
+
+def digest_of(*parts: object) -> str:
+    """Return 16 hexadecimal digits of some parts, by their text."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def kernel_name(name: str) -> str:
+    """Return the name of a kernel, cut where it is long: those of templates have thousands of characters."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 18]}..{digest_of(name)}"
+
+
+@record
+class GraphFingerprint:
+    """The fingerprint of one graph of a plan."""
+
+    role: Role = field("the role")
+    graph: NonNegative = field("index into the role's graphs, in capture order")
+    nodes: Amount = field("nodes of the graph, of all pieces together")
+    topology: Topology = field("digest of the nodes, their dimensions and their edges")
+    kernels: tuple[tuple[NonNegative, Count], ...] = field(
+        "kernels and how often they are in it: [index into the names, count]", default=()
+    )
+
+
+@record
+class Fingerprints:
+    """What the graphs of a plan were made of when it ran."""
+
+    torch: str = field("version of torch")
+    device: str = field("the device's own name")
+    kernels: tuple[str, ...] = field("names of kernels", default=())
+    graphs: tuple[GraphFingerprint, ...] = field("a fingerprint of each graph that was captured")
+
+    def __attrs_post_init__(self) -> None:
+        raise_any(
+            Problem(
+                path=("graphs", index, "kernels"),
+                message=f"kernel {kernel}, and there are {len(self.kernels)} names",
+                remedy="names count from 0",
+            )
+            for index, graph in enumerate(self.graphs)
+            for kernel, _ in graph.kernels
+            if kernel >= len(self.kernels)
+        )
+
+    @classmethod
+    def of(cls, found: Mapping[tuple[Role, int], Fingerprint], *, torch: str, device: str) -> Fingerprints:
+        """Return the fingerprints of graphs, by role and index in capture order."""
+        names = sorted({name for each in found.values() for name in each.kernels})
+        places = {name: index for index, name in enumerate(names)}
+        graphs = tuple(
+            GraphFingerprint(
+                role=role,
+                graph=index,
+                nodes=each.nodes,
+                topology=each.topology,
+                kernels=tuple(sorted((places[name], count) for name, count in each.kernels.items())),
+            )
+            for (role, index), each in found.items()
+        )
+        return cls(torch=torch, device=device, kernels=tuple(names), graphs=graphs)
+
+    def by_graph(self) -> dict[tuple[Role, int], Fingerprint]:
+        """Return the fingerprint of each graph, by role and index in capture order."""
+        return {
+            (graph.role, graph.graph): Fingerprint(
+                nodes=graph.nodes,
+                kernels={self.kernels[index]: count for index, count in graph.kernels},
+                topology=graph.topology,
+            )
+            for graph in self.graphs
+        }
