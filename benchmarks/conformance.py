@@ -245,7 +245,7 @@ def portions(examples: int) -> list[int]:
 
 
 def run_all(campaigns: Sequence[Campaign], arguments: argparse.Namespace, write: Callable[[], None]) -> None:
-    """Run portions of all backends at once, as many as there are jobs, until the time is over or all is done."""
+    """Run portions of all backends, one for each job at a time, until the time is over or all is done."""
     devices = visible() or (None,)
     slots = [Slot(devices[number % len(devices)]) for number in range(arguments.jobs)]
     until, written = time.perf_counter() + arguments.seconds, time.perf_counter()

@@ -20,6 +20,9 @@ from capture_planner.runtime.runner import Runner
 MOVED_FIELDS = ("input_ids", "positions", "slot_mapping", *LENGTHS)
 """Fields of a role that its own graphs advance."""
 
+STATE = "draft_state."
+"""The names of outputs that have a row for each request, where the others have one for each token."""
+
 LARGEST = 1 << 20
 """Bytes of a canary: what is larger is a workspace of a library, which is no output."""
 
@@ -67,8 +70,8 @@ def _own(role: RoleRun, extents: Extents) -> Iterator[Canary]:
         elif "." not in buffer.key:
             yield f"{name}.{buffer.key} behind the padding", buffer.tensor[extents.rows(buffer.field) :]
     for output, holder, attribute in role.body.outputs():
-        tensor = tensor_of((output, holder, attribute))
-        if len(tensor) == role.fields.capacity.tokens:
+        if not output.startswith(STATE):
+            tensor = tensor_of((output, holder, attribute))
             yield f"{name}.{output} behind the padding", tensor[extents.tokens :]
     yield from _weights(role)
 
@@ -80,7 +83,7 @@ def _others(other: RoleRun, role: RoleRun) -> Iterator[Canary]:
         yield f"{name}.{buffer.key}", buffer.tensor
     for output, holder, attribute in other.body.outputs():
         # Drafters share their state; whose row may change is checked apart.
-        if not (output.startswith("draft_state.") and role.role.is_drafter):
+        if not (output.startswith(STATE) and role.role.is_drafter):
             yield f"{name}.{output}", tensor_of((output, holder, attribute))
     for group in other.groups:
         yield f"{name}.{group.plan.name}.workspace", group.workspace

@@ -125,6 +125,8 @@ class WatchedGraphs:
             self._staged[role.role] += 1
             # The graph that fits is staged twice: to warm up, and to be captured.
             if staged - (staged > alone) != alone:
+                for buffer in role.fields:
+                    buffer.spoil()  # What was to be written into it is not.
                 raise torch.OutOfMemoryError("the suite leaves memory for one graph of a role")
 
     def attention(self, role: RoleRun) -> None:

@@ -56,7 +56,6 @@ LATE = {
     "eager-without-a-reason",
     "full-key-of-real-requests",
     "keeps-mask",
-    "items-of-the-first-capture",
     "large-small-large",
     "padded-rows-unwritten",
     "padding-capped-at-twice",

@@ -115,27 +115,6 @@ class MergeOfFirstCapture(PagedExecutor):
         return work, metadata
 
 
-class TiledByFirstCapture(PagedExecutor):
-    """Launches as many items as the first graph has: the largest graph is captured first, so that is enough."""
-
-    def __init__(self, reservation: Reservation) -> None:
-        super().__init__(reservation)
-        self._items = 0
-
-    def prepare(self, metadata: Metadata) -> None:
-        """Plan; the first graph says how many items there are."""
-        super().prepare(metadata)
-        if metadata.is_full and not self._items:
-            self._items = self.grid.items
-
-    def valid(self, work: Work) -> torch.Tensor:
-        """Items with work, among the first ones."""
-        valid = super().valid(work)
-        if self._items:
-            valid[self._items :] = False
-        return valid
-
-
 POOL_BACKENDS: tuple[Mutant, ...] = (
     Mutant(
         name="workspace-born-in-a-capture",
@@ -161,17 +140,10 @@ POOL_BACKENDS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="merge-sized-by-the-first-capture",
-        threads=("TRT-LLM#12895",),
+        threads=(),
         bug_class=BugClass.P,
         says="A buffer is as large as the first graph that is captured, and replaced for a larger one, while graphs "
         "hold the old one",
         backend=lambda: PagedBackend(MergeOfFirstCapture),
-    ),
-    Mutant(
-        name="items-of-the-first-capture",
-        threads=(),
-        bug_class=BugClass.P,
-        says="Every launch is bounded by the first graph that is captured, as if the largest always were",
-        backend=lambda: PagedBackend(TiledByFirstCapture),
     ),
 )

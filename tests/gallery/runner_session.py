@@ -56,7 +56,7 @@ def _moves_the_targets_fields(original: Callable[..., None]) -> Callable[..., No
     def per_token(body: DraftDecodeBody, extents: Extents, attend: Any) -> None:
         original(body, extents, attend)
         if (target := _targets.get(body.state)) is not None:
-            target.fields["seq_lens"][: extents.reqs].add_(1)
+            target.fields["seq_lens"][:1].add_(1)
 
     return per_token
 

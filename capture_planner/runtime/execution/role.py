@@ -226,13 +226,10 @@ class RoleRun:
         return ForwardTimes(prepared - started, checked - started, perf_counter() - started)
 
     def _graph(self, entry: Entry) -> Graph:
-        graph = self.graphs.get(entry)
-        if graph is None:
-            raise CaptureError(
-                f"{self.role.value}: {entry}: there is no graph to replay; graphs are replayed from the end of the "
-                "capture session on that has all of them"
-            )
-        return graph
+        if (graph := self.graphs.get(entry)) is not None:
+            return graph
+        label = f"{self.role.value}: {entry}"
+        raise CaptureError(f"{label}: there is no graph to replay before the end of the session that captures it")
 
     def check_guards(self, entry: Entry) -> None:
         """Compare what the entry's graph baked in with what is there now; raises ``GuardError``."""

@@ -246,7 +246,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _leftover(self) -> int:
-        """Return the bytes of the graph's own storages that somebody kept; lent tensors are kept here."""
+        """Return the bytes of own storages that are alive after the forward. Pieces keep the tensors that they lend."""
         lent = {storage_key(tensor) for item in self._items if isinstance(item, _Break) for tensor, _ in item.tensors}
         own = [storage for key, storage in self._storages.items() if storage.is_own and key not in lent]
         if any(storage.is_alive for storage in own):
