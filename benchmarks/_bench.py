@@ -38,6 +38,7 @@ _PACKAGES = (
     "transformers",
     "flash-attn-4",
     "flashinfer-python",
+    "vllm",
 )
 
 

@@ -331,7 +331,7 @@ def _before(file: Path | None) -> dict[str, Data]:
 def _result_line(result: Data) -> str:
     if "skipped" in result or "broke" in result:
         return f"{result['case']}: {result.get('skipped') or '; '.join(result['broke'])}"
-    findings = "\n".join(f"{each['says']}\n{each['command']}" for each in result.get("findings", ()))
+    findings = "\n".join(f"{each['message']}\n{each['command']}" for each in result.get("findings", ()))
     return f"{result['case']}: {'passed' if result['passed'] else findings}"
 
 

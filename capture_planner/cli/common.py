@@ -233,11 +233,14 @@ def prepare_torch(threads: int) -> None:
 
 
 def progress_bars(visible: bool | None) -> Any:
-    """Return progress bars on standard error: shown on a terminal, unless ``wanted`` decides."""
+    """Return progress bars on standard error: shown on a terminal, unless ``visible`` decides.
+
+    Of several ranks (``RANK`` as torchrun sets it) the first one alone has them.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    enabled = sys.stderr.isatty() if visible is None else visible
+    enabled = (sys.stderr.isatty() if visible is None else visible) and os.environ.get("RANK", "0") == "0"
 
     @contextmanager
     def task(description: str, total: int) -> Iterator[Callable[[str], None]]:

@@ -75,6 +75,12 @@ if TYPE_CHECKING:
 @options.threads
 @options.pages("up to 1 GiB of memory")
 @click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
+@click.option(
+    "--dump-graphs",
+    type=FILE,
+    metavar="FOLDER",
+    help="Write what each graph holds: Graphviz of CUDA graphs, text of recorded ones.",
+)
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @flag("--eager", "Run eager: capture no graphs.")
 @flag("--verify", "Check tokens and hidden states against the model in higher precision; exit code 2 if one is off.")
@@ -141,6 +147,7 @@ def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
+        dump_graphs=None if values["dump_graphs"] is None else Path(values["dump_graphs"]),
         step_seconds=values["step_time"],
         options=Options(**{name: values[name] for name in checks}),
     )
@@ -206,6 +213,7 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "output_tokens": ("generated requests or --prompts", lambda values: values["trace"] is None),
     "strict": _CAPTURES,
     "graph_memory": _CAPTURES,
+    "dump_graphs": _CAPTURES,
     "trust": _GRAPHS,
     "compare": _GRAPHS,
     "rate": _GENERATED,

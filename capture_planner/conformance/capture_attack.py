@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import attrs
 import torch
@@ -77,6 +78,10 @@ class WatchedGraph:
     def pieces(self) -> int:
         """As of the graph."""
         return self.graph.pieces
+
+    def dump(self, stem: Path) -> list[Path]:
+        """As of the graph."""
+        return self.graph.dump(stem)
 
     def fingerprint(self) -> Fingerprint | None:
         """As of the graph."""

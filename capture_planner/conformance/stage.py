@@ -92,10 +92,9 @@ class Stage(AbstractContextManager["Stage"]):
     def _capture(self) -> None:
         """Capture as the scene says; what is left of the session, or born in it, is a violation."""
         attack = self.scene.capture
-        if attack.breaks and self._broke_off() and attack.stays_eager:
-            return
-        with self.graphs.session():
-            self.runner.capture(order=attack.arranged)
+        if not attack.breaks or (self._broke_off() and not attack.stays_eager):
+            with self.graphs.session():
+                self.runner.capture(order=attack.arranged)
         for (role, entry), size in self.graphs.leftovers.items():
             raise Check.BORN.violation(
                 f"{size:,} bytes that the capture made are kept after it, where the next replay overwrites them; "

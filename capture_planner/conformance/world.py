@@ -43,11 +43,16 @@ class ModelCache:
     shift: int
     """Distance from a row's position to its token's position: 0 for a target, 1 for a drafter."""
 
-    def flat(self) -> Iterator[torch.Tensor]:
-        """Yield keys and values of each layer, ``[slots, kv_heads * dim]``."""
+    def slots(self) -> Iterator[torch.Tensor]:
+        """Yield views of the keys and values of each layer, ``[slots, kv_heads, dim]``."""
         for cache in self.layers:
             for tensor in (cache.keys, cache.values):
-                yield tensor.flatten(0, 1).flatten(1)
+                yield tensor.flatten(0, 1)
+
+    def flat(self) -> Iterator[torch.Tensor]:
+        """Yield keys and values of each layer, ``[slots, kv_heads * dim]``: a copy where the cache is packed."""
+        for tensor in self.slots():
+            yield tensor.flatten(1)
 
     def expected(self, ids: torch.Tensor, positions: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the contents of ``flat`` for tokens at positions, ``[T, kv_heads * dim]`` each."""
@@ -133,8 +138,8 @@ class World:
             ids, at, where = (
                 torch.from_numpy(array).to(device) for array in (live.tokens[positions + cache.shift], positions, slots)
             )
-            for tensor, expected in zip(cache.flat(), cache.expected(ids, at), strict=True):
-                tensor[where] = expected
+            for tensor, expected in zip(cache.slots(), cache.expected(ids, at), strict=True):
+                tensor[where] = expected.view(-1, *tensor.shape[1:])
 
     def slots(self, live: LiveRequest, positions: np.ndarray) -> np.ndarray:
         """Return the slots of positions, ``int64[n]``."""

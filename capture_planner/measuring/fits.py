@@ -42,6 +42,12 @@ class Line:
         ]
         return cls(intercept, slope, math.sqrt(statistics.fmean(error * error for error in left_out)))
 
+    @classmethod
+    def robust(cls, points: Sequence[tuple[float, float]]) -> Line:
+        """Fit points of which up to a quarter are far off; the error is the median distance of the points."""
+        intercept, slope = robust_fit(points)
+        return cls(intercept, slope, statistics.median([abs(y - intercept - slope * x) for x, y in points]))
+
     def __call__(self, x: float) -> float:
         return self.intercept + self.slope * x
 
@@ -153,10 +159,11 @@ def _family_cost(family: Family, samples: Sequence[GraphSample], firsts: set[int
         # One pool shows one size of a family; intermediates are in proportion to tokens.
         points += [(0.0, 0.0)] if len(points) == 1 else []
     memory = Line.of(points)
-    seconds = Line.of([(float(sample.tokens), sample.seconds) for sample in samples[1:] or samples])
+    # Sizes at which a library loads another kernel take several times as long, in the first capture of a process.
+    seconds = Line.robust([(float(sample.tokens), sample.seconds) for sample in samples[1:] or samples])
     figures = {
         "mib": each,
-        "driver_mib": max(0.0, statistics.fmean(sample.driver_mib for sample in samples)),
+        "driver_mib": max(0.0, statistics.median(sample.driver_mib for sample in samples)),  # kernels are loaded, too
         "largest_mib": memory.intercept,
         "mib_per_token": memory.slope,
         "mib_error": memory.error if known else (statistics.pstdev(later) if later else 0.0),

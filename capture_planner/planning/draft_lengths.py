@@ -28,7 +28,7 @@ import attrs
 
 from capture_planner.records.model import MAX_TIERS
 
-NOISE = 0.005
+NOISE = 0.02
 """A range is worth a change of K if the neighbour's K takes longer there by more than this."""
 
 

@@ -17,7 +17,13 @@ from capture_planner.planning.groups import Group, ask_backends
 from capture_planner.planning.judging import judge
 from capture_planner.planning.measured import forecast_of, measured_sizes
 from capture_planner.planning.measured_schedule import choose_schedule
-from capture_planner.planning.resolve import ResolvedMode, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.planning.resolve import (
+    ResolvedMode,
+    resolve,
+    resolve_draft_decode,
+    resolve_draft_prefill,
+    resolve_eager_drafter,
+)
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
@@ -64,6 +70,11 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         for working in roles:
             working.fit_backend()
         _fit_budget(spec, roles)
+    has_graphs = any(ladder.sizes for working in roles for ladder in working.ladders)
+    for working in roles:
+        # A target without graphs next to a drafter with some keeps its mode: a drafter's is never above its target's.
+        if working.role.is_drafter or not has_graphs:
+            working.settle_mode()
     _refuse_excess(roles)
     made = Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
     _refuse_unreadable(made)
@@ -107,6 +118,8 @@ def _resolve(
     if target is None:
         requested = wanted or spec.mode
         return requested, resolve(role, requested, supports, max_query_len=query_len, piecewise=spec.piecewise)
+    if spec.speculative is not None and (reason := spec.speculative.model.eager_because) is not None:
+        return target, resolve_eager_drafter(role, target, reason)
     if role is Role.DRAFT_PREFILL:
         return target, resolve_draft_prefill(
             target, wanted, supports, max_query_len=query_len, piecewise=spec.piecewise

@@ -142,6 +142,17 @@ def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Se
     return ResolvedMode(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
+def resolve_eager_drafter(role: Role, target: GraphMode, reason: str) -> ResolvedMode:
+    """Resolve a role of a drafter that no graph can hold to NONE, with the drafter's reason (if there were graphs)."""
+    if target is _NONE:
+        return ResolvedMode(mode=_NONE)
+    message = f"the drafter has no graphs: {reason}"
+    step = Decision(
+        rule="drafter-without-graphs", before=target.value, after=_NONE.value, role=role, message=message[:500]
+    )
+    return ResolvedMode(mode=_NONE, decisions=(step,))
+
+
 def _lowered(role: Role, target: GraphMode, wanted: GraphMode | None) -> tuple[GraphMode, tuple[Decision, ...]]:
     """Return where a drafter starts: the target's resolved mode, or a lower one that the spec requests."""
     if wanted is None or wanted is target:

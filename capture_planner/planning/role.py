@@ -216,6 +216,13 @@ class RoleInProgress:
             self.decide("sizes-measured", f"1..{last}", counted(len(after.sizes), "size"), f"{after}: {sentence}")
         self.ladders = tuple(ladders)
 
+    def settle_mode(self) -> None:
+        """Resolve to NONE where no ladder has a size left, so that nothing is captured (vLLM's ``needs_capture``)."""
+        if self.ladders and self.mode is not GraphMode.NONE and not any(ladder.sizes for ladder in self.ladders):
+            message = "no size is left for any kind of batch, so there is nothing to capture and everything runs eager"
+            self.decide("nothing-to-capture", self.mode.value, GraphMode.NONE.value, message)
+            self.resolved = attrs.evolve(self.resolved, mode=GraphMode.NONE)
+
     def fit_backend(self) -> None:
         """Drop full graphs beyond what the backends can hold."""
         capped = [group for group in self.groups if group.support.max_graphs is not None]

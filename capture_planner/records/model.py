@@ -8,11 +8,23 @@ from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import Chain
-from capture_planner.records._base import AtLeast, AtMost, Count, Interval, Name, Path, field, raise_any, record
+from capture_planner.records._base import (
+    AtLeast,
+    AtMost,
+    Count,
+    Interval,
+    Name,
+    Path,
+    Pattern,
+    field,
+    raise_any,
+    record,
+)
 from capture_planner.records.text import counted
 
 DraftTokens = Annotated[int, Interval(0, 255)]
 Tier = tuple[Count, Count, DraftTokens]
+EagerReason = Annotated[str, Pattern(r"[\s\S]{1,400}", "a sentence of at most 400 characters")]
 Share = Annotated[float, AtLeast(0), AtMost(1)]
 
 MAX_TIERS = 64
@@ -106,6 +118,9 @@ class DraftModel:
     latent: Latent | None = field("latent attention; None: ordinary heads", default=None)
     sinks: bool = field("whether its attention has learned sinks", default=False)
     vocab_size: Count | None = field("reduced draft vocabulary; None: the target's", default=None)
+    eager_because: EagerReason | None = field(
+        "why no graph can hold its forwards (vLLM: supports_sd_full_graph is false); None: graphs can", default=None
+    )
 
 
 @record

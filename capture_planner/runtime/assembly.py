@@ -178,16 +178,17 @@ def reserve_all(
     Each layer has a cache, of the target and (key True) of the drafter, whose roles share it.
     """
     dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
-    caches: dict[bool, list[LayerCache]] = {}
-    for is_drafter, of_model in windows.items():
-        any_role = Role.DRAFT_DECODE if is_drafter else Role.TARGET
-        attention = Attention.of(plan, any_role, layers=len(of_model), window=None)
-        caches[is_drafter] = [kv.layer_cache(attention, pages, dtype, device) for _ in of_model]
+    caches: dict[bool, dict[int, LayerCache]] = {is_drafter: {} for is_drafter in windows}
     reserved: dict[Role, list[GroupRun]] = {role.role: [] for role in plan.roles}
     try:
         for role in plan.roles:
             mine = caches[role.role.is_drafter]
             for group, layers in zip(role.groups, layers_of(role, windows[role.role.is_drafter]), strict=True):
+                attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
+                packed = getattr(registry[group.backend].backend, "packs_cache", False)
+                for layer in layers:
+                    if layer not in mine:
+                        mine[layer] = kv.layer_cache(attention, pages, dtype, device, packed=packed)
                 of_group = {layer: mine[layer] for layer in layers}
                 reserved[role.role].append(
                     _reserved(plan, role, group, of_group, fields[role.role], registry, pages, device)

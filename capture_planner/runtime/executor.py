@@ -49,6 +49,9 @@ class LayerCache:
     """``[num_pages, page_size, num_kv_heads, head_dim]``, in the group's KV dtype."""
     values: torch.Tensor
     """The same for values."""
+    packed: torch.Tensor | None = None
+    """``[num_pages, page_size, num_kv_heads, 2 * head_dim]``, whose halves keys and values are, for a backend with
+    ``packs_cache``; None: two tensors of their own."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -88,6 +91,8 @@ class Metadata:
 
     entry: Entry | None
     """The graph that is captured or replayed; None for an eager step."""
+    for_capture: bool = False
+    """Whether the step is the warm-up or the capture of ``entry``, on the null page, and not a batch."""
     num_reqs: int
     num_tokens: int
     max_query_len: int
@@ -147,7 +152,11 @@ class Executor(Protocol):
 
 @runtime_checkable
 class RunnableBackend(Backend, Protocol):
-    """A backend that executes what it plans."""
+    """A backend that executes what it plans.
+
+    With an attribute ``packs_cache = True`` the caches of its layers have the layout of vLLM 0.33: keys and values of a
+    token and a head lie next to each other (``LayerCache.packed``). The first role that a layer has decides.
+    """
 
     def reserve(self, reservation: Reservation) -> Executor:
         """Allocate persistent buffers and wrappers, sized for the largest entry.

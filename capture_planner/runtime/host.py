@@ -11,7 +11,7 @@ import torch
 
 from capture_planner.records.environment import Device, DeviceKind, Environment
 
-PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4")
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "flash-attn-4", "vllm")
 """The packages that decide what a backend can do."""
 
 GIBI = 1 << 30

@@ -22,6 +22,7 @@ from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
+from capture_planner.runtime.graphs.dump import dump_graphs
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunReport
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
@@ -74,6 +75,8 @@ class Choices:
     """Cut requests that are longer than the model, instead of refusing them."""
     eager: bool = False
     """Capture nothing."""
+    dump_graphs: Path | None = None
+    """Folder to write what each captured graph holds into."""
     verify: bool = False
     """Hold what was served against the same model in a higher precision, see ``runtime.verification``."""
     any_environment: bool = False
@@ -149,7 +152,12 @@ def launch(
             with progress("capture", runner.plan.num_graphs) as advance:
                 runner.capture(
                     memory=plan.budget.memory if choices.graph_memory is None else choices.graph_memory,
-                    progress=lambda done: advance(f"{done.role.value} {done.entry}"),
+                    progress=lambda done: advance(_captured(done, device)),
+                )
+            if choices.dump_graphs is not None:
+                roles = runner.parts.roles.values()
+                dump_graphs(
+                    ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), choices.dump_graphs
                 )
             # Where a comparison found a difference, the report has it.
             with contextlib.suppress(DifferenceError), progress("serve", len(requests)) as served_one:
@@ -169,6 +177,12 @@ def launch(
     except KeyboardInterrupt:
         return Outcome(report=attrs.evolve(report, interrupted=True))
     return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+
+
+def _captured(done: GraphCapture, device: torch.device) -> str:
+    """Describe the graph that was captured last, by its mode and its role."""
+    kind = "CUDA" if device.type == "cuda" else "recorded"
+    return f"Capturing {kind} graphs ({done.entry.mode.value}, {done.role.value}): {done.entry.num_tokens} tokens"
 
 
 def _refuse_infinite(model: TargetModel) -> None:

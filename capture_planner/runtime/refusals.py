@@ -38,6 +38,11 @@ def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool) -> None:
             "machine (--any-environment runs it all the same)"
         )
     parallel = plan.parallel
+    if parallel.data > 1:
+        raise RunError(
+            f"parallel.data is {parallel.data}: a plan is executed by one rank, and the others would not be there to "
+            "agree with; plan it with 1"
+        )
     for name, ranks in (("tensor", parallel.tensor), ("decode_context", parallel.decode_context)):
         if ranks > 1:
             raise RunError(f"parallel.{name} is {ranks}: a plan is executed on one device; plan it with 1")

@@ -77,7 +77,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             observer=observer or ForwardObserver(),
             adapters=adapters,
         )
-        self.dispatcher = self._eager = Dispatcher(without_graphs(plan))
+        self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
         self._serving: Serving | None = None
@@ -103,16 +103,20 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
 
         ``memory`` bounds each pool, in bytes; ``order`` arranges the captures, which need least memory in their
         own order. Before this is called, everything runs eager, and again after an error, which names the entry
-        and leaves no graph. Raises ``RunError`` while requests are served: captures write the fields that their
-        steps go on from.
+        and leaves no graph: then it may be called once more. Raises ``RunError`` while requests are served: captures
+        write the fields that their steps go on from. Also after it was called to its end: graphs of both would be in
+        the pool, and those of one in use.
         """
         self._refuse_while_serving("capture")
+        if any(role.pool is not None for role in self.parts.roles.values()):
+            raise RunError("this runner has captured already; make another one to capture again")
         if not self.policy.options.replay:
             self.dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
-        self.dispatcher = self._eager
         self.session.captured.clear()
+        # Not inference_mode: tensors made in it, as backends make them, could not be changed outside of it. A replay,
+        # which dispatches no operator, would gain nothing from it.
         with self.session.capturing(), torch.no_grad(), session(roles):
             for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory, order=order):
                 self.session.captured.append(done)

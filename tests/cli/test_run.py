@@ -23,7 +23,6 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = spec_for(3)
-SOME = ("--requests", "8", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
 FEW = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
 
 
@@ -350,38 +349,3 @@ def test_every_option_of_run_has_a_test() -> None:
     options = [name for param in cli.run.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried
-
-
-# LoRA ------------------------------------------------------------------------------------------
-
-
-def test_a_plan_with_lora_runs_with_adapters_or_says_that_it_has_none(run: Run) -> None:
-    """Graphs are dispatched by the number of active adapters, tokens are verified, and the report has both."""
-    Path("lora.yaml").write_text(SPEC + "lora: {max_active: 2, specialize: true}\n", "utf-8")
-    without = run("lora.yaml", *FEW)
-    assert "the plan has LoRA and the run had no adapters" in " ".join(without.out.split())
-    data = run("lora.yaml", "--adapters", "3", "--format", "json", *SOME, "--verify").data
-    assert len(data["adapters"]) == 3
-    assert data["differing"] == []
-    assert {request["adapter"] for request in data["requests"]} > {0}
-    active = {f["active_loras"]: f["entry"]["active_loras"] for f in data["forwards"] if f["role"] == "target"}
-    assert max(active) > 1
-    assert all(graph >= count for count, graph in active.items())
-    ran = run("lora.yaml", "--adapters", "3", *SOME)
-    assert re.search(r"^Adapters$\n +3 adapters, at most 2 at once: random adapter 1", ran.out, re.M)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("none",), "--adapters none: no such folder; give folders, or one number."),
-        (("2", "3"), "--adapters 2: no such folder"),
-        (("0",), "--adapters 0: expected 1 to 1024."),
-        ((".",), "the plan has no LoRA; plan with lora: {max_active: N}"),
-    ],
-)
-def test_adapters_that_a_run_cannot_have_are_refused(run: Run, given: tuple[str, ...], said: str) -> None:
-    """In a line, with exit code 1 or 2."""
-    ran = run("plan.yaml", *FEW, *(word for one in given for word in ("--adapters", one)))
-    assert ran.code in (1, 2)
-    assert said in " ".join(ran.err.split())

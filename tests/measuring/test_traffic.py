@@ -13,6 +13,7 @@ from capture_planner.errors import InvalidDocument
 from capture_planner.measuring.traffic import LINE_FORMATS, SourceOptions, read_traffic
 from capture_planner.measuring.traffic import source as sources
 from support import log_lines
+from support.log_steps import batches_of, batches_of_iterations, read_batches
 from support.traffic_shapes import file_of, shapes
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "log_lines.json").read_text("utf-8"))
@@ -37,20 +38,6 @@ NOISE = (
     '{"message": "ready"}',
     "é ü 漢字",
 )
-
-
-def uniform(requests, tokens):
-    return tokens // requests if tokens % requests == 0 else None
-
-
-def expected_of_iterations(steps):
-    """Return what iterations are, by the definition of a batch: context and generation as (requests, tokens)."""
-    counts = Counter()
-    for context, generation in steps:
-        requests, tokens = context[0] + generation[0], context[1] + generation[1]
-        if requests and tokens:
-            counts[requests, tokens, None if context[0] else uniform(requests, tokens)] += 1
-    return counts
 
 
 @st.composite
@@ -96,7 +83,7 @@ def test_steps_are_read_back_from_lines(engine, tmp_path_factory, data):
         traffic, unreadable = read_traffic([path])
         assert shapes(read_traffic([str(zipped)])[0]) == shapes(traffic)
         assert shapes(read_traffic([path, path])[0]) == shapes(traffic) + shapes(traffic)
-    assert shapes(traffic) == expected_of_iterations(steps)
+    assert shapes(traffic) == batches_of_iterations(steps)
     assert (traffic.skipped, unreadable) == (0, ())
 
 
@@ -177,50 +164,15 @@ class TestRecordedLines:
     @pytest.mark.parametrize("name", ["vllm_iterations", "vllm_iterations_colored"])
     def test_vllm_iterations(self, read, name):
         """With and without colours; the dummy step of an idle rank is apart."""
-        steps = [step for step in RECORDED[name]["steps"] if not step["is_dummy"]]
-        pairs = [
-            (
-                (step["num_ctx_requests"], step["num_ctx_tokens"]),
-                (step["num_generation_requests"], step["num_generation_tokens"]),
-            )
-            for step in steps
-        ]
         traffic = read(name)
-        assert shapes(traffic) == expected_of_iterations(pairs)
+        assert read_batches(name, traffic) == batches_of(name, RECORDED[name]["steps"])
         assert traffic.skipped == 0
         assert "1 dummy steps of idle data-parallel ranks are not counted" in traffic.notes
 
-    def test_vllm_graph_tables(self, read):
-        """Every step of both tables."""
-        traffic = read("vllm_graph_tables")
-        expected = Counter((tokens, True if mode == "FULL" else None) for tokens, _, mode in self.steps_of_tables())
-        assert Counter({(b.num_tokens, b.past_prompt): b.count for b in traffic.batches}) == expected
-
-    def steps_of_tables(self):
-        return RECORDED["vllm_graph_tables"]["steps"]
-
-    def test_sglang(self, read):
-        """Plain, hybrid and speculative lines; replayed tokens are run too."""
-        expected = Counter()
-        for step in RECORDED["sglang"]["steps"]:
-            if "prefill" in step:
-                seqs, tokens, replayed = step["prefill"]
-                expected[seqs, tokens + replayed, None] += 1
-            else:
-                reqs, speculative = step["decode"]
-                expected[(reqs, None, None) if speculative else (reqs, reqs, 1)] += 1
-        assert shapes(read("sglang")) == expected
-
-    def test_forward_passes(self, read):
-        """Requests of each pass."""
-        expected = Counter(
-            step.get("num_prefill_requests") + step["num_decode_requests"]
-            for step in RECORDED["forward_passes"]["steps"]
-        )
-        counted = Counter()
-        for batch in read("forward_passes").batches:
-            counted[batch.num_reqs] += batch.count
-        assert counted == expected
+    @pytest.mark.parametrize("name", ["vllm_graph_tables", "sglang", "forward_passes"])
+    def test_other_formats(self, read, name):
+        """Every step of both tables; plain, hybrid and speculative lines; the requests of each pass."""
+        assert read_batches(name, read(name)) == batches_of(name, RECORDED[name]["steps"])
 
     def test_lines_of_the_tests_are_those_of_vllm(self):
         """What the tests above write is what the engine writes."""
@@ -253,7 +205,7 @@ class TestRecordedLines:
 
     def test_tables_of_the_tests_are_those_of_vllm(self):
         """One table of those that were recorded, cell by cell."""
-        steps = Counter(map(tuple, self.steps_of_tables()[:60]))
+        steps = Counter(map(tuple, RECORDED["vllm_graph_tables"]["steps"][:60]))
         rows = [(*step, count) for step, count in sorted(steps.items(), key=lambda item: -item[1])]
         recorded = [line.split("] ", 1)[1] for line in RECORDED["vllm_graph_tables"]["text"].split("\r\n")]
         assert {line.rstrip() for line in log_lines.vllm_graph_table(rows)} <= {line.rstrip() for line in recorded}

@@ -4,15 +4,20 @@ import itertools
 
 import attrs
 import pytest
-from hypothesis import given, reject
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
+from capture_planner.analysis.lint import Severity, lint
+from capture_planner.codec import load_environment, load_spec
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.planning.planner import plan as make_plan
 from capture_planner.planning.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill
+from capture_planner.plugins.registry import load_backends
+from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
-from capture_planner.records.spec import KindGraphs, Piecewise
-from capture_planner.testing import deployments
+from capture_planner.records.spec import KindGraphs, Piecewise, Policy, Sizes
+from capture_planner.testing import deployments, plans
 
 N, P, D, S, F = (
     GraphMode.NONE,
@@ -182,6 +187,52 @@ def _target(deployment):
 
 
 @given(deployments(max_reqs=64))
+def test_a_drafter_that_no_graph_can_hold_has_none_and_says_why(deployment):
+    """Law 6: its roles resolve to NONE with its reason; the target's mode is as it was."""
+    spec = deployment.spec
+    assume(spec.speculative is not None and not spec.speculative.is_measured)
+    eager = attrs.evolve(spec.speculative, model=attrs.evolve(spec.speculative.model, eager_because="it samples"))
+    other = attrs.evolve(deployment, spec=attrs.evolve(spec, speculative=eager))
+    try:
+        plan, before = other.plan(), deployment.plan()
+    except PlanningError:
+        reject()
+    for role in plan.roles[1:]:
+        assert (role.mode, role.entries) == (N, ())
+        reasons = [decision for decision in role.decisions if decision.rule == "drafter-without-graphs"]
+        assert [decision.message for decision in reasons] == ["the drafter has no graphs: it samples"] * (
+            role.requested is not N
+        )
+    assert plan.roles[0].mode is before.roles[0].mode or not (plan.num_graphs and before.num_graphs)
+
+
+@given(plans(max_reqs=64))
+def test_a_role_without_a_size_resolves_to_none_with_a_decision(plan):
+    """Law 6: where nothing is captured no mode says otherwise; a draft decode that never runs has its own decision."""
+    for role in plan.roles:
+        rules = {decision.rule for decision in role.decisions}
+        assert ("nothing-to-capture" in rules) <= (role.mode is N)
+        if not role.entries and (role.role.is_drafter or not plan.num_graphs):
+            assert role.mode is N or rules & {"draft-decode-never-runs"}
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("mode", "sizes"), [(P, {"num_reqs": (2,)}), (D, {"num_tokens": (8,)})])
+def test_a_list_that_leaves_no_size_is_the_mode_none(mode, sizes, drafted):
+    """VLLM's ``needs_capture``: sizes of decodes alone leave PIECEWISE nothing to capture, and the decision says so."""
+    spec = load_spec("plans/specs/tiny-reference-cpu.yaml")
+    speculative = spec.speculative if drafted else None
+    spec = replace(spec, mode=mode, sizes=Sizes(policy=Policy.EXPLICIT, **sizes), speculative=speculative)
+    plan = make_plan(spec, load_environment("plans/environments/cpu.yaml"), load_backends())
+    assert plan.num_graphs == 0
+    for role in plan.roles:
+        assert role.mode is N
+        assert role.requested is N or role.decisions[-1].rule in ("nothing-to-capture", "draft-decode-never-piecewise")
+    assert (plan.roles[0].decisions[-1].rule, plan.roles[0].decisions[-1].after) == ("nothing-to-capture", "NONE")
+    assert not [finding for finding in lint(plan) if finding.rule.severity is Severity.ERROR]
+
+
+@given(deployments(max_reqs=64))
 def test_planned_modes_obey_the_rules_of_their_role(deployment):
     """Law 6: in a whole plan, no role is above its request, no drafter above its target."""
     try:
@@ -193,7 +244,7 @@ def test_planned_modes_obey_the_rules_of_their_role(deployment):
     for role in plan.roles:
         assert role.mode <= role.requested
         if role.role is Role.DRAFT_PREFILL:
-            assert role.requested is target
+            assert role.requested is target or not plan.num_graphs
         if role.role is Role.DRAFT_DECODE:
             assert role.mode in (D, N)
             assert role.mode is N or target in (D, S, F)

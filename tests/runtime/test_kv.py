@@ -91,12 +91,13 @@ def test_pages_of_tokens_are_as_few_as_hold_them(tokens, page_size, num_pages):
     st.integers(1, 6),
     st.integers(0, 5),
     st.sampled_from((torch.float64, torch.bfloat16)),
+    st.booleans(),
     st.integers(0, 1 << 32),
 )
-def test_rows_are_written_where_their_slots_say_and_nowhere_else(page_size, num_pages, padding, dtype, seed):
+def test_rows_are_written_where_their_slots_say_and_nowhere_else(page_size, num_pages, padding, dtype, packed, seed):
     """Slot s is row ``s % page_size`` of page ``s // page_size``; padding stays in the null slot."""
     form = PageFormat(page_size=page_size, num_pages=num_pages)
-    cache, chosen = layer_cache(attention(), form, dtype, CPU), random.Random(seed)
+    cache, chosen = layer_cache(attention(), form, dtype, CPU, packed=packed), random.Random(seed)
     slots = chosen.sample(range(1, form.slots), chosen.randint(0, form.slots - 1))
     count = len(slots) + padding
     torch.manual_seed(seed)
@@ -120,3 +121,14 @@ def test_a_layers_cache_is_zero_and_has_the_backends_shape():
         assert held.dtype == torch.float16
         assert not held.any()
     assert cache.keys.data_ptr() != cache.values.data_ptr()
+
+
+def test_packed_cache_has_vllms_layout():
+    """Keys and values of a token and a head lie next to each other, in one tensor; slots are equally far apart."""
+    cache = layer_cache(attention(4, 8), PageFormat(page_size=5, num_pages=7), torch.float16, CPU, packed=True)
+    cache.keys.fill_(1)
+    cache.values.fill_(2)
+    assert cache.packed.shape == (7, 5, 4, 16)
+    assert cache.packed.is_contiguous()
+    assert cache.packed.unique_consecutive().tolist() == [1, 2] * (7 * 5 * 4)
+    assert torch.equal(cache.packed[..., :8], cache.keys)

@@ -48,6 +48,7 @@ REFUSED_PLANS = {
         {"environment": attrs.evolve(HERE, packages={"torch": "1.0", "no-such-package": "3"})},
         "no-such-package 3 was planned for and is not installed; torch 1.0 was planned for and",
     ),
+    "data": ({"spec": replace(SPEC, parallel=Parallel(data=2))}, "parallel.data is 2: a plan is executed by one rank"),
     "tensor": ({"spec": replace(SPEC, parallel=Parallel(tensor=2))}, "parallel.tensor is 2"),
     "decode context": ({"spec": replace(SPEC, parallel=Parallel(decode_context=2))}, "parallel.decode_context is 2"),
     "fp8": ({"spec": changed_model(dtype=DataType.FP8)}, "in fp8; the runner computes in"),

@@ -26,11 +26,12 @@ def kept(folder: Path = RESULTS) -> str:
     """What each backend was put through, at which versions, and what was found."""
     results = newest(folder)
     columns = ("backend", "date", "on", "versions", "result", "scenes", "steps", "forwards", "attacks")
-    rows = [_row(name, results.get(name)) for name in dict.fromkeys((*BACKENDS, *results))]
+    rows = [row_of(name, results.get(name)) for name in dict.fromkeys((*BACKENDS, *results))]
     return "\n".join([table(columns, rows, text=5), *_remarks(results)])
 
 
-def _row(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
+def row_of(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
+    """Return the row of one backend; what it lacks is not measured."""
     if result is None:
         return (name, NO_VALUE, NO_VALUE, NO_VALUE, NOT_MEASURED, *[NO_VALUE] * 4)
     provenance = result["file"]["provenance"]
@@ -52,7 +53,13 @@ def _row(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
     )
 
 
-LIBRARIES = {"flash_attention": "flash-attn-4", "flashinfer": "flashinfer-python", "triton": "triton"}
+LIBRARIES = {
+    "flash_attention": "flash-attn-4",
+    "flashinfer": "flashinfer-python",
+    "triton": "triton",
+    "vllm_flash_attn": "vllm",
+    "vllm_triton_attn": "vllm",
+}
 
 
 def _libraries(result: dict[str, Any], provenance: dict[str, Any]) -> dict[str, str]:
@@ -68,7 +75,7 @@ def _remarks(results: dict[str, dict[str, Any]]) -> Iterable[str]:
     for name, result in results.items():
         if "broke" in result:
             lines.append(f"- {name} broke: {result['broke']}")
-        lines += [f"- {name}: {each['check']}: {each['says']}" for each in result.get("findings", ())]
+        lines += [f"- {name}: {each['check']}: {each['message']}" for each in result.get("findings", ())]
         lines += [
             f"- {name}: the field `{each['field']}` of {each['role']} is over-declared"
             for each in result.get("fields", ())

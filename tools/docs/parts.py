@@ -16,6 +16,7 @@ import gpu_bench_tables
 import gpu_equality_tables
 import ranks_tables
 import transformers_tables
+import vllm_attention_tables
 import vllm_tables
 from results import ROOT, table
 
@@ -183,5 +184,6 @@ PARTS: dict[str, Callable[[], str]] = {
     **gpu_equality_tables.PARTS,
     **gallery_tables.PARTS,
     **vllm_tables.PARTS,
+    **vllm_attention_tables.PARTS,
     **transformers_tables.PARTS,
 }

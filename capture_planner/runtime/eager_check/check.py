@@ -144,7 +144,7 @@ class EagerCheck(ForwardObserver):
         )
         inputs = [tensor_of(actual) for actual in role.body.inputs()]
         before = [tensor.clone() for tensor in inputs]
-        caches = [(cache, cache[forward.slots]) for _, _, cache in _caches(role)]
+        caches = [(cache, cache[forward.slots]) for cache in _slots(role)]
         before_graph = {(layer, name): prints(cache) for layer, name, cache in _caches(role)}
         eager = self._eager(forward)
         # The graph starts where the eager forward did, and finds none of its results.
@@ -348,8 +348,15 @@ def _chain(inputs: StepInputs, steps: int, max_model_len: int) -> tuple[StepInpu
     return tuple(chain)
 
 
+def _slots(role: RoleRun) -> Iterator[torch.Tensor]:
+    """Yield views of each layer's caches, ``[slots, heads, head_dim]``."""
+    for _, cache in role.attention.caches():
+        for tensor in (cache.keys, cache.values):
+            yield tensor.flatten(0, 1)
+
+
 def _caches(role: RoleRun) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Yield each layer's caches as ``[slots, width]``."""
+    """Yield each layer's caches as ``[slots, width]``: a copy where the cache is packed."""
     for layer, cache in role.attention.caches():
         for name, tensor in zip(CACHES, (cache.keys, cache.values), strict=True):
             yield layer, name, tensor.flatten(0, 1).flatten(1)

@@ -116,6 +116,7 @@ class RoleAttention:
             host = _HostFields(self._fields.by_group[name], inputs, seen, step.real.tokens)
             self.metadata[name] = Metadata(
                 entry=entry,
+                for_capture=step.for_capture,
                 num_reqs=seen.reqs,
                 num_tokens=seen.tokens,
                 max_query_len=query,

@@ -38,6 +38,8 @@ class FusedUpdates(Updates):
             keys.stride(1),
             values.stride(0),
             values.stride(1),
+            cache.keys.stride(1),
+            cache.keys.stride(2),
             heads * dim,
             dim,
             width=triton.next_power_of_2(heads * dim),
@@ -142,6 +144,8 @@ def _store(
     key_head,
     value_token,
     value_head,
+    slot_stride,
+    head_stride,
     size,
     dim,
     width: tl.constexpr,
@@ -151,7 +155,8 @@ def _store(
     inside = element < size
     head = (element // dim).to(tl.int64)
     within = element % dim
-    row = tl.load(slots + token) * size + element
+    # A page is its tokens one after the other, so that slots are equally far from each other.
+    row = tl.load(slots + token) * slot_stride + head * head_stride + within
     key = tl.load(keys + token * key_token + head * key_head + within, mask=inside)
     tl.store(key_cache + row, key.to(key_cache.dtype.element_ty), mask=inside)
     value = tl.load(values + token * value_token + head * value_head + within, mask=inside)

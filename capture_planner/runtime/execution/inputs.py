@@ -179,6 +179,8 @@ class ForwardStep:
     real: Extents
     extents: Extents
     """What the model runs at: the entry's, or the real ones."""
+    for_capture: bool = False
+    """Whether the entry is warmed up or captured."""
 
     @property
     def is_full(self) -> bool:

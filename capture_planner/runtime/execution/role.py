@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.errors import CaptureError
+from capture_planner.errors import GuardError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import RolePlan
@@ -28,6 +28,7 @@ from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef,
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Bounds, Write
+from capture_planner.runtime.execution.profiling import profiled
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
 from capture_planner.runtime.options import ExecutionPolicy
@@ -213,23 +214,23 @@ class RoleRun:
         prepared = checked = perf_counter()
         entry = step.entry
         if entry is not None and self._policy.options.replay:
-            graph = self._graph(entry)
+            graph = self.graphs.get(entry)
+            if graph is None:
+                raise GuardError(
+                    f"{self.role.value}: {entry} has no graph; let the dispatcher choose, after the capture session"
+                )
             if not self._policy.options.trust:
                 self.check_guards(entry)
                 checked = perf_counter()
-            graph.replay()
+            with profiled(step):
+                graph.replay()
         else:
-            self._forward(step.extents, entry)
+            with profiled(step):
+                self._forward(step.extents, entry)
         if entry is not None and not step.is_full:
             # A PIECEWISE graph pads no requests, so what belongs to requests runs behind it (vllm#39773).
             self.body.per_request(step.extents, None)
         return ForwardTimes(prepared - started, checked - started, perf_counter() - started)
-
-    def _graph(self, entry: Entry) -> Graph:
-        if (graph := self.graphs.get(entry)) is not None:
-            return graph
-        label = f"{self.role.value}: {entry}"
-        raise CaptureError(f"{label}: there is no graph to replay before the end of the session that captures it")
 
     def check_guards(self, entry: Entry) -> None:
         """Compare what the entry's graph baked in with what is there now; raises ``GuardError``."""
@@ -315,7 +316,7 @@ class RoleRun:
             query_len=entry.query_len,
             past_prompt=entry.query_len is not None,
         )
-        step = self.step(batch, entry, inputs)
+        step = attrs.evolve(self.step(batch, entry, inputs), for_capture=True)
         self.stage_inputs(step)
         self.prepare_backends(step)
         return step
@@ -324,7 +325,8 @@ class RoleRun:
         """Return the largest batch that the entry serves; it reads and writes the null page alone.
 
         Every request has one token at least, no request is longer than the model, and there are no more
-        than the limits admit: what an entry has beyond that is padding, at capture as at replay.
+        than the limits admit: what an entry has beyond that is padding, at capture as at replay. Sequences are as long
+        as the queries: the shortest that there can be, so that a warm-up reads least (vLLM 0.33 does so too).
         """
         longest = self.bounds.positions
         reqs = min(entry.num_reqs or entry.num_tokens, entry.num_tokens, self.bounds.reqs)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -140,6 +141,14 @@ class CudaGraph:
     @property
     def pieces(self) -> int:
         return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
+
+    def dump(self, stem: Path) -> list[Path]:
+        """Write each piece as Graphviz, by ``torch.cuda.CUDAGraph.debug_dump``."""
+        graphs = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+        files = [stem.with_name(f"{stem.name}.{number}.dot") for number in range(len(graphs))]
+        for graph, file in zip(graphs, files, strict=True):
+            graph.debug_dump(str(file))
+        return files
 
     def fingerprint(self) -> Fingerprint:
         """Return its nodes and kernels. Raises ``CaptureError`` without cuda-bindings, or where the driver refuses."""

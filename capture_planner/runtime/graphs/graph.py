@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -43,6 +44,12 @@ class Graph(Protocol):
     @property
     def pieces(self) -> int:
         """How many pieces it has: 1 for a FULL graph, one more than its attention calls for PIECEWISE."""
+
+    def dump(self, stem: Path) -> list[Path]:
+        """Write what it holds into files whose names begin with ``stem``, and return them.
+
+        Recorded graphs are text, an operator a line; CUDA graphs are Graphviz, a file a piece.
+        """
 
     def fingerprint(self) -> Fingerprint | None:
         """Return what it is made of; None where nothing reads it. Raises ``CaptureError`` where it cannot be read."""

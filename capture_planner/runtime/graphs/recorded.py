@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from capture_planner.errors import CaptureError, RunError
 from capture_planner.records.fingerprint import Fingerprint, digest_of
+from capture_planner.runtime.graphs.dump import write_operators
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
@@ -67,6 +68,10 @@ class RecordedGraph:
         kernels = Counter(name for name, _ in operators)
         topology = digest_of(*(part for operator in operators for part in operator))
         return Fingerprint(nodes=len(operators), kernels=dict(sorted(kernels.items())), topology=topology)
+
+    def dump(self, stem: Path) -> list[Path]:
+        """Write a line for each operator, and for what runs between pieces."""
+        return write_operators(stem, (item.described() for item in self._items))
 
     def replay(self) -> None:
         """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
@@ -250,8 +255,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lent = {storage_key(tensor) for item in self._items if isinstance(item, _Break) for tensor, _ in item.tensors}
         own = [storage for key, storage in self._storages.items() if storage.is_own and key not in lent]
         if any(storage.is_alive for storage in own):
-            # A cycle of objects may hold what the forward has let go.
-            gc.collect()
+            gc.collect()  # a cycle of objects may hold what the forward has let go
         return sum(storage.size for storage in own if storage.is_alive)
 
     def _meet(self, tensor: torch.Tensor, func: Any, *, is_own: bool) -> bool:

@@ -32,10 +32,19 @@ class PageFormat:
         return self.num_pages * self.page_size
 
 
-def layer_cache(attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device) -> LayerCache:
-    """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice."""
+def layer_cache(
+    attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device, *, packed: bool = False
+) -> LayerCache:
+    """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice.
+
+    :param packed: both are halves of one tensor, as vLLM 0.33 lays them out (LBNHC).
+    """
     shape = (pages.num_pages, pages.page_size, attention.num_kv_heads, attention.head_dim)
     purpose = f"keys and values of {pages.num_pages} pages (--pages)"
+    if packed:
+        both = allocated((*shape[:-1], 2 * attention.head_dim), dtype, device, purpose)
+        keys, values = both.chunk(2, dim=-1)
+        return LayerCache(keys=keys, values=values, packed=both)
     keys, values = (allocated(shape, dtype, device, purpose) for _ in range(2))
     return LayerCache(keys=keys, values=values)
 

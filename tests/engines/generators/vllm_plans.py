@@ -10,6 +10,7 @@ from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import served_cases
 from capture_planner.records.plan import Plan
 from capture_planner.testing import deployments
 
@@ -35,14 +36,15 @@ def runnable(plan: Plan) -> Plan:
     """Return the plan without the graphs that vLLM cannot run.
 
     It has no buffers beyond its limits, where sequence parallelism aligns graphs; and a draft prefill runs on the
-    target's attention metadata, so that its full graphs are of shapes that the target has.
+    target's attention metadata, so that its full graphs are of shapes that the target has for all of its adapter cases.
     """
-    limits = plan.limits
-    full = {
-        (entry.num_tokens, entry.num_reqs, entry.query_len)
-        for entry in plan.role(Role.TARGET).entries
-        if entry.mode is GraphMode.FULL and entry.active_loras == 0
-    }
+    limits, target = plan.limits, plan.role(Role.TARGET).entries
+    cases = tuple(sorted({entry.active_loras for entry in target}))
+    found: dict[tuple[int, int | None, int | None], set[int]] = {}
+    for entry in target:
+        if entry.mode is GraphMode.FULL:
+            found.setdefault((entry.num_tokens, entry.num_reqs, entry.query_len), set()).add(entry.active_loras)
+    full = {shape for shape, has in found.items() if has.issuperset(served_cases(cases, shape[1] or 0))}
 
     def runs(entry: Entry, role: Role) -> bool:
         if entry.num_tokens > limits.max_num_tokens or (entry.num_reqs or 0) > limits.max_num_reqs:
@@ -54,6 +56,23 @@ def runnable(plan: Plan) -> Plan:
         replace(role, entries=tuple(entry for entry in role.entries if runs(entry, role.role))) for role in plan.roles
     )
     return replace(plan, roles=tuple(roles))
+
+
+def own_case(plan: Plan, batch: Batch) -> Plan:
+    """Return the plan with the graphs of one adapter case alone, the smallest that has room for the batch.
+
+    vLLM takes no graph of more adapters than that, even where it would be cheaper; the plugin reports it
+    (``engine-adapter-case``).
+    """
+    role = plan.role(batch.role)
+    cases = sorted({entry.active_loras for entry in role.entries})
+    loras = batch.active_loras
+    case = loras if loras == 0 else next((case for case in cases if case >= loras), loras)
+    entries = tuple(entry for entry in role.entries if entry.active_loras == case)
+    if entries == role.entries:
+        return plan
+    kept = replace(role, entries=entries)
+    return replace(plan, roles=tuple(kept if each is role else each for each in plan.roles))
 
 
 def next_fit(plan: Plan, batch: Batch, tokens: int) -> Entry | None:

@@ -7,17 +7,16 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 from support.files import module_at
 
 HERE = Path(__file__).parent
-COUNT = 10
 
 
-def main() -> None:
-    """Write ten steps of each format, each with the text that the engine's own function makes of them."""
-    lines, rng = module_at(HERE / "log_lines.py"), random.Random(15)
-    vllm, sglang = map(Path, sys.argv[1:3])
+def recorded(vllm: Path, sglang: Path, *, seed: int = 15, count: int = 10) -> dict[str, Any]:
+    """Return steps of each format, each with the text that the engine's own function makes of them."""
+    lines, rng = module_at(HERE / "log_lines.py"), random.Random(seed)
     iterations = [
         {
             "engine": index % 2,
@@ -31,15 +30,15 @@ def main() -> None:
             "num_encoder_output_tokens": 2392 if index == 7 else 0,
             "is_dummy": index == 5,
         }
-        for index in range(COUNT)
+        for index in range(count)
     ]
-    rows = [(tokens := rng.randint(1, 64), tokens + rng.randint(0, 8), rng.choice(MODES)) for _ in range(COUNT)]
+    rows = [(tokens := rng.randint(1, 64), tokens + rng.randint(0, 8), rng.choice(MODES)) for _ in range(count)]
     tables = [[rng.choice(rows) for _ in range(60)] for _ in range(2)]
     log = [
         {"decode": [rng.randint(1, 200), index % 4 == 1], "hybrid": index % 4 == 3}
         if index % 2
         else {"prefill": [rng.randint(1, 8), rng.randint(1, 4096), 17 if index == 4 else 0], "hybrid": index == 6}
-        for index in range(2 * COUNT)
+        for index in range(2 * count)
     ]
     passes = [
         {
@@ -47,9 +46,9 @@ def main() -> None:
             "sum_prefill_tokens": reqs * rng.randint(1, 512),
             "num_decode_requests": rng.randint(0, 64) if reqs else rng.randint(1, 64),
         }
-        for _ in range(COUNT)
+        for _ in range(count)
     ]
-    recorded = {
+    return {
         "vllm_iterations": {"steps": iterations, "text": lines.vllm_iterations(vllm, iterations)},
         "vllm_iterations_colored": {"steps": iterations, "text": lines.vllm_iterations(vllm, iterations, True)},
         "vllm_graph_tables": {
@@ -59,8 +58,13 @@ def main() -> None:
         "sglang": {"steps": log, "text": lines.sglang_log(sglang, log)},
         "forward_passes": {"steps": passes, "text": lines.forward_passes(sglang, passes)},
     }
+
+
+def main() -> None:
+    """Write ten steps of each format."""
+    vllm, sglang = map(Path, sys.argv[1:3])
     target = HERE.parent.parent / "measuring" / "data" / "log_lines.json"
-    target.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(recorded(vllm, sglang), indent=1) + "\n", encoding="utf-8")
 
 
 MODES = ("NONE", "PIECEWISE", "FULL")

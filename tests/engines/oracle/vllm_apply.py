@@ -23,7 +23,7 @@ from capture_planner.records.batch_space import batches, decode_tiers
 from capture_planner.records.plan import Plan
 from capture_planner_vllm import hooks
 from capture_planner_vllm.agreement import plan_sizes
-from engines.generators.vllm_plans import next_fit, runnable
+from engines.generators.vllm_plans import next_fit, own_case, runnable
 from support.files import module_at
 
 loading = module_at(Path(__file__).with_name("vllm_loading.py"))
@@ -128,7 +128,7 @@ class AppliedPlan:
     def differences(self) -> Iterator[str]:
         """Yield where the engine differs from the plan: in its captures, and in its answers."""
         plan = runnable(self.plan)
-        dispatcher = Dispatcher(plan)
+        dispatchers: dict[tuple[Role, int], Dispatcher] = {}
         for role in plan.roles:
             captured = [self.row(desc) for desc in self.captured[role.role]]
             entries = [self.expected(entry, role.role) for entry in role.entries]
@@ -139,7 +139,10 @@ class AppliedPlan:
                     tokens = self._target_tokens(batch)
                     ours = next_fit(plan, batch, tokens)
                 else:
-                    tokens, ours = batch.num_tokens, dispatcher.dispatch(batch).entry
+                    key = role.role, batch.active_loras
+                    if key not in dispatchers:
+                        dispatchers[key] = Dispatcher(own_case(plan, batch))
+                    tokens, ours = batch.num_tokens, dispatchers[key].dispatch(batch).entry
                 wanted = None if ours is None else self.expected(ours, role.role)
                 theirs = self.asked(batch, tokens)
                 if theirs != wanted:

@@ -75,9 +75,7 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
             dispatch_key = "CUDA"
 
         vllm.platforms._current_platform = Booting()
-        triton = stubs.StubModule("triton")
-        triton.__version__ = "3.6.0"
-        stubs.provide("vllm.triton_utils", HAS_TRITON=True, triton=triton)
+        self._provide_triton()
         from vllm.platforms.cuda import NonNvmlCudaPlatform
 
         class Machine(NonNvmlCudaPlatform):  # type: ignore[misc]
@@ -144,6 +142,12 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         # A package beside vLLM; its decoding has no graphs.
         speculative.has_arctic_inference = lambda: True
         self._support = parts.flash_attention_support(flash_attn)
+
+    def _provide_triton(self) -> None:
+        """Answer imports of Triton: here none of its kernels runs."""
+        triton = stubs.StubModule("triton")
+        triton.__version__ = "3.6.0"
+        stubs.provide("vllm.triton_utils", HAS_TRITON=True, triton=triton)
 
     @contextlib.contextmanager
     def _on(self, environment: Environment, variables: dict[str, str]) -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""vLLM 0.33 for capture-planner: the emulation (``engine``), and a plugin for vLLM itself (``vllm_plugin``).
+"""vLLM 0.33 for capture-planner: the emulation (``engine``), a plugin for vLLM itself (``vllm_plugin``), and vLLM's
+attention backends for the runner and the conformance suite (``attention_backend``).
 
-Importing this package imports neither: vLLM imports it in every process, for the plugin.
+Importing this package imports none of them: vLLM imports it in every process, for the plugin.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from capture_planner.engines.engine import Engine
+    from capture_planner.records.backend import Backend
 
 
 @pluggy.HookimplMarker("capture_planner")
@@ -20,3 +22,11 @@ def capture_planner_engines() -> Iterable[Engine]:
     from capture_planner_vllm.engine import ENGINE
 
     return (ENGINE,)
+
+
+@pluggy.HookimplMarker("capture_planner")
+def capture_planner_backends() -> Iterable[Backend]:
+    """Return vLLM's FLASH_ATTN and TRITON_ATTN."""
+    from capture_planner_vllm.attention_backend import VllmAttention
+
+    return (VllmAttention("FLASH_ATTN"), VllmAttention("TRITON_ATTN"))

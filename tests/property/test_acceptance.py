@@ -1,0 +1,65 @@
+"""Graphs change neither a token nor what becomes of a draft: drafted and accepted, step by step.
+
+Tokens alone stay right even where graphs draft worse, since verification refuses what the target would not say.
+"""
+
+import pytest
+import torch
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from capture_planner import load_backends
+from capture_planner.errors import PlanningError
+from capture_planner.modes import Pool, Role
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records._base import replace
+from capture_planner.records.spec import Roles
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.kv import PageFormat
+from support.runs import CPU, requests_for, runnable_specs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REGISTRY = load_backends()
+FEW = settings(max_examples=max(settings.default.max_examples // 3, 4))
+
+
+def serve(plan, target, drafter, requests, answers=None, **options):
+    """Capture and serve; return tokens by request, and of each step what was drafted and accepted."""
+    pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
+    graphs = RecordedGraphs()
+    with Runner(plan, target, drafter, REGISTRY, graphs, pages=pages, options=Options(**options)) as runner:
+        runner.capture()
+        tokens = {done.name: done.tokens for done in runner.serve(requests, answers=answers)}
+        replays = sum(f.entry is not None for f in runner.session.forwards if f.role is not Role.TARGET)
+        return tokens, [(step.drafted, step.accepted) for step in runner.session.steps], replays
+
+
+@settings(FEW)
+@given(data=st.data(), kind=st.sampled_from(("random", "copy", "chance")), device=st.booleans(), poison=st.booleans())
+def test_graphs_accept_what_eager_accepts_with_either_pool(data, kind, device, poison):
+    """Any plan with a drafter and any requests; also where drafts are verified on the device."""
+    spec = replace(data.draw(runnable_specs(speculative=True)), roles=Roles())
+    try:
+        plan = make_plan(spec, CPU, REGISTRY)
+    except PlanningError:
+        plan = None
+    assume(plan is not None and plan.num_graphs)
+    requests = data.draw(requests_for(spec))
+    target = load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
+    states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
+    drafter = choose_drafter(kind, plan.speculative, target, num_states=states, length=length, seed=4)
+    plain, _, _ = serve(without_speculation(plan, REGISTRY), target, None, requests)
+    answers = {request.name: request.prompt + plain[request.name] for request in requests}
+    tokens, eager, _ = serve(without_graphs(plan), target, drafter, requests, answers)
+    assert tokens == plain
+    event("accepts" if any(accepted for _, accepted in eager) else "accepts nothing")
+    for pool in Pool:
+        pooled = replace(plan, pool=pool)
+        found = serve(pooled, target, drafter, requests, answers, drafts_on_device=device, poison=poison)
+        assert found[:2] == (tokens, eager)
+        event("drafts from graphs" if found[2] else "drafts eager")

@@ -1,0 +1,89 @@
+"""Kernels for recorded graphs: any function as one operator, and FlashAttention 3 as far as its calls matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_LIBRARY = torch.library.Library("capture_planner_kernels", "DEF")
+_LIBRARY.define("call(Tensor(a!)[] tensors, int number) -> ()")
+_CALLS: list[Callable[[list[torch.Tensor]], None]] = []
+_LIBRARY.impl("call", lambda tensors, number: _CALLS[number](tensors), "CPU")
+
+
+def recorded(function: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that a recorded graph calls again at each replay, as a CUDA graph launches a kernel.
+
+    The tensors among its arguments are the graph's; all else is as it was at the capture.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        values, tree = pytree.tree_flatten((args, kwargs))
+
+        def run(tensors: list[torch.Tensor]) -> None:
+            given = iter(tensors)
+            filled = [next(given) if isinstance(value, torch.Tensor) else value for value in values]
+            args, kwargs = pytree.tree_unflatten(filled, tree)
+            function(*args, **kwargs)
+
+        _CALLS.append(run)
+        torch.ops.capture_planner_kernels.call([v for v in values if isinstance(v, torch.Tensor)], len(_CALLS) - 1)
+
+    return call
+
+
+def schedule(*, batch_size: int, cache_seqlens: torch.Tensor, **rest: object) -> torch.Tensor:
+    """Stand for FlashAttention 3's schedule, ``int32[1 + 4 * round_up(batch_size, 4)]``: the length of each request."""
+    padded = -(-batch_size // 4) * 4
+    return torch.nn.functional.pad(cache_seqlens[:batch_size], (1, padded * 4 - batch_size))
+
+
+def varlen_attention(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: list[int] | None,
+    softcap: float,
+    scheduler_metadata: torch.Tensor | None,
+    s_aux: torch.Tensor | None = None,
+    **rest: object,
+) -> None:
+    """Attend as FlashAttention does. Rows that no request owns are left as they are.
+
+    Rows beyond ``max_seqlen_q``, and keys beyond ``max_seqlen_k`` or the schedule, are left out.
+    """
+    assert causal
+    assert not softcap
+    assert s_aux is None
+    starts, lengths, group = cu_seqlens_q.tolist(), seqused_k.tolist(), q.shape[1] // k.shape[2]
+    window = window_size[0] if window_size and window_size[0] >= 0 else None
+    for row, (first, last) in enumerate(pairwise(starts)):
+        length, tokens = min(lengths[row], max_seqlen_k), min(last - first, max_seqlen_q)
+        if scheduler_metadata is not None:
+            length = min(length, int(scheduler_metadata[1 + row]))
+        if not tokens or not length:
+            continue
+        pages = block_table[row, : -(-length // k.shape[1])].long()
+        keys, values = (
+            each[pages].flatten(0, 1)[:length].repeat_interleave(group, dim=1).double().transpose(0, 1)
+            for each in (k, v)
+        )
+        scores = q[first : first + tokens].double().transpose(0, 1) @ keys.transpose(1, 2) * softmax_scale
+        position = torch.arange(lengths[row] - (last - first), lengths[row])[:tokens, None]
+        distance = position - torch.arange(length)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance > window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        out[first : first + tokens] = (weights @ values).transpose(0, 1).to(out.dtype)
