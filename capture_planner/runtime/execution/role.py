@@ -217,7 +217,7 @@ class RoleRun:
             graph = self.graphs.get(entry)
             if graph is None:
                 raise GuardError(
-                    f"{self.role.value}: {entry} has no graph; let the dispatcher choose, after the capture session"
+                    f"{self.role.value}: {entry} has no graph; capture it, or let the dispatcher choose"
                 )
             if not self._policy.options.trust:
                 self.check_guards(entry)
