@@ -94,6 +94,8 @@ def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurem
         working.measured([next(ladders) for _ in range(count)], [next(sentences) for _ in range(count)])
     for note in measured.notes:
         roles[0].decide("sizes-measured", "traffic and profile", "sizes", note)
+    if measured.warning is not None:
+        roles[0].decide("budget-too-small", "graphs", "none", measured.warning)
     modes = {working.role: working.mode for working in roles}
     judged = judge(LadderAnswers(measured.ladders, spec), measured.steps, costs, spec, modes)
     return forecast_of(spec, measured, judged, given)

@@ -25,6 +25,8 @@ class Steps:
     counts: Mapping[Batch, int]
     """Steps by batch, in a fixed order."""
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What is assumed of decodes of query lengths that this deployment does not have."""
 
     @property
     def total(self) -> int:
@@ -57,6 +59,7 @@ def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
     typical = sum((line.num_reqs or 0) * line.count for line in known) // weight if weight else limits.max_num_reqs
     found: Counter[Batch] = Counter()
     guessed: Counter[str] = Counter()
+    foreign: Counter[int] = Counter()
     for line in lines:
         batch = _batch(line, families, max(typical, 1))
         if batch is None:
@@ -65,13 +68,35 @@ def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
             guessed["beyond the limits are left out"] += line.count
         else:
             found[attrs.evolve(batch, active_loras=min(line.active_loras, loras, batch.num_reqs))] += line.count
+            if line.past_prompt is not False and line.query_len is not None and not _has(families, batch):
+                foreign[line.query_len] += line.count
             if line.num_reqs is None:
                 which = "decodes" if batch.query_len else f"mixed batches of {typical} requests"
                 guessed[f"of unknown requests are taken for {which}"] += line.count
             elif line.past_prompt is None and batch.query_len:
                 guessed["of unknown phase have the shape of decodes and are taken for them"] += line.count
     notes = tuple(f"{counted(count, 'step')} {what}" for what, count in sorted(guessed.items()))
-    return Steps(dict(sorted(found.items(), key=lambda item: _order(item[0]))), notes)
+    return Steps(
+        dict(sorted(found.items(), key=lambda item: _order(item[0]))), notes, tuple(_foreign(foreign, families))
+    )
+
+
+def _has(families: tuple[DecodeFamily, ...], batch: Batch) -> bool:
+    """Say whether a batch is one of the deployment's own decodes."""
+    return any(each.query_len == batch.query_len and batch.num_reqs in each.requests for each in families)
+
+
+def _foreign(steps: Counter[int], families: tuple[DecodeFamily, ...]) -> Iterator[str]:
+    """Say how many decodes have a query length that the deployment does not run, at all or for so many requests."""
+    if steps:
+        recorded, own = (
+            " or ".join(map(str, sorted(lengths))) for lengths in (steps, {each.query_len for each in families})
+        )
+        yield (
+            f"{counted(steps.total(), 'step')} are decodes of query length {recorded}; this deployment has those of "
+            f"{own}: they count with the tokens that they had, and not as its decodes; record "
+            "traffic with its draft lengths"
+        )
 
 
 def _order(batch: Batch) -> tuple[int, ...]:

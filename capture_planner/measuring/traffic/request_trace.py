@@ -46,7 +46,8 @@ def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
     """Return the batches that the scheduler makes of a trace; raises ``InvalidDocument``."""
     rows = part_of(trace_rows(text, name), options.part)
     if not rows:
-        raise InvalidDocument([Problem(file=name, message="no request arrives in this part of the time")])
+        message = f"no request arrives in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its time"
+        raise InvalidDocument([Problem(file=name, message=message, remedy="read a larger part, or all")])
     deployment = options.deployment or TraceLimits()
     limits, speculative = deployment.limits, deployment.speculative
     met = batches_of(rows, deployment, step_seconds=options.step_seconds)

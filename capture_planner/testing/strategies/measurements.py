@@ -39,8 +39,11 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
             curves.append(draw(_curves(role, GraphMode.PIECEWISE)))
         if draw(st.booleans()):
             memory, pool = draw(one_of((0.0, 7.0, 25.0))), draw(one_of((0.0, 0.0, 0.5)))
-            seconds = draw(one_of((0.0, 0.05, 0.25)))
-            graphs.append(GraphCost(role=role, mode=GraphMode.FULL, mib=memory, mib_per_token=pool, seconds=seconds))
+            seconds, more = draw(one_of((0.0, 0.05, 0.25))), draw(one_of((0.0, 0.0, 0.04)))
+            cost = GraphCost(
+                role=role, mode=GraphMode.FULL, mib=memory, mib_per_token=pool, seconds=seconds, seconds_per_token=more
+            )
+            graphs.append(cost)
     profile = Profile(
         source="drawn",
         date="2026-11-22T13:00:00Z",
