@@ -216,9 +216,7 @@ class RoleRun:
         if entry is not None and self._policy.options.replay:
             graph = self.graphs.get(entry)
             if graph is None:
-                raise GuardError(
-                    f"{self.role.value}: {entry} has no graph; capture it, or let the dispatcher choose"
-                )
+                raise GuardError(f"{self.role.value}: {entry} has no graph; capture it, or let the dispatcher choose")
             if not self._policy.options.trust:
                 self.check_guards(entry)
                 checked = perf_counter()
