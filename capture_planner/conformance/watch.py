@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 from capture_planner.conformance.canaries import MOVED_FIELDS, Snapshot
 from capture_planner.conformance.capture_attack import Key, WatchedGraphs
+from capture_planner.conformance.classification import check_classified
 from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
+from capture_planner.conformance.private import Kept, private_buffers
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.world import World
 from capture_planner.dispatch.dispatcher import Dispatch
@@ -26,6 +28,7 @@ from capture_planner.runtime.execution.padding import Write, out_of_bounds
 from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.serving import Serving
 
 Slots = set[int]
 FieldValues = Mapping[str, np.ndarray[Any, Any]]
@@ -40,6 +43,7 @@ class Watch(ForwardObserver):
     :param graphs: what the runner captures with.
     :param spared: sources of garbage that are left clean.
     :param tampering: what an audit does to a field, whose values are not checked then.
+    :param after: called after the checks of each forward.
     """
 
     runner: Runner
@@ -47,12 +51,21 @@ class Watch(ForwardObserver):
     _persistent: list[tuple[str, int]]
 
     def __init__(
-        self, graphs: WatchedGraphs, spared: Iterable[str] = (), tampering: ForwardObserver | None = None
+        self,
+        graphs: WatchedGraphs,
+        spared: Iterable[str] = (),
+        tampering: ForwardObserver | None = None,
+        after: Callable[[RoleRun, ForwardStep], None] | None = None,
     ) -> None:
         self.ran: Counter[str] = Counter()
         """Forwards by role and mode: the mode of the graph, or NONE."""
         self.largest = (0, 0)
         """The most requests and the most tokens of a batch; not always of the same."""
+        self.longest, self.pages = 0, 0
+        """The most keys of a request, and the highest page number that a batch read."""
+        self.padded = 0
+        """Forwards of graphs that are larger than their batch."""
+        self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
         self._graphs = graphs
         self._garbage, self._outputs = Garbage(spared), Outputs()
@@ -62,11 +75,12 @@ class Watch(ForwardObserver):
         """Watch the forwards of a runner that has captured, on the requests of a world."""
         self.runner, self.world = runner, world
         self._persistent = self._pointers()
+        self._kept = Kept.of(runner, self._spared)
 
     def sources(self) -> tuple[str, ...]:
         """Return the names of everything that gets garbage."""
         fields = {buffer.key for role in self.runner.parts.roles.values() for buffer in role.fields}
-        return (*SOURCES, *sorted(fields))
+        return (*SOURCES, *sorted(fields), *private_buffers(self.runner))
 
     # Around one forward.
 
@@ -76,6 +90,7 @@ class Watch(ForwardObserver):
         self._filled = filled
         self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
         self._garbage.before(role, filled=filled)
+        self._kept.restore()
         with located(batch, dispatch.entry):
             yield
             if dispatch is not EAGER:
@@ -104,8 +119,13 @@ class Watch(ForwardObserver):
         """Run a step between garbage and checks."""
         mode = GraphMode.NONE if step.entry is None else step.entry.mode
         self.ran[f"{role.role.value} {mode.value}"] += 1
+        lengths, table = step.inputs.seq_lens, step.inputs.block_table
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        self.pages = max(self.pages, int(table.max(initial=0)))
+        self.padded += step.extents != step.real
         with located(step.batch, step.entry):
             if not self._trusting:
+                self._check_classified(role, step)
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self._check_fields(role, step, values)
                 self._check_placed(step, values)
@@ -126,9 +146,23 @@ class Watch(ForwardObserver):
             self._check_untouched(role, own, caches)
             self._check_state(role, step, state)
             self._check_pointers()
+            if self._after is not None:
+                self._after(role, step)
         return times
 
     # Checks before.
+
+    def serving(self) -> Serving | None:
+        """Return the serving whose steps run now; None for steps of the suite's own."""
+        serving = self.runner._serving
+        return None if serving is None or serving.done or serving.is_over else serving
+
+    def _check_classified(self, role: RoleRun, step: ForwardStep) -> None:
+        """Compare a batch that the scheduler made with its requests: their prompts, and what is computed of them."""
+        serving = self.serving()
+        if serving is not None and role.role is not Role.DRAFT_DECODE:
+            computed = serving.scheduler.states.computed if role.role is Role.TARGET else None
+            check_classified(step, serving.scheduler.unfinished, computed, self.runner.plan.speculative)
 
     def _check_dispatch(self, batch: Batch, answer: Dispatch) -> None:
         expected = cheapest(self.runner.dispatcher.plan, batch)
@@ -173,8 +207,8 @@ class Watch(ForwardObserver):
                 f"slot {expected[token]}",
                 field="slot_mapping",
             )
-        serving = self.runner._serving
-        if serving is None or serving.done or serving.is_over:
+        serving = self.serving()
+        if serving is None:
             return
         given = serving.scheduler.states.table
         for row in range(reqs):

@@ -130,7 +130,7 @@ class BudgetBounds:
     def hold(self, ladders: Sequence[Ladder]) -> bool:
         """Say whether ladders are within every bound."""
         for bound in self.all:
-            taken = sum(map(bound.taken, ladders))
+            taken = sum(bound.taken(ladder) for ladder in ladders if ladder.sizes)
             if bound.is_memory:
                 taken += sum(self.pools((each, each.sizes[-1]) for each in ladders if each.sizes).values())
             if taken > bound.limit:

@@ -1,7 +1,7 @@
 """From traffic to steps: the target's batches with how often each ran, and the passes that a step makes of one.
 
-Drafters follow the target: draft prefill runs its batch, and draft decodes come after it. So what a traffic says of a
-drafter's own passes is not needed, and one that counts the target's steps alone is complete.
+Drafters follow the target: draft prefill runs its batch, with some methods more rows, and draft decodes come after it.
+So what a traffic says of a drafter's own passes is not needed: one that counts the target's steps alone is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import attrs
 
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras
+from capture_planner.records.batch_space import (
+    DecodeFamily,
+    Deployment,
+    decode_families,
+    draft_prefill_of,
+    extra_slots,
+    most_loras,
+)
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
 
@@ -52,7 +59,7 @@ def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
     many as a step has on average, for the draft decodes that follow it.
     """
     families = decode_families(Role.TARGET, deployment)
-    limits, loras = deployment.limits, most_loras(Role.TARGET, deployment)
+    limits, loras, slots = deployment.limits, most_loras(Role.TARGET, deployment), extra_slots(deployment)
     lines = [line for line in traffic.batches if line.role is Role.TARGET]
     known = [line for line in lines if line.num_reqs is not None]
     weight = sum(line.count for line in known)
@@ -64,7 +71,7 @@ def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
         batch = _batch(line, families, max(typical, 1))
         if batch is None:
             guessed["without tokens or requests are left out"] += line.count
-        elif batch.num_tokens > limits.max_num_tokens or batch.num_reqs > limits.max_num_reqs:
+        elif batch.num_tokens + batch.num_reqs * slots > limits.max_num_tokens or batch.num_reqs > limits.max_num_reqs:
             guessed["beyond the limits are left out"] += line.count
         else:
             found[attrs.evolve(batch, active_loras=min(line.active_loras, loras, batch.num_reqs))] += line.count
@@ -131,7 +138,7 @@ def passes_of(batch: Batch, deployment: Deployment) -> Iterator[tuple[Batch, int
     """Yield the batch of each role that runs in a step of the target's ``batch``, with how often it runs."""
     yield batch, 1
     if deployment.speculative is not None:
-        yield attrs.evolve(batch, role=Role.DRAFT_PREFILL, active_loras=0), 1
+        yield draft_prefill_of(batch, deployment.speculative.extra_slots), 1
         draft_steps = deployment.speculative.draft_tokens(batch.num_reqs) - 1
-        if draft_steps >= 1:
+        if draft_steps >= 1 and deployment.speculative.is_chain:
             yield Batch.decode(Role.DRAFT_DECODE, batch.num_reqs, 1), draft_steps

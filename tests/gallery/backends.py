@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from gallery import baked, capacity, padding, pool_backends
+from gallery import baked, capacity, padding
+from gallery.lived import LIVED_MUTANTS
+from gallery.pool_backends import POOL_BACKENDS
+from gallery.scored import SCORED_MUTANTS
+from gallery.wide import WIDE_MUTANTS
 
-MUTANTS = padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS + pool_backends.POOL_BACKENDS
+MUTANTS = (
+    padding.MUTANTS + capacity.MUTANTS + baked.MUTANTS + WIDE_MUTANTS + LIVED_MUTANTS + SCORED_MUTANTS + POOL_BACKENDS
+)
 """Classes D, E and F; K, M and P as far as backends go."""

@@ -10,7 +10,7 @@ from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import Deployment, decode_families
+from capture_planner.records.batch_space import Deployment, decode_families, extra_slots
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner.records.traffic import TrafficCount
@@ -93,6 +93,7 @@ def drafter_batches(target: list[TrafficCount], deployment: Deployment) -> list[
                 query_len=count.query_len,
                 past_prompt=count.past_prompt,
             )
-            passes = for_role({batch: count.count}, role, families)  # type: ignore[arg-type]
+            slots = extra_slots(deployment)
+            passes = for_role({batch: count.count}, role, families, slots=slots)  # type: ignore[arg-type]
             listed += [traffic_count(each, number) for each, number in passes.items()]
     return listed
