@@ -222,7 +222,7 @@ def _folder(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
     made = folders.model_folder(rng, folder, state.checkpoints)
     outcome.made_by = made.made_by
     dtype = rng.choice((None, torch.float32))
-    method = Speculative(method=rng.choice((Method.EAGLE, Method.EAGLE3)), num_tokens=1)
+    method = Speculative(method=rng.choice(tuple(Method)), num_tokens=1)
     with watched(folder):
         refused = _refusal(lambda: load_target(folder, SHAPE, device=CPU, dtype=dtype), outcome)
         refused_head = _refusal(lambda: load_drafter(folder, method, state.target), outcome)

@@ -105,8 +105,8 @@ class PlanningError(InvalidValue):
     """A valid spec has no plan for this environment with these backends."""
 
 
-class AbsentTimesError(PlanningError):
-    """A profile has no times of passes that a plan would run."""
+class BudgetError(PlanningError):
+    """A budget leaves no graphs for passes that a profile has no eager times of."""
 
 
 class BackendError(CapturePlannerError):

@@ -14,7 +14,8 @@ class Role(enum.StrEnum):
 
     TARGET = "target"
     DRAFT_PREFILL = "draft_prefill"
-    """Draft position 0, on the target's batch: query length 1 + K."""
+    """Draft position 0, on the target's batch: query length 1 + K, more for a draft model. With parallel drafting, and
+    MTP of several modules, all positions."""
     DRAFT_DECODE = "draft_decode"
     """Draft positions 1 and later: query length 1."""
 

@@ -15,7 +15,7 @@ import attrs
 
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import DecodeFamily, Deployment
+from capture_planner.records.batch_space import DecodeFamily, Deployment, draft_prefill_of, extra_slots
 
 STEP_SECONDS = 0.02
 """Duration of a step: each request gets fifty tokens per second."""
@@ -59,7 +59,7 @@ def batches_of(
     Continuous batching: requests that decode come first, then prompts in order of arrival, cut where
     the tokens end. Where the decodes alone take up the tokens, they take turns.
     """
-    limits, speculative = deployment.limits, deployment.speculative
+    limits, speculative, slots = deployment.limits, deployment.speculative, extra_slots(deployment)
     arriving = deque(sorted(requests, key=lambda request: request.arrival))
     running: deque[_RunningRequest] = deque()
     met: Counter[Batch] = Counter()
@@ -77,23 +77,23 @@ def batches_of(
         decoding = [live for live in running if not live.prompt]
         prompting = [live for live in running if live.prompt]
         each = width(len(running))
-        if prompting and len(decoding) * each < limits.max_num_tokens:
+        if prompting and len(decoding) * (each + slots) + slots < limits.max_num_tokens:
             counts = [each] * len(decoding)
-            left = limits.max_num_tokens - sum(counts)
+            left = limits.max_num_tokens - len(decoding) * (each + slots)
             for live in prompting:
-                chunk = min(left, live.prompt)
-                if not chunk:
+                chunk = min(left - slots, live.prompt)
+                if chunk < 1:
                     break
                 live.read(chunk)
-                left -= chunk
+                left -= chunk + slots
                 counts.append(chunk)
             steps = 1
         else:
             count = len(decoding)
-            while count > 1 and count * width(count) > limits.max_num_tokens:
+            while count > 1 and count * (width(count) + slots) > limits.max_num_tokens:
                 count -= 1
             decoding = decoding[:count]
-            counts = [min(width(count), limits.max_num_tokens)] * count
+            counts = [min(width(count), limits.max_num_tokens - slots)] * count
             steps = 1
             if count == len(running):
                 # Nothing changes until a request ends or another comes.
@@ -119,12 +119,15 @@ def _batch(counts: list[int], *, prompts: bool) -> Batch:
     )
 
 
-def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily]) -> Counter[Batch]:
+def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily], *, slots: int = 0) -> Counter[Batch]:
     """Return what a role runs where the target runs these batches; ``families`` are the role's decodes.
 
-    Draft prefill runs the target's; draft decodes follow it, as often as one pass follows another.
+    Draft prefill runs the target's, with ``slots`` more rows for each request; draft decodes follow it, as often as one
+    pass follows another.
     """
-    if role is not Role.DRAFT_DECODE:
+    if role is Role.DRAFT_PREFILL:
+        return Counter({draft_prefill_of(batch, slots): count for batch, count in met.items()})
+    if role is Role.TARGET:
         return Counter({attrs.evolve(batch, role=role): count for batch, count in met.items()})
     drafted: Counter[Batch] = Counter()
     for batch, count in met.items():

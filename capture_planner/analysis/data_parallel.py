@@ -18,7 +18,7 @@ from capture_planner.errors import Problem
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import raise_any
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.batch_space import draft_steps, query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
@@ -199,10 +199,8 @@ def _dummy(plan: Plan, joint: Batch) -> Batch:
 
     Never more tokens than the joint batch: an idle rank must not make the others run more.
     """
-    k = 0
-    if plan.speculative is not None and joint.role is not Role.DRAFT_DECODE:
-        k = plan.speculative.draft_tokens(joint.num_reqs)
-    return Batch.decode(joint.role, 1, joint.query_len or min(1 + k, joint.num_tokens))
+    query_len = query_len_of(joint.role, plan, joint.num_reqs)
+    return Batch.decode(joint.role, 1, joint.query_len or min(query_len, joint.num_tokens))
 
 
 def _answer(common: Dispatch, batch: Batch) -> Answer:

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.analysis.fingerprints import changed
 from capture_planner.codec import entry_rows as rows
 from capture_planner.codec import format_bytes, label, to_data
 from capture_planner.modes import Role
@@ -23,14 +24,14 @@ class Change:
 
     role: Role | None
     subject: str
-    """role, mode, backend, added, gone, waiver, decision, environment, forecast, or a field of the plan."""
+    """role, mode, backend, added, gone, waiver, decision, environment, forecast, fingerprint, or a field of a plan."""
     message: str
     entries: tuple[Entry, ...] = ()
 
 
 def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     """Return the differences from ``old`` to ``new``, the whole plan first, then role by role."""
-    changes = (*_whole(old, new), *_roles(old, new))
+    changes = (*_whole(old, new), *_roles(old, new), *_fingerprints(old, new))
     if changes or old == new:
         return changes
     return (Change(None, "plan", f"the plans differ in {_differing(old, new)} and nothing else"),)
@@ -174,6 +175,13 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
     ):
         if names:
             yield f"{word} {', '.join(sorted(names))}"
+
+
+def _fingerprints(old: Plan, new: Plan) -> Iterator[Change]:
+    """Yield the graphs that are made of something else, where both plans have fingerprints."""
+    before, after = (dict(plan.fingerprinted()) for plan in (old, new))
+    for (role, entry), text in changed(before, after):
+        yield Change(role, "fingerprint", f"{role} {entry}: {text}", entries=(entry,))
 
 
 def graphs_text(entries: tuple[Entry, ...]) -> str:

@@ -23,6 +23,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import grouped
 from capture_planner.records.backend import Backend
 from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.text import counted
 from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.execution.role import RoleRun
@@ -64,7 +65,7 @@ def _prepare_seconds(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping
 def _row(
     rig: Rig, role: RoleRun, timer: PrepareTimer, entry: Entry, size: int, steps: int, step_seconds: float
 ) -> Preparation:
-    query = 1 if role.role is Role.DRAFT_DECODE else query_len(rig.plan, size)
+    query = query_len_of(role.role, rig.plan, size)
     first = rig.prompt + query
     batch = Batch.decode(role.role, size, query)
     stages: list[float] = []

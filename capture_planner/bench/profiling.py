@@ -19,7 +19,7 @@ import torch
 import capture_planner
 from capture_planner.bench.decode import bare_replay, window
 from capture_planner.bench.passes import ROOM, entry_of, passes, plan_with, ranges_of
-from capture_planner.bench.rig import QUICK, Effort, Rig, clock_of, query_len
+from capture_planner.bench.rig import QUICK, Effort, Rig, clock_of
 from capture_planner.errors import RunError
 from capture_planner.measuring.curves import curves_of, in_tokens, largest_spread, open_gaps, time_notes
 from capture_planner.measuring.fits import GraphSample, entry_family, fit_graphs
@@ -28,7 +28,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Family
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.batch import Entry
-from capture_planner.records.batch_space import decode_families
+from capture_planner.records.batch_space import decode_families, query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.text import counted
@@ -227,7 +227,7 @@ def _steps(rig: Rig) -> Iterator[float]:
 
 def _serving(rig: Rig, role: Role, size: int) -> Iterator[Entry]:
     """Yield the graphs of a role that serve a decode of ``size`` requests, one for each family that may."""
-    wanted = 1 if role is Role.DRAFT_DECODE else query_len(rig.plan, size)
+    wanted = query_len_of(role, rig.plan, size)
     families = dict.fromkeys(entry_family(role, entry) for entry in rig.plan.role(role).entries)
     for family in families:
         if family[2] == wanted:

@@ -22,6 +22,7 @@ from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.graphs.graph import Grapher
@@ -290,8 +291,7 @@ def query_len(plan: Plan, num_reqs: int) -> int:
 
 def serving_entry(dispatcher: Dispatcher, plan: Plan, role: Role, num_reqs: int) -> Entry | None:
     """Return the graph of a role in a decode of ``num_reqs`` requests, or None."""
-    query = 1 if role is Role.DRAFT_DECODE else query_len(plan, num_reqs)
-    return dispatcher.dispatch(Batch.decode(role, num_reqs, query)).entry
+    return dispatcher.dispatch(Batch.decode(role, num_reqs, query_len_of(role, plan, num_reqs))).entry
 
 
 def served_sizes(plan: Plan, stated: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_en
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
 from capture_planner.cli.options import POSITIVE, flag, option
+from capture_planner.cli.run_reports import diff_runs
 from capture_planner.codec import Document
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
@@ -40,6 +41,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
@@ -240,7 +242,8 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
 
 def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
     """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
-    plan = document.load(Plan)
+    # No spec gives fingerprints: they are of a run.
+    plan = replace(document.load(Plan), fingerprints=None)
     for change in difference.diff(plan, plan_document(spec, ChosenMachine(plan.environment))):
         yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
@@ -253,7 +256,7 @@ def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drif
     return f"{counted(files, 'file')} checked: {', '.join(parts) or 'nothing to report'}"
 
 
-@click.command(short_help="Show what changes from one plan or observation to another.")
+@click.command(short_help="Show what changes from one plan, observation or run to another.")
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW")
 @options.environment
@@ -262,8 +265,13 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """Show in words what changes on the machine when plan NEW replaces plan OLD.
 
     Exit code 2 if they differ. Either may be a spec, which is planned first, or an observation: what an engine
-    did with the plan, or what changed from one run of it to another.
+    did with the plan, or what changed from one run of it to another. Two JSON reports of run are compared by
+    the fingerprints of their graphs: kernels that were replaced, nodes that came and went.
     """
+    runs = diff_runs(old, new)
+    if runs is not None:
+        _show_changes(runs, form, "the graphs of both runs are the same")
+        return
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
         result = observed_diff(*(_deployment(each, environment) for each in documents))
@@ -272,11 +280,14 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
             click.get_current_context().exit(FINDINGS)
         return
     before, after = (plan_of(each, None if each.is_plan else environment) for each in documents)
-    changes = difference.diff(before, after)
+    _show_changes(difference.diff(before, after), form, "the plans are the same")
+
+
+def _show_changes(changes: Sequence[difference.Change], form: str, same: str) -> None:
     if form == "json":
         click.echo(to_json({"changes": changes}))
     else:
-        show_lines("\n".join(change.message for change in changes) or "the plans are the same")
+        show_lines("\n".join(change.message for change in changes) or same)
     if changes:
         click.get_current_context().exit(FINDINGS)
 

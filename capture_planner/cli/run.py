@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from capture_planner._extras import refuse_missing
+from capture_planner.analysis.diff import diff
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
@@ -23,14 +24,23 @@ from capture_planner.cli.common import (
     read_document,
     refuse_outputs,
     show_lines,
+    show_notes,
 )
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
+from capture_planner.codec import dumps
 from capture_planner.plugins import registry
+from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
+    from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.serving.workload import Decode, Request
+
+
+MAX_CHANGES = 8
+"""Graphs that are named where many changed."""
 
 
 @click.command(short_help="Execute a plan on this machine and report.")
@@ -90,6 +100,7 @@ if TYPE_CHECKING:
 @flag("--poison", "Fill buffers with NaN before each forward.")
 @options.admit("Run")
 @click.option("--html", type=FILE, help="Write the report as an HTML page with charts.")
+@click.option("--fingerprints", type=FILE, help="Write the plan with fingerprints of its captured graphs.")
 @options.progress
 @options.environment
 @options.formats()
@@ -100,7 +111,7 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     generated, or read from a trace or a file of prompts. Ctrl-C ends with a complete report of what ran.
     """
     _refuse_contradictions(values)
-    refuse_outputs(plan_file, {"--html": values["html"]})
+    refuse_outputs(plan_file, {"--html": values["html"], "--fingerprints": values["fingerprints"]})
     _refuse_unused(values)
     refuse_missing()
     outcome = _launch(_plan(plan_file, environment), values)
@@ -112,7 +123,25 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     report = outcome.report
     emit(form, lambda: plain(report) | {"differing": outcome.differing}, lambda: tables(run_report(report)))
     emit_file(form, values["html"], lambda: page(run_report(report)))
+    _lock(report, values["fingerprints"], form)
     _end(outcome, as_json=form == "json")
+
+
+def _lock(report: RunReport, file: Path | None, form: str) -> None:
+    """Note what changed in the graphs since the plan was locked, and write the plan with their fingerprints."""
+    found = report.fingerprints
+    locked = report.plan.fingerprints
+    now = replace(report.plan, fingerprints=found)
+    if locked is not None:
+        changes = [change.message for change in diff(report.plan, now)]
+        made = f"the fingerprints in the plan are of {locked.device} and torch {locked.torch}"
+        show_notes([made, *changes[:MAX_CHANGES]] if changes else [])
+        if len(changes) > MAX_CHANGES:
+            show_notes([f"{counted(len(changes) - MAX_CHANGES, 'other graph')} changed"])
+    if file is not None and found is None:
+        show_notes([f"{file} is not written: {report.host.get('no fingerprints', 'no graph was captured')}"])
+    elif file is not None:
+        emit_file(form, file, lambda: dumps(now))
 
 
 def _end(outcome: Outcome, *, as_json: bool) -> None:
@@ -212,6 +241,7 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "speed": ("--trace", lambda values: values["trace"] is not None),
     "output_tokens": ("generated requests or --prompts", lambda values: values["trace"] is None),
     "strict": _CAPTURES,
+    "fingerprints": _CAPTURES,
     "graph_memory": _CAPTURES,
     "dump_graphs": _CAPTURES,
     "trust": _GRAPHS,

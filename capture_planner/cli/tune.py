@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import click
@@ -17,6 +18,7 @@ from capture_planner.cli.tune_inputs import (
     PLAIN_MODEL,
     TuneSubject,
     accepted_of,
+    command_words,
     costs_of,
     folder_conflict,
     load_of,
@@ -59,6 +61,7 @@ class TuneCommand(OwnOptions):
         return any(word in engines() for word in args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args = [word for each in args for word in command_words(each)]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -109,11 +112,7 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
 
     The verdict is change, keep or too_little_data, which has exit code 2. Only a change is written to FOLDER.
     """
-    for read in (*values["sources"], values["profile_file"], *words[:1]):
-        refuse_outputs(read, {"--page": page}, "what is read")
-    problem = None if output is None else folder_conflict(output, FILES)
-    if problem is not None:
-        raise click.UsageError(f"--output {problem}.")
+    _refuse_outputs((*values["sources"], values["profile_file"], *words[:1]), output, page)
     name, sources = values["profile_file"], values["sources"]
     given = None if name is None else codec.load_profile(name)
     subject = subject_of(words, values["environment"], given)
@@ -142,7 +141,12 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     except PlanningError as error:
         raise InvalidDocument(_of_profile(problem, near.name) for problem in error.problems) from None
     assumptions = [*subject.notes, *(each for each in (near.assumption,) if each is not None)]
-    assumptions += [*subject.today.notes, *derived.assumptions, *_assumed(tuning, costs, subject.today, accepted)]
+    assumptions += [
+        *load.assumptions,
+        *subject.today.notes,
+        *derived.assumptions,
+        *_assumed(tuning, costs, subject.today, accepted),
+    ]
     if load.simulated:
         assumptions.append(f"steps of traces are those of a simple scheduler, of {values['step_ms']:g} ms each")
     line = _launch(subject, tuning, output)
@@ -160,9 +164,31 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     if output is not None:
         _write(output, form, tuning, spec, measurements, line)
     if page is not None:
+        if _is_inside(page, output):
+            page.parent.mkdir(exist_ok=True)
         emit_file(form, page, lambda: html(tune_report(report)))
     if tuning.verdict is TuneVerdict.TOO_LITTLE_DATA:
         click.get_current_context().exit(FINDINGS)
+
+
+def _is_inside(page: Path | None, output: Path | None) -> TypeGuard[Path]:
+    """Say whether the page goes into the folder, which may not exist yet."""
+    return page is not None and output is not None and page.absolute().parent == output.absolute()
+
+
+def _refuse_outputs(sources: Sequence[str | None], output: Path | None, page: Path | None) -> None:
+    """Refuse a folder or a page that cannot be written, or that would overwrite what is read."""
+    own = (page.name,) if _is_inside(page, output) else ()
+    if output is not None:
+        if set(own) & set(FILES):
+            raise click.UsageError(f"--page {page} is also a file of --output; name another.")
+        problem = folder_conflict(output, (*FILES, *own))
+        if problem is not None:
+            raise click.UsageError(f"--output {problem}.")
+        if own and not output.exists():
+            return
+    for source in sources:
+        refuse_outputs(source, {"--page": page}, "what is read")
 
 
 def _of_profile(problem: Problem, file: str) -> Problem:
@@ -216,7 +242,7 @@ def _within(spec: Spec, count: int, kept: TuningBounds | None) -> Spec:
     """Return the spec with a budget of so many graphs, and of the memory and time that are kept to."""
     budget = replace(spec.budget, max_graphs=count)
     if kept is not None:
-        memory = None if kept.memory_mib is None else int(kept.memory_mib * MIB)
+        memory = None if kept.memory_mib is None else math.ceil(kept.memory_mib * MIB)
         budget = replace(budget, memory=memory, seconds=kept.seconds or None)
     return replace(spec, budget=budget)
 

@@ -16,6 +16,7 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine, own_words
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
+from capture_planner.engines.launch import leading_variables, started
 from capture_planner.engines.observed import emulation_of
 from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.engines.spec_of import DerivedSpec, spec_of
@@ -44,6 +45,18 @@ PLAIN_MODEL = Model(
 
 CHOSEN, JUDGED = (0.0, 2 / 3), (2 / 3, 1.0)
 """The parts of the traffic that sizes are chosen by, and that both sides are judged on."""
+
+
+def command_words(word: str) -> list[str]:
+    """Return the words of a command line that is one argument, such as ``"vllm serve MODEL"``; else the word itself."""
+    try:
+        words = shlex.split(word) if len(word.split()) > 1 else []
+    except ValueError:  # Text with a quote in it, as of a flag.
+        return [word]
+    if words and words[0] in engines():
+        return words
+    program = started(words[leading_variables(words) :], map(find_engine, engines()))
+    return [word] if program is None else [program[0].name, *words]
 
 
 @attrs.frozen(kw_only=True)
@@ -180,6 +193,8 @@ class TuneLoad:
     held_out: bool
     """Whether ``judged`` comes after ``chosen``; else they are the same."""
     notes: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    """What is assumed of the load of another deployment."""
     simulated: bool
     """Whether some of it is a trace of requests, run through the model of a scheduler."""
 
@@ -218,19 +233,19 @@ def load_of(subject: TuneSubject, sources: Sequence[str], options: SourceOptions
     if simulated:  # which is an assumption, and said as one
         notes = {note: None for note in notes if not note.startswith("batches are those of a simple scheduler")}
     return TuneLoad(
-        traffic=chosen, chosen=steps[0], judged=steps[1], held_out=held_out, notes=tuple(notes), simulated=simulated
+        traffic=chosen,
+        chosen=steps[0],
+        judged=steps[1],
+        held_out=held_out,
+        notes=tuple(notes),
+        assumptions=steps[1].assumptions or steps[0].assumptions,
+        simulated=simulated,
     )
 
 
 def _strange(traffic: Traffic, deployment: Emulation) -> list[str]:
     """Return what shows that the traffic is of another deployment."""
     found = []
-    lengths = {family.query_len for family in deployment.families(Role.TARGET)}
-    for width in sorted({each.query_len for each in traffic.batches if each.query_len is not None}):
-        steps = sum(each.count for each in traffic.batches if each.query_len == width and each.role is Role.TARGET)
-        if width not in lengths and steps:
-            own = " or ".join(map(str, sorted(lengths)))
-            found.append(f"{steps:,} steps are decodes of query length {width}; this deployment has those of {own}")
     for role in Role:
         count = sum(each.count for each in traffic.batches if each.role is role)
         if count and role not in deployment.modes:
@@ -252,7 +267,10 @@ def accepted_of(traffic: Traffic, speculative: Speculative | None) -> float | No
 
 
 def folder_conflict(folder: Path, files: Sequence[str]) -> str | None:
-    """Return why files cannot be written into a folder without harm to others in it; None where they can."""
+    """Return why files cannot be written into a folder without harm to others in it; None where they can.
+
+    :param files: the names that it may have.
+    """
     try:
         if not folder.exists():
             folder.mkdir()

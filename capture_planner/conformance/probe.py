@@ -148,14 +148,15 @@ class ProbeDrafter(_Probe):
 
     def __init__(self, tables: Tables, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int) -> None:
         super().__init__(tables, "probe drafter", target.hidden_size, target.vocab_size, seed)
-        self.aux_layers = aux_layers
+        self.aux_layers, self.windows = aux_layers, tables.shape.windows
+        self.mask_token, self.mask_hidden = 0, None
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Return the first of the auxiliary states: they are all alike."""
         return aux[:, : self.hidden_size]
 
     def forward(
-        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
         return self.mixed(attended(self.tables, input_ids, positions, attend), hidden)
 
@@ -164,7 +165,9 @@ class ProbeDrafter(_Probe):
         times = -(-self.hidden_size // attention.shape[1])
         return (attention.repeat(1, times)[:, : self.hidden_size] + hidden) * 0.5
 
-    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
+    ) -> torch.Tensor:
         return (hidden @ self.head).argmax(-1)
 
     def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:

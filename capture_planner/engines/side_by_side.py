@@ -18,7 +18,7 @@ from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Kind
-from capture_planner.records.batch_space import batches, kind_of
+from capture_planner.records.batch_space import batches, extra_slots, kind_of
 from capture_planner.records.plan import Plan
 
 
@@ -236,7 +236,7 @@ class _Side:
                 for batch, last in batches(role, self.emulation, families=families, upto=largest[role]):
                     self._answer(batch, batch.kind, 1 + last - batch.extent(batch.kind))
             else:
-                for batch, times in for_role(counts, role, families).items():
+                for batch, times in for_role(counts, role, families, slots=extra_slots(self.emulation)).items():
                     kind = kind_of(batch, families)
                     self._answer(batch, kind, times, None if kind is Kind.DECODE else batch)
 

@@ -24,23 +24,21 @@ import attrs
 from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.errors import CapturePlannerError
-from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.measuring.coarsening import Outcome, coarsened
+from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.observation import MAX_BATCHES, BatchCount, Observation, ObservedRole
 
 LOGGER = logging.getLogger("capture_planner")
 
-MAX_SHAPES = 1 << 14
-"""Most batch shapes that are counted apart; beyond it the rarest are forgotten at the next write."""
+MAX_SHAPES = 1 << 12
+"""Most batch shapes that are counted apart; beyond it the rarest are rounded up (``coarsening``)."""
 
 MAX_SAMPLES = 63
 """Most timed steps of a shape that are kept: the latest."""
 
 Shape = tuple[Role, int, int, int | None, bool, int]
 """Role, requests, tokens, query length, whether past the prompt, adapters: as in ``Batch``."""
-
-Outcome = tuple[Role, int, int, int | None, bool, int, int | None, Reason | None]
-"""A shape; the index of its graph into those of the role, or None; the reason for none, or None."""
 
 TimedShape = tuple[Role, int, int, int | None, bool, int, float]
 """A shape, and the milliseconds of one step."""
@@ -60,6 +58,15 @@ class StepSink(Protocol):
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
+
+
+@attrs.frozen
+class _StepTallies:
+    """Steps by outcome; those of them that are of rarer shapes; and those without a shape, by role and graph."""
+
+    steps: Counter[Outcome]
+    rounded: Counter[Outcome]
+    forgotten: Counter[tuple[Role, int | None]]
 
 
 @attrs.define
@@ -91,6 +98,7 @@ class Recorder:
         self._steps: Counter[Outcome] = Counter()
         self._samples: dict[Shape, _Samples] = {}
         self._intervals: dict[Shape, _Samples] = {}
+        self._rounded: Counter[Outcome] = Counter()  # of the steps, those of rarer shapes
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
         self._drafted: list[int] = []
         self._accepted: list[int] = []
@@ -113,8 +121,8 @@ class Recorder:
             if self._base is None or _graphs(self._base) != _graphs(base):
                 for queue in (self._queue, self._timed, self._apart):
                     queue.clear()
-                tallies = (self._steps, self._samples, self._intervals, self._forgotten, self._drafted, self._accepted)
-                for counts in tallies:
+                tallies = (self._steps, self._rounded, self._samples, self._intervals, self._forgotten)
+                for counts in (*tallies, self._drafted, self._accepted):
                     counts.clear()
                 self._since = time.monotonic()
             self._base, self._changed = base, True
@@ -157,11 +165,12 @@ class Recorder:
         self.gather()
         return self._observation()
 
-    def _observation(self) -> Observation:
+    def _observation(self, most: int = MAX_BATCHES) -> Observation:
+        """:param most: batches that each role may list."""
         with self._lock:
             self._take()
             base, seconds = self._base, time.monotonic() - self._since
-            steps, forgotten = self._steps.copy(), self._forgotten.copy()
+            steps, forgotten, rounded = self._steps.copy(), self._forgotten.copy(), self._rounded.copy()
             drafted, accepted = tuple(self._drafted), tuple(self._accepted)
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
@@ -172,19 +181,20 @@ class Recorder:
             base,
             seconds=round(seconds, 3),
             roles=tuple(
-                self._with_counts(role, steps, forgotten) for role in roles if role.role in known or role.role in met
+                self._with_counts(role, _StepTallies(steps, rounded, forgotten), most)
+                for role in roles
+                if role.role in known or role.role in met
             ),
             drafted=drafted,
             accepted=accepted,
         )
 
-    def _with_counts(
-        self, role: ObservedRole, steps: Counter[Outcome], forgotten: Counter[tuple[Role, int | None]]
-    ) -> ObservedRole:
-        """Return the role with its most frequent batches, and the number of its other steps."""
-        own = [(outcome, count) for outcome, count in steps.items() if outcome[0] is role.role]
-        own.sort(key=lambda item: -item[1])
-        listed, others = own[:MAX_BATCHES], own[MAX_BATCHES:]
+    def _with_counts(self, role: ObservedRole, tallies: _StepTallies, most: int) -> ObservedRole:
+        """Return the role with its batches, the rarest rounded up, and the number of its other steps."""
+        own = {outcome: count for outcome, count in tallies.steps.items() if outcome[0] is role.role}
+        coarse = coarsened(own, most, self._room)
+        listed = coarse.steps.most_common()
+        rounded = sum(min(coarse.rounded[each] + tallies.rounded[each], count) for each, count in listed)
         with self._lock:
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
@@ -206,12 +216,22 @@ class Recorder:
             )
             for (outcome, count), (times, latest), apart in zip(listed, samples, intervals, strict=True)
         ]
-        replays = Counter({graph: count for (each, graph), count in forgotten.items() if each is role.role})
-        other_batches = replays.total() + sum(count for _, count in others)
-        for outcome, count in own:
+        replays = Counter({graph: count for (each, graph), count in tallies.forgotten.items() if each is role.role})
+        other_batches = replays.total() + coarse.lost.total()
+        for outcome, count in own.items():
             replays[outcome[6]] += count
         graphs = (attrs.evolve(graph, replays=replays[number]) for number, graph in enumerate(role.graphs))
-        return replace(role, graphs=tuple(graphs), batches=tuple(batches), other_batches=other_batches)
+        return replace(
+            role, graphs=tuple(graphs), batches=tuple(batches), rounded_batches=rounded, other_batches=other_batches
+        )
+
+    def _room(self, outcome: Outcome) -> tuple[int, int]:
+        """Return the requests and the tokens of the graph that served a batch, or else the limits."""
+        base, (role, *_, graph, _) = self._base, outcome
+        graphs = () if base is None else next((each.graphs for each in base.roles if each.role is role), ())
+        entry = None if graph is None or graph >= len(graphs) else graphs[graph].entry
+        reqs, tokens = (0, 0) if base is None else (base.limits.max_num_reqs, base.limits.max_num_tokens)
+        return (reqs, tokens) if entry is None else (entry.num_reqs or reqs, entry.num_tokens)
 
     def close(self) -> None:
         """Write the file a last time, and stop; again, or in a fork, it does nothing."""
@@ -241,14 +261,23 @@ class Recorder:
                 return
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                codec.write(self.path, codec.dumps_observed(_fitting(self._observation())))
+                codec.write(self.path, codec.dumps_observed(self._fitting()))
             except Exception as error:  # The engine goes on, whatever is wrong with its observation.
                 if not self._failed:
                     LOGGER.error("%s: the observation is not written: %s", self.path, error)
                 self._failed = True
 
+    def _fitting(self) -> dict[str, Any]:
+        """Return the observation as plain data, with as many batches of each role as its file can have."""
+        most = MAX_BATCHES
+        data = codec.to_data(self._observation())
+        while num_nodes(data) > MAX_NODES and most > 1:
+            most //= 2
+            data = codec.to_data(self._observation(most))
+        return cast(dict[str, Any], data)
+
     def _take(self) -> None:
-        """Count what is queued, and bound the memory: the rarest shapes become a number of steps by role."""
+        """Count what is queued, and bound the memory: the rarest shapes are rounded up, or become a number of steps."""
         if self._queue or self._timed or self._apart:
             self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
@@ -258,9 +287,11 @@ class Recorder:
                 samples.count += 1
                 samples.latest.append(timed[6])
         if len(self._steps) > MAX_SHAPES:
-            for outcome, steps in self._steps.most_common()[MAX_SHAPES // 2 :]:
+            coarse = coarsened(self._steps, MAX_SHAPES // 2, self._room)
+            for outcome, steps in coarse.lost.items():
                 self._forgotten[outcome[0], outcome[6]] += steps
-                del self._steps[outcome]
+            before = Counter({each: self._rounded[each] for each in coarse.steps if each in self._rounded})
+            self._steps, self._rounded = coarse.steps, before + coarse.rounded
             for known in (self._samples, self._intervals):
                 for shape in known.keys() - {outcome[:6] for outcome in self._steps}:
                     del known[shape]
@@ -269,18 +300,3 @@ class Recorder:
 def _graphs(base: Observation) -> dict[Role, list[object]]:
     """Return what indices into the graphs of each role mean."""
     return {role.role: [graph.entry for graph in role.graphs] for role in base.roles}
-
-
-def _fitting(observation: Observation) -> dict[str, Any]:
-    """Return the observation as plain data, with as many batches of each role as its file can have."""
-    most, data = MAX_BATCHES, codec.to_data(observation)
-    while num_nodes(data) > MAX_NODES and most > 1:
-        most //= 2
-        observation = replace(observation, roles=tuple(_with_fewer(role, most) for role in observation.roles))
-        data = codec.to_data(observation)
-    return cast(dict[str, Any], data)
-
-
-def _with_fewer(role: ObservedRole, most: int) -> ObservedRole:
-    others = sum(count.steps for count in role.batches[most:])
-    return replace(role, batches=role.batches[:most], other_batches=role.other_batches + others)

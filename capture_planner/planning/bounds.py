@@ -22,10 +22,20 @@ class GraphBound:
     """One bound on the graphs of all ladders."""
 
     limit: int
+    path: tuple[str, ...]
+    """Of the budget in a spec; empty: it is a backend's."""
     text: str
     each: Callable[[Ladder], int]
-    """What a graph of a ladder takes."""
+    """What a graph of a ladder takes, or the most that any does."""
+    amount: Callable[[int], str] = str
+    """Write what is taken, as a budget has it, rounded up."""
     is_memory: bool = False
+    exact: Callable[[Ladder], int] | None = None
+    """What all graphs of a ladder take, where ``each`` is more than some do."""
+
+    def taken(self, ladder: Ladder) -> int:
+        """Return what all graphs of a ladder take, apart from its pool."""
+        return self.each(ladder) * ladder.num_graphs if self.exact is None else self.exact(ladder)
 
 
 @attrs.frozen
@@ -63,10 +73,11 @@ class BudgetBounds:
         self._budget, self._costs = spec.budget, costs
         self._pool = max(spec.pool, costs.profile.pool, key=lambda pool: pool is Pool.PER_ROLE)
         self._prices: dict[Family, GraphPrice] = {}
-        self.all = (
-            *_counted(spec.budget, roles),
-            *self._measured(spec.budget, [ladder for working in roles for ladder in working.ladders]),
-        )
+        ladders = [ladder for working in roles for ladder in working.ladders]
+        self.all = (*_counted(spec.budget, roles), *self._measured(spec.budget, ladders))
+        self.seconds = spec.budget.seconds
+        self.is_estimate = any(self.price(ladder).micros_per_token for ladder in ladders)
+        """Whether graphs of one ladder take different times to capture."""
 
     def price(self, ladder: Ladder) -> GraphPrice:
         """Return what a graph takes by the profile; by the budget's figures where that has none of the role."""
@@ -92,6 +103,20 @@ class BudgetBounds:
         graphs = [(ladder, len(ladder.cases)) for ladder in ladders]
         return tuple(sum(bound.each(ladder) * number for ladder, number in graphs) for bound in self.all)
 
+    def least(self, teams: Iterable[Sequence[Ladder]]) -> tuple[int, ...]:
+        """Return what the fewest graphs of teams of ladders take of each bound: one of the smallest largest size."""
+        ladders = [reduced(ladder) for team in teams for ladder in team]
+        tops = [
+            (each, each.domain.ceiling if each.kind is Kind.DECODE else max((1, *each.anchors))) for each in ladders
+        ]
+        pool = sum(self.pools(tops).values())
+        return tuple(taken + pool * bound.is_memory for taken, bound in zip(self.takes(ladders), self.all, strict=True))
+
+    def has_pool(self, ladders: Iterable[Ladder]) -> bool:
+        """Say whether the largest graphs of ladders take of a bound on memory."""
+        pools = self.pools((ladder, ladder.domain.ceiling) for ladder in ladders)
+        return any(bound.is_memory for bound in self.all) and any(pools.values())
+
     def pools(self, largest: Iterable[tuple[Ladder, int]]) -> Mapping[PoolKey, int]:
         """Return the bytes that pools have for their largest graphs, where ladders have these largest sizes."""
         pools: dict[PoolKey, int] = {}
@@ -105,7 +130,7 @@ class BudgetBounds:
     def hold(self, ladders: Sequence[Ladder]) -> bool:
         """Say whether ladders are within every bound."""
         for bound in self.all:
-            taken = sum(bound.each(ladder) * ladder.num_graphs for ladder in ladders)
+            taken = sum(bound.taken(ladder) for ladder in ladders if ladder.sizes)
             if bound.is_memory:
                 taken += sum(self.pools((each, each.sizes[-1]) for each in ladders if each.sizes).values())
             if taken > bound.limit:
@@ -120,13 +145,11 @@ class BudgetBounds:
 
     def micros(self, ladders: Sequence[Ladder]) -> int:
         """Return the microseconds that capturing takes."""
-        graphs = sum(
-            (self.price(ladder).micros + self.price(ladder).micros_per_token * size * (ladder.query_len or 1))
-            * len(ladder.served(size))
-            for ladder in ladders
-            for size in ladder.sizes
-        )
-        return round(graphs + self._costs.profile.base_seconds * MICRO)
+        return sum(map(self._micros, ladders)) + round(self._costs.profile.base_seconds * MICRO)
+
+    def _micros(self, ladder: Ladder) -> int:
+        """Return the microseconds of a ladder's graphs, each by its own size."""
+        return sum(self._micros_at(ladder, size) * len(ladder.served(size)) for size in ladder.sizes)
 
     def _base(self, ladders: Iterable[Ladder]) -> int:
         """Return the bytes that capturing takes once in each pool."""
@@ -135,16 +158,33 @@ class BudgetBounds:
 
     def _longest(self, ladder: Ladder) -> int:
         """Return the microseconds of a ladder's largest graph, which each of its graphs counts with."""
+        return self._micros_at(ladder, ladder.domain.ceiling)
+
+    def _micros_at(self, ladder: Ladder, size: int) -> int:
         price = self.price(ladder)
-        return math.ceil(price.micros + price.micros_per_token * ladder.domain.ceiling * (ladder.query_len or 1))
+        return math.ceil(price.micros + price.micros_per_token * size * (ladder.query_len or 1))
 
     def _measured(self, budget: Budget, ladders: Sequence[Ladder]) -> Iterator[GraphBound]:
         if budget.seconds is not None:
-            limit = int((budget.seconds - self._costs.profile.base_seconds) * MICRO)
-            yield GraphBound(limit, f"{budget.seconds:g} s", self._longest)
+            base = self._costs.profile.base_seconds
+            yield GraphBound(
+                limit=int((budget.seconds - base) * MICRO),
+                path=("budget", "seconds"),
+                text=f"seconds {budget.seconds:g}",
+                each=self._longest,
+                amount=lambda micros: f"{math.ceil((micros / MICRO + base) * 1000) / 1000:g}",
+                exact=self._micros,
+            )
         if budget.memory is not None:
-            limit = budget.memory - self._base(ladders)
-            yield GraphBound(limit, f"memory {budget.memory} bytes", lambda ladder: self.price(ladder).memory, True)
+            own = self._base(ladders)
+            yield GraphBound(
+                limit=budget.memory - own,
+                path=("budget", "memory"),
+                text=f"memory {budget.memory / (1 << 20):g}MiB",
+                each=lambda ladder: self.price(ladder).memory,
+                amount=lambda size: f"{math.ceil((size + own) / (1 << 20))}MiB",
+                is_memory=True,
+            )
 
 
 def _in_bytes(mib: float) -> int:
@@ -153,17 +193,20 @@ def _in_bytes(mib: float) -> int:
 
 def _counted(budget: Budget, roles: Sequence[RoleInProgress]) -> Iterator[GraphBound]:
     if budget.max_graphs is not None:
-        yield GraphBound(budget.max_graphs, f"max_graphs {budget.max_graphs}", lambda _: 1)
+        path = ("budget", "max_graphs")
+        yield GraphBound(limit=budget.max_graphs, path=path, text=f"max_graphs {budget.max_graphs}", each=lambda _: 1)
     for kind in Kind:
         allowed = budget.allowed_of(kind)
         if allowed is not None:
-            yield GraphBound(allowed, f"graphs.{kind.value} {allowed}", _of_kind(kind))
+            text = f"graphs.{kind.value} {allowed}"
+            yield GraphBound(limit=allowed, path=("budget", "graphs", kind.value), text=text, each=_of_kind(kind))
     for working in roles:
         limits = {group.support.max_graphs: group.registered.name for group in working.groups}
         limits.pop(None, None)
         if limits:
             least = min(limits, key=lambda limit: limit or 0)
-            yield GraphBound(least or 0, f"{limits[least]} can hold {least} full graphs", _full_of(working.role))
+            text = f"{limits[least]} can hold {least} full graphs"
+            yield GraphBound(limit=least or 0, path=(), text=text, each=_full_of(working.role))
 
 
 def _of_kind(kind: Kind) -> Callable[[Ladder], int]:

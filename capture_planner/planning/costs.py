@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import attrs
 
-from capture_planner.errors import AbsentTimesError, Problem
+from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.profile import CostCurve, GraphCost, Profile, family_name
 
@@ -51,11 +51,11 @@ class Costs:
     profile: Profile
 
     def graph(self, family: Family) -> Curve:
-        """Return the time of a replay by padded tokens; raises ``AbsentTimesError`` where no curve is near."""
+        """Return the time of a replay by padded tokens; raises ``PlanningError`` where no curve is near."""
         return self._curve(family)
 
     def eager(self, role: Role, query_len: int | None, draft_steps: int | None = None) -> Curve:
-        """Return the time of an eager pass by tokens; raises ``AbsentTimesError`` where no curve is near."""
+        """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""
         return self._curve((role, GraphMode.NONE, query_len, draft_steps))
 
     def known(self, family: Family) -> Curve | None:
@@ -66,11 +66,11 @@ class Costs:
         return self._curve(family) if self._alike(family) else None
 
     def reach(self, family: Family) -> int:
-        """Return the most tokens at which a replay was measured; raises ``AbsentTimesError`` where no curve is near."""
+        """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
         return self._nearest(family).tokens[-1]
 
     def of_graph(self, family: Family) -> GraphCost:
-        """Return what one graph of a family costs; raises ``AbsentTimesError`` where its role has none."""
+        """Return what one graph of a family costs; raises ``PlanningError`` where its role has none."""
         cost = self.cost_of(family)
         if cost is None:
             raise _absent(f"no costs of graphs of {family[0].value}")
@@ -125,6 +125,6 @@ def _distance(key: Family, family: Family) -> tuple[object, ...]:
     )
 
 
-def _absent(what: str) -> AbsentTimesError:
+def _absent(what: str) -> PlanningError:
     problem = Problem(path=("sizes", "profile"), message=f"the profile has {what}", remedy="profile this deployment")
-    return AbsentTimesError([problem])
+    return PlanningError([problem])

@@ -7,8 +7,7 @@ eager. Sets of waived teams are taken in the order of what each costs at least, 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from fractions import Fraction
 
 import attrs
@@ -19,13 +18,20 @@ from capture_planner.planning.demand import UNKNOWN, Team, eager_of, problem_of,
 from capture_planner.planning.sizing import Ladder
 from capture_planner.planning.sizing.allocation import SizeGroup, allocate
 from capture_planner.planning.sizing.program import LadderProgram, Value
+from capture_planner.planning.sizing.subsets import by_largest, by_sum
 from capture_planner.planning.sizing.worst import least_worst
 from capture_planner.records.batch import Kind
 
-MOST_TEAMS = 10
-"""Of so many teams every set is considered; of more, those that waive the cheapest."""
+MOST_SETS = 1024
+"""Sets of waived teams that are tried: all of ten teams, and of more those that may cost least."""
+
+MOST_LISTED = 1 << 16
+"""Sets of waived teams that are listed, whether they leave room for the others or not."""
 
 Waivers = frozenset[int]
+
+Programs = MutableMapping[tuple[int, Waivers], LadderProgram]
+"""The programs of teams, by index, that also serve the passes of waived ones: the same for all bounds."""
 
 
 @attrs.frozen(kw_only=True)
@@ -55,37 +61,57 @@ class Table:
     """What all passes cost that some ladder could serve."""
     worst: Fraction
     """The largest ratio of a batch's time to the time of its own size; a waived team's batches count as eager."""
+    proven: bool = True
+    """Whether no other table within the bounds costs less; False where there were too many sets of teams to try."""
 
 
-def least_table(teams: Sequence[Team], bounds: BudgetBounds, costs: Costs, *, regret: bool) -> Table:
+def least_table(
+    teams: Sequence[Team], bounds: BudgetBounds, costs: Costs, *, regret: bool, programs: Programs | None = None
+) -> Table:
     """Return the table that costs least.
 
     Of equal ones, that with the fewest waived teams, then with the fewest sizes.
 
     :param regret: whether the worst ratio is to be least, rather than the cost.
+    :param programs: those of the same teams under other bounds.
     """
-    search = _WaivedSets(teams, bounds, costs)
-    best: tuple[tuple[Value | Fraction, int, int], Table] | None = None
-    for least, dropped in sorted(search.sets(regret=regret), key=lambda each: (each[0], len(each[1]), sorted(each[1]))):
-        if best is not None and least > best[0][0]:
+    search = _WaivedSets(teams, bounds, costs, {} if programs is None else programs)
+    best: _Ranked | None = None
+    tried, proven = 0, True
+    for number, (least, dropped) in enumerate(search.sets(regret=regret)):
+        # Of equal costs the fewest waived teams come first, so that later sets are no better.
+        if best is not None and (least > best[0][0] or (least == best[0][0] and len(dropped) > best[0][1])):
             break
-        table = search.table(dropped, regret=regret)
-        if table is None:
-            continue
-        rank = table.worst if regret else table.value, len(dropped), sum(len(each.indices) for each in table.groups)
-        if best is None or rank < best[0]:
-            best = rank, table
+        if tried == MOST_SETS or number == MOST_LISTED:
+            proven = False
+            break
+        if search.leaves_room(dropped):
+            tried += 1
+            best = _better(best, search.table(dropped, regret=regret), len(dropped), regret=regret)
+    for dropped in () if proven else search.cheapest():
+        best = _better(best, search.table(dropped, regret=regret), len(dropped), regret=regret)
     assert best is not None, "without graphs, nothing exceeds a bound"
-    return best[1]
+    return attrs.evolve(best[1], proven=proven)
+
+
+_Ranked = tuple[tuple[Value | Fraction, int, int], Table]
+
+
+def _better(best: _Ranked | None, table: Table | None, waived_teams: int, *, regret: bool) -> _Ranked | None:
+    """Return the better of the best so far and of another table, which is None where none is within the bounds."""
+    if table is None:
+        return best
+    rank = table.worst if regret else table.value, waived_teams, sum(len(each.indices) for each in table.groups)
+    return (rank, table) if best is None or rank < best[0] else best
 
 
 class _WaivedSets:
     """What sets of waived teams cost."""
 
-    def __init__(self, teams: Sequence[Team], bounds: BudgetBounds, costs: Costs) -> None:
+    def __init__(self, teams: Sequence[Team], bounds: BudgetBounds, costs: Costs, programs: Programs) -> None:
         self._teams, self._bounds, self._costs = teams, bounds, costs
         self._takes = [bounds.takes(map(reduced, team.ladders)) for team in teams]
-        self._programs: dict[tuple[int, Waivers], LadderProgram] = {}
+        self._programs = programs
         short = any(bound.limit < 0 for bound in bounds.all)
         self._may_be_waived = [
             index
@@ -94,19 +120,33 @@ class _WaivedSets:
         ]
 
     def sets(self, *, regret: bool) -> Iterator[tuple[Value | Fraction, Waivers]]:
-        """Yield sets of waived teams, each with what tables without them cost at least."""
-        kept = [self._program(index, frozenset()).problem.every_size for index in range(len(self._teams))]
-        lost = {index: self._least(index) for index in self._may_be_waived}
-        ratios = {index: self._ratio(index) for index in self._may_be_waived}
-        if len(lost) > MOST_TEAMS:
-            cheap = sorted(lost, key=lambda index: lost[index] - kept[index])
-            sets: list[tuple[int, ...]] = [tuple(cheap[:number]) for number in range(len(cheap) + 1)]
-        else:
-            sets = [each for number in range(len(lost) + 1) for each in itertools.combinations(lost, number)]
-        total = sum(kept)
-        for each in sets:
-            worst = max((ratios[index] for index in each), default=Fraction(1))
-            yield worst if regret else total + sum(lost[index] - kept[index] for index in each), frozenset(each)
+        """Yield sets of waived teams, each with what tables without them cost at least, ascending."""
+        if regret:
+            yield from by_largest({index: self._ratio(index) for index in self._may_be_waived})
+            return
+        total = sum(self._every_size(index) for index in range(len(self._teams)))
+        for lost, dropped in by_sum(self._losses()):
+            yield total + lost, dropped
+
+    def leaves_room(self, dropped: Waivers) -> bool:
+        """Say whether the other teams have room for one size each, apart from their pools."""
+        alive = [takes for index, takes in enumerate(self._takes) if index not in dropped]
+        return not alive or all(
+            sum(taken) <= bound.limit for taken, bound in zip(zip(*alive, strict=True), self._bounds.all, strict=True)
+        )
+
+    def cheapest(self) -> Iterator[Waivers]:
+        """Yield sets of one more team each, up to all, those first that lose least."""
+        losses = self._losses()
+        cheap = sorted(losses, key=lambda index: losses[index])
+        return (frozenset(cheap[:number]) for number in range(len(cheap) + 1))
+
+    def _losses(self) -> dict[int, Value]:
+        """Return what each team that may be waived loses by that at least."""
+        return {index: self._least(index) - self._every_size(index) for index in self._may_be_waived}
+
+    def _every_size(self, index: int) -> Value:
+        return self._program(index, frozenset()).problem.every_size
 
     def table(self, dropped: Waivers, *, regret: bool) -> Table | None:
         """Return the best table in which exactly these teams are waived; None: none is within the bounds."""

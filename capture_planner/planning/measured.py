@@ -15,8 +15,9 @@ from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.answers import LadderAnswers
 from capture_planner.planning.bounds import MICRO, BudgetBounds, family_of, reduced
+from capture_planner.planning.budgeted import table_within
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.coverage import SizedGroup, Table, least_table
+from capture_planner.planning.coverage import SizedGroup
 from capture_planner.planning.demand import NANO, Demand
 from capture_planner.planning.judging import Judgement, Prices, judge
 from capture_planner.planning.role import RoleInProgress
@@ -50,6 +51,8 @@ class SizeChoice:
     """The prior's part of the weight."""
     bounds: BudgetBounds
     steps: Steps
+    warning: str | None
+    """Which bounds of the budget leave no graph at all; None: some are left."""
 
 
 def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, measurements: Measurements) -> SizeChoice:
@@ -64,7 +67,6 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         message = "the traffic has no steps of the target within the limits"
         remedy = "check its requests and tokens against limits, or give traffic of this deployment"
         raise PlanningError([Problem(path=("sizes", "traffic"), message=message, remedy=remedy)])
-    bounds = BudgetBounds(spec, roles, costs)
     skeletons = [ladder for working in roles for ladder in working.ladders]
     teams = _teams(skeletons)
     ladders = _reachable(skeletons, teams, costs)
@@ -78,17 +80,21 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         )
         demand.add_tail(tail)
     alive = [tuple(ladders[index] for index in team if ladders[index].domain) for team in teams]
-    table = least_table([demand.team(each) for each in alive if each], bounds, costs, regret=objective == "regret")
-    sized = _sized(ladders, table, bounds)
+    fitted = [demand.team(each) for each in alive if each]
+    budgeted = table_within(spec, roles, costs, ladders, fitted, regret=objective == "regret")
+    table, sized, bounds = budgeted.table, budgeted.ladders, budgeted.bounds
     priced = [_priced(ladder, costs) for ladder in sized]
     passes = sum(map(demand.passes, active))
     prior = sum(float(prior_share(demand.passes(ladder))) * demand.passes(ladder) for ladder in active)
     share = prior / passes if passes else 1.0
-    families = [family_of(ladder) for ladder in active]
+    families, notes = [family_of(ladder) for ladder in active], list(budgeted.notes)
     if objective == "regret":
         expected = float(table.worst)
     elif tail is not None:
-        expected = judge(LadderAnswers(sized, spec), Steps({tail: 1}), costs, spec, prices.modes).mean_step_ms
+        answers = LadderAnswers(sized, spec)
+        expected = judge(answers, Steps({tail: 1}), costs, spec, prices.modes).mean_step_ms
+        real = judge(answers, steps, costs, spec, prices.modes).percentile(float(objective[1:]))
+        notes += _about_tail(objective, steps, expected, real)
     else:
         apart = sum(prices.of(each, None, repeats) * count for each, repeats, count in demand.unserved)
         apart += sum(measurements.profile.apart(batch.num_reqs) * count for batch, count in steps.counts.items())
@@ -97,7 +103,9 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         ladders=tuple(priced),
         notes=(
             f"{demand.steps} steps of the target; smoothing and the flat prior have {share:.0%} of the weight",
+            *(f"assumed: {each}" for each in steps.assumptions),
             *steps.notes,
+            *notes,
             *_about(teams, ladders, sized),
             *costs.assumptions(families),
         ),
@@ -107,6 +115,7 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         prior=share,
         bounds=bounds,
         steps=steps,
+        warning=budgeted.warning,
     )
 
 
@@ -117,6 +126,18 @@ def _with_every_size(batch: Batch, *, prices: Prices, spec: Spec, ladders: Seque
         prices.with_every_size(each, repeats, fused=each.role is Role.DRAFT_DECODE and repeats in chains)
         for each, repeats in passes_of(batch, spec)
     )
+
+
+def _about_tail(objective: str, steps: Steps, expected: float, real: float) -> Iterator[str]:
+    """Say what a percentile rests on, except for decodes of one length: there more requests never take less time."""
+    if len({batch.uniform_query_len for batch in steps.counts} | {None}) > 2 or any(
+        batch.uniform_query_len is None for batch in steps.counts
+    ):
+        other = "" if real <= expected * (1 + 1e-9) else f"; with these sizes the {objective} step takes {real:.4g} ms"
+        yield (
+            f"assumed: the {objective} step is the same one as with a graph of every size, and takes {expected:.4g} ms"
+            f"{other}"
+        )
 
 
 def _teams(ladders: Sequence[Ladder]) -> list[tuple[int, ...]]:
@@ -148,24 +169,6 @@ def _reachable(ladders: Sequence[Ladder], teams: Iterable[Sequence[int]], costs:
         for index in team:
             ended[index] = attrs.evolve(ladders[index], domain=domain.clipped(top))
     return ended
-
-
-def _sized(ladders: Sequence[Ladder], table: Table, bounds: BudgetBounds) -> list[Ladder]:
-    """Return the ladders with their sizes, and with all LoRA cases where the bounds leave room."""
-    sizes = {ladder: group.sizes for group in table.groups for ladder in group.team.ladders}
-    sized = []
-    for ladder in ladders:
-        if ladder in table.waived:
-            sized.append(ladder.dropped(Reason.BUDGET))
-            continue
-        found = sizes.get(ladder, ())
-        covered = ladder.domain.clipped(found[-1] if found else 0) if ladder.kind is Kind.MIXED else ladder.domain
-        sized.append(attrs.evolve(reduced(ladder), sizes=found, domain=covered))
-    for index, ladder in enumerate(ladders):
-        full = attrs.evolve(sized[index], cases=ladder.cases)
-        if sized[index].sizes and full != sized[index] and bounds.hold([*sized[:index], full, *sized[index + 1 :]]):
-            sized[index] = full
-    return sized
 
 
 def _sentence(ladder: Ladder, groups: Sequence[SizedGroup], steps: int) -> str:

@@ -50,7 +50,7 @@ def choose_schedule(spec: Spec, modes: Mapping[Role, GraphMode], measurements: M
     traffic, costs = measurements.traffic, Costs(measurements.profile)
     shares, source = acceptance_of(speculative, traffic)
     tokens = tuple(accumulate(shares, initial=1.0))
-    most = min(spec.limits.max_num_reqs, spec.limits.max_num_tokens)
+    most = min(spec.limits.max_num_reqs, spec.limits.max_num_tokens // (1 + speculative.extra_slots))
     graphs, rule = _allowed(spec, modes)
     lengths = _lengths(spec, modes, costs, tokens, most)
     if graphs is not None and graphs < max(length.graphs for length in lengths):
@@ -185,7 +185,8 @@ def _passes(modes: Mapping[Role, GraphMode], speculative: Speculative, k: int) -
         if role is Role.DRAFT_DECODE and k < 2:
             continue
         decode = mode.decode_mode
-        query_len = None if decode is not GraphMode.NONE and not mode.is_separate else 1 + k
+        width = 1 + k + speculative.extra_slots * role.is_drafter
+        query_len = None if decode is not GraphMode.NONE and not mode.is_separate else width
         if role is not Role.DRAFT_DECODE:
             yield (role, decode, query_len, None), 1
         elif speculative.chain is Chain.FUSED and k > 2 and decode is GraphMode.FULL:
@@ -202,12 +203,12 @@ def _lengths(
     assert speculative is not None
     lengths = []
     for k in range(speculative.num_tokens + 1):
-        counts = range(1, min(most, room // (1 + k)) + 1)
+        counts = range(1, min(most, room // (1 + k + speculative.extra_slots)) + 1)
         if not counts:
             continue
         padded, exact, graphs = [0.0] * len(counts), [costs.profile.apart(count) for count in counts], 0
         for (role, mode, query_len, steps), times in _passes(modes, speculative, k):
-            width = 1 if role is Role.DRAFT_DECODE else 1 + k
+            width = 1 if role is Role.DRAFT_DECODE else 1 + k + speculative.extra_slots * role.is_drafter
             captured = modes[role].is_separate
             graphs += captured
             family = (role, mode, query_len, steps)
@@ -222,7 +223,8 @@ def _lengths(
 def _concrete(speculative: Speculative, spans: tuple[Span, ...], shares: tuple[float, ...]) -> Speculative:
     """Return the drafter with the ranges of the spans: without a schedule, where one K of 1 or more does for all."""
     tiers = tuple((span.first, span.last, span.k) for span in ranges(spans))
-    largest = max(max(k for *_, k in tiers), 1)
+    # A parallel pass is as wide as the most drafts, and what it takes was read at this width.
+    largest = speculative.num_tokens if speculative.parallel_drafting else max(max(k for *_, k in tiers), 1)
     return replace(
         speculative,
         num_tokens=largest,

@@ -29,11 +29,19 @@ from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
-from capture_planner.records.backend import COMMON_FIELDS, LORA_FIELDS, MROPE_FIELDS, SPECULATIVE_FIELDS, MetadataField
+from capture_planner.records.backend import (
+    COMMON_FIELDS,
+    LORA_FIELDS,
+    MROPE_FIELDS,
+    PARALLEL_FIELDS,
+    SPECULATIVE_FIELDS,
+    MetadataField,
+)
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
+from capture_planner.records.model import Method
 from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, Forecast, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import Policy, Spec
 
@@ -94,6 +102,8 @@ def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurem
         working.measured([next(ladders) for _ in range(count)], [next(sentences) for _ in range(count)])
     for note in measured.notes:
         roles[0].decide("sizes-measured", "traffic and profile", "sizes", note)
+    if measured.warning is not None:
+        roles[0].decide("budget-too-small", "graphs", "none", measured.warning)
     modes = {working.role: working.mode for working in roles}
     judged = judge(LadderAnswers(measured.ladders, spec), measured.steps, costs, spec, modes)
     return forecast_of(spec, measured, judged, given)
@@ -122,7 +132,12 @@ def _resolve(
         return target, resolve_eager_drafter(role, target, reason)
     if role is Role.DRAFT_PREFILL:
         return target, resolve_draft_prefill(
-            target, wanted, supports, max_query_len=query_len, piecewise=spec.piecewise
+            target,
+            wanted,
+            supports,
+            max_query_len=query_len,
+            piecewise=spec.piecewise,
+            modules=spec.speculative is not None and spec.speculative.is_modules,
         )
     return target, resolve_draft_decode(target, wanted, supports)
 
@@ -181,6 +196,9 @@ def _written(working: RoleInProgress) -> RolePlan:
     inputs: tuple[MetadataField, ...] = COMMON_FIELDS
     if working.role is Role.TARGET and working.spec.speculative is not None:
         inputs += SPECULATIVE_FIELDS
+    speculative = working.spec.speculative
+    if working.role is Role.DRAFT_PREFILL and speculative is not None and speculative.parallel_drafting:
+        inputs += () if speculative.method is Method.DRAFT_MODEL else PARALLEL_FIELDS
     if working.role is Role.TARGET and working.spec.model.mrope:
         inputs += MROPE_FIELDS
     if working.role is Role.TARGET and working.spec.lora is not None:

@@ -108,14 +108,22 @@ def resolve_draft_prefill(
     *,
     max_query_len: int,
     piecewise: Piecewise,
+    modules: bool = False,
 ) -> ResolvedMode:
     """Resolve draft position 0: from the target's *resolved* mode, by its own backend's support.
 
     :param wanted: the mode that the spec requests for this role; it can lower the start, not raise it.
+    :param modules: whether several modules draft after one another in this pass. They run without PIECEWISE, as in
+        vLLM 0.33 (``MultiModuleMTPSpeculator.init_cudagraph_manager``): between two modules tokens are drafted for
+        each request, and PIECEWISE does not pad requests.
     """
     start, lowered = _lowered(Role.DRAFT_PREFILL, target, wanted)
     resolved = resolve(Role.DRAFT_PREFILL, start, groups, max_query_len=max_query_len, piecewise=piecewise)
-    return ResolvedMode(mode=resolved.mode, decisions=lowered + resolved.decisions)
+    ladder = _Ladder(Role.DRAFT_PREFILL, weakest(groups), resolved.mode)
+    if modules:
+        message = "between two modules tokens are drafted for each request, and PIECEWISE does not pad requests"
+        ladder.step("modules-never-piecewise", resolved.mode.without_piecewise, message, backend=False)
+    return ResolvedMode(mode=ladder.mode, decisions=(*lowered, *resolved.decisions, *ladder.decisions))
 
 
 def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]) -> ResolvedMode:

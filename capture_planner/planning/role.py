@@ -19,6 +19,7 @@ from capture_planner.records.batch_space import (
     Domain,
     decode_families,
     decode_tiers,
+    extra_slots,
     lora_cases,
     mixed_tokens,
     token_step,
@@ -109,9 +110,10 @@ class RoleInProgress:
             message = "the draft prefill makes the only draft token, so no draft decode follows"
             self.decide("draft-decode-never-runs", self.mode.value, "no graphs", message)
         for _, last, k in () if self.role is Role.DRAFT_DECODE else decode_tiers(spec):
-            fits = limits.max_num_tokens // (1 + k)
+            width = 1 + k + extra_slots(spec)
+            fits = limits.max_num_tokens // width
             if fits < last:
-                room = f"{counted(fits, 'request')} of {counted(1 + k, 'token')}"
+                room = f"{counted(fits, 'request')} of {counted(width, 'token')}"
                 message = f"max_num_tokens {limits.max_num_tokens} holds {room}: decodes of {last} are never scheduled"
                 self.decide("tokens-limit-requests", last, fits, message)
         if step > 1:

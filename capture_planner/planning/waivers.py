@@ -12,7 +12,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import DecodeFamily, lora_cases, split_when
+from capture_planner.records.batch_space import DecodeFamily, lora_cases, most_tokens, split_when
 from capture_planner.records.plan import Waiver
 
 _WHY = {
@@ -86,12 +86,13 @@ def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
 
 def _mixed_tails(working: RoleInProgress) -> Iterator[Tail]:
     ladder, limits = working.mixed_ladder, working.spec.limits
+    last = most_tokens(working.role, working.spec)
     if ladder is None:
-        yield Kind.MIXED, None, 1, limits.max_num_tokens, Reason.MODE, ""
+        yield Kind.MIXED, None, 1, last, Reason.MODE, ""
         return
     top = ladder.sizes[-1] if ladder.sizes else 0
     most = ladder.max_num_reqs
     if most < min(top, limits.max_num_reqs):
-        yield Kind.MIXED, None, most + 1, min(top, limits.max_num_tokens), Reason.BACKEND_CAP, ""
-    if top < limits.max_num_tokens:
-        yield Kind.MIXED, None, top + 1, limits.max_num_tokens, ladder.cut or Reason.SIZES, ladder.price
+        yield Kind.MIXED, None, most + 1, min(top, last), Reason.BACKEND_CAP, ""
+    if top < last:
+        yield Kind.MIXED, None, top + 1, last, ladder.cut or Reason.SIZES, ladder.price

@@ -263,6 +263,9 @@ COMMON_FIELDS = (
 SPECULATIVE_FIELDS = (_field("cu_num_draft_tokens", Axis.REQUEST, Fill.REPEAT_LAST, indexes=Bound.TOKENS),)
 """What the target also reads when it verifies draft tokens."""
 
+PARALLEL_FIELDS = (_field("target_rows", Axis.TOKEN, Fill.CONSTANT, value=0),)
+"""What a parallel head also reads: the row of the target that each of its rows belongs to, -1 of a mask token."""
+
 MROPE_FIELDS = (
     _field("mrope_positions", Axis.TOKEN, Fill.CONSTANT, value=0, dtype="int64", scale=3, indexes=Bound.POSITIONS),
 )

@@ -133,28 +133,60 @@ def decode_tiers(deployment: Deployment) -> tuple[tuple[int, int, int], ...]:
 def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, ...]:
     """Return the uniform decodes of ``role``.
 
-    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k. Draft decodes
-    run one token, k - 1 times after the draft prefill. A batch has no more requests than fit max_num_tokens.
+    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k; the draft
+    prefill of some methods has more. Draft decodes run one token, k - 1 times after the draft prefill, where the
+    drafter is a chain. A batch has no more requests than fit max_num_tokens in both passes.
     """
-    limits = deployment.limits
+    limits, slots = deployment.limits, extra_slots(deployment)
     is_decode = role is Role.DRAFT_DECODE
+    if is_decode and deployment.speculative is not None and not deployment.speculative.is_chain:
+        return ()
     tiers = (tier for tier in decode_tiers(deployment) if tier[2] >= 2 or not is_decode)
     families = []
     for k, alike in sorted(grouped(tiers, lambda tier: tier[2]).items()):
-        query_len, draft_steps = (1, k - 1) if is_decode else (1 + k, None)
+        query_len, draft_steps = (1, k - 1) if is_decode else (1 + k + slots * role.is_drafter, None)
         intervals = tuple((first, last) for first, last, _ in alike)
         domain = Domain(intervals, request_step(query_len, deployment.parallel))
-        domain = domain.clipped(limits.max_num_tokens // query_len)
+        domain = domain.clipped(limits.max_num_tokens // (1 if is_decode else 1 + k + slots))
         if domain:
             families.append(DecodeFamily(query_len=query_len, draft_steps=draft_steps, requests=domain))
     return tuple(families)
 
 
 def max_query_len(role: Role, deployment: Deployment) -> int:
-    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, or 1."""
+    """Return the longest uniform query of a role: 1 + the largest k that is scheduled, with its slots, or 1."""
     if role is Role.DRAFT_DECODE:
         return 1
-    return 1 + max(k for *_, k in decode_tiers(deployment))
+    return 1 + max(k for *_, k in decode_tiers(deployment)) + extra_slots(deployment) * role.is_drafter
+
+
+def query_len_of(role: Role, deployment: Deployment, num_reqs: int) -> int:
+    """Return the tokens that each of so many requests has in a decode of a role."""
+    if role is Role.DRAFT_DECODE:
+        return 1
+    k = 0 if deployment.speculative is None else deployment.speculative.draft_tokens(num_reqs)
+    return 1 + k + extra_slots(deployment) * role.is_drafter
+
+
+def draft_prefill_of(batch: Batch, slots: int) -> Batch:
+    """Return the first draft pass after the target's ``batch``: ``slots`` more rows for each request, no adapters."""
+    return attrs.evolve(
+        batch,
+        role=Role.DRAFT_PREFILL,
+        num_tokens=batch.num_tokens + batch.num_reqs * slots,
+        query_len=None if batch.query_len is None else batch.query_len + slots,
+        active_loras=0,
+    )
+
+
+def extra_slots(deployment: Deployment) -> int:
+    """Return the rows of each request that the first draft pass has more than the target's batch."""
+    return 0 if deployment.speculative is None else deployment.speculative.extra_slots
+
+
+def most_tokens(role: Role, deployment: Deployment) -> int:
+    """Return the most tokens of a batch: the target's leaves room for one request's rows of the first draft pass."""
+    return deployment.limits.max_num_tokens - extra_slots(deployment) * (role is Role.TARGET)
 
 
 def token_step(parallel: Parallel) -> int:
@@ -172,7 +204,7 @@ def mixed_tokens(role: Role, deployment: Deployment) -> Domain:
     """Return the token counts of mixed batches; draft decodes are always uniform and have none."""
     if role is Role.DRAFT_DECODE:
         return Domain((), 1)
-    return Domain.upto(deployment.limits.max_num_tokens, token_step(deployment.parallel))
+    return Domain.upto(most_tokens(role, deployment), token_step(deployment.parallel))
 
 
 def lora_cases(role: Role, deployment: Deployment) -> tuple[int, ...]:
@@ -241,7 +273,7 @@ def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> i
     """Return how many draft decodes the schedule runs for this many requests; None for other roles."""
     if role is not Role.DRAFT_DECODE or speculative is None:
         return None
-    return max(speculative.draft_tokens(num_reqs) - 1, 0)
+    return max(speculative.draft_tokens(num_reqs) - 1, 0) if speculative.is_chain else 0
 
 
 def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
@@ -256,10 +288,9 @@ def is_admissible(batch: Batch, deployment: Deployment, families: Iterable[Decod
 
     :param families: ``decode_families`` of its role.
     """
-    limits = deployment.limits
     if not (
-        1 <= batch.num_reqs <= limits.max_num_reqs
-        and batch.num_reqs <= batch.num_tokens <= limits.max_num_tokens
+        1 <= batch.num_reqs <= deployment.limits.max_num_reqs
+        and batch.num_reqs <= batch.num_tokens <= most_tokens(batch.role, deployment)
         and 0 <= batch.active_loras <= min(most_loras(batch.role, deployment), batch.num_reqs)
     ):
         return False

@@ -11,13 +11,18 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import Count, Interval, NonNegative, Pattern, field, raise_any, record
+from capture_planner.records._base import Interval, NonNegative, Pattern, field, raise_any, record
 
 LONGEST = 160
 """Characters of a kernel's name that are kept; a digest stands for the rest."""
 
 Topology = Annotated[str, Pattern(r"[0-9a-f]{16}", "16 hexadecimal digits")]
 Amount = Annotated[int, Interval(0)]
+KernelCounts = Annotated[
+    str,
+    Pattern(r"([1-9][0-9]{0,8}\*[0-9]{1,6}( [1-9][0-9]{0,8}\*[0-9]{1,6})*)?", "counts and indexes such as 28*0 1*4"),
+]
+"""One text, since a list of pairs for every graph would make a plan too large to be read."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,9 +62,13 @@ class GraphFingerprint:
     graph: NonNegative = field("index into the role's graphs, in capture order")
     nodes: Amount = field("nodes of the graph, of all pieces together")
     topology: Topology = field("digest of the nodes, their dimensions and their edges")
-    kernels: tuple[tuple[NonNegative, Count], ...] = field(
-        "kernels and how often they are in it: [index into the names, count]", default=()
-    )
+    kernels: KernelCounts = field("how often each kernel is in it: count*index into the names", default="")
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How often each kernel is in it, by its index into the names."""
+        pairs = (part.split("*") for part in self.kernels.split())
+        return {int(index): int(count) for count, index in pairs}
 
 
 @record
@@ -79,7 +88,7 @@ class Fingerprints:
                 remedy="names count from 0",
             )
             for index, graph in enumerate(self.graphs)
-            for kernel, _ in graph.kernels
+            for kernel in graph.counts
             if kernel >= len(self.kernels)
         )
 
@@ -94,7 +103,7 @@ class Fingerprints:
                 graph=index,
                 nodes=each.nodes,
                 topology=each.topology,
-                kernels=tuple(sorted((places[name], count) for name, count in each.kernels.items())),
+                kernels=" ".join(f"{each.kernels[name]}*{places[name]}" for name in sorted(each.kernels)),
             )
             for (role, index), each in found.items()
         )
@@ -105,7 +114,7 @@ class Fingerprints:
         return {
             (graph.role, graph.graph): Fingerprint(
                 nodes=graph.nodes,
-                kernels={self.kernels[index]: count for index, count in graph.kernels},
+                kernels={self.kernels[index]: count for index, count in graph.counts.items()},
                 topology=graph.topology,
             )
             for graph in self.graphs

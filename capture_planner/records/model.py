@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
-from capture_planner.modes import Chain
+from capture_planner.modes import Chain, Role
 from capture_planner.records._base import (
     AtLeast,
     AtMost,
@@ -49,6 +49,9 @@ class Method(enum.Enum):
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
     MTP = "mtp"
+    """Multi-token prediction: one module that drafts a chain, or several that draft one token each."""
+    DRAFT_MODEL = "draft_model"
+    """A whole model that reads tokens alone, and nothing of the target's states."""
 
 
 class ScheduleSource(enum.Enum):
@@ -111,7 +114,7 @@ class Model:
 class DraftModel:
     """The drafter's own architecture where it differs from the target's."""
 
-    num_layers: Count = field("decoder layers; an EAGLE head has one", default=1)
+    num_layers: Count = field("decoder layers; an EAGLE head has one; mtp: modules of a layer each", default=1)
     num_heads: Count | None = field("query heads; None: the target's", default=None)
     num_kv_heads: Count | None = field("key/value heads; None: the target's", default=None)
     head_dim: Count | None = field("width of one head; None: the target's", default=None)
@@ -134,6 +137,10 @@ class Speculative:
     Acceptance is cumulative, as in vLLM's counters (accepted tokens of a position over drafts) and in its
     ``synthetic_acceptance_rates``: ``acceptance[i]`` is the share of steps in which drafts 0 to i were all accepted.
     A step with k drafts gives ``1 + sum(acceptance[:k])`` tokens a request.
+
+    A drafter is a chain: a first pass makes one draft, and a draft decode each later one. Parallel drafting and MTP of
+    several modules make all drafts in the first pass. With ``extra_slots`` that pass has more rows than the target's
+    batch, for which ``max_num_tokens`` leaves room, as in vLLM 0.33 (``max_num_new_slots_for_drafting``).
     """
 
     method: Method = field("how the drafter works")
@@ -149,9 +156,15 @@ class Speculative:
         "all draft decodes of a step in one graph where the backends can, or a graph of one replayed",
         default=Chain.FUSED,
     )
+    parallel_drafting: bool = field(
+        "all drafts in the first pass, on mask tokens (P-EAGLE, or PARD with draft_model)", default=False
+    )
 
     def __attrs_post_init__(self) -> None:
         self._check_acceptance()
+        if self.parallel_drafting and self.method is Method.MTP:
+            message = "mtp modules draft one token each, after one another"
+            raise refuse("parallel_drafting", message=message, remedy="leave it out, or use eagle3 or draft_model")
         if len(self.ranges) > MAX_TIERS:
             raise refuse("schedule", message=f"{len(self.ranges)} ranges, at most {MAX_TIERS} are allowed")
         previous = 0
@@ -185,6 +198,36 @@ class Speculative:
         if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
             message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
             raise refuse("acceptance", message=message, remedy="give a share for each position, or lower num_tokens")
+
+    @property
+    def is_modules(self) -> bool:
+        """Whether several MTP modules make the drafts, one each."""
+        return self.method is Method.MTP and self.model.num_layers > 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether draft decodes make the drafts after the first one."""
+        return not (self.parallel_drafting or self.is_modules)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that a deployment with this drafter runs, target first."""
+        return tuple(role for role in Role if role is not Role.DRAFT_DECODE or self.is_chain)
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether the first draft pass has rows of its own, and not those of the target's batch."""
+        return self.parallel_drafting or self.method is Method.DRAFT_MODEL
+
+    @property
+    def extra_slots(self) -> int:
+        """Rows that the first draft pass has more than the target's batch, for each request.
+
+        A draft model reads the new token next to those of the target; an EAGLE head reads every token one position
+        later, and so has it already. Each draft of a parallel pass but the first has a mask token.
+        """
+        unshifted = self.method is Method.DRAFT_MODEL
+        return unshifted + (self.num_tokens - 1) * self.parallel_drafting
 
     @property
     def is_measured(self) -> bool:

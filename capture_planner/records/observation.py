@@ -173,6 +173,7 @@ class ObservedRole:
     batches: tuple[BatchCount, ...] = field(
         "batch shapes that ran, the most frequent first", default=(), converter=_most_frequent_first
     )
+    rounded_batches: Tally = field("of the steps, those of rare shapes that are listed as larger ones", default=0)
     other_batches: Tally = field("steps of batch shapes that are not listed", default=0)
     eager: tuple[EagerCost, ...] = field("what eager steps take, where the engine was profiled", default=())
 

@@ -4,6 +4,7 @@ The same spec, environment and backends give the same plan, and writing and read
 Nothing downstream decides again.
 """
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from capture_planner.errors import DispatchError, InvalidValue, Problem
@@ -23,7 +24,7 @@ from capture_planner.records._base import (
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.environment import Environment
-from capture_planner.records.fingerprint import Fingerprints
+from capture_planner.records.fingerprint import Fingerprint, Fingerprints
 from capture_planner.records.model import Model, Speculative
 from capture_planner.records.spec import (
     SCHEMA_VERSION,
@@ -159,7 +160,7 @@ class Plan:
     forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
     roles: tuple[RolePlan, ...] = field("the roles, target first")
     fingerprints: Fingerprints | None = field(
-        "what the graphs were made of when the plan ran; None: not recorded", default=None, eq=False
+        "what the graphs were made of when the plan ran; None: not recorded", default=None
     )
 
     @classmethod
@@ -206,6 +207,14 @@ class Plan:
         if self.forecast is None:
             return self.budget.allowed_graphs()
         return replace(self.budget, memory=None, seconds=None).allowed_graphs()
+
+    def fingerprinted(self) -> Iterator[tuple[tuple[Role, Entry], Fingerprint]]:
+        """Yield the fingerprint of each graph that has one, by its role and entry."""
+        found = {} if self.fingerprints is None else self.fingerprints.by_graph()
+        for role in self.roles:
+            for index, entry in enumerate(role.entries):
+                if (role.role, index) in found:
+                    yield (role.role, entry), found[role.role, index]
 
     @property
     def planned(self) -> tuple[Role, ...]:

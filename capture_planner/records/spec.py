@@ -20,7 +20,8 @@ from capture_planner.records._base import (
     refuse_duplicates,
 )
 from capture_planner.records.batch import Kind
-from capture_planner.records.model import Model, Speculative, head_problems
+from capture_planner.records.model import Method, Model, Speculative, head_problems
+from capture_planner.records.text import counted
 
 SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
@@ -267,16 +268,18 @@ class Spec:
         problems = list(head_problems(heads, kv_heads, tensor, grouped=(), spread=("parallel", "tensor")))
         if self.speculative is not None:
             problems += self.speculative.head_problems(self.model, tensor)
-        else:
-            problems += [
-                Problem(
-                    path=("roles", role.value),
-                    message="the spec has no speculative decoding, so this role never runs",
-                    remedy="add speculative or remove this",
-                )
-                for role in Role
-                if role.is_drafter and self.roles.of(role) != RoleSpec()
-            ]
+            problems += self._draft_pass_problems(self.speculative)
+        problems += [
+            Problem(
+                path=("roles", role.value),
+                message="the spec has no speculative decoding, so this role never runs"
+                if self.speculative is None
+                else "all drafts are made in the draft prefill, so this role never runs",
+                remedy="add speculative or remove this" if self.speculative is None else "remove this",
+            )
+            for role in Role
+            if role not in self.active_roles and self.roles.of(role) != RoleSpec()
+        ]
         problems += self._half_measured()
         for role in Role:
             groups = self.roles.of(role).groups
@@ -285,6 +288,17 @@ class Spec:
                 message = f"the groups have {grouped} layers, the model {layers}"
                 problems.append(Problem(path=("roles", role.value, "groups"), message=message))
         raise_any(problems)
+
+    def _draft_pass_problems(self, speculative: Speculative) -> Iterator[Problem]:
+        """Yield what the first draft pass is in the way of: its room in a batch, and its vocabulary."""
+        slots, most = speculative.extra_slots, self.limits.max_num_tokens
+        if most <= slots:
+            message = f"{most} tokens hold no request: its first draft pass has {counted(slots, 'row')} more than it"
+            yield Problem(path=("limits", "max_num_tokens"), message=message, remedy=f"give more than {slots}")
+        own, theirs = speculative.model.vocab_size, self.model.vocab_size
+        if speculative.method is Method.DRAFT_MODEL and None not in (own, theirs) and own != theirs:
+            message = f"a draft model of {own} tokens for a target of {theirs}; they need the same vocabulary"
+            yield Problem(path=("speculative", "model", "vocab_size"), message=message, remedy="leave it out")
 
     def _half_measured(self) -> Iterator[Problem]:
         """Yield each role whose sizes are measured where others are not: all are chosen in one decision."""
@@ -311,4 +325,4 @@ class Spec:
     @property
     def active_roles(self) -> tuple[Role, ...]:
         """The roles that this deployment runs."""
-        return (Role.TARGET,) if self.speculative is None else tuple(Role)
+        return (Role.TARGET,) if self.speculative is None else self.speculative.roles

@@ -16,7 +16,7 @@ from capture_planner.codec import json_of, plain
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import decode_families
+from capture_planner.records.batch_space import decode_families, most_tokens
 from capture_planner.records.text import counted
 from capture_planner.report.terminal import ran_text, table_of
 
@@ -93,7 +93,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
         return Submission(batch=Batch.decode(role, count, lengths[count], active_loras))
 
     def prompt(tokens: int) -> Submission:
-        limited = min(tokens, plan.limits.max_num_tokens)
+        limited = min(tokens, most_tokens(role, plan))
         return Submission(batch=Batch.mixed(role, 1, limited))
 
     usual, few = decode(middle), decode(min(lengths))
@@ -105,7 +105,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
     if role is not Role.DRAFT_DECODE:
         vectors += [
             ("one rank has a short prompt", (prompt(middle * lengths[middle] + 1), *others)),
-            ("one rank has as long a prompt as there can be", (prompt(plan.limits.max_num_tokens), *others)),
+            ("one rank has as long a prompt as there can be", (prompt(most_tokens(role, plan)), *others)),
         ]
         if plan.lora is not None and not role.is_drafter:
             adapters = decode(middle, min(plan.lora.max_active, middle))

@@ -12,7 +12,7 @@ from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
 from capture_planner.engines.tuning.judgement import SideFigures
 from capture_planner.engines.tuning.tune import ParetoPoint, Tuning
-from capture_planner.engines.tuning.verdict import LEAST_STEPS, TuneVerdict
+from capture_planner.engines.tuning.verdict import LEAST_STEPS, TuneVerdict, subject_of
 from capture_planner.modes import Role
 from capture_planner.report.tune_charts import tune_charts
 from capture_planner.report.writing import Grid, Report, Section, percent
@@ -23,7 +23,17 @@ ADVICE = {
     TuneVerdict.TOO_LITTLE_DATA: "too little data",
 }
 
-_JUDGED = ("graphs", "mean_step_ms", "token_ms", "eager_share", "memory_mib", "seconds", "regret", "worst_regret")
+_JUDGED = (
+    "graphs",
+    "objective",
+    "mean_step_ms",
+    "token_ms",
+    "eager_share",
+    "memory_mib",
+    "seconds",
+    "regret",
+    "worst_regret",
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -63,6 +73,7 @@ def _json(report: TuneReport) -> dict[str, Any]:
     return {
         "verdict": plain(tuning.verdict),
         "reason": tuning.reason,
+        "objective": tuning.objective,
         "today": plain(tuning.today),
         "proposed": plain(tuning.proposed),
         "pareto": plain(tuning.pareto),
@@ -81,7 +92,7 @@ def _side(side: SideFigures) -> dict[str, Any]:
 
 @json_of(ParetoPoint)
 def _point(point: ParetoPoint) -> dict[str, Any]:
-    names = ("graphs", "mean_step_ms", "memory_mib", "seconds", "within")
+    names = ("graphs", "objective", "mean_step_ms", "memory_mib", "seconds", "within")
     return {name: _digits(value) for name, value in plain_some(point, *names).items()}
 
 
@@ -126,9 +137,11 @@ def _sides(report: TuneReport) -> Section | None:
     today, proposed = report.tuning.today, report.tuning.proposed
     if today is None or proposed is None:
         return None
+    objective = report.tuning.objective
     roles = [role for role in Role if role in today.eager_share or role in proposed.eager_share]
     rows: list[Row] = [
         ("time per token", lambda side: _ms(side.token_ms)),
+        *([(subject_of(objective), lambda side: _ms(side.objective))] if objective.startswith("p") else []),
         ("mean step", lambda side: _ms(side.mean_step_ms)),
         ("slower than with every size", lambda side: percent(max(side.regret, 0.0))),
         ("at worst", lambda side: percent(max(side.worst_regret, 0.0))),
@@ -159,10 +172,11 @@ def _pareto(report: TuneReport) -> Section | None:
     points = report.tuning.pareto
     if not points:
         return None
-    proposed = report.tuning.proposed
+    proposed, objective = report.tuning.proposed, report.tuning.objective
     rows = [
         (
             f"{point.graphs:,}",
+            *_objective(point, objective),
             _ms(point.mean_step_ms),
             f"{point.memory_mib:,.0f}",
             f"{point.seconds:.1f}",
@@ -170,9 +184,17 @@ def _pareto(report: TuneReport) -> Section | None:
         )
         for point in points
     ]
-    columns = ("graphs", "mean step", "MiB", "s", "")
-    grid = Grid(columns=columns, right=frozenset(columns[:4]), rows=tuple(rows))
+    own = () if objective == "mean" else ("at worst" if objective == "regret" else subject_of(objective),)
+    columns = ("graphs", *own, "mean step", "MiB", "s", "")
+    grid = Grid(columns=columns, right=frozenset(columns[:-1]), rows=tuple(rows))
     return Section(name="pareto", title="What graphs buy", grid=grid)
+
+
+def _objective(point: ParetoPoint, objective: str) -> tuple[str, ...]:
+    """Return the cell of an objective that has a column of its own."""
+    if objective == "mean":
+        return ()
+    return (percent(max(point.objective - 1, 0.0)) if objective == "regret" else _ms(point.objective),)
 
 
 def _next(report: TuneReport) -> Section | None:

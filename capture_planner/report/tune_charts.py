@@ -32,7 +32,10 @@ def _pareto(tuning: Tuning) -> Chart | None:
     if tuning.today is None or tuning.proposed is None or not tuning.pareto:
         return None
     plots = []
+    own = {"mean": [], "regret": [("Worst step by graphs", "objective", PlotAxis("times its own size", "ratio"), 1.0)]}
+    chosen = tuning.objective
     for title, name, axis, scale in (
+        *own.get(chosen, [(f"{chosen} step by graphs", "objective", PlotAxis(f"{chosen} step", "s"), 1e-3)]),
         ("Mean step by graphs", "mean_step_ms", PlotAxis("mean step", "s"), 1e-3),
         ("Memory by graphs", "memory_mib", PlotAxis("memory", "B", from_zero=True), float(1 << 20)),
         ("Start-up by graphs", "seconds", PlotAxis("capture", "s", from_zero=True), 1.0),

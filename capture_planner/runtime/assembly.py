@@ -11,13 +11,14 @@ from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records.backend import Attention
-from capture_planner.records.model import DataType
+from capture_planner.records.model import DataType, Method
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
 from capture_planner.runtime.eager_check.check import EagerCheck
 from capture_planner.runtime.eager_check.record import ComparisonLog
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
+from capture_planner.runtime.execution.draft_bodies import ModulesBody, ParallelDraftBody
 from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.role import ExecutionContext, ForwardObserver, RoleRun
@@ -27,6 +28,7 @@ from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.serving import kv
+from capture_planner.runtime.serving.inputs import DraftRows
 from capture_planner.runtime.serving.parts import Parts
 
 DTYPES = (DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
@@ -93,15 +95,23 @@ def assemble(
     )
     bodies: dict[Role, Body] = {Role.TARGET: target}
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
-    state = None
+    state = rows = None
     if drafter is not None and plan.speculative is not None:
-        prefill, decode = fields[Role.DRAFT_PREFILL], fields[Role.DRAFT_DECODE]
-        most, dtype = plan.speculative.num_tokens, dtype_of(plan.model.dtype)
+        prefill, speculative = fields[Role.DRAFT_PREFILL], plan.speculative
+        most, dtype = speculative.num_tokens, dtype_of(plan.model.dtype)
         state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
         hidden = _zeros(plan, prefill, drafter.hidden_size)
-        bodies[Role.DRAFT_PREFILL] = DraftPrefillBody(drafter, prefill, state, updates, target, hidden)
-        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, token_fields[Role.DRAFT_DECODE])
-        windows[True] = (None,) * drafter.num_layers
+        distance = 1 + (speculative.method is not Method.DRAFT_MODEL)
+        kind = DraftPrefillBody
+        if not speculative.is_chain:
+            kind = ModulesBody if speculative.is_modules else ParallelDraftBody
+        bodies[Role.DRAFT_PREFILL] = kind(drafter, prefill, state, updates, distance, target, hidden)
+        if speculative.is_chain:
+            bodies[Role.DRAFT_DECODE] = DraftDecodeBody(
+                drafter, fields[Role.DRAFT_DECODE], state, updates, distance, token_fields[Role.DRAFT_DECODE]
+            )
+        windows[True] = drafter.windows
+        rows = DraftRows.of(speculative, drafter.mask_token)
     reserved = reserve_all(plan, windows, fields, registry, pages, device)
     context = ExecutionContext(
         grapher=grapher,
@@ -130,6 +140,7 @@ def assemble(
         roles=roles,
         target=target,
         state=state,
+        draft_rows=rows,
         apply=apply,
         updates=updates,
         token_fields=token_fields,

@@ -98,7 +98,7 @@ def facts() -> dict[str, str]:
     found = {
         "device": platform.processor() or platform.machine(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
     }
     if torch.cuda.is_available():

@@ -253,10 +253,14 @@ def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, .
 
 def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
     """Return the bytes of one page: keys and values in all layers of target and drafter."""
-    each = Attention.of(plan, Role.TARGET, layers=1, window=None)
-    layers = model.num_layers + (plan.speculative.model.num_layers if plan.speculative else 0)
-    width = dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
-    return 2 * layers * page_size * each.num_kv_heads * each.head_dim * width
+    layers = {Role.TARGET: model.num_layers}
+    if plan.speculative is not None:
+        layers[Role.DRAFT_PREFILL] = plan.speculative.model.num_layers
+    widths = 0
+    for role, count in layers.items():
+        each = Attention.of(plan, role, layers=1, window=None)
+        widths += count * each.num_kv_heads * each.head_dim
+    return 2 * widths * page_size * dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
 
 
 @attrs.frozen
@@ -275,7 +279,7 @@ class _Run:
     def pages(self) -> PageFormat:
         """Return the KV cache's pages: as chosen, or for every request at full length if that fits."""
         plan, size = self.plan, self.choices.page_size
-        lookahead = plan.speculative.num_tokens if plan.speculative else 0
+        lookahead = plan.speculative.num_tokens + plan.speculative.extra_slots if plan.speculative else 0
         longest = max(self.requests, key=lambda request: request.length)
         needed = -(-min(longest.length + lookahead, plan.model.max_model_len) // size)
         if self.choices.pages is not None:

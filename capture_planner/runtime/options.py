@@ -33,7 +33,8 @@ class Options:
     with embeddings, which are made from them, or with ``debug``."""
     drafts_on_device: bool | None = None
     """Verify, and fill the drafter's fields, on the device instead of waiting for the target's tokens
-    on the host; None: on a GPU. Not where a backend of the drafter needs lengths on the host."""
+    on the host; None: on a GPU. Not where a backend of the drafter needs lengths on the host, nor where the first
+    draft pass has rows of its own: of a draft model, and with parallel drafting."""
     compare: bool = False
     """Run each forward that a graph serves eagerly too, and stop at the first tensor that differs, with
     ``DifferenceError``. Poisons before every forward, and nothing runs ahead or drafts on the device."""
@@ -72,7 +73,9 @@ class ExecutionPolicy:
             # Poison and bounds checks need the host's values in every field, and multimodal rope has
             # three positions a token, of which a graph advances none.
             advance_in_graph=not (waits or waiting[Role.TARGET] or options.debug or options.poison or plan.model.mrope),
-            drafts_on_device=_chosen(options.drafts_on_device, is_gpu, options),
+            # Where a first draft pass has rows of its own, which ones are real depends on what verification keeps.
+            drafts_on_device=_chosen(options.drafts_on_device, is_gpu, options)
+            and not (plan.speculative is not None and plan.speculative.has_own_rows),
             draft_decodes_need_host=waiting.get(Role.DRAFT_DECODE, False),
         )
 

@@ -26,7 +26,17 @@ DRAFTS = Speculative(method=Method.EAGLE3, num_tokens=3)
 FLAGS = ("vllm", MODEL.name, "--max-num-seqs", "12", "--max-num-batched-tokens", "64")
 EAGLE = ("--speculative-config", '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":3}')
 LOAD = ("--traffic", "vllm.log", "--profile", "profile.yaml")
-SIDE = {"graphs", "mean_step_ms", "token_ms", "eager_share", "memory_mib", "seconds", "regret", "worst_regret"}
+SIDE = {
+    "graphs",
+    "objective",
+    "mean_step_ms",
+    "token_ms",
+    "eager_share",
+    "memory_mib",
+    "seconds",
+    "regret",
+    "worst_regret",
+}
 H200 = find_environment("h200")
 
 
@@ -47,7 +57,7 @@ def test_the_document_has_what_it_promises(call: Run) -> None:
     """Verdict, both sides, the Pareto table, the steps, and what is assumed; numbers in JSON's own types."""
     data = tuned(call, *FLAGS, *LOAD)
     assert set(data) == {
-        *("verdict", "reason", "today", "proposed", "pareto", "steps", "assumptions", "notes", "commands")
+        *("verdict", "reason", "objective", "today", "proposed", "pareto", "steps", "assumptions", "notes", "commands")
     }
     assert data["verdict"] == "change"
     for side in (data["today"], data["proposed"]):
@@ -55,7 +65,8 @@ def test_the_document_has_what_it_promises(call: Run) -> None:
         assert set(side["eager_share"]) == {"target"}
     assert data["today"]["graphs"] == len(emulate("vllm", FLAGS[1:], H200).graphs)
     for point in data["pareto"]:
-        assert set(point) == {"graphs", "mean_step_ms", "memory_mib", "seconds", "within"}
+        assert set(point) == {"graphs", "objective", "mean_step_ms", "memory_mib", "seconds", "within"}
+        assert point["objective"] == point["mean_step_ms"]
     steps = data["steps"]
     assert steps["chosen"] + steps["judged"] == 3600
     assert steps["judged"] == pytest.approx(1200, rel=0.01)  # a part of a log is a part of its bytes
@@ -194,8 +205,9 @@ def test_traffic_of_other_limits_is_counted_and_said(call: Run) -> None:
     assert 1000 <= data["steps"]["judged"] < 2000
     assert any("beyond the limits" in note for note in data["notes"])
     Path("vllm.log").write_text(vllm_log(3600, (3, 5), width=2, longest=20), "utf-8")
-    notes = " ".join(tuned(call, *FLAGS, *LOAD)["notes"])
-    assert "query length 2; this deployment has those of 1" in notes
+    assumed = " ".join(tuned(call, *FLAGS, *LOAD)["assumptions"])
+    assert "steps are decodes of query length 2; this deployment has those of 1: they count with the tokens" in assumed
+    assert "decodes of query length 2" in " ".join(call("tune", *FLAGS, *LOAD).out.split("judged on")[0].split())
 
 
 def test_batches_of_roles_that_do_not_run_are_named(call: Run) -> None:
@@ -210,6 +222,75 @@ def test_batches_of_roles_that_do_not_run_are_named(call: Run) -> None:
     ran = call("tune", *words)
     assert ran.code == 1
     assert "no batches of the target, only of draft_decode" in ran.err
+
+
+@pytest.mark.parametrize("objective", ["p90", "regret"])
+def test_graphs_are_compared_by_the_objective(call: Run, objective: str) -> None:
+    """What is made least is in the table of graphs, on both sides and on the page, and never grows with graphs."""
+    words = (*FLAGS, *LOAD, "--objective", objective)
+    data = tuned(call, *words)
+    assert data["objective"] == objective
+    ranks = [(each["objective"], each["mean_step_ms"]) for each in data["pareto"] if each["within"]]
+    assert data["proposed"]["objective"] <= data["today"]["objective"] * (1 + 1e-9)
+    assert min(ranks)[0] >= data["proposed"]["objective"] / 1.01  # chosen on other steps than judged
+    ran = call("tune", *words, "--page", "page.html")
+    name = {"p90": "p90 step", "regret": "at worst"}[objective]
+    heads = [line.split("  ") for line in ran.out.splitlines() if line.strip().startswith("graphs  ")]
+    assert any(name in head for head in heads), ran.out
+    assert {"p90": "p90 step by graphs", "regret": "Worst step by graphs"}[objective] in Path("page.html").read_text()
+
+
+def test_a_percentile_does_not_pay_with_the_mean(call: Run) -> None:
+    """Where few graphs have the same percentile, since that step runs eager, the mean step still counts."""
+    Path("vllm.log").write_text(vllm_log(6000, (3, 5, 9, 11), longest=64, seed=3), "utf-8")
+    data = tuned(call, *FLAGS, *LOAD, "--objective", "p99.9")
+    assert data["proposed"]["mean_step_ms"] <= data["today"]["mean_step_ms"] * 1.005
+
+
+def test_a_command_may_be_one_argument(call: Run) -> None:
+    """Quoted as a whole, with its variables, or as a module: the same answer."""
+    expected = tuned(call, *FLAGS, *LOAD)
+    words = " ".join(FLAGS[1:])
+    for command in (f"vllm serve {words}", f"VLLM_USE_V1=1 vllm serve {words}", f"vllm {words}"):
+        assert tuned(call, command, *LOAD) | {"commands": []} == expected | {"commands": []}
+
+
+def test_the_page_may_be_in_the_folder(call: Run) -> None:
+    """A new one, one from before, or one into which nothing else is written; never under the name of another file."""
+    for _ in range(2):
+        assert call("tune", *FLAGS, *LOAD, "-o", "tuned", "--page", "tuned/page.html").code == 0
+        assert {"page.html", "plan.yaml"} < {path.name for path in Path("tuned").iterdir()}
+    ran = call("tune", *FLAGS, *LOAD, "-o", "tuned", "--page", "tuned/plan.yaml")
+    assert (ran.code, "is also a file of --output" in ran.err) == (1, True)
+    ran = call("tune", "tuned/spec.yaml", *LOAD, "-o", "kept", "--page", "kept/page.html")
+    assert [path.name for path in Path("kept").iterdir()] == ["page.html"]
+
+
+def test_budgets_that_leave_no_graph_name_themselves(call: Run) -> None:
+    """A budget of next to nothing: what it is, and what the cheapest graph takes."""
+    for name, value, text in (
+        ("--memory", "1MiB", "memory 1MiB, where the cheapest takes 30MiB"),
+        ("--seconds", "0.51", "seconds 0.51, where the cheapest takes 0.55"),
+    ):
+        (note,) = [each for each in tuned(call, *FLAGS, *LOAD, name, value)["notes"] if "no graph" in each]
+        assert text in note
+
+
+def test_budgets_below_what_cannot_run_eager_are_refused(call: Run) -> None:
+    """Not the profile is to blame: the budget is named, with the smallest that would do; so where it is implied."""
+    Path("vllm.log").write_text(vllm_log(3600, (3, 5, 7), width=4, longest=15), "utf-8")
+    known = profile(tuple(Role), speculative=DRAFTS)
+    curves = tuple(each for each in known.curves if each.mode.allowed or each.role is not Role.DRAFT_DECODE)
+    Path("profile.yaml").write_text(codec.dumps(replace(known, curves=curves)), "utf-8")
+    words = (_spec(call), *LOAD)
+    assert tuned(call, *words, "--max-graphs", "1")["proposed"]["eager_share"]["draft_decode"] == 0
+    for name, value, least in (("--memory", "29MiB", "30MiB"), ("--seconds", "0.52", "0.55")):
+        ran = call("tune", *words, name, value)
+        assert ran.code == 1
+        assert f"budget.{name[2:]}: {name[2:]} {value}" in ran.err
+        assert "draft_decode" in ran.err
+        assert f"the smallest budget is {least}; raise it" in ran.err
+        assert tuned(call, *words, name, least)["proposed"]["eager_share"]["draft_decode"] == 0
 
 
 REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {

@@ -290,3 +290,19 @@ def test_launch_lines_are_absent_where_launch_would_refuse() -> None:
     line = launch_line(find_engine("vllm"), planned(spec_for(DRAFTS, SPEC.sizes)), words, "plan.yaml")
     assert line.command is None
     assert any("num_speculative_tokens" in note for note in line.notes)
+
+
+def test_tables_that_leave_passes_without_times_are_not_judged() -> None:
+    """A profile of an engine that never runs eager: with too few graphs nothing is known, and that is said."""
+    spec = replace(spec_for(DRAFTS, Sizes(policy=Policy.DEFAULT)), mode=GraphMode.FULL_DECODE_ONLY)
+    known = profile_for(spec)
+    costs = replace(known, curves=tuple(each for each in known.curves if each.mode.allowed))
+    batch = TrafficCount(role=Role.TARGET, num_reqs=3, num_tokens=9, query_len=3, past_prompt=True, count=2000)
+    load = Traffic(sources=("drawn",), batches=(batch,))
+    found = tuned(spec, load, costs)
+    assert min(point.graphs for point in found.pareto) == 3
+    (note,) = found.notes
+    assert note.startswith("tables of at most 2 graphs are not judged: max_graphs 2 leaves target")
+    assert "the profile has no eager times" in note
+    with pytest.raises(PlanningError, match=r"max_graphs 2 leaves .* the smallest budget is 3; raise it"):
+        tuned(spec, load, costs, graphs=2)

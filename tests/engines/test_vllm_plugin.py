@@ -36,6 +36,7 @@ def config_of(plan):
         speculative = SimpleNamespace(
             method=plan.speculative.method.value,
             num_speculative_tokens=plan.speculative.num_tokens,
+            parallel_drafting=plan.speculative.parallel_drafting,
             num_speculative_tokens_per_batch_size=[list(t) for t in plan.speculative.schedule] or None,
         )
     return SimpleNamespace(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.errors import InvalidDocument
-from capture_planner.measuring.traffic import LINE_FORMATS, SourceOptions, read_traffic
+from capture_planner.measuring.traffic import LINE_FORMATS, SourceOptions, forward_pass, read_traffic
 from capture_planner.measuring.traffic import source as sources
 from support import log_lines
 from support.log_steps import batches_of, batches_of_iterations, read_batches
@@ -284,3 +284,39 @@ def test_acceptance_is_read_from_vllm(tmp_path):
     ]
     traffic = read_traffic([file_of(tmp_path, lines)])[0]
     assert (traffic.drafted, traffic.accepted) == ((100, 100), (80, 50))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("0", "worker-7", "é")),
+            st.integers(0, 3),
+            st.floats(0, 1e3, allow_nan=False) | st.sampled_from((0, 1e-7)),
+            *[st.integers(0, 9000)] * 3,
+        ),
+        min_size=1,
+    ),
+    st.sampled_from(((",", ":"), (", ", ": "))),
+)
+def test_forward_passes_as_text_are_those_of_json(given, separators):
+    """The fast way finds what JSON does, in engines' own separators, with any line end; else JSON is read."""
+    names = ("num_prefill_requests", "sum_prefill_tokens", "num_decode_requests")
+    lines = []
+    for worker, rank, seconds, *numbers in given:
+        prefills, tokens, decodes = numbers
+        scheduled = {"num_prefill_requests": prefills, "sum_prefill_tokens": tokens, "var_prefill_length": 1.5}
+        scheduled |= {"sum_prefill_kv_tokens": 7, "num_decode_requests": decodes}
+        scheduled |= {"sum_decode_kv_tokens": 9, "var_decode_kv_tokens": 0.0}
+        head = {"version": 1, "worker_id": worker, "dp_rank": rank, "counter_id": 3, "wall_time": seconds}
+        line = head | {"scheduled_requests": scheduled, "queued_requests": dict.fromkeys(names, 0)}
+        lines.append(json.dumps(line, separators=separators, ensure_ascii=False))
+    block = "\n".join([*lines, "INFO: ready"]).encode()
+
+    def plain(keys):
+        return [(key[0], *map(int, key[1:4]), key[4]) for key in keys]
+
+    expected = [forward_pass._key(line.encode()) for line in lines]
+    assert plain(forward_pass._find(block)) == plain(expected)
+    assert plain(forward_pass._find(block.replace(b"\n", b"\r\n"))) == plain(expected)
+    broken = block + b'\n{"scheduled_requests": 5}'
+    assert plain(forward_pass._find(broken)) == plain(expected)

@@ -117,6 +117,30 @@ def test_traces_run_through_the_scheduler(tmp_path):
     assert traffic.notes[0].startswith("assumed limits")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        (
+            "trace.csv",
+            "t,in_len,out_len\n0,5,5\n100,5,5\n",
+            "no request arrives in the part from 0.3 to 0.6 of its time",
+        ),
+        (
+            "a.log",
+            log_lines.vllm_iteration(0, 1, (0, 0), (2, 2)) + "\nready" * 99,
+            "no steps in the part from 0.3 to 0.6",
+        ),
+    ],
+)
+def test_parts_without_steps_are_named_and_no_format_is_blamed(tmp_path, name, text, says):
+    """What is empty is the part, not the file."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidDocument, match=says) as caught:
+        read_traffic([str(tmp_path / name)], SourceOptions(part=(0.3, 0.6)))
+    assert "read a larger part" in str(caught.value)
+    assert "known format" not in str(caught.value)
+
+
 def test_parts_of_a_trace_and_of_a_log_are_all_of_it(tmp_path):
     """Two parts have each request and each line once."""
     rng = random.Random(0)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.modes import GraphMode, Reason
-from capture_planner.records.batch_space import decode_families
+from capture_planner.records.batch_space import decode_families, most_tokens
 from capture_planner.testing import arbitrary_plans, plans
 from support import reference
 
@@ -94,4 +94,4 @@ def test_a_mode_of_none_waives_everything(plan):
                 for first, last in family.requests.intervals:
                     assert any(q == family.query_len and a <= first and last <= b for q, a, b in waived)
             if role.role != "draft_decode":
-                assert (None, 1, plan.limits.max_num_tokens) in waived
+                assert (None, 1, most_tokens(role.role, plan)) in waived

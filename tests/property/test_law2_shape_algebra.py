@@ -4,6 +4,7 @@ from hypothesis import given
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.testing import plans
+from support import reference
 
 
 @given(plans(max_reqs=512))
@@ -17,13 +18,14 @@ def test_uniform_tokens_are_requests_times_query_length(plan):
 
 @given(plans(max_reqs=512))
 def test_query_lengths_are_those_of_the_role(plan):
-    """Law 2: 1 + k for each scheduled k in target and draft prefill, 1 in a draft decode."""
+    """Law 2: 1 + k for each scheduled k in target and draft prefill, which may have more rows, 1 in a draft decode."""
     ks = {0}
     if plan.speculative is not None:
         longest = plan.speculative.num_tokens
         ks = {min(k, longest) for _, _, k in plan.speculative.schedule} or {longest}
     for role in plan.roles:
-        allowed = {1} if role.role is Role.DRAFT_DECODE else {1 + k for k in ks}
+        more = reference.extra_rows(plan.speculative) if role.role is Role.DRAFT_PREFILL else 0
+        allowed = {1} if role.role is Role.DRAFT_DECODE else {1 + k + more for k in ks}
         assert {e.query_len for e in role.entries} - {None} <= allowed
 
 

@@ -125,7 +125,8 @@ def test_idle_ranks_change_nothing_for_the_others(plan, data, places):
             assert 1 <= each <= without.joint.num_tokens
             if without.joint.query_len is None:
                 k = 0 if plan.speculative is None else reference.scheduled_k(plan, without.joint.num_reqs)
-                scheduled = 1 if vector.role is Role.DRAFT_DECODE else 1 + k
+                more = reference.extra_rows(plan.speculative) if vector.role is Role.DRAFT_PREFILL else 0
+                scheduled = 1 if vector.role is Role.DRAFT_DECODE else 1 + k + more
                 assert each == min(scheduled, without.joint.num_tokens)
 
 

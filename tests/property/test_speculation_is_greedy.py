@@ -135,7 +135,7 @@ def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, see
     plain, _ = serve(without_speculation(plan, REGISTRY), target, None, requests, pages)
     answers = {request.name: request.prompt + plain[request.name] for request in requests}
     drafter = drafter_of(kind, plan, target, seed)
-    eager, _ = serve(without_graphs(plan), target, drafter, requests, pages, answers=answers)
+    eager, without = serve(without_graphs(plan), target, drafter, requests, pages, answers=answers)
     assert eager == plain
     tokens, session = serve(plan, target, drafter, requests, pages, options=options, answers=answers)
     assert tokens == plain
@@ -145,6 +145,9 @@ def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, see
         drafted = sum(step.drafted for step in session.steps)
         accepted = sum(step.accepted for step in session.steps)
         assert accepted <= drafted
+        assert [(step.drafted, step.accepted) for step in session.steps] == [
+            (step.drafted, step.accepted) for step in without.steps
+        ]
         if kind == "miss":
             assert accepted == 0
 

@@ -20,6 +20,7 @@ from capture_planner.records.batch_space import (
 )
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner.testing import specs
+from support.reference import extra_rows, is_chain
 
 DOMAINS = st.sets(st.integers(1, 30), min_size=1).map(
     lambda counts: (sorted(counts), Domain(tuple((n, n) for n in sorted(counts)), 1))
@@ -63,13 +64,16 @@ def test_domain_without_counts_is_false():
 
 @given(specs(max_reqs=64))
 def test_decode_families_follow_the_schedule(spec):
-    """Each request count has one family, of 1 + k tokens, as far as they fit."""
+    """Each request count has one family: 1 + k tokens, and those of the first draft pass, as far as both passes fit."""
+    slots = extra_rows(spec.speculative)
+    chain = is_chain(spec.speculative)
     for role in Role:
         families = decode_families(role, spec)
         for n in range(1, spec.limits.max_num_reqs + 1):
             k = spec.speculative.draft_tokens(n) if spec.speculative else 0
-            query_len = 1 if role is Role.DRAFT_DECODE else 1 + k
-            runs = n * query_len <= spec.limits.max_num_tokens and (role is not Role.DRAFT_DECODE or k >= 2)
+            query_len = {Role.TARGET: 1 + k, Role.DRAFT_PREFILL: 1 + k + slots, Role.DRAFT_DECODE: 1}[role]
+            width = 1 if role is Role.DRAFT_DECODE else 1 + k + slots
+            runs = n * width <= spec.limits.max_num_tokens and (role is not Role.DRAFT_DECODE or (chain and k >= 2))
             found = [(f.query_len, f.draft_steps) for f in families if n in f.requests]
             steps = k - 1 if role is Role.DRAFT_DECODE else None
             assert found == ([(query_len, steps)] if runs else [])
@@ -100,7 +104,9 @@ def test_drafters_take_no_adapters_and_draft_decodes_are_never_mixed(spec):
     """As in vLLM 0.33."""
     assert lora_cases(Role.DRAFT_PREFILL, spec) == lora_cases(Role.DRAFT_DECODE, spec) == (0,)
     assert not mixed_tokens(Role.DRAFT_DECODE, spec)
-    assert mixed_tokens(Role.TARGET, spec).intervals == ((1, spec.limits.max_num_tokens),)
+    slots, most = extra_rows(spec.speculative), spec.limits.max_num_tokens
+    assert mixed_tokens(Role.TARGET, spec).intervals == ((1, most - slots),)
+    assert mixed_tokens(Role.DRAFT_PREFILL, spec).intervals == ((1, most),)
     assert lora_cases(Role.TARGET, spec) == (spec.lora.cases() if spec.lora else (0,))
 
 
@@ -109,7 +115,8 @@ def test_limits_decide_what_is_admissible(spec, num_reqs, num_tokens, loras):
     """Requests, tokens and adapters within their limits; a token at least, an adapter at most a request."""
     batch = Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=num_tokens, active_loras=loras)
     limits, most = spec.limits, min(spec.lora.max_active + 1, num_reqs) if spec.lora else 0
-    within = 0 < num_reqs <= limits.max_num_reqs and num_reqs <= num_tokens <= limits.max_num_tokens
+    largest = limits.max_num_tokens - extra_rows(spec.speculative)
+    within = 0 < num_reqs <= limits.max_num_reqs and num_reqs <= num_tokens <= largest
     families = decode_families(Role.TARGET, spec)
     assert is_admissible(batch, spec, families) == (within and 0 <= loras <= most)
 

@@ -10,7 +10,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan
 from capture_planner.records._base import replace
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.records.model import DataType, Method, Speculative
+from capture_planner.records.model import DataType, DraftModel, Method, Speculative
 from capture_planner.records.spec import Parallel
 from capture_planner.runtime.launch import Choices, launch
 from support.launches import (
@@ -62,9 +62,13 @@ REFUSED = {
         "5 prompt tokens and 44 output tokens are more than max_model_len, 48",
     ),
     "foreign token": ({"workload": one_request(prompt=(20,))}, "token 20 is not in the model's vocabulary"),
-    "mtp": (
-        {"spec": replace(SPEC, speculative=Speculative(method=Method.MTP, num_tokens=1))},
-        "mtp heads are part of a target and are not run",
+    "more drafts than mtp modules": (
+        {
+            "spec": replace(
+                SPEC, speculative=Speculative(method=Method.MTP, num_tokens=3, model=DraftModel(num_layers=2))
+            )
+        },
+        "3 drafts of 2 modules, one token each",
     ),
 }
 

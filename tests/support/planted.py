@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -59,6 +59,11 @@ class Deployment:
             sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(12, 40), num_reqs=(2, 5)),
             speculative=speculative,
         )
+
+    @staticmethod
+    def nothing() -> AbstractContextManager[None]:
+        """Plant nothing."""
+        return nullcontext()
 
     def launch(self, backend: Reference | None = None, plant: Any = nullcontext(), **choices: Any) -> Outcome:  # noqa: B008
         """Serve and verify; ``plant`` is entered while the runner is."""

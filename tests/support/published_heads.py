@@ -61,6 +61,25 @@ def published(method, layers=1, *, reduced=True, embeddings=False, bias=False, a
     return tensors
 
 
+def published_modules(first, count, *, own_heads=False, embeddings=False):
+    """Return the tensors of MTP modules, after a target of ``first`` layers, with one of the target's next to them."""
+    tensors = {"model.layers.0.self_attn.q_proj.weight": random_tensor(3, 3), "lm_head.weight": random_tensor(VOCAB, 3)}
+    for number in range(first, first + count):
+        layer = {name: tensor for name, tensor in published(Method.EAGLE, 2).items() if name.startswith("layers.1.")}
+        prefix = f"model.layers.{number}."
+        tensors |= {prefix + name.removeprefix("layers.1."): tensor for name, tensor in layer.items()}
+        tensors[f"{prefix}eh_proj.weight"] = random_tensor(HIDDEN, 2 * HIDDEN)
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{prefix}{norm}.weight"] = 1 + random_tensor(HIDDEN)
+        if own_heads:
+            tensors[f"{prefix}shared_head.head.weight"] = random_tensor(VOCAB, HIDDEN)
+        if embeddings:
+            tensors[f"{prefix}embed_tokens.weight"] = tensors.get(
+                f"model.layers.{first}.embed_tokens.weight", random_tensor(VOCAB, HIDDEN)
+            ).clone()
+    return tensors
+
+
 def write(folder, tensors, **changes):
     """Write a head as it is published."""
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
@@ -68,9 +87,11 @@ def write(folder, tensors, **changes):
     return folder
 
 
-def speculative(method, **model):
+def speculative(method, num_tokens=3, parallel_drafting=False, **model):
     """Return what a plan says about a drafter."""
-    return Speculative(method=method, num_tokens=3, model=DraftModel(**model))
+    return Speculative(
+        method=method, num_tokens=num_tokens, model=DraftModel(**model), parallel_drafting=parallel_drafting
+    )
 
 
 class WrittenHead:
@@ -124,9 +145,23 @@ class WrittenHead:
         if not self.is_third:
             pairs = zip(embedded, stream, strict=True)
             stream = [self.linear("fc", torch.cat([vector, state])) for vector, state in pairs]
-        for layer in range(layers):
+        return torch.stack(self.through(stream, positions, range(layers), embedded))
+
+    def module(self, number, tokens, positions, hidden):
+        """Return what one MTP module makes of all tokens, after its final norm."""
+        name, stream = f"layers.{number}", []
+        for token, position, state in zip(tokens, positions, hidden, strict=True):
+            word = self.embed[token] if position else torch.zeros_like(self.embed[token])
+            pair = (self.norm(f"{name}.enorm", word), self.norm(f"{name}.hnorm", state))
+            stream.append(self.linear(f"{name}.eh_proj", torch.cat(pair)))
+        stream = self.through(stream, positions, [number], None)
+        return torch.stack([self.norm(f"{name}.shared_head.norm", state) for state in stream])
+
+    def through(self, stream, positions, layers, embedded):
+        """Return the stream after some layers; without ``embedded`` the first one is as the others."""
+        for layer in layers:
             name = f"layers.{layer}"
-            if layer > 0:
+            if layer > 0 or embedded is None:
                 inputs = [self.norm(f"{name}.input_layernorm", state) for state in stream]
             elif self.is_third:
                 normed = [self.norm(f"{name}.hidden_norm", state) for state in stream]
@@ -141,4 +176,4 @@ class WrittenHead:
                 read = self.norm(f"{name}.post_attention_layernorm", state)
                 gate, up = (self.linear(f"{name}.mlp.{kind}_proj", read) for kind in ("gate", "up"))
                 stream[index] = state + self.linear(f"{name}.mlp.down_proj", gate * gate.sigmoid() * up)
-        return torch.stack(stream)
+        return stream

@@ -8,12 +8,15 @@ from capture_planner.conformance.reference_dispatch import chain_length, schedul
 from capture_planner.conformance.reference_dispatch import cheapest as dispatch
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
+from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan, RolePlan
 
 __all__ = [
     "admissible",
     "chain_length",
     "dispatch",
+    "extra_rows",
+    "is_chain",
     "is_decode",
     "is_waived",
     "scheduled_k",
@@ -29,17 +32,18 @@ def admissible(plan: Plan, role: RolePlan) -> Iterator[Batch]:
     how many draft tokens a decode of each size has. Mixed batches are enumerated by tokens, and by
     the request counts that an entry or the limits tell apart.
     """
-    limits = plan.limits
+    limits, slots = plan.limits, extra_rows(plan.speculative)
+    more = slots if role.role is Role.DRAFT_PREFILL else 0
     most_loras = 0 if plan.lora is None or role.role.is_drafter else plan.lora.max_active + 1
     for num_reqs in range(1, limits.max_num_reqs + 1):
         k = 0 if plan.speculative is None else scheduled_k(plan, num_reqs)
         if role.role is Role.DRAFT_DECODE:
             query_len = 1
-            if k < 2:
+            if k < 2 or not is_chain(plan.speculative):
                 continue
         else:
-            query_len = 1 + k
-        if num_reqs * query_len > limits.max_num_tokens:
+            query_len = 1 + k + more
+        if num_reqs * (1 if role.role is Role.DRAFT_DECODE else 1 + k + slots) > limits.max_num_tokens:
             continue
         for loras in range(min(most_loras, num_reqs) + 1):
             yield Batch(
@@ -54,12 +58,30 @@ def admissible(plan: Plan, role: RolePlan) -> Iterator[Batch]:
     bounds = {entry.num_reqs for entry in role.entries if entry.query_len is None and entry.num_reqs}
     told_apart = {1, limits.max_num_reqs} | {bound + shift for bound in bounds for shift in (0, 1)}
     counts = sorted(n for n in told_apart if 1 <= n <= limits.max_num_reqs)
-    for num_tokens in range(1, limits.max_num_tokens + 1):
+    largest = limits.max_num_tokens - (slots if role.role is Role.TARGET else 0)
+    for num_tokens in range(1, largest + 1):
         for num_reqs in {*(n for n in counts if n <= num_tokens), min(num_tokens, limits.max_num_reqs)}:
             for loras in range(min(most_loras, num_reqs) + 1):
                 yield Batch(
                     role=role.role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=loras
                 )
+
+
+def extra_rows(speculative: Speculative | None) -> int:
+    """Rows of each request in the first draft pass beyond the target's: the table of vLLM 0.33, method by method."""
+    if speculative is None:
+        return 0
+    drafts = speculative.num_tokens
+    if speculative.method is Method.DRAFT_MODEL:
+        return drafts if speculative.parallel_drafting else 1
+    return drafts - 1 if speculative.parallel_drafting else 0
+
+
+def is_chain(speculative: Speculative | None) -> bool:
+    """Whether drafts come one after another, after the first pass."""
+    if speculative is None or speculative.parallel_drafting:
+        return False
+    return speculative.method is not Method.MTP or speculative.model.num_layers == 1
 
 
 def is_decode(batch: Batch) -> bool:

@@ -39,6 +39,8 @@ def runnable_specs(
     window = draw(st.sampled_from((None, None, 5)))
     sliding = () if window is None or layers < 2 else (layers // 2, window)
     drafts = draw(st.booleans()) if speculative is None else speculative
+    drafter = draw(_speculatives(reqs)) if drafts else None
+    slots = 0 if drafter is None else drafter.extra_slots
     target = RoleSpec()
     if sliding:
         target = RoleSpec(
@@ -60,10 +62,10 @@ def runnable_specs(
             dtype=dtype,
             embeddings=draw(st.sampled_from((False, False, True))),
         ),
-        limits=Limits(max_num_reqs=reqs, max_num_tokens=draw(st.integers(reqs, 20))),
+        limits=Limits(max_num_reqs=reqs, max_num_tokens=draw(st.integers(max(reqs, 1 + slots), 20))),
         mode=draw(st.sampled_from(GraphMode)),
         backend=backend,
-        speculative=draw(_speculatives(reqs)) if drafts else None,
+        speculative=drafter,
         sizes=draw(_sizes(reqs)),
         roles=Roles(target=target),
         pool=draw(st.sampled_from(Pool)),
@@ -72,7 +74,7 @@ def runnable_specs(
 
 @st.composite
 def _speculatives(draw: DrawFn, reqs: int) -> Speculative:
-    method = draw(st.sampled_from((Method.EAGLE, Method.EAGLE3)))
+    method = draw(st.sampled_from(Method))
     most = draw(st.sampled_from((1, 2, 3, 5)))
     schedule: list[tuple[int, int, int]] = []
     if reqs > 1 and draw(st.booleans()):
@@ -80,12 +82,16 @@ def _speculatives(draw: DrawFn, reqs: int) -> Speculative:
         ks = st.integers(0, most)
         schedule = [(1, middle, draw(ks)), (middle + 1, reqs, draw(ks))]
     reduced = draw(st.sampled_from((None, 20))) if method is Method.EAGLE3 else None
+    layers = draw(st.sampled_from((1, 1, 2)))
+    if method is Method.MTP and layers > 1:
+        layers = max(most, 2)
     return Speculative(
         method=method,
         num_tokens=most,
         schedule=tuple(schedule),
-        model=DraftModel(vocab_size=reduced),
+        model=DraftModel(num_layers=layers, vocab_size=reduced),
         chain=draw(st.sampled_from(Chain)),
+        parallel_drafting=draw(st.sampled_from((False, method is not Method.MTP))),
     )
 
 

@@ -25,7 +25,7 @@ from capture_planner.plugins import registry
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
-from capture_planner.records.model import DataType, Method, Model, Speculative
+from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.execution.fields import tensor_of
@@ -114,12 +114,22 @@ def spec_of(
     layers: int = 1,
     kv_heads: int = 1,
     method: Method = Method.EAGLE,
+    parallel: bool = False,
+    draft_layers: int = 1,
     schedule: tuple[tuple[int, int, int], ...] = (),
     embeddings: bool = False,
     **changes: Any,
 ) -> Spec:
     """Return a spec of a tiny model; ``changes`` are fields of the spec."""
-    speculative = None if k == 0 else Speculative(method=method, num_tokens=k, schedule=schedule)
+    speculative = None
+    if k:
+        speculative = Speculative(
+            method=method,
+            num_tokens=k,
+            schedule=schedule,
+            model=DraftModel(num_layers=draft_layers),
+            parallel_drafting=parallel,
+        )
     return replace(
         SPEC,
         model=_model(layers, kv_heads, embeddings),
@@ -163,6 +173,10 @@ def worlds(draw: st.DrawFn, modes: Sequence[GraphMode] = tuple(GraphMode)) -> Wo
     schedule: Any = ()
     if k > 1 and draw(st.booleans()):
         schedule = ((1, 1, k), (2, num_reqs, draw(st.integers(1, k - 1))))
+    method = draw(st.sampled_from(Method))
+    parallel = method is not Method.MTP and draw(st.booleans())
+    # Of MTP a module for each draft, or one for all.
+    draft_layers = draw(st.sampled_from((1, max(k, 1) if method is Method.MTP else 2)))
     sizes = Sizes(
         policy=Policy.EXPLICIT,
         num_tokens=tuple({num_tokens, draw(st.integers(2, num_tokens))}),
@@ -174,7 +188,9 @@ def worlds(draw: st.DrawFn, modes: Sequence[GraphMode] = tuple(GraphMode)) -> Wo
         num_tokens=num_tokens,
         layers=draw(st.integers(1, 2)),
         kv_heads=draw(st.integers(1, 2)),
-        method=draw(st.sampled_from((Method.EAGLE, Method.EAGLE3))),
+        method=method,
+        parallel=parallel,
+        draft_layers=draft_layers,
         schedule=schedule,
         embeddings=draw(st.booleans()),
         mode=draw(st.sampled_from(modes)),

@@ -8,6 +8,8 @@ from typing import Any
 
 from results import NO_VALUE, NOT_MEASURED, RESULTS, files, table
 
+from capture_planner.records.text import counted
+
 BACKENDS = ("flash_attention", "flashinfer", "flashinfer_wrappers", "reference", "triton")
 """Those that a thorough run is wanted of; a row is there whether there is a result or not."""
 
@@ -45,7 +47,7 @@ def row_of(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
         provenance["date"][:10],
         on,
         ", ".join(f"{package} {version}" for package, version in versions.items() if version),
-        "passed" if result["passed"] else f"{len(result['findings'])} findings",
+        "passed" if result["passed"] else counted(len(result["findings"]), "finding"),
         f"{result['scenes']:,}",
         f"{sum(result['steps'].values()):,}",
         f"{sum(each['count'] for each in result['forwards']):,}",

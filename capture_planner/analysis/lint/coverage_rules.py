@@ -8,7 +8,7 @@ from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_tiers, split_when
+from capture_planner.records.batch_space import decode_tiers, extra_slots, split_when
 from capture_planner.records.text import counted
 
 
@@ -92,14 +92,15 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
 
     The scheduler can then never decode all requests in one step, and larger sizes are unreachable.
     """
-    limits = coverage.plan.limits
+    limits, slots = coverage.plan.limits, extra_slots(coverage.plan)
     for first, last, k in decode_tiers(coverage.plan):
-        if last * (1 + k) > limits.max_num_tokens:
-            fits = limits.max_num_tokens // (1 + k)
+        width = 1 + k + slots
+        if last * width > limits.max_num_tokens:
+            fits = limits.max_num_tokens // width
             yield Diagnostic(
                 role=Role.TARGET,
                 path=("limits", "max_num_tokens"),
-                message=f"{counted(last, 'request')} of {counted(1 + k, 'token')} need {last * (1 + k)} tokens, but "
+                message=f"{counted(last, 'request')} of {counted(width, 'token')} need {last * width} tokens, but "
                 f"max_num_tokens is {limits.max_num_tokens}: batches of {max(fits + 1, first)} to {last} "
                 "requests cannot be decoded",
             )
@@ -108,7 +109,7 @@ def tokens_limit_requests(coverage: Coverage) -> Iterator[Diagnostic]:
 @error("CP004", "vllm#47460", "plan again from the spec")
 def roles_of_the_deployment(coverage: Coverage) -> Iterator[Diagnostic]:
     """The plan has a role that the deployment does not run, or lacks one that it runs."""
-    runs = list(Role) if coverage.plan.speculative else [Role.TARGET]
+    runs = coverage.plan.speculative.roles if coverage.plan.speculative else (Role.TARGET,)
     for role in Role:
         planned = role in coverage.plan.planned
         if planned != (role in runs):

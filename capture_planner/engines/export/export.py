@@ -235,6 +235,16 @@ def drafter_losses(plan: Plan, name: str, says: str) -> Iterator[Loss]:
         yield Loss(f"{drafter.role.value.replace('_', '-')}-{name}", text, both(drafter.role))
 
 
+def parallel_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
+    """Return the loss of parallel drafting, for an engine whose drafter of that method drafts a chain."""
+    if plan.speculative is None or not plan.speculative.parallel_drafting:
+        return ()
+    says = (
+        f"{engine} has no parallel drafting with {plan.speculative.method.value}: its drafter makes one after another"
+    )
+    return (Loss("parallel-drafting", says, both(Role.DRAFT_PREFILL)),)
+
+
 def longest_draft(plan: Plan) -> int:
     """Return the most tokens that any batch drafts: less than num_tokens where no batch reaches it."""
     return max(k for *_, k in decode_tiers(plan))

@@ -70,6 +70,11 @@ class SideFigures:
     unknown: int = 0
     """Steps that an observation has no answer for; they count as eager."""
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What tables are compared by: the objective, and of equal ones the mean step."""
+        return self.objective, self.mean_step_ms
+
 
 class Pricing:
     """The time of a deployment's steps."""

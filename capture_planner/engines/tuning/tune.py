@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.engines.tuning.judgement import Pricing, SideFigures, judged
-from capture_planner.engines.tuning.verdict import LEAST_STEPS, SPREAD, Noise, TuneVerdict, noise_between, verdict_on
-from capture_planner.errors import AbsentTimesError
+from capture_planner.engines.tuning.verdict import (
+    LEAST_STEPS,
+    SPREAD,
+    Noise,
+    TuneVerdict,
+    noise_between,
+    subject_of,
+    verdict_on,
+)
+from capture_planner.errors import BudgetError
 from capture_planner.planning.costs import Costs
 from capture_planner.records.batch import Batch
 from capture_planner.records.plan import Plan
@@ -52,9 +61,11 @@ Propose = Callable[[int, TuningBounds | None], Plan]
 
 @attrs.frozen(kw_only=True)
 class ParetoPoint:
-    """A table of some number of graphs, judged; no table of fewer graphs is as fast."""
+    """A table of some number of graphs, judged; none of fewer is as good by the objective, and then by the mean."""
 
     graphs: int
+    objective: float
+    """As in ``SideFigures``."""
     mean_step_ms: float
     memory_mib: float
     seconds: float
@@ -147,21 +158,26 @@ def tune(
     if len(within) < len(candidates):
         # Some tables are too large: others have as many graphs, and end earlier.
         candidate = making(attrs.evolve(limits, graphs=None))
-        smaller = [each for each in _candidates(candidate, number, most)[0] if limits.hold(each.chosen)]
-        within = smaller or within or candidates[:1]
+        try:
+            smaller = [each for each in _candidates(candidate, number, most)[0] if limits.hold(each.chosen)]
+        except BudgetError:  # Not even the passes that never run eager have graphs.
+            smaller = []
+        within = _by_graphs([*within, *smaller]) or candidates[:1]
     selected = _selected(within, past if limits.hold(past) else None, candidate)
     once = {id(each): each for each in (*candidates, *within, selected)}.values()
-    tried = sorted(once, key=lambda each: (each.plan.num_graphs, each.chosen.objective))
-    pareto = tuple(_pareto(tried, judging, limits))
+    pareto = tuple(_pareto(_by_graphs(once), judging, limits, objective))
     if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
         says = "the measured sizes would take longer than today's on the steps that chose them"
         return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto, notes=notes)
     proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
+    decisions = [decision for role in selected.plan.roles for decision in role.decisions]
+    notes += tuple(each.message for each in decisions if each.rule == "budget-too-small")
     spread = costs.profile.spread
     noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
     verdict, reason = verdict_on(before, proposed, noise, objective)
     if not limits.hold(before) and limits.hold(proposed):
-        verdict, reason = TuneVerdict.CHANGE, f"today's graphs exceed the budget; within it {_change(before, proposed)}"
+        says = _change(before, proposed, objective)
+        verdict, reason = TuneVerdict.CHANGE, f"today's graphs exceed the budget; within it {says}"
     return Tuning(
         verdict=verdict,
         reason=reason,
@@ -179,9 +195,13 @@ def tune(
     )
 
 
-def _change(before: SideFigures, after: SideFigures) -> str:
-    change = after.mean_step_ms / before.mean_step_ms - 1
-    return f"the mean step takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
+def _by_graphs(candidates: Iterable[_Candidate]) -> list[_Candidate]:
+    return sorted(candidates, key=lambda each: (each.plan.num_graphs, each.chosen.rank))
+
+
+def _change(before: SideFigures, after: SideFigures, objective: str) -> str:
+    change = after.objective / before.objective - 1
+    return f"the {subject_of(objective)} takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
 
 
 def _candidates(
@@ -189,8 +209,8 @@ def _candidates(
 ) -> tuple[list[_Candidate], tuple[str, ...]]:
     """Return the best table of each number of graphs that is tried, without those that need no more than one before.
 
-    With few graphs, passes may run eager that the engine never runs eager, so that its profile has no times of them:
-    such tables are left out, with a note. Raises ``AbsentTimesError`` where no table is left.
+    Too few graphs leave passes without one that the engine never runs eager, so that its profile has no times of them:
+    such tables are left out, with a note. Raises ``BudgetError`` where no table is left.
     """
     top = max(MOST_GRAPHS, today) if most is None else most
     numbers = sorted({count for count in _COUNTS if count < top} | {top} | ({today} if 0 < today <= top else set()))
@@ -199,7 +219,7 @@ def _candidates(
     for count in numbers:
         try:
             tried = candidate(count)
-        except AbsentTimesError as error:
+        except BudgetError as error:
             if count == numbers[-1]:
                 raise
             message = error.problems[0].message
@@ -237,21 +257,27 @@ def _selected(
 ) -> _Candidate:
     """Return the candidate with the fewest graphs that is nearly the best, and no worse than ``past``.
 
-    Between the numbers of graphs that were tried it searches on, down to steps of a sixteenth.
+    Of those whose objective is near, the mean step decides: a few slow steps say nothing of all others. Between the
+    numbers of graphs that were tried it searches on, down to steps of a sixteenth.
     """
     best = min(each.chosen.objective for each in candidates)
     most = best * (1 + TOLERANCE)
     if past is not None:
         most = max(best, min(most, past.objective))
-    index = next(index for index, each in enumerate(candidates) if each.chosen.objective <= most)
+    mean = min(each.chosen.mean_step_ms for each in candidates if each.chosen.objective <= most) * (1 + TOLERANCE)
+
+    def is_near(each: _Candidate) -> bool:
+        return each.chosen.objective <= most and each.chosen.mean_step_ms <= mean
+
+    index = next(index for index, each in enumerate(candidates) if is_near(each))
     few, selected = candidates[index - 1].allowed if index else 0, candidates[index]
     while index and selected.allowed - few > max(1, selected.allowed // 16):
         try:
             between = candidate((few + selected.allowed) // 2)
-        except AbsentTimesError:
+        except BudgetError:
             few = (few + selected.allowed) // 2  # as in _candidates
             continue
-        if between.chosen.objective <= most:
+        if is_near(between):
             selected = between
         else:
             few = between.allowed
@@ -259,21 +285,22 @@ def _selected(
 
 
 def _pareto(
-    candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: TuningBounds
+    candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: TuningBounds, objective: str
 ) -> Iterator[ParetoPoint]:
     """Yield the candidates that are faster than all with fewer graphs, on the steps that chose them.
 
     Those within the limits are compared with each other alone, as those beyond them are no choice.
     """
-    fastest = {True: float("inf"), False: float("inf")}
+    fastest = dict.fromkeys((True, False), (math.inf, math.inf))
     for each in candidates:
-        side = judged(each.pricing, judging)
+        side = judged(each.pricing, judging, objective=objective)
         within = limits.hold(side)
-        if each.chosen.objective >= fastest[within]:
+        if each.chosen.rank >= fastest[within]:
             continue
-        fastest[within] = each.chosen.objective
+        fastest[within] = each.chosen.rank
         yield ParetoPoint(
             graphs=side.graphs,
+            objective=side.objective,
             mean_step_ms=side.mean_step_ms,
             memory_mib=side.memory_mib,
             seconds=side.seconds,

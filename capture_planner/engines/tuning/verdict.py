@@ -94,20 +94,29 @@ def verdict_on(
     savings = _savings(today, proposed)
     parts = (noise.measuring / today.objective, noise.sampling / today.objective)
     bound = f"noise of {error:.1%} (profile {parts[0]:.1%}, number of steps {parts[1]:.1%})"
-    subject = f"the {SUBJECTS.get(objective, f'{objective} step')} takes"
+    subject = f"the {subject_of(objective)} takes"
+    slower = proposed.mean_step_ms / today.mean_step_ms - 1
     if gain > noise.total:
         more = f"; the plan also saves {', '.join(savings)}" if savings else ""
         costs = _savings(proposed, today)
         more += f"; it takes {', '.join(costs)} more" if costs else ""
+        more += f"; the mean step takes {slower:.1%} more time" if slower > SLOWER else ""
         return TuneVerdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}{more}"
     if share < -SLOWER:
         return TuneVerdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.1%} more time"
+    if slower > SLOWER:
+        return TuneVerdict.KEEP, f"{subject} the same time within the {bound}, and the mean step {slower:.1%} more"
     if savings:
         same = f"{subject} the same time within the {bound}"
         return TuneVerdict.CHANGE, f"the plan saves {', '.join(savings)}, and {same}"
     if share >= 0.0005:
         return (TuneVerdict.KEEP, f"the gain of {share:.1%} is within the {bound}; {REST}")
     return TuneVerdict.KEEP, f"no table of sizes is faster; {REST}"
+
+
+def subject_of(objective: str) -> str:
+    """Return what an objective is about, in words."""
+    return SUBJECTS.get(objective, f"{objective} step")
 
 
 def _savings(today: SideFigures, proposed: SideFigures) -> list[str]:

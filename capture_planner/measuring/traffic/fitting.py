@@ -78,15 +78,17 @@ def summed(batches: Iterable[TrafficCount]) -> tuple[TrafficCount, ...]:
 
 def _merged(rare: list[TrafficCount], tokens: float, reqs: float) -> tuple[Counter[Shape], float]:
     """Return the shapes on a grid, and by which share their tokens grew."""
-    top_tokens = max(batch.num_tokens or 0 for batch in rare)
-    top_reqs = max(batch.num_reqs or 0 for batch in rare)
+    # Each number occurs in many shapes.
+    each_tokens, each_reqs = ({getattr(each, name) or 0 for each in rare} for name in ("num_tokens", "num_reqs"))
+    grown_of = {number: min(rounded_up(number, tokens), max(each_tokens)) for number in each_tokens}
+    room_of = {number: min(rounded_up(number, reqs), max(each_reqs)) for number in each_reqs if number}
     rounded: Counter[Shape] = Counter()
     before = after = 0
     for batch in rare:
         *kind, num_reqs, num_tokens = batch.shape
         assert num_tokens is not None
-        grown = min(rounded_up(num_tokens, tokens), top_tokens)
+        grown = grown_of[num_tokens]
         before, after = before + num_tokens * batch.count, after + grown * batch.count
-        room = num_reqs and min(rounded_up(num_reqs, reqs), top_reqs, grown)
+        room = num_reqs and min(room_of[num_reqs], grown)
         rounded[(*kind, room, grown)] += batch.count  # type: ignore[index]
     return rounded, after / before - 1

@@ -6,6 +6,7 @@ On the wire they are msgpack; a line here is one message as an object with the n
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -19,7 +20,25 @@ _SCHEDULED = ("scheduled_requests", "scheduled")
 _FIELDS = ("num_prefill_requests", "sum_prefill_tokens", "num_decode_requests")
 
 
+_LINE = re.compile(
+    rb'^\{"version": ?\d+, ?"worker_id": ?"([^"\\\n]*)", ?"dp_rank": ?(\d+), ?"counter_id": ?\d+, ?'
+    rb'"wall_time": ?(\d+\.?\d*(?:e-?\d+)?), ?"scheduled_requests": ?\{"num_prefill_requests": ?(\d+), ?'
+    rb'"sum_prefill_tokens": ?(\d+), ?"var_prefill_length": ?[\d.e-]+, ?"sum_prefill_kv_tokens": ?\d+, ?'
+    rb'"num_decode_requests": ?(\d+), ?"sum_decode_kv_tokens": ?\d+, ?"var_decode_kv_tokens": ?[\d.e-]+\}, ?'
+    rb'"queued_requests": ?\{[^{}\n]*\}\}\r?$',
+    re.MULTILINE,
+)
+"""A line as SGLang writes it: read as text, which takes a third of the time of JSON."""
+
+
 def _find(block: bytes) -> list[Key]:
+    found = _LINE.findall(block)
+    if found and len(found) == block.count(b'"scheduled'):
+        workers, ranks, seconds, *numbers = zip(*found, strict=True)
+        pairs = list(zip(workers, ranks, strict=True))
+        names = {pair: f"{pair[0].decode('utf-8', 'replace')}/{int(pair[1])}" for pair in set(pairs)}
+        milliseconds = [float(each) * 1000 for each in seconds]
+        return list(zip(map(names.__getitem__, pairs), *numbers, milliseconds, strict=True))
     return [key for line in block.splitlines() if b'"scheduled' in line and (key := _key(line)) is not None]
 
 
@@ -39,7 +58,7 @@ def _key(line: bytes) -> Key | None:
 
 
 def _shape(key: Key) -> Shape:
-    _, prompted, tokens, decoding = key
+    prompted, tokens, decoding = map(int, key[1:])
     if not prompted:
         return DECODE, decoding, 0
     return (PROMPTS, decoding) if decoding else PROMPTS, prompted + decoding, tokens
@@ -77,7 +96,7 @@ FORWARD_PASSES = LineFormat(
     example='{"dp_rank": 0, "wall_time": 0.0098, "scheduled_requests": {"num_prefill_requests": 0, '
     '"sum_prefill_tokens": 0, "num_decode_requests": 12}}',
     find=_find,
-    milliseconds=True,
+    milliseconds=4,
     shape=_shape,
     count=_count,
 )

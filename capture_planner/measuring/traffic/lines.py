@@ -56,8 +56,8 @@ class LineFormat:
     example: str
     find: Callable[[bytes], list[Key]]
     """Return the keys of all lines in a block of text that are of this format."""
-    milliseconds: bool = False
-    """Whether the last item of a key is the duration of the step; the first then names the engine or its rank."""
+    milliseconds: int | None = None
+    """Which item of a key is the duration of the step, where lines have one; the first then names engine or rank."""
     shape: Callable[[Key], Shape]
     """Return the shape of a key, without the duration."""
     count: Callable[[Counter[Shape], SourceOptions], LineCounts]
@@ -151,15 +151,17 @@ class _LineTally:
         if not expected:
             return True
         found = self.format.find(block)
-        if self.format.milliseconds:
-            *columns, times = zip(*found, strict=True) if found else ((), ())
-            counted = Counter(zip(*columns, strict=True))
-            for engine in set(columns[0]):
-                of_engine = itertools.compress(times, map(engine.__eq__, columns[0]))
-                before = self._milliseconds.get(engine, 0.0)
-                self._milliseconds[engine] = math.fsum(map(float, of_engine)) + before
-        else:
+        if self.format.milliseconds is None or not found:
             counted = Counter(found)
+        else:
+            columns = list(zip(*found, strict=True))
+            times = columns.pop(self.format.milliseconds)
+            counted = Counter(zip(*columns, strict=True))
+            engines = set(columns[0])
+            for engine in engines:
+                own = times if len(engines) == 1 else itertools.compress(times, map(engine.__eq__, columns[0]))
+                before = self._milliseconds.get(engine, 0.0)
+                self._milliseconds[engine] = math.fsum(map(float, filter(None, own))) + before
         shape = self.format.shape
         for key, count in counted.items():
             self.keys[shape(key)] += count

@@ -25,7 +25,11 @@ def read_document(document: Document, options: SourceOptions) -> SourceCounts:
         )
     observation = document.load(Observation)
     others = sum(role.other_batches for role in observation.roles)
-    note = f"{counted(others, 'step')} of shapes that the observation does not list are not counted"
+    rounded = sum(role.rounded_batches for role in observation.roles)
+    notes = {
+        f"{counted(rounded, 'step')} of rare shapes are listed as larger ones: an observation is bounded": rounded,
+        f"{counted(others, 'step')} of shapes that the observation does not list are not counted": others,
+    }
     return SourceCounts(
         format="observation",
         batches=tuple(
@@ -45,7 +49,7 @@ def read_document(document: Document, options: SourceOptions) -> SourceCounts:
         seconds=observation.seconds or None,
         drafted=observation.drafted,
         accepted=observation.accepted,
-        notes=(note,) if others else (),
+        notes=tuple(note for note, steps in notes.items() if steps),
     )
 
 

@@ -120,6 +120,9 @@ def read_source(source: TrafficSource, options: SourceOptions, advance: Advance 
     if not results:
         skipped, samples = reader.skipped
         shown = f"; {skipped} lines could not be read: {'; '.join(samples)}" if skipped else ""
+        if options.part != (0.0, 1.0):
+            message = f"no steps in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its length{shown}"
+            raise InvalidDocument([Problem(file=source.name, message=message, remedy="read a larger part, or all")])
         message = f"no batches in a known format{shown}"
         raise InvalidDocument([Problem(file=source.name, message=message, remedy=_formats())])
     return results

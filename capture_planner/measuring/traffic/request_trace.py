@@ -10,7 +10,7 @@ from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import Deployment, decode_families
+from capture_planner.records.batch_space import Deployment, decode_families, extra_slots
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner.records.traffic import TrafficCount
@@ -46,7 +46,8 @@ def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
     """Return the batches that the scheduler makes of a trace; raises ``InvalidDocument``."""
     rows = part_of(trace_rows(text, name), options.part)
     if not rows:
-        raise InvalidDocument([Problem(file=name, message="no request arrives in this part of the time")])
+        message = f"no request arrives in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its time"
+        raise InvalidDocument([Problem(file=name, message=message, remedy="read a larger part, or all")])
     deployment = options.deployment or TraceLimits()
     limits, speculative = deployment.limits, deployment.speculative
     met = batches_of(rows, deployment, step_seconds=options.step_seconds)
@@ -92,6 +93,7 @@ def drafter_batches(target: list[TrafficCount], deployment: Deployment) -> list[
                 query_len=count.query_len,
                 past_prompt=count.past_prompt,
             )
-            passes = for_role({batch: count.count}, role, families)  # type: ignore[arg-type]
+            slots = extra_slots(deployment)
+            passes = for_role({batch: count.count}, role, families, slots=slots)  # type: ignore[arg-type]
             listed += [traffic_count(each, number) for each, number in passes.items()]
     return listed

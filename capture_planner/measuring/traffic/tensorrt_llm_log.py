@@ -22,17 +22,15 @@ _CLOCK = re.compile(rb"timestamp = \d{4}-(\d\d-\d\d \d\d:\d\d:\d\d), ")
 
 
 def _find(block: bytes) -> list[Key]:
-    return [
-        (rank, reqs or older, context_reqs, context_tokens, tokens, time or b"0")
-        for rank, reqs, time, older, context_reqs, context_tokens, tokens in _LINE.findall(block)
-        if reqs or older
-    ]
+    found = _LINE.findall(block)
+    # Only a line without its requests, which no release has, is left out.
+    return found if all(key[1] or key[3] for key in found) else [key for key in found if key[1] or key[3]]
 
 
 def _shape(key: Key) -> Shape:
-    rank, *texts = key
-    reqs, context_reqs, context_tokens, tokens = map(int, texts)
-    return (int(rank), PROMPTS if context_reqs else DECODE), reqs, context_tokens + tokens
+    rank, reqs, older, context_reqs, context_tokens, tokens = key
+    kind = PROMPTS if int(context_reqs) else DECODE
+    return (int(rank), kind), int(reqs or older), int(context_tokens) + int(tokens)
 
 
 def _count(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
@@ -58,7 +56,7 @@ ITERATION_LOG = LineFormat(
     "currank_total_requests = 0/12, host_step_time = 7.4ms, prev_device_step_time = 7.1ms, timestamp = "
     "2026-11-22 05:51:30, states = {'num_ctx_requests': 0, 'num_ctx_tokens': 0, 'num_generation_tokens': 12}",
     find=_find,
-    milliseconds=True,
+    milliseconds=2,
     shape=_shape,
     count=_count,
     clock=_CLOCK,

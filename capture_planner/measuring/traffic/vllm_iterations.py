@@ -19,10 +19,6 @@ _LINE = re.compile(
 CLOCK = re.compile(rb"INFO\S* \S*?(\d\d-\d\d \d\d:\d\d:\d\d)\S* \S*(?:loggers|cuda_graph)\.py:")
 
 
-def _find(block: bytes) -> list[Key]:
-    return [(*key[:5], key[6], key[5]) for key in _LINE.findall(block)]
-
-
 def _shape(key: Key) -> Shape:
     _, context_reqs, context_tokens, reqs, tokens, dummy = key
     if dummy:
@@ -51,8 +47,8 @@ ITERATIONS = LineFormat(
     markers=(b"Iteration(",),
     example="Engine 000: Iteration(41): 1 context requests, 512 context tokens, 12 generation requests, 48 generation "
     "tokens, iteration elapsed time: 9.81 ms, GPU KV cache usage: 3.1%",
-    find=_find,
-    milliseconds=True,
+    find=_LINE.findall,
+    milliseconds=5,
     shape=_shape,
     count=_count,
     clock=CLOCK,

@@ -149,6 +149,8 @@ class _DraftBody:
     fields: Fields
     state: DraftState
     updates: Updates
+    distance: int
+    """How far after a row's position its proposed token stands: 2 of a head, 1 of a draft model."""
 
     def weights(self) -> Iterator[Weight]:
         return self.drafter.weights()
@@ -156,22 +158,29 @@ class _DraftBody:
 
 @attrs.define(eq=False)
 class DraftPrefillBody(_DraftBody):
-    """Draft position 0, on the target's batch: it reads what the target left in its outputs."""
+    """Draft position 0, on the target's batch: it reads what the target left in its outputs.
+
+    A draft model has rows of its own, and reads tokens alone.
+    """
 
     target: TargetBody
     hidden: torch.Tensor
     """``[max tokens, hidden_size]``"""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
-        rows, aux = extents.tokens, self.target.aux
-        source = self.target.hidden[:rows] if aux is None else self.drafter.combine(aux[:rows])
+        rows = extents.tokens
         hidden = self.drafter.forward(
             input_ids=self.fields["input_ids"][:rows],
             positions=self.fields["positions"][:rows],
-            hidden=source,
+            hidden=self.source(rows),
             attend=attend,
         )
         self.hidden[:rows].copy_(hidden)
+
+    def source(self, rows: int) -> torch.Tensor:
+        """Return the state that each row goes on from, ``[rows, hidden_size]``."""
+        aux = self.target.aux
+        return self.target.hidden[:rows] if aux is None else self.drafter.combine(aux[:rows])
 
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Propose the first token of each request, from its last settled row."""
@@ -179,7 +188,7 @@ class DraftPrefillBody(_DraftBody):
         mapping = self.fields["idx_mapping"][: extents.reqs]
         states, _ = self.updates.entered(self.state, mapping)
         hidden = self.hidden[last]
-        tokens = self.drafter.propose(hidden, states, self.fields["positions"][last] + 2)
+        tokens = self.drafter.propose(hidden, states, self.fields["positions"][last] + self.distance)
         self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=True)
 
@@ -208,7 +217,7 @@ class DraftDecodeBody(_DraftBody):
         hidden = self.drafter.forward(
             input_ids=ids, positions=positions, hidden=self.state.hidden[states], attend=attend
         )
-        tokens = self.drafter.propose(hidden, states, positions + 2)
+        tokens = self.drafter.propose(hidden, states, positions + self.distance)
         self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=False)
         self.updates.advance(self.token_fields, rows)

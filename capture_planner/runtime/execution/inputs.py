@@ -47,6 +47,8 @@ class StepInputs:
     """``int64[N]``: the rows whose next token is read. None in draft decodes and warm-ups."""
     sampled_counts: Array | None = None
     """``int32[R]``: how many of ``sampled_rows`` each request has."""
+    target_rows: Array | None = None
+    """``int32[T]``: of a parallel head, the target's row that each row belongs to; -1 of a mask token."""
     adapter_lanes: Array | None = None
     """``int32[T]``: where each token's adapter is in ``active_adapters``."""
     active_adapters: Array | None = None

@@ -63,23 +63,32 @@ class OracleDrafter(nn.Module):
         self.name = f"{kind} over {drafter.name}" + (f" (chance {chance:g})" if kind == "chance" else "")
         self.num_layers, self.hidden_size = drafter.num_layers, drafter.hidden_size
         self.num_heads, self.num_kv_heads = drafter.num_heads, drafter.num_kv_heads
-        self.head_dim, self.aux_layers = drafter.head_dim, drafter.aux_layers
+        self.head_dim, self.aux_layers, self.windows = drafter.head_dim, drafter.aux_layers, drafter.windows
+        self.mask_token = drafter.mask_token
         device = next((getattr(module, name).device for _, module, name in drafter.weights()), None)
         self.register_buffer("table", torch.zeros(num_states + 1, length, dtype=torch.int64, device=device))
+
+    @property
+    def mask_hidden(self) -> torch.Tensor | None:
+        return self._drafter.mask_hidden
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         return self._drafter.combine(aux)
 
     def forward(
-        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
-        return self._drafter.forward(input_ids=input_ids, positions=positions, hidden=hidden, attend=attend)
+        return self._drafter.forward(
+            input_ids=input_ids, positions=positions, hidden=hidden, attend=attend, module=module
+        )
 
     @torch.no_grad()
-    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
+    ) -> torch.Tensor:
         """Return the answer for each row, or a token that is not it, ``int64[N]``."""
         # Its logits are part of a step's work, so they are computed, and then not used.
-        self._drafter.propose(hidden, state_indices, positions)
+        self._drafter.propose(hidden, state_indices, positions, module)
         answers = self.table[state_indices, positions.clamp(0, self.table.shape[1] - 1)]
         if self._kind == "copy":
             return answers
@@ -122,7 +131,7 @@ def choose_drafter(
 ) -> Drafter:
     """Return the drafter that a run asks for: ``copy``, ``miss``, ``chance``, ``random``, or a folder.
 
-    All but a folder are heads of the plan's numbers with random weights; the first three answer from
+    All but a folder are drafters of the plan's numbers with random weights; the first three answer from
     a table of ``num_states`` requests and ``length`` tokens. Raises ``RunError`` as ``load_drafter`` does.
     """
     drafter = load_drafter(choice if isinstance(choice, Path) else None, speculative, target, seed=seed)

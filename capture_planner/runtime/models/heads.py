@@ -1,7 +1,7 @@
-"""EAGLE and EAGLE-3 heads in plain torch, over the weights as they are published.
+"""EAGLE, EAGLE-3 and MTP heads in plain torch, over the weights as they are published.
 
-Both read what the target computed at one position and the token after it, and propose the token after that. What each
-computes, and what its tensors are called, is as in vLLM 0.33 (``llama_eagle``, ``llama_eagle3``).
+All read what the target computed at one position and the token after it, and propose the token after that. What each
+computes, and what its tensors are called, is as in vLLM 0.33 (``llama_eagle``, ``llama_eagle3``, ``deepseek_mtp``).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class _MixingLayer(_Layer):  # type: ignore[no-untyped-call]
 
 
 class _Head(nn.Module):
-    """What the two kinds share: embeddings and logits, their own or the target's, and rotary positions.
+    """What the kinds share: embeddings and logits, their own or the target's, and rotary positions.
 
-    ``own`` are the optional parts that there are weights for: embed_tokens, lm_head, d2t, fc.bias. ``name``
-    says where its weights come from.
+    ``own`` are the optional parts that there are weights for: embed_tokens, lm_head, d2t, fc.bias, mask_hidden.
+    ``name`` says where its weights come from.
     """
 
     d2t: torch.Tensor | None
@@ -77,7 +77,10 @@ class _Head(nn.Module):
         self.head_dim: int = config.head_dim
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = getattr(config, "draft_vocab_size", None) or target.vocab_size
+        self.windows: tuple[int | None, ...] = (None,) * self.num_layers
         self.aux_layers: tuple[int, ...] = ()
+        self.mask_token: int = getattr(config, "mask_token", 0)
+        self.mask_hidden: nn.Parameter | None = None
         self._target_embed, self._target_logits = target.embed, target.logits
         config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -92,7 +95,9 @@ class _Head(nn.Module):
         raise RunError(f"{self.name} reads the target's last hidden state, not auxiliary ones")
 
     @torch.no_grad()
-    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
+    ) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
         normed = self.norm(hidden)
         logits = self._target_logits(normed) if self.lm_head is None else self.lm_head(normed)
@@ -105,6 +110,10 @@ class _Head(nn.Module):
     def weights(self) -> Iterator[Weight]:
         """Every parameter and buffer of its own; embeddings and logits may be the target's."""
         return weights_of(self.named_modules())
+
+    def _add_mask(self, own: frozenset[str], width: int) -> None:
+        if "mask_hidden" in own:
+            self.mask_hidden = nn.Parameter(torch.randn(width))
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         embed = self._target_embed if self.embed_tokens is None else self.embed_tokens
@@ -128,12 +137,13 @@ class Eagle(_Head):
         super().__init__(config, target, own, name)
         hidden = config.hidden_size
         self.fc = nn.Linear(hidden + target.hidden_size, hidden, bias="fc.bias" in own)
+        self._add_mask(own, target.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(self.num_layers))
         self.layers[0].input_layernorm = nn.Identity()
 
     @torch.no_grad()
     def forward(
-        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
         states: torch.Tensor = self.fc(torch.cat([self._embed(input_ids), hidden], dim=-1))
         arguments, states = self.arguments(states, positions, attend), states.unsqueeze(0)
@@ -158,6 +168,7 @@ class Eagle3(_Head):
         # Small targets do not have the layers that real ones are tapped at; the same one may be twice.
         self.aux_layers = tuple(wanted if configured else (min(max(layer, 0), depth - 1) for layer in wanted))
         self.fc = nn.Linear(len(self.aux_layers) * target.hidden_size, hidden, bias="fc.bias" in own)
+        self._add_mask(own, len(self.aux_layers) * target.hidden_size)
         self.layers = nn.ModuleList([_MixingLayer(config), *(_Layer(config, at) for at in range(1, self.num_layers))])
         self.norm = _norm(config)
 
@@ -169,7 +180,7 @@ class Eagle3(_Head):
 
     @torch.no_grad()
     def forward(
-        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
         arguments = self.arguments(hidden, positions, attend)
         first, *rest = self.layers
@@ -177,6 +188,68 @@ class Eagle3(_Head):
         for layer in rest:
             states = layer(states, **arguments)
         return states[0]
+
+
+class _SharedHead(nn.Module):
+    """The final norm of an MTP module, and its output embeddings where it has its own."""
+
+    def __init__(self, config: Config, has_own: bool) -> None:
+        super().__init__()
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_own else None
+
+
+class _Module(_Layer):  # type: ignore[no-untyped-call]
+    """One MTP module: embedding and state, each normed, are mixed and go through a decoder layer."""
+
+    def __init__(self, config: Config, number: int, has_own_head: bool) -> None:
+        super().__init__(config, number)
+        self.enorm, self.hnorm = _norm(config), _norm(config)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.shared_head = _SharedHead(config, has_own_head)
+
+    def forward(  # type: ignore[override]
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor:
+        """Return the state ``[T, hidden_size]`` after the module's final norm; both inputs are of that shape."""
+        mixed = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1))
+        states: torch.Tensor = super().forward(mixed.unsqueeze(0), **arguments)
+        normed: torch.Tensor = self.shared_head.norm(states[0])
+        return normed
+
+
+class Mtp(_Head):
+    """Multi-token prediction, as DeepSeek-V3 has it: a module that drafts a chain, or several, one draft each.
+
+    The layers are dense Llama layers. What goes on to the next draft is the state after the module's final norm, which
+    is also what its output embeddings read.
+    """
+
+    def __init__(self, config: Config, target: TargetModel, own: frozenset[str], name: str) -> None:
+        super().__init__(config, target, own, name)
+        self.layers = nn.ModuleList(
+            _Module(config, number, f"layers.{number}.shared_head.head.weight" in own)
+            for number in range(self.num_layers)
+        )
+
+    @torch.no_grad()
+    def forward(
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
+    ) -> torch.Tensor:
+        # As in vLLM and SGLang: the first position has no token before it that a module was trained on.
+        embeddings = torch.where(positions.unsqueeze(-1) == 0, 0, self._embed(input_ids))
+        states: torch.Tensor = self.layers[module](embeddings, hidden, **self.arguments(hidden, positions, attend))
+        return states
+
+    @torch.no_grad()
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
+    ) -> torch.Tensor:
+        """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]``, by one module's head."""
+        shared: Any = self.layers[module]
+        own = shared.shared_head.head
+        logits: torch.Tensor = self._target_logits(hidden) if own is None else own(hidden)
+        return logits.argmax(dim=-1)
 
 
 def _norm(config: Config) -> nn.RMSNorm:

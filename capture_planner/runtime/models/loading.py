@@ -81,6 +81,22 @@ def _json_object(file: Path) -> dict[str, Any]:
     return data
 
 
+def mask_token_of(found: Source, vocab_size: int) -> int:
+    """Return the token of rows that parallel drafting has yet to draft, by the names that vLLM 0.33 reads.
+
+    Raises ``RunError`` where the configuration has none, or one outside of the vocabulary.
+    """
+    values = found.read_config()
+    names = ("mask_token_id", "pard_token", "ptd_token_id")
+    token = next((values[name] for name in names if values.get(name) is not None), None)
+    if not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise RunError(
+            f"{found.config}: the mask token of parallel drafting is {token}, expected one of {vocab_size} tokens as "
+            f"{', '.join(names[:-1])} or {names[-1]}; plan without parallel_drafting, or use another drafter"
+        )
+    return token
+
+
 def locate(path: Path) -> Source:
     """Return what is at ``path``: a folder with config.json, or a configuration file alone.
 

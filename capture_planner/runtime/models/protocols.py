@@ -103,24 +103,35 @@ class Adapters(Protocol):
 
 
 class Drafter(_Network, Protocol):
-    """A model that proposes tokens from the target's hidden states."""
+    """A model that proposes tokens, most of them from the target's hidden states."""
 
+    windows: tuple[int | None, ...]
+    """The sliding window of each layer; None: full attention."""
+    mask_token: int
+    """The token of a draft that a parallel pass has yet to make; 0 where it drafts one after another."""
     aux_layers: tuple[int, ...]
     """Layers of the target whose inputs it reads; empty: it reads the target's last hidden state."""
+
+    @property
+    def mask_hidden(self) -> torch.Tensor | None:
+        """``[width]``: the state of a mask token's row, in place of the target's hidden or auxiliary ones."""
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Return its hidden input ``[T, hidden_size]`` of the target's auxiliary states (EAGLE-3)."""
 
     def forward(
-        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend
+        self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
         """Return ``[T, hidden_size]``: what ``propose`` reads, and the hidden input of the next step.
 
         ``input_ids int[T]`` stand one position after the tokens that ``hidden`` belongs to;
-        ``positions int64[T]`` belong to ``hidden``.
+        ``positions int64[T]`` belong to ``hidden``. A draft model reads no ``hidden``: its tokens stand at their
+        positions. ``module``: of several, the one that drafts now; it attends in its own layers alone.
         """
 
-    def propose(self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def propose(
+        self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
+    ) -> torch.Tensor:
         """Return one token for each row, ``int64[N]``, in the target's vocabulary.
 
         ``state_indices int64[N]`` say which request a row is (the last index is for padded rows), and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
+from capture_planner.records.model import Method, Speculative
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.serving.kv import PageFormat
@@ -93,6 +94,72 @@ def draft_prefill_inputs(
         target,
         input_ids=states.tokens[rows, target.positions + 1],
         last_token_indices=(target.query_start_loc[:-1] + settled - 1).astype(np.int32),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class DraftRows:
+    """How the rows of each request in the first draft pass follow from the target's."""
+
+    is_own: bool
+    """Whether they are not the target's rows, each with the token after it."""
+    shift: int
+    """How far a row's token stands after its position: 1 of a head, 0 of a draft model."""
+    masks: int
+    """Mask tokens, one for each draft of a parallel pass but the first."""
+    mask_token: int
+
+    @classmethod
+    def of(cls, speculative: Speculative, mask_token: int) -> DraftRows:
+        return cls(
+            is_own=speculative.has_own_rows,
+            shift=int(speculative.method is not Method.DRAFT_MODEL),
+            masks=(speculative.num_tokens - 1) * speculative.parallel_drafting,
+            mask_token=mask_token,
+        )
+
+
+def own_prefill_inputs(
+    target: StepInputs,
+    scheduled: ScheduledBatch,
+    settled: Array,
+    states: RequestStates,
+    pages: PageFormat,
+    draft: DraftRows,
+) -> StepInputs:
+    """Return the inputs of a first draft pass with rows of its own, as vLLM 0.33 orders them.
+
+    Of each request they are, from its first row's position on: the tokens that verification kept (of a draft model the
+    new one too), the mask tokens, and rows in place of rejected drafts, whose keys and values are overwritten before
+    anything reads them. A request at the model's end has as many rows as fit, and then the batch is mixed.
+    """
+    base = target.positions[target.query_start_loc[:-1]]
+    known = settled + 1 - draft.shift
+    counts = np.minimum(scheduled.counts + 1 - draft.shift + draft.masks, states.max_model_len - base)
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    rows = np.repeat(scheduled.state_indices, counts)
+    inside = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+    positions = np.repeat(base, counts) + inside
+    is_known, is_mask = inside < np.repeat(known, counts), inside < np.repeat(known + draft.masks, counts)
+    is_mask &= ~is_known
+    tokens = np.where(is_known, states.tokens[rows, positions + draft.shift], 0)
+    seq_lens = (base + counts).astype(np.int32)
+    width = min(pages.pages(int(seq_lens.max())), states.table.shape[1])
+    target_rows = np.repeat(target.query_start_loc[:-1], counts) + np.where(is_known, inside, 0)
+    return attrs.evolve(
+        target,
+        input_ids=np.where(is_mask, draft.mask_token, tokens).astype(np.int32),
+        positions=positions,
+        slot_mapping=slots(rows, positions, states, pages.page_size),
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=states.table[:, :width].take(scheduled.state_indices, axis=0),
+        last_token_indices=(starts[:-1] + np.minimum(known, counts) - 1).astype(np.int32),
+        target_rows=np.where(is_mask, -1, target_rows).astype(np.int32),
+        cu_num_draft_tokens=None,
+        sampled_rows=None,
+        sampled_counts=None,
     )
 
 

@@ -26,6 +26,7 @@ from capture_planner.runtime.serving.inputs import (
     active_loras,
     draft_decode_inputs,
     draft_prefill_inputs,
+    own_prefill_inputs,
     target_inputs,
 )
 from capture_planner.runtime.serving.kv import PageFormat
@@ -112,7 +113,7 @@ class StepLauncher:
         begun = perf_counter()
         inputs, filled = self._target_inputs(scheduled)
         decodes = None
-        if scheduled.draft_tokens > 1:
+        if scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in parts.roles:
             decodes = self._dispatcher.dispatch(_draft_decode_batch(scheduled))
         proposed = None
         if self._drafts_on_device(decodes):
@@ -203,6 +204,7 @@ class StepLauncher:
     def _prepare_drafts(self, scheduled: ScheduledBatch) -> None:
         """Let the device verify, and put what was kept into the drafter's fields."""
         parts, rows = self._parts, scheduled.num_reqs
+        has_decodes = scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in parts.roles
         target = parts.roles[Role.TARGET].fields
         parts.updates.prepare_drafts(
             VerificationInputs(
@@ -214,18 +216,22 @@ class StepLauncher:
             ),
             parts.token_fields[Role.DRAFT_PREFILL],
             parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
-            parts.token_fields[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
+            parts.token_fields[Role.DRAFT_DECODE] if has_decodes else None,
         )
 
     def draft(self, step: PendingStep, verification: Verification) -> OnItsWay:
-        """Run the draft prefill on the target's batch, then k - 1 draft decodes, from what was settled."""
-        states, scheduled = self._scheduler.states, step.scheduled
+        """Run the first draft pass, on the target's batch or rows of its own, then k - 1 draft decodes of a chain."""
+        states, scheduled, draft = self._scheduler.states, step.scheduled, self._parts.draft_rows
+        assert draft is not None, "a drafter has rows"
         begun = perf_counter()
-        prefill = draft_prefill_inputs(step.inputs, scheduled, verification.kept, states)
+        if draft.is_own:
+            prefill = own_prefill_inputs(step.inputs, scheduled, verification.kept, states, self._pages, draft)
+        else:
+            prefill = draft_prefill_inputs(step.inputs, scheduled, verification.kept, states)
         self._run(Role.DRAFT_PREFILL, step.index, scheduled, prefill, begun, filled=False)
         if step.draft_decodes is not None:
-            computed = states.computed[scheduled.state_indices]
-            decode = draft_decode_inputs(scheduled, computed, states, self._pages)
+            after = states.computed[scheduled.state_indices] + 1 - draft.shift
+            decode = draft_decode_inputs(scheduled, after, states, self._pages)
             self._run_draft_decodes(step.index, scheduled, step.draft_decodes, decode, filled=False)
         return self._proposed()
 
@@ -233,11 +239,15 @@ class StepLauncher:
         self, role: Role, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
     ) -> Dispatch:
         """Run the target or the draft prefill on a step's batch, and note the forward."""
+        query_len = scheduled.query_len
+        if inputs.num_tokens != scheduled.num_tokens:
+            lengths = np.diff(inputs.query_start_loc)
+            query_len = int(lengths[0]) if (lengths == lengths[0]).all() else None
         batch = Batch(
             role=role,
             num_reqs=scheduled.num_reqs,
-            num_tokens=scheduled.num_tokens,
-            query_len=scheduled.query_len,
+            num_tokens=inputs.num_tokens,
+            query_len=query_len,
             past_prompt=scheduled.prompts == 0,
             active_loras=0 if role.is_drafter else active_loras(inputs),
         )

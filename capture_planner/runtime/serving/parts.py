@@ -14,6 +14,7 @@ from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import ForwardObserver, RoleRun
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.options import ExecutionPolicy
+from capture_planner.runtime.serving.inputs import DraftRows
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -24,6 +25,8 @@ class Parts:
     roles: Mapping[Role, RoleRun]
     target: TargetBody
     state: DraftState | None
+    draft_rows: DraftRows | None
+    """The rows of the first draft pass; None without a drafter."""
     apply: Callable[[Sequence[Write]], None]
     """Brings buffers of any number of roles up to date."""
     updates: Updates

@@ -128,7 +128,8 @@ class Scheduler:
         self._max_adapters, self._num_adapters = 0 if lora is None else lora.max_active, num_adapters
         self._limits, self._speculative = limits, speculative
         self._pages, self._max_model_len = pages, max_model_len
-        self._lookahead = 0 if speculative is None else speculative.num_tokens
+        self._slots = 0 if speculative is None else speculative.extra_slots
+        self._lookahead = 0 if speculative is None else speculative.num_tokens + self._slots
         self._pool = PagePool(pages.num_pages)
         self._arriving = deque(sorted(map(self._admissible, requests), key=lambda each: each.arrival))
         self._waiting: deque[tuple[Request, float]] = deque()
@@ -205,23 +206,25 @@ class Scheduler:
         decoding = [live for live, left in zip(self._running, prompt_left, strict=True) if left <= 0]
         prompting = [(live, left) for live, left in zip(self._running, prompt_left, strict=True) if left > 0]
         left, k = self._limits.max_num_tokens, self._k(len(self._running))
-        if not prompting or len(decoding) * (1 + k) >= left:
+        # Each row takes its tokens and what the first draft pass has beyond them, as in vLLM 0.33 (``draft_slots``).
+        slots = self._slots
+        if not prompting or (decoding and len(decoding) * (1 + k + slots) + slots >= left):
             # Decodes alone, and only so many that all have the query length of a uniform graph.
             prompting, decoding = [], self._rotate(decoding)
             k = self._k(len(decoding))
         rows: list[tuple[AdmittedRequest, int, int]] = []
         for live in decoding:
-            drafts = min(k, room[live.state_index], left - 1)
+            drafts = min(k, room[live.state_index], left - 1 - slots)
             if drafts < 0:
                 break
             rows.append((live, 1 + drafts, drafts))
-            left -= 1 + drafts
+            left -= 1 + drafts + slots
         decodes = len(rows)
         for live, of_prompt in prompting:
-            if left < 1:
+            if left < 1 + slots:
                 break
-            rows.append((live, min(left, of_prompt), 0))
-            left -= rows[-1][1]
+            rows.append((live, min(left - slots, of_prompt), 0))
+            left -= rows[-1][1] + slots
         return self._scheduled(rows, len(rows) - decodes), admitted
 
     def _admit(self) -> tuple[AdmittedRequest, ...]:
@@ -261,7 +264,7 @@ class Scheduler:
     def _rotate(self, decoding: Sequence[AdmittedRequest]) -> list[AdmittedRequest]:
         """Return the decodes that have room for all their drafts, taking turns where not all have."""
         count = len(decoding)
-        while count > 1 and count * (1 + self._k(count)) > self._limits.max_num_tokens:
+        while count > 1 and count * (1 + self._k(count) + self._slots) > self._limits.max_num_tokens:
             count -= 1
         if count == len(decoding):
             return list(decoding)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch_space import extra_slots
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.profile import CostCurve, GraphCost, Profile
@@ -39,8 +40,11 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
             curves.append(draw(_curves(role, GraphMode.PIECEWISE)))
         if draw(st.booleans()):
             memory, pool = draw(one_of((0.0, 7.0, 25.0))), draw(one_of((0.0, 0.0, 0.5)))
-            seconds = draw(one_of((0.0, 0.05, 0.25)))
-            graphs.append(GraphCost(role=role, mode=GraphMode.FULL, mib=memory, mib_per_token=pool, seconds=seconds))
+            seconds, more = draw(one_of((0.0, 0.05, 0.25))), draw(one_of((0.0, 0.0, 0.04)))
+            cost = GraphCost(
+                role=role, mode=GraphMode.FULL, mib=memory, mib_per_token=pool, seconds=seconds, seconds_per_token=more
+            )
+            graphs.append(cost)
     profile = Profile(
         source="drawn",
         date="2026-11-22T13:00:00Z",
@@ -57,14 +61,15 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
 
 @composite
 def _traffic(draw: DrawFn, spec: Spec) -> Traffic:
-    limits = spec.limits
+    limits, slots = spec.limits, extra_slots(spec)
     batches: dict[object, TrafficCount] = {}
     for _ in range(draw(st.integers(1, 6))):
-        most = min(limits.max_num_reqs, limits.max_num_tokens)
+        most = min(limits.max_num_reqs, limits.max_num_tokens // (1 + slots))
         num_reqs = draw(st.integers(1, most))
-        longest = max(1, limits.max_num_tokens // num_reqs)
+        longest = max(1, limits.max_num_tokens // num_reqs - slots)
         query_len = draw(st.none() | st.integers(1, min(longest, 5)))
-        tokens = num_reqs * query_len if query_len else draw(st.integers(num_reqs, limits.max_num_tokens))
+        largest = limits.max_num_tokens - num_reqs * slots
+        tokens = num_reqs * query_len if query_len else draw(st.integers(num_reqs, largest))
         line = TrafficCount(
             role=Role.TARGET,
             num_reqs=num_reqs,

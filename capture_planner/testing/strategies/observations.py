@@ -95,6 +95,7 @@ def _observed_roles(draw: DrawFn, role: Role) -> ObservedRole:
         graphs=graphs,
         answers=tuple(draw(list_of(_runs(len(graphs)), max_size=8))),
         batches=tuple(draw(list_of(_batch_counts(len(graphs)), max_size=8))),
+        rounded_batches=draw(st.integers(0, 1 << 40)),
         other_batches=draw(st.integers(0, 1 << 40)),
         eager=tuple(draw(list_of(costs, max_size=2))),
     )

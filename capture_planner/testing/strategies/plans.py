@@ -11,9 +11,11 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import replace
 from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import decode_families
+from capture_planner.records.fingerprint import Fingerprint, Fingerprints, digest_of, kernel_name
 from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
 from capture_planner.testing.strategies.specs import specs
@@ -136,13 +138,33 @@ def _forecasts() -> SearchStrategy[Forecast]:
 
 
 @composite
+def _fingerprints(draw: DrawFn, plan: Plan) -> Fingerprints:
+    """Return fingerprints of some graphs of a plan."""
+    graphs = [(role.role, index) for role in plan.roles for index in range(len(role.entries))]
+    chosen = draw(st.lists(st.sampled_from(graphs), max_size=3, unique=True)) if graphs else []
+    names = st.sampled_from(("kernel", "void gemm<128, 64>(float*)", "aten.add.Tensor", "k" * 300))
+    found = {
+        graph: Fingerprint(
+            nodes=draw(st.integers(0, 1000)),
+            kernels={
+                kernel_name(name): count for name, count in draw(st.dictionaries(names, st.integers(1, 99))).items()
+            },
+            topology=digest_of(draw(st.integers(0, 3))),
+        )
+        for graph in chosen
+    }
+    return Fingerprints.of(found, torch="2.13.0", device=draw(any_text()))
+
+
+@composite
 def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
     roles = draw(list_of(one_of(Role), min_size=1, unique=True))
     environment, lora = draw(environments()), spec.lora is not None
     written = tuple(draw(_role_plans(role, lora)) for role in roles)
-    return Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
+    plan = Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
+    return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))))
 
 
 @st.composite

@@ -58,12 +58,13 @@ def _models(draw: DrawFn, tensor: int) -> Model:
 
 
 @composite
-def _limits(draw: DrawFn, max_reqs: int, max_tokens: int) -> Limits:
+def _limits(draw: DrawFn, max_reqs: int, max_tokens: int, slots: int) -> Limits:
+    """Draw limits; ``slots``: rows of the first draft pass that one request must have room for."""
     largest = one_of((max_reqs, min(max_reqs, 64)))
     most = draw(largest if draw(st.booleans()) else counts(min(max_reqs, 64)))
     near = one_of((most, 2 * most, 4 * most, 256, 512, 1024, 4096))
     tokens = draw(st.integers(1, 300) if draw(st.booleans()) else near)
-    return Limits(max_num_reqs=most, max_num_tokens=min(tokens, max_tokens))
+    return Limits(max_num_reqs=most, max_num_tokens=max(min(tokens, max_tokens), 1 + slots))
 
 
 @composite
@@ -107,13 +108,15 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
     if scheduled and draw(one_of((False, False, True))):
         schedule = ScheduleSource.MEASURED
     given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
+    method = draw(one_of(Method))
     return Speculative(
-        method=draw(one_of(Method)),
+        method=method,
         num_tokens=longest,
         schedule=schedule,
         acceptance=draw(_acceptances(longest)) if given else (),
         model=draw(_draft_models()),
         chain=draw(one_of(Chain)),
+        parallel_drafting=draw(one_of((False, False, method is not Method.MTP))),
     )
 
 
@@ -227,15 +230,18 @@ def specs(
     speculative = draw(maybe(_speculatives(scheduled)))
     if speculative is not None and any(speculative.head_problems(model, tensor)):
         speculative = replace(speculative, model=replace(speculative.model, num_heads=None, num_kv_heads=None))
+    if speculative is not None and speculative.method is Method.DRAFT_MODEL:
+        speculative = replace(speculative, model=replace(speculative.model, vocab_size=None))
+    chain = speculative is not None and speculative.is_chain
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
     layers[Role.TARGET] = model.num_layers
     roles = {}
     for role in Role:
-        if role is Role.TARGET or speculative is not None:
+        if role is Role.TARGET or chain or (speculative is not None and role is Role.DRAFT_PREFILL):
             roles[role.value] = draw(_role_specs(layers[role], names, measured)) if draw(st.booleans()) else RoleSpec()
     return Spec(
         model=model,
-        limits=draw(_limits(max_reqs, max_tokens)),
+        limits=draw(_limits(max_reqs, max_tokens, speculative.extra_slots if speculative else 0)),
         mode=draw(one_of(GraphMode)),
         backend=draw(one_of(names)),
         speculative=speculative,

@@ -70,9 +70,12 @@ def test_a_folder_that_contradicts_the_plan_is_refused_with_all_of_it(tmp_path, 
 
 
 def test_heads_that_cannot_run_are_refused(tmp_path, target):
-    """MTP, latent attention, sinks, and vocabularies that do not fit."""
+    """More drafts than modules, latent attention, sinks, and vocabularies that do not fit."""
     for plan, reason in (
-        (speculative(Method.MTP), "mtp heads"),
+        (speculative(Method.MTP, num_layers=2), "3 drafts of 2 modules, one token each"),
+        (speculative(Method.MTP, vocab_size=DRAFTED), "only eagle3"),
+        (speculative(Method.DRAFT_MODEL, sinks=True), "latent attention or sinks"),
+        (speculative(Method.DRAFT_MODEL, vocab_size=DRAFTED), "need the same vocabulary"),
         (speculative(Method.EAGLE, latent=Latent(kv_lora_rank=4, rope_head_dim=2)), "latent attention"),
         (speculative(Method.EAGLE3, sinks=True), "sinks"),
         (speculative(Method.EAGLE, vocab_size=DRAFTED), "only eagle3"),

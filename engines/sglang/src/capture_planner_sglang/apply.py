@@ -13,11 +13,8 @@ import attrs
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch_space import decode_tiers
-from capture_planner.records.model import Method
 from capture_planner.records.plan import Decision, Plan, RolePlan
-
-ALGORITHMS = {Method.EAGLE: "EAGLE", Method.EAGLE3: "EAGLE3", Method.MTP: "NEXTN"}
-"""Speculation methods by SGLang's name; it takes NEXTN as EAGLE."""
+from capture_planner_sglang.export import ALGORITHMS
 
 
 @attrs.frozen(kw_only=True)
@@ -146,6 +143,8 @@ def _speculation(plan: Plan, facts: ResolvedFacts) -> Iterator[str]:
     if facts.algorithm not in (algorithm, "EAGLE" if algorithm == "NEXTN" else algorithm):
         yield f"the plan's speculation is {speculative.method.value}: give --speculative-algorithm {algorithm}"
         return
+    if speculative.parallel_drafting:
+        yield "the plan drafts in parallel, SGLang one token after another: make the plan without parallel_drafting"
     if facts.adaptive:
         yield f"the plan drafts {drafted} tokens at all times: remove --speculative-adaptive"
     for flag, wanted, has in (

@@ -15,6 +15,7 @@ from capture_planner.engines.export.export import (
     drafter_losses,
     fallback_loss,
     longest_draft,
+    parallel_loss,
 )
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records.batch import Kind
@@ -30,7 +31,8 @@ BACKENDS = {"flash_attention": "fa3", "flashinfer": "flashinfer", "triton": "tri
 _LORA_RANK = 16
 """Stands where the adapters' rank belongs, which a plan does not know and graphs do not depend on."""
 
-_METHODS = {Method.EAGLE: "EAGLE", Method.EAGLE3: "EAGLE3", Method.MTP: "NEXTN"}
+ALGORITHMS = {Method.EAGLE: "EAGLE", Method.EAGLE3: "EAGLE3", Method.MTP: "NEXTN", Method.DRAFT_MODEL: "STANDALONE"}
+"""SGLang's name of each method; it takes NEXTN as EAGLE."""
 _KINDS = {GraphMode.FULL: "full", GraphMode.PIECEWISE: "breakable", GraphMode.NONE: "disabled"}
 
 
@@ -51,7 +53,7 @@ def export_sglang(plan: Plan) -> Export:
     for name, count in (("tp-size", plan.parallel.tensor), ("dp-size", plan.parallel.data)):
         if count > 1:
             settings[name] = count
-    if plan.lora is not None:
+    if plan.lora is not None and not _is_standalone(plan):
         # SGLang counts the rows without an adapter as one more.
         settings |= {
             "enable-lora": True,
@@ -60,7 +62,7 @@ def export_sglang(plan: Plan) -> Export:
             "lora-target-modules": ["all"],
         }
     if plan.speculative is not None and width > 1:
-        settings["speculative-algorithm"] = _METHODS[plan.speculative.method]
+        settings["speculative-algorithm"] = ALGORITHMS[plan.speculative.method]
         if plan.speculative.method is not Method.MTP:
             settings["speculative-draft-model-path"] = DRAFT_MODEL
         settings |= {
@@ -83,6 +85,12 @@ def export_sglang(plan: Plan) -> Export:
     )
 
 
+def _is_standalone(plan: Plan) -> bool:
+    """Whether a whole model drafts anything."""
+    drafts = plan.speculative is not None and longest_draft(plan) > 0
+    return drafts and plan.speculative is not None and plan.speculative.method is Method.DRAFT_MODEL
+
+
 def prefill_sizes(target: RolePlan) -> tuple[int, ...]:
     """Return the token counts of mixed batches."""
     return tuple(sorted({entry.num_tokens for entry in target.entries if entry.query_len is None}))
@@ -96,8 +104,11 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
             "another width run eager"
         )
         yield Loss("schedule", says, all_scopes(plan))
+    yield from parallel_loss(plan, "SGLang")
     yield from drafter_losses(plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}")
-    if plan.lora is not None:
+    if _is_standalone(plan) and plan.lora is not None:
+        yield Loss("lora", "SGLang has no adapters with STANDALONE drafts, so they are left out", (decodes, mixed))
+    elif plan.lora is not None:
         says = (
             "SGLang has no graphs by the number of adapters; it wants their rank, which a plan does not know: "
             f"--max-lora-rank {_LORA_RANK} is to be replaced"

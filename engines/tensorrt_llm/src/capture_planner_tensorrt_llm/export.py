@@ -15,6 +15,7 @@ from capture_planner.engines.export.export import (
     drafter_losses,
     fallback_loss,
     longest_draft,
+    parallel_loss,
 )
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
@@ -24,7 +25,7 @@ from capture_planner.records.plan import Plan, RolePlan
 
 FILE_NAME = "tensorrt-llm.yaml"
 
-_METHODS = {Method.EAGLE: "Eagle", Method.EAGLE3: "Eagle3", Method.MTP: "MTP"}
+_METHODS = {Method.EAGLE: "Eagle", Method.EAGLE3: "Eagle3", Method.MTP: "MTP", Method.DRAFT_MODEL: "Draft_Target"}
 _DECODES, _MIXED = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
 
 
@@ -81,6 +82,7 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> It
     if plan.lora is not None:
         yield Loss("lora", "graphs with adapters are not emulated, and adapters not exported", (_DECODES, _MIXED))
     yield from drafter_losses(plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone")
+    yield from parallel_loss(plan, "TensorRT-LLM")
     if speculative is not None:
         if len(decode_tiers(plan)) > 1 and schedule is None:
             says = (

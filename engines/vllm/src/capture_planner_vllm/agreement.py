@@ -65,6 +65,9 @@ def speculation_differences(plan: Plan, config: Any) -> Iterator[str]:
     method = "mtp" if str(found.method).endswith("mtp") else str(found.method)
     if planned.method.value != method:
         yield f"speculative_config.method: the plan has {planned.method.value}, vLLM has {found.method}"
+    elif planned.parallel_drafting != (getattr(found, "parallel_drafting", False) is True):
+        plan_does, vllm_does = ("does", "does not") if planned.parallel_drafting else ("does not", "does")
+        yield f"speculative_config.parallel_drafting: the plan {plan_does} draft in parallel, vLLM {vllm_does}"
     tokens = found.num_speculative_tokens
     if planned.num_tokens != tokens:
         yield f"speculative_config.num_speculative_tokens: the plan has {planned.num_tokens}, vLLM has {tokens}"

@@ -82,6 +82,8 @@ def _speculative_config(speculative: Speculative) -> dict[str, Any]:
     config["num_speculative_tokens"] = speculative.num_tokens
     if speculative.method is not Method.MTP:
         config["model"] = DRAFT_MODEL
+    if speculative.parallel_drafting:
+        config["parallel_drafting"] = True
     if speculative.ranges:
         config["num_speculative_tokens_per_batch_size"] = [list(tier) for tier in speculative.ranges]
     return config
@@ -179,6 +181,10 @@ def _other_losses(plan: Plan, target: RolePlan) -> Iterator[Loss]:
     decodes = draft_decode_mode(target.mode)
     for drafter in (each for each in plan.roles if each.role.is_drafter):
         role, mode = drafter.role.value, target.mode if drafter.role is Role.DRAFT_PREFILL else decodes
+        if plan.speculative is not None and plan.speculative.is_modules:
+            mode = target.mode.without_piecewise
+        if plan.speculative is not None and plan.speculative.method is Method.DRAFT_MODEL:
+            mode = GraphMode.NONE  # StandaloneARSpeculator.init_cudagraph_manager
         if drafter.mode is not mode:
             message = f"vLLM runs the {role} in {mode.value}, after the target; planned is {drafter.mode.value}"
             yield Loss(name=f"{role.replace('_', '-')}-mode", says=message, scope=both(drafter.role))

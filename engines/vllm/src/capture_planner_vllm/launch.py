@@ -145,7 +145,8 @@ def _drafts(line: CommandLine, planned: Mapping[str, Any] | None, *, named: bool
             return [], [Problem(path=(path,), message=message, remedy=f"give {path} '{wanted}'")]
         return [path, wanted], []
     problems = []
-    for key in sorted({"method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}):
+    compared = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "parallel_drafting")
+    for key in compared:
         theirs, ours = given.get(key), planned.get(key)
         same = str(theirs).endswith("mtp") if ours == "mtp" else theirs == ours
         if not same:

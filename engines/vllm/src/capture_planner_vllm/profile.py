@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from capture_planner.measuring.recorder import Outcome, Shape, TimedShape
+from capture_planner.measuring.coarsening import Outcome
+from capture_planner.measuring.recorder import Shape, TimedShape
 from capture_planner.modes import Role
 from capture_planner.records.observation import EagerCost
 from capture_planner_vllm import device

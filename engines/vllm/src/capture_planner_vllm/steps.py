@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import attrs
 
 from capture_planner.engines.probe import why_eager
-from capture_planner.measuring.recorder import Outcome
+from capture_planner.measuring.coarsening import Outcome
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import draft_steps
