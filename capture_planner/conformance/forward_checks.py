@@ -52,7 +52,18 @@ def first_wrong_row(got: torch.Tensor, want: torch.Tensor, width: int, tolerance
     if not bool(wrong.any()):
         return None
     row, layer = (int(part) for part in wrong.nonzero()[0])
-    return f"layer {layer}, off by {float(off[row, layer] / (size[row, layer] + 1e-30)):.2g} of its norm in row {row}"
+    return f"layer {layer}, {error_text(off[row, layer], size[row, layer])} in row {row}"
+
+
+def error_text(off: torch.Tensor, size: torch.Tensor) -> str:
+    """Describe an error, given its norm and the norm of what is right."""
+    if bool(off.isnan()):
+        return "NaN"
+    if bool(off.isinf()):
+        return "infinite"
+    if not bool(size):
+        return f"off by {float(off):.2g} where it must be 0"
+    return f"off by {float(off / size):.2g} of its norm"
 
 
 def is_likeliest(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor, tolerance: float) -> bool:
@@ -157,7 +168,7 @@ def _check_state(check: Check, got: torch.Tensor, want: torch.Tensor, tolerance:
     wrong = ~(off <= 2 * tolerance * (want.norm(dim=1) + 0.1))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
-        message = f"is off by {float(off[row] / want[row].norm()):.2g} of its norm"
+        message = f"is {error_text(off[row], want[row].norm())}"
         raise check.violation(f"the draft state of request {row} in the batch {message}")
 
 

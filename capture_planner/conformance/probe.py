@@ -26,6 +26,11 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    scale_factor: float = 1.0
+    """How the scale differs from one over the root of ``head_dim``."""
+    softcap: float | None = None
+    """Of layers without a window; others have twice as much."""
+    has_sinks: bool = False
 
     @property
     def layers(self) -> int:
@@ -39,7 +44,11 @@ class AttentionShape:
     @property
     def scale(self) -> float:
         """What products are multiplied by."""
-        return 1 / math.sqrt(self.head_dim)
+        return self.scale_factor / math.sqrt(self.head_dim)
+
+    def softcap_of(self, layer: int) -> float | None:
+        """Return what the scores of a layer are capped at."""
+        return None if self.softcap is None else self.softcap * (1 if self.windows[layer] is None else 2)
 
 
 class Tables(nn.Module):
@@ -47,6 +56,8 @@ class Tables(nn.Module):
 
     by_token: torch.Tensor
     by_position: torch.Tensor
+    sinks: torch.Tensor
+    """``[layers, heads]``: a logit of each head that has no value."""
 
     def __init__(
         self, shape: AttentionShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
@@ -54,16 +65,21 @@ class Tables(nn.Module):
         super().__init__()
         self.shape = shape
         wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        for name, rows in (("by_token", vocabulary), ("by_position", longest)):
-            table = torch.zeros(rows, shape.layers, wide, dtype=dtype, device=device)
-            self.register_buffer(name, table)
+        sizes = {"by_token": (vocabulary, shape.layers, wide), "by_position": (longest, shape.layers, wide)}
+        for name, size in (sizes | {"sinks": (shape.layers, shape.heads)}).items():
+            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
         self.load(seed)
 
     def load(self, seed: int) -> None:
-        """Fill both tables anew, in place, as weights are reloaded."""
+        """Fill all tables anew, in place, as weights are reloaded."""
         draw = torch.Generator().manual_seed(seed)
-        for table in (self.by_token, self.by_position):
+        for table in (self.by_token, self.by_position, self.sinks):
             table.copy_(torch.randn(table.shape, generator=draw, dtype=torch.float32) * 0.75)
+
+    def scoring(self, layer: int) -> Scoring:
+        """Return how a layer turns products into weights."""
+        sinks = self.sinks[layer] if self.shape.has_sinks else None
+        return Scoring(scale=self.shape.scale, softcap=self.shape.softcap_of(layer), sinks=sinks)
 
     def split(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``."""
@@ -89,8 +105,14 @@ class Tables(nn.Module):
             seen = positions <= rows[:, None]
             if window is not None:
                 seen &= positions > rows[:, None] - window
+            if (cap := shape.softcap_of(layer)) is not None:
+                scores[layer] = cap * (scores[layer] / cap).tanh()
             scores[layer].masked_fill_(~seen, -torch.inf)
-        mean = torch.einsum("lhgqs,slhd->qlhgd", scores.softmax(-1), values)
+        if shape.has_sinks:
+            sinks = self.sinks.double().view(*scores.shape[:3], 1, 1).expand(*scores.shape[:4], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., : len(ids)]
+        mean = torch.einsum("lhgqs,slhd->qlhgd", weights, values)
         return mean.flatten(2)
 
 
@@ -180,5 +202,5 @@ def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend:
     found = []
     for layer in range(tables.shape.layers):
         q, k, v = (part[:, layer].contiguous() for part in (query, keys, values))
-        found.append(attend(layer, q, k, v, Scoring(scale=tables.shape.scale)).flatten(1))
+        found.append(attend(layer, q, k, v, tables.scoring(layer)).flatten(1))
     return torch.cat(found, dim=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,20 +16,28 @@ from capture_planner.conformance.scene import VOCABULARY, Scene
 from capture_planner.conformance.subject import Subject
 from capture_planner.conformance.tampering import Tampering
 from capture_planner.conformance.watch import EAGER, Watch
+from capture_planner.conformance.widening import widened
 from capture_planner.conformance.world import ModelCache, World
 from capture_planner.modes import Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import most_loras
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.execution.inputs import StepInputs
-from capture_planner.runtime.execution.role import run_chain
+from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
+from capture_planner.runtime.execution.role import RoleRun, run_chain
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 """Relative error of a row's norm: more than kernels of that type round, far less than one wrong key."""
+
+SOFTCAP = 1.5
+"""Close to the scores of the probe, so that it matters."""
+
+SHARP = 1.6
+"""What scales differ from the usual one by."""
 
 SPARE_REQS = 2
 """Requests whose pages are free in addition to the pages of all places."""
@@ -38,16 +47,25 @@ class Stage(AbstractContextManager["Stage"]):
     """One scene. Use it as a context: leaving releases the backend."""
 
     def __init__(
-        self, subject: Subject, scene: Scene, *, spared: Sequence[str] = (), tampering: Tampering | None = None
+        self,
+        subject: Subject,
+        scene: Scene,
+        *,
+        spared: Sequence[str] = (),
+        tampering: Tampering | None = None,
+        after: Callable[[Stage, RoleRun, ForwardStep], None] | None = None,
     ) -> None:
         """Plan, assemble and capture; raises ``Violation`` for a failure that this shows.
 
         :param spared: sources of garbage that are left clean.
         :param tampering: how an audit treats a field. Fields are not checked then.
+        :param after: called after the checks of each forward.
         """
         self.scene, self.subject = scene, subject
         self._eager_first = True
         self.plan = make_plan(scene.spec(subject.backend), subject.environment, subject.registry)
+        if scene.beyond:
+            self.plan = widened(self.plan, scene.beyond, subject.registry)
         for finding in lint(self.plan):
             if finding.rule.severity is Severity.ERROR:
                 raise Check.PLANNED.violation(str(finding), role=finding.diagnostic.role)
@@ -56,7 +74,7 @@ class Stage(AbstractContextManager["Stage"]):
         self.target, self.drafter = _models(scene, self.plan, device)
         each = -(-shape.longest // shape.page_size)
         pages = PageFormat(page_size=shape.page_size, num_pages=1 + (scene.num_reqs + SPARE_REQS) * each)
-        self.watch = Watch(spared, tampering)
+        self.watch = Watch(spared, tampering, None if after is None else partial(after, self))
         self.runner = Runner(
             self.plan,
             self.target,
@@ -98,6 +116,10 @@ class Stage(AbstractContextManager["Stage"]):
     def draft_tokens(self, num_reqs: int) -> int:
         """Return k for a batch of so many requests."""
         return 0 if self.plan.speculative is None else self.plan.speculative.draft_tokens(num_reqs)
+
+    def most_loras(self, num_reqs: int) -> int:
+        """Return the most active adapters of a batch of so many requests."""
+        return min(num_reqs, most_loras(Role.TARGET, self.plan))
 
     def reload(self, seed: int) -> None:
         self.target.tables.load(seed)
@@ -145,7 +167,13 @@ def _models(scene: Scene, plan: Plan, device: torch.device) -> tuple[ProbeTarget
     def tables(role: Role, windows: tuple[int | None, ...], seed: int) -> Tables:
         attention = Attention.of(plan, role, layers=1, window=None)
         shape = AttentionShape(
-            heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, windows=windows
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            windows=windows,
+            scale_factor=SHARP if scene.sharp else 1.0,
+            softcap=SOFTCAP if scene.softcap else None,
+            has_sinks=scene.sinks,
         )
         return Tables(shape, VOCABULARY, longest, getattr(torch, scene.shape.dtype), device, seed)
 

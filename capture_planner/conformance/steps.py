@@ -57,7 +57,7 @@ def _run_batch(stage: Stage, step: RunBatch) -> bool:
     ]
     if not rows or not admits(stage, rows):
         return False
-    batch = SceneBatch(stage, rows)
+    batch = SceneBatch(stage, rows, min(step.loras, stage.most_loras(len(rows))))
     made = batch.target()
 
     def forward(eager: bool) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from capture_planner.conformance.classification import check_classified
 from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
+from capture_planner.conformance.private import Kept, private_buffers
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.world import World
 from capture_planner.dispatch.dispatcher import Dispatch
@@ -25,6 +27,7 @@ from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes
 from capture_planner.runtime.execution.updates import LENGTHS
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.serving import Serving
 
 Slots = set[int]
 FieldValues = Mapping[str, np.ndarray[Any, Any]]
@@ -38,17 +41,28 @@ class Watch(ForwardObserver):
 
     :param spared: sources of garbage that are left clean.
     :param tampering: what an audit does to a field, whose values are not checked then.
+    :param after: called after the checks of each forward.
     """
 
     runner: Runner
     world: World
     _persistent: list[tuple[str, int]]
 
-    def __init__(self, spared: Iterable[str] = (), tampering: ForwardObserver | None = None) -> None:
+    def __init__(
+        self,
+        spared: Iterable[str] = (),
+        tampering: ForwardObserver | None = None,
+        after: Callable[[RoleRun, ForwardStep], None] | None = None,
+    ) -> None:
         self.ran: Counter[str] = Counter()
         """Forwards by role and mode: the mode of the graph, or NONE."""
         self.largest = (0, 0)
         """The most requests and the most tokens of a batch; not always of the same."""
+        self.longest, self.pages = 0, 0
+        """The most keys of a request, and the highest page number that a batch read."""
+        self.padded = 0
+        """Forwards of graphs that are larger than their batch."""
+        self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
         self._garbage, self._outputs = Garbage(spared), Outputs()
         self._filled = False
@@ -57,11 +71,12 @@ class Watch(ForwardObserver):
         """Watch the forwards of a runner that has captured, on the requests of a world."""
         self.runner, self.world = runner, world
         self._persistent = self._pointers()
+        self._kept = Kept.of(runner, self._spared)
 
     def sources(self) -> tuple[str, ...]:
         """Return the names of everything that gets garbage."""
         fields = {buffer.key for role in self.runner.parts.roles.values() for buffer in role.fields}
-        return (*SOURCES, *sorted(fields))
+        return (*SOURCES, *sorted(fields), *private_buffers(self.runner))
 
     # Around one forward.
 
@@ -71,6 +86,7 @@ class Watch(ForwardObserver):
         self._filled = filled
         self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
         self._garbage.before(role, filled=filled)
+        self._kept.restore()
         with located(batch, dispatch.entry):
             yield
             if dispatch is not EAGER:
@@ -97,8 +113,13 @@ class Watch(ForwardObserver):
         """Run a step between garbage and checks."""
         mode = GraphMode.NONE if step.entry is None else step.entry.mode
         self.ran[f"{role.role.value} {mode.value}"] += 1
+        lengths, table = step.inputs.seq_lens, step.inputs.block_table
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        self.pages = max(self.pages, int(table.max(initial=0)))
+        self.padded += step.extents != step.real
         with located(step.batch, step.entry):
             if not self._trusting:
+                self._check_classified(role, step)
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self._check_fields(role, step, values)
                 self._check_placed(step, values)
@@ -114,9 +135,23 @@ class Watch(ForwardObserver):
             self._check_untouched(role, own, caches)
             self._check_state(role, step, state)
             self._check_pointers()
+            if self._after is not None:
+                self._after(role, step)
         return times
 
     # Checks before.
+
+    def serving(self) -> Serving | None:
+        """Return the serving whose steps run now; None for steps of the suite's own."""
+        serving = self.runner._serving
+        return None if serving is None or serving.done or serving.is_over else serving
+
+    def _check_classified(self, role: RoleRun, step: ForwardStep) -> None:
+        """Compare a batch that the scheduler made with its requests: their prompts, and what is computed of them."""
+        serving = self.serving()
+        if serving is not None and role.role is not Role.DRAFT_DECODE:
+            computed = serving.scheduler.states.computed if role.role is Role.TARGET else None
+            check_classified(step, serving.scheduler.unfinished, computed, self.runner.plan.speculative)
 
     def _check_dispatch(self, batch: Batch, answer: Dispatch) -> None:
         expected = cheapest(self.runner.dispatcher.plan, batch)
@@ -161,8 +196,8 @@ class Watch(ForwardObserver):
                 f"slot {expected[token]}",
                 field="slot_mapping",
             )
-        serving = self.runner._serving
-        if serving is None or serving.done or serving.is_over:
+        serving = self.serving()
+        if serving is None:
             return
         given = serving.scheduler.states.table
         for row in range(reqs):

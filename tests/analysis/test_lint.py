@@ -76,6 +76,8 @@ CASES = {
     "CP012": (DRAFTED, replace(DRAFTED, speculative=None)),
     "CP013": (replace(PLAIN, parallel=Parallel(tensor=2, sequence=True)), PLAIN),
     "CP014": (replace(DRAFTED, speculative=replace(EAGLE, schedule=((1, 16, 4),))), DRAFTED),
+    "CP015": (plus(PLAIN, entry(num_tokens=99, num_reqs=99)), PLAIN),
+    "CP016": (made(reqs=15, parallel=Parallel(tensor=2, sequence=True)), PLAIN),
     "CP020": (plus(PLAIN, entry(num_tokens=99, num_reqs=99)), PLAIN),
     "CP021": (
         made(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.conformance.machine import scenes
+from capture_planner.conformance.deployments import scenes
 from capture_planner.conformance.probe import AttentionShape, Tables
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, dumps, loads

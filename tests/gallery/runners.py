@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from gallery.core import Mutant
+from gallery.runner_classification import CLASSIFICATION_MUTANTS
 from gallery.runner_dispatch import DISPATCH_MUTANTS
 from gallery.runner_padding import PADDING_MUTANTS
 from gallery.runner_state import STATE_MUTANTS
 
-MUTANTS: tuple[Mutant, ...] = DISPATCH_MUTANTS + PADDING_MUTANTS + STATE_MUTANTS
+MUTANTS: tuple[Mutant, ...] = CLASSIFICATION_MUTANTS + DISPATCH_MUTANTS + PADDING_MUTANTS + STATE_MUTANTS

@@ -18,6 +18,7 @@ FOUND_BY = {
     "ceiling-left-out": "CP001",
     "captured-to-32": "CP002",
     "decode-sizes-off-the-multiple": "CP010",
+    "edited-beyond-the-limits": "CP015",
     "draft-query-below-one": "CP011",
     "every-tier-at-every-size": "CP020",
     "prefill-sizes-far-apart": "CP023",

@@ -38,6 +38,15 @@ CASES = {
     "tiers-shadow-each-other": case(ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))),
     # A PIECEWISE graph of 5 tokens is nearer than the FULL one of 12.
     "full-shadowed-by-piecewise": case(ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3),
+    # A prompt of one token, without drafts.
+    "prompt-taken-for-a-decode": case(Serve(requests=((1, 3, 0),)), requests=0),
+    # The second one's prompt begins when the first one decodes.
+    "prompts-behind-a-decode": case(Serve(requests=((4, 6, 0), (5, 3, 1))), requests=0),
+    # One decode is cut short by the model's end.
+    "requests-from-rounded-tokens": case(Serve(requests=((16, 8, 0), (5, 12, 0))), requests=0, drafts=2),
+    # A decode of one token and a prompt of three.
+    "query-length-of-the-mean": case(Serve(requests=((3, 6, 0), (3, 3, 1))), requests=0),
+    "adapters-not-in-the-key": case(RunBatch(rows=((0, 1, 0),), loras=1), loras=1),
     # Two draft decodes of one request, one after the other, in graphs for three.
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
     "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),
