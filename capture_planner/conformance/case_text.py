@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.features import NAMES
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, Step
 from capture_planner.records.text import counted
@@ -33,8 +34,20 @@ def _scene(scene: Scene) -> str:
         parts.append("a pool per role")
     if scene.ahead:
         parts.append("steps launched ahead")
-    parts += _features(scene)
+    if scene.full_cache:
+        parts.append("no page to spare")
+    parts += [*_features(scene), *_attack(scene.capture)]
     return f"{'; '.join(parts)}; seed {scene.seed}"
+
+
+def _attack(attack: CaptureAttack) -> Iterator[str]:
+    if attack.order:
+        yield f"captured in another order ({attack.order})"
+    if attack.alone:
+        yield f"memory for graph {attack.alone} of each role alone"
+    if attack.breaks:
+        after = "everything eager after it" if attack.stays_eager else "captured again after it"
+        yield f"an error at attention call {attack.breaks} of the capture, {after}"
 
 
 def _features(scene: Scene) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.scene import Scene, Shape
 from capture_planner.modes import GraphMode
@@ -78,8 +79,22 @@ def scenes(
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),
+        capture=draw(capture_attacks()),
+        full_cache=not is_large and draw(st.integers(0, 4)) == 4,
         seed=draw(st.integers(0, 7)),
         **{name: draw(st.sampled_from(FEATURES[name])) for name in FEATURES if name in features},
+    )
+
+
+@st.composite
+def capture_attacks(draw: DrawFn) -> CaptureAttack:
+    """Return how a session goes: in any order; now and then broken off once, or with memory for a graph a role."""
+    trouble = draw(st.integers(0, 11))
+    return CaptureAttack(
+        order=draw(st.one_of(st.just(0), st.integers(1, 9))),
+        alone=draw(st.integers(1, 12)) if trouble > 8 else 0,
+        breaks=draw(st.integers(1, 12)) if trouble in (7, 8) else 0,
+        stays_eager=trouble == 8,
     )
 
 

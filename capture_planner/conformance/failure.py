@@ -42,6 +42,13 @@ class Check(enum.Enum):
     PLACED = "placed", "each token's slot follows from its position and the pages of its request"
     UNTOUCHED = "untouched", "no other slot changes"
     WRITTEN = "written", "attention writes every row of its output, padding included"
+    UNSPOILED = "unspoiled", "a forward changes no output and no persistent buffer that is not its own"
+    REPLAYED = (
+        "replayed",
+        "a batch that is dispatched to a graph replays the graph of that entry, once, after the capture session",
+    )
+    BORN = "born", "no tensor that a capture makes outlives it"
+    RECOVERED = "recovered", "an error inside a capture session names its entry, and leaves no graph"
     FROZEN = "frozen", "pointers, frozen scalars and plan layouts are those of the capture"
     STATE = "state", "a draft forward updates the draft state of its own requests, and no other"
     TOKENS = "tokens", "each served token is the model's greedy choice"

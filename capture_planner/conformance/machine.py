@@ -233,6 +233,9 @@ class ConformanceMachine(RuleBasedStateMachine):
     def serve(self, data: st.DataObject) -> None:
         """Requests are served to their end; some are as long as the model, some one token longer."""
         one = st.tuples(_lengths(self._scene), st.integers(1, 6), st.integers(0, 3))
+        if self._scene.full_cache:
+            longest = self._scene.shape.longest
+            one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
         self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
 
     def teardown(self) -> None:

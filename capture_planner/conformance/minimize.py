@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice, product
 from typing import Any
 
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.failure import Check, Failure
 from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, loads
@@ -296,7 +297,7 @@ def _scenes(case: Case) -> Iterator[Case]:
     scene = case.scene
     yield _scened(case, size_tokens=(), size_reqs=())
     # Chains only differ with a drafter.
-    flags = {"ahead": False, "per_role": False, "eagle3": False, "fused": not scene.drafts}
+    flags = {"ahead": False, "per_role": False, "eagle3": False, "full_cache": False, "fused": not scene.drafts}
     flags |= {name: values[0] for name, values in FEATURES.items()}
     least = {"num_reqs": 1, "num_tokens": max(scene.num_reqs, 1 + scene.drafts), "layers": 1, "seed": 0}
     if scene.beyond:
@@ -304,6 +305,11 @@ def _scenes(case: Case) -> Iterator[Case]:
     numbers = [(name, value) for name in least for value in _lower(getattr(scene, name), least[name])]
     for name, value in (*numbers, *flags.items()):
         yield _scened(case, **{name: value})
+    yield _scened(case, capture=CaptureAttack())
+    for name in ("order", "alone", "breaks", "stays_eager"):
+        value = getattr(scene.capture, name)
+        for lower in (type(value)(), type(value)(max(value - 1, 0))):
+            yield _scened(case, capture=replace(scene.capture, **{name: lower}))
     for name in ("size_tokens", "size_reqs"):
         sizes = getattr(scene, name)
         for index in reversed(range(len(sizes) - 1)):

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from capture_planner.codec.reading import structure
 from capture_planner.codec.writing import to_data
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.records._base import Count, Interval, NonNegative, record
@@ -84,6 +85,10 @@ class Scene:
     """Whether each role has a pool of its own."""
     ahead: bool = False
     """Whether steps are launched ahead, and drafts are verified on the device."""
+    capture: CaptureAttack = CaptureAttack()
+    """How the capture session goes."""
+    full_cache: bool = False
+    """Whether the longest requests take all pages of the cache before all places are taken."""
     softcap: bool = False
     """Whether scores are capped; layers with a window have another cap."""
     sinks: bool = False

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from capture_planner.analysis.lint import Severity, lint
+from capture_planner.conformance.capture_attack import InjectedError, WatchedGraphs
 from capture_planner.conformance.failure import Check, Violation
 from capture_planner.conformance.probe import GARBAGE, LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
@@ -75,14 +76,16 @@ class Stage(AbstractContextManager["Stage"]):
         of_rows = Rows(coupled=scene.coupled, padding=padding)
         self.target, self.drafter = _models(scene, self.plan, of_rows, device)
         each = -(-shape.longest // shape.page_size)
-        pages = PageFormat(page_size=shape.page_size, num_pages=1 + (scene.num_reqs + SPARE_REQS) * each)
-        self.watch = Watch(spared, tampering, None if after is None else partial(after, self))
+        reqs = -(-scene.num_reqs // 2) if scene.full_cache else scene.num_reqs + SPARE_REQS
+        pages = PageFormat(page_size=shape.page_size, num_pages=1 + reqs * each)
+        self.graphs = WatchedGraphs(subject.grapher, scene.capture)
+        self.watch = Watch(self.graphs, spared, tampering, None if after is None else partial(after, self))
         self.runner = Runner(
             self.plan,
             self.target,
             self.drafter,
             subject.registry,
-            subject.grapher,
+            self.graphs,
             pages=pages,
             device=device,
             options=Options(run_ahead=scene.ahead, drafts_on_device=scene.ahead),
@@ -91,7 +94,7 @@ class Stage(AbstractContextManager["Stage"]):
         try:
             if tampering is not None:
                 tampering.begin(self.runner)
-            self.runner.capture()
+            self._capture()
             rows = self.plan.states.rows if self.plan.states else 1 + scene.num_reqs
             self.world = World(tuple(self._caches()), pages, scene, rows, spared)
             self.live = self.world.live
@@ -106,6 +109,47 @@ class Stage(AbstractContextManager["Stage"]):
 
     def close(self) -> None:
         self.runner.__exit__()
+
+    def _capture(self) -> None:
+        """Capture as the scene says; what is left of the session, or born in it, is a violation."""
+        attack = self.scene.capture
+        if not attack.breaks or (self._broke_off() and not attack.stays_eager):
+            with self.graphs.session():
+                self.runner.capture(order=attack.arranged)
+        for (role, entry), size in self.graphs.leftovers.items():
+            raise Check.BORN.violation(
+                f"{size:,} bytes that the capture made are kept after it, where the next replay overwrites them; "
+                "make what lasts in reserve",
+                role=role,
+                entry=entry,
+            )
+
+    def _broke_off(self) -> bool:
+        """Capture with an error in the middle of it, and check what is left; False: it was over before."""
+        attack, runner = self.scene.capture, self.runner
+        error: Exception | None = None
+        with self.graphs.session(breaks=attack.breaks):
+            try:
+                runner.capture(order=attack.arranged)
+            except Exception as raised:
+                error = raised
+        if self.graphs.broken is None:
+            if error is not None:
+                raise error
+            return False
+        role, entry = self.graphs.broken
+        where = {"role": role, "entry": entry}
+        if error is None:
+            raise Check.RECOVERED.violation("an error inside a capture session is not raised", **where)
+        if not _is_injected(error):
+            raise error
+        if role.value not in str(error) or str(entry) not in str(error):
+            raise Check.RECOVERED.violation(f"the error names no role and entry: {error}", **where)
+        kept = [run.role.value for run in runner.parts.roles.values() if run.graphs]
+        if kept or runner.dispatcher.plan.num_graphs:
+            owner = ", ".join(kept) or "the dispatcher"
+            raise Check.RECOVERED.violation(f"graphs of a session that broke off are left ({owner})", **where)
+        return True
 
     def _caches(self) -> Iterator[ModelCache]:
         roles = self.runner.parts.roles
@@ -157,6 +201,13 @@ class Stage(AbstractContextManager["Stage"]):
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         """Return an array as a tensor on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.subject.device)
+
+
+def _is_injected(error: BaseException | None) -> bool:
+    """Say whether an error comes of the one that the suite raised."""
+    while error is not None and not isinstance(error, InjectedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _raise_if_eager_fails(forward: Callable[[bool], None]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from capture_planner.conformance.canaries import MOVED_FIELDS, Snapshot
+from capture_planner.conformance.capture_attack import Key, WatchedGraphs
 from capture_planner.conformance.classification import check_classified
 from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
@@ -24,7 +26,6 @@ from capture_planner.runtime.execution.fields import FieldBuffer, tensor_of
 from capture_planner.runtime.execution.inputs import ForwardStep
 from capture_planner.runtime.execution.padding import Write, out_of_bounds
 from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
-from capture_planner.runtime.execution.updates import LENGTHS
 from capture_planner.runtime.executor import NULL_SLOT, NULL_STATE
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.serving import Serving
@@ -39,6 +40,7 @@ class Watch(ForwardObserver):
 
     Hand it to the runner, whose graphs it marks outputs in, and call ``begin`` before the first forward.
 
+    :param graphs: what the runner captures with.
     :param spared: sources of garbage that are left clean.
     :param tampering: what an audit does to a field, whose values are not checked then.
     :param after: called after the checks of each forward.
@@ -50,6 +52,7 @@ class Watch(ForwardObserver):
 
     def __init__(
         self,
+        graphs: WatchedGraphs,
         spared: Iterable[str] = (),
         tampering: ForwardObserver | None = None,
         after: Callable[[RoleRun, ForwardStep], None] | None = None,
@@ -64,6 +67,7 @@ class Watch(ForwardObserver):
         """Forwards of graphs that are larger than their batch."""
         self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
+        self._graphs = graphs
         self._garbage, self._outputs = Garbage(spared), Outputs()
         self._filled = False
 
@@ -93,7 +97,8 @@ class Watch(ForwardObserver):
                 self._check_dispatch(batch, dispatch)
 
     def writes(self, role: RoleRun, writes: list[Write]) -> list[Write]:
-        """Let an audit change them."""
+        """Let an audit change them; in a capture session, the next graph may have no memory."""
+        self._graphs.staged(role)
         return self._inner.writes(role, writes)
 
     def attention(
@@ -107,6 +112,7 @@ class Watch(ForwardObserver):
         out: torch.Tensor,
     ) -> AbstractContextManager[None]:
         """Mark the output, in graphs too."""
+        self._graphs.attention(role)
         return self._outputs.marked(role, layer, out)
 
     def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
@@ -129,9 +135,14 @@ class Watch(ForwardObserver):
             pools = [[pool.states.clone() for pool in cache.states] for cache in self.world.caches]
             draft = self.runner.parts.state
             state = {} if draft is None else {name: getattr(draft, name).clone() for name in _STATE}
+            canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
+            replayed = len(self._graphs.replays)
             times = self._inner.forward(role, step, started)
-            if not self._trusting:
+            self._check_replayed(role, step, self._graphs.replays[replayed:])
+            if canaries is not None:
                 self._check_moved(role, step)
+                if (name := canaries.changed()) is not None:
+                    raise Check.UNSPOILED.violation(f"the forward changes {name}, which is not its own")
             self._check_written(role)
             self._check_untouched(role, own, caches)
             self._check_pools(step, pools)
@@ -218,8 +229,15 @@ class Watch(ForwardObserver):
         """Check after a replay the padding of fields that graphs advance: it must still be the fill."""
         for buffer in role.fields:
             real = step.inputs.array(buffer.field.name)
-            if buffer.field.name in _MOVED and real is not None and not buffer.is_frozen:
+            if buffer.field.name in MOVED_FIELDS and real is not None and not buffer.is_frozen:
                 _check_fill(buffer, buffer.view(step.extents).cpu().numpy(), real, step.real.tokens)
+
+    def _check_replayed(self, role: RoleRun, step: ForwardStep, replays: Sequence[Key]) -> None:
+        """Check that the graph of the step's entry was replayed, as it was known at its capture, and no other."""
+        expected = [] if step.entry is None else [(role.role, step.entry)]
+        if list(replays) != expected:
+            graphs = ", ".join(f"{of.value}: {entry}" for of, entry in replays) or "no graph"
+            raise Check.REPLAYED.violation(f"{graphs} is replayed for this batch")
 
     def _check_written(self, role: RoleRun) -> None:
         """Check that attention wrote every row of its outputs, padding included."""
@@ -312,7 +330,6 @@ def _check_fill(buffer: FieldBuffer, values: np.ndarray[Any, Any], real: np.ndar
 
 
 _STATE = ("token", "hidden", "proposed")
-_MOVED = ("positions", "slot_mapping", *LENGTHS)
 
 EAGER = Dispatch(None, reason=Reason.MODE)
 """Dispatches any batch to no graph."""

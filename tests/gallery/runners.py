@@ -8,8 +8,15 @@ from gallery.recurrent_states import RECURRENT_MUTANTS
 from gallery.runner_classification import CLASSIFICATION_MUTANTS
 from gallery.runner_dispatch import DISPATCH_MUTANTS
 from gallery.runner_padding import PADDING_MUTANTS
+from gallery.runner_session import SESSION_MUTANTS
 from gallery.runner_state import STATE_MUTANTS
 
 MUTANTS: tuple[Mutant, ...] = (
-    CLASSIFICATION_MUTANTS + DISPATCH_MUTANTS + PADDING_MUTANTS + STATE_MUTANTS + RECURRENT_MUTANTS + COUPLED_RUNNERS
+    CLASSIFICATION_MUTANTS
+    + DISPATCH_MUTANTS
+    + PADDING_MUTANTS
+    + SESSION_MUTANTS
+    + STATE_MUTANTS
+    + RECURRENT_MUTANTS
+    + COUPLED_RUNNERS
 )

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from capture_planner.conformance import Case, Scene, SearchProfile, Shape, SuiteOptions, conform, play, under_test
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
@@ -52,6 +53,20 @@ CASES = {
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
     "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),
     "chain-one-step-too-long": case(ALONE, drafts=3),
+    "drafts-over-the-targets-output": case(ALONE, drafts=3),
+    "drafts-move-the-targets-fields": case(ALONE, drafts=3),
+    "exact-sizes-looked-up-by-number": case(ALONE, num_reqs=1, size_reqs=(1,), drafts=3),
+    # One attention call of two graphs or more breaks.
+    "capture-errors-swallowed": case(requests=0, capture=CaptureAttack(breaks=1)),
+    "graphs-of-a-broken-session": case(requests=0, capture=CaptureAttack(breaks=4)),
+    "splits-after-an-error": case(
+        ALONE, mode=GraphMode.PIECEWISE, drafts=3, capture=CaptureAttack(breaks=2, stays_eager=True)
+    ),
+    "replayed-inside-the-session": case(requests=0),
+    # The longest request of two takes all pages, and decodes in a graph for two.
+    "dummy-request-on-demand": case(
+        Serve(requests=((20, 4, 0),)), requests=0, num_reqs=2, full_cache=True, size_reqs=(2,)
+    ),
     # One request is served where three have room, and its drafts are verified on the device.
     "padded-rows-verified": case(Serve(requests=((5, 4, 0),)), requests=0, drafts=1, ahead=True),
     # A request at its first token, in a row of the pool that held another's state.

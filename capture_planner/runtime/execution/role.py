@@ -126,12 +126,15 @@ class RoleRun:
         self.recurrent = recurrent
         self.bounds, self.page_size = context.bounds, context.page_size
         self.graphs: dict[Entry, Graph] = {}
+        """What is replayed: the graphs of the last capture session, once it has ended."""
         self.pool: GraphPool | None = None
         """Where its graphs live; None before ``begin_capture``."""
         self._policy, self._grapher, self._apply = context.policy, context.grapher, context.apply
         self._observer = observer
         self._guard: PointerGuard | None = None
         self._states: dict[Entry, GraphState] = {}
+        self._captured: dict[Entry, tuple[Graph, GraphState]] = {}
+        """Graphs of a session that has not ended: nothing of it is replayed before (vllm#28334)."""
         self._derived = [buffer for buffer in fields if buffer.field.name in DERIVED]
         self._is_splitting = False
 
@@ -281,7 +284,8 @@ class RoleRun:
     # Capture.
 
     def begin_capture(self, pool: GraphPool) -> None:
-        """Remember where every tensor is, and capture into ``pool`` from here on."""
+        """Drop the graphs of before, remember where every tensor is, and capture into ``pool`` from here on."""
+        self.abandon_capture()
         self.pool = pool
         self._guard = PointerGuard(self.persistent(), self.body.weights())
 
@@ -299,9 +303,23 @@ class RoleRun:
             graph = self._grapher.capture(lambda: self._forward(extents, entry), pool)
         finally:
             self._is_splitting = False
-        self.graphs[entry] = graph
-        self._states[entry] = self.attention.graph_state()
+        self._captured[entry] = graph, self.attention.graph_state()
         return graph
+
+    def end_capture(self) -> None:
+        """Let all graphs of the session be replayed."""
+        self.graphs.update({entry: graph for entry, (graph, _) in self._captured.items()})
+        self._states.update({entry: state for entry, (_, state) in self._captured.items()})
+        self._captured.clear()
+
+    def abandon_capture(self) -> None:
+        """Drop all graphs, and what is known of them: everything runs eager."""
+        self._drop_graphs()
+        self.pool = self._guard = None
+
+    def _drop_graphs(self) -> None:
+        for graphs in (self.graphs, self._states, self._captured):
+            graphs.clear()
 
     def _warm_up_step(self, entry: Entry) -> ForwardStep:
         """Stage and prepare the largest batch that an entry serves."""
@@ -360,7 +378,7 @@ class RoleRun:
 
     def release(self) -> None:
         """Release all backends. Graphs go first: they hold pointers into what is released."""
-        self.graphs.clear()
+        self._drop_graphs()
         self.attention.release()
 
 
