@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from capture_planner.runtime.execution.bodies import TargetBody
+from capture_planner.runtime.execution.calls import LayerCalls
 from capture_planner.runtime.execution.inputs import ForwardStep
 from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.models.protocols import Scoring, TargetModel
@@ -113,7 +114,7 @@ def dense(target: TargetModel, sequences: Sequence[Sequence[int]], device: torch
             input_ids=ids.flatten(),
             embeddings=None,
             positions=torch.arange(longest, device=device).repeat(len(some)),
-            attend=functools.partial(_attend, len(some)),
+            attend=LayerCalls(functools.partial(_attend, len(some)), torch.ones_like(ids.flatten())),
         )
         rows = hidden.view(len(some), longest, -1)
         found += [row[: len(tokens)] for row, tokens in zip(rows, some, strict=True)]

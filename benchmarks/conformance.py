@@ -1,16 +1,16 @@
-r"""The conformance suite on a GPU: backends at a thorough profile, one after the other.
+r"""The conformance suite on a GPU: backends at a thorough profile.
 
     python benchmarks/conformance.py --output
     python benchmarks/conformance.py --compile      # only what libraries compile on first use
     python benchmarks/conformance.py --after FILE   # go on where another run ended, and add to what it has
 
 The scenes of a backend are done in portions, each with a seed of its own: what they tried is added up, and
-what they found is kept with the command that shows it again. The audits of declared fields run before them.
-Audits and scenes are processes of their own, so that an illegal access ends no other. Several may
-search at once (``--jobs``): on a CPU, and on a GPU that they share through CUDA's multi-process service
+what they found is kept with the command that shows it again. The audits of declared fields come first. All
+backends run at once in ``--jobs`` processes, spread over the GPUs that are visible; a process has one backend at a
+time, so that an illegal access ends no other. Processes share a GPU well through CUDA's multi-process service
 (``nvidia-cuda-mps-control -d``): eight that did made 17 scenes a second on an H100, one alone 2 to 5, and six
-that took turns without it fewer than one. ``--device cpu`` has the reference backend with recorded graphs.
-Exit code 1 where something was found, or broke.
+that took turns without it fewer than one. Results are written every few seconds, and again at the end.
+``--device cpu`` has the reference backend with recorded graphs. Exit code 1 where something was found, or broke.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from _bench import CONSOLE, finish, parser, table
 from _deployments import CASES, Case, environment, missing
+from _gpus import only, visible
 
 from capture_planner.conformance import (
     Log,
@@ -56,10 +55,10 @@ from capture_planner.report.plain import plain
 from capture_planner.runtime.host import facts
 
 Data = dict[str, Any]
-PORTION = 60
+PORTION = 20
 """Scenes of one seed: the clock is looked at between two portions."""
-SEEDS = 1000
-"""From the first seed of one process to the first of the next."""
+EVERY = 15
+"""Seconds between two writings of the results."""
 
 NAMES = ("flash_attention", "flashinfer", "flashinfer_wrappers", "triton")
 
@@ -99,18 +98,11 @@ def report(case: Case, under: Subject, profile: SearchProfile, seed: int, outcom
     return data
 
 
-def search(name: str, device: str, seed: int, profile: SearchProfile, until: float) -> Data:
-    """Run a part of the scenes of one backend, in portions, until the clock of the machine says ``until``."""
-    case = CASES[name]
-    parts: list[Data] = []
-    under, remaining = on(case, device), profile.examples
-    while remaining > 0 and (not parts or (time.time() < until and parts[-1]["passed"])):
-        portion = attrs.evolve(profile, examples=min(PORTION, remaining))
-        portion_seed = seed + len(parts)
-        choices = SuiteOptions(profile=portion, seed=portion_seed, shapes=shapes_of(case), audits=False)
-        parts.append(report(case, under, portion, portion_seed, conform(under, choices)))
-        remaining -= portion.examples
-    return added(parts)
+def search(name: str, device: str, seed: int, profile: SearchProfile) -> Data:
+    """Run one portion of the scenes of one backend."""
+    case, under = CASES[name], on(CASES[name], device)
+    choices = SuiteOptions(profile=profile, seed=seed, shapes=shapes_of(case), audits=False)
+    return report(case, under, profile, seed, conform(under, choices))
 
 
 def attack(name: str, device: str, seed: int) -> Data:
@@ -168,77 +160,130 @@ def added(parts: Sequence[Data]) -> Data:
     }
 
 
-def split(examples: int, jobs: int) -> list[int]:
-    """Return how many scenes each process has: as even as can be, none of them without one."""
-    each, more = divmod(examples, jobs)
-    return [each + (number < more) for number in range(jobs) if each + (number < more)]
+class Slot:
+    """One process at a time, on one GPU, for portions of one backend.
 
-
-@contextmanager
-def alone() -> Iterator[ProcessPoolExecutor]:
-    """Give a process to do one thing in: after an illegal access nothing more can be run in one.
-
-    It is spawned, since a process that has used CUDA cannot be forked.
+    It is spawned, since a process that has used CUDA cannot be forked, and has one backend in its life: after an
+    illegal access nothing more can be run in one.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
+
+    def __init__(self, device: str | None) -> None:
+        self._device = device
+        self._pool: ProcessPoolExecutor | None = None
+        self._name = ""
+
+    def submit(self, act: Callable[..., Any], name: str, *rest: object) -> Future[Any]:
+        """Run ``act(name, ...)`` in the process, or in a new one if that had another backend."""
+        if self._pool is None or name != self._name:
+            self.end()
+            self._pool, self._name = ProcessPoolExecutor(1, mp_context=get_context("spawn")), name
+        with only(self._device):
+            return self._pool.submit(act, name, *rest)
+
+    def end(self) -> None:
+        """End the process."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = None
 
 
 class Campaign:
-    """One backend's parts, each in a process of its own, which ends when its result is there.
+    """What is to be done for one backend, and what was."""
 
-    A process that stays keeps what its libraries took of the GPU's memory.
-    """
-
-    def __init__(self, case: Case, arguments: argparse.Namespace) -> None:
-        self.case, self._arguments, self._processes = case, arguments, ExitStack()
+    def __init__(self, case: Case, arguments: argparse.Namespace, before: Data | None) -> None:
+        self.case, self._arguments = case, arguments
         self.why = missing(case, torch.device(arguments.device))
-        self._parts: list[Future[Any]] = []
+        self._parts = [] if before is None else [before]
+        self._broke: list[str] = []
         self._began = time.perf_counter()
+        seed = arguments.seed if before is None else 1 + max(before["seeds"], default=arguments.seed - 1)
+        examples = arguments.examples - (0 if before is None else before["scenes"])
+        self._audits = before is None or not before["audited"]
+        self._portions = [] if self.why else list(enumerate(portions(max(examples, 0)), seed))
 
-    def _submit(self, act: Callable[..., Any], *rest: object) -> None:
-        pool = self._processes.enter_context(alone())
-        self._parts.append(pool.submit(act, self.case.name, self._arguments.device, *rest))
+    @property
+    def left(self) -> bool:
+        """Whether something is to be done yet; after a finding, nothing more is."""
+        return not self.why and (self._audits or bool(self._portions)) and self._passed
 
-    def compile(self) -> None:
-        """Begin to compile, for each K."""
-        for k in DRAFTS if self.why is None else ():
-            self._submit(compile_for, k)
+    @property
+    def _passed(self) -> bool:
+        return not self._broke and all(part["passed"] for part in self._parts)
 
-    def run(self, seconds: float, before: Data | None) -> Data:
-        """Do the audits, where they were not done before, and then the scenes that are left."""
-        seed, examples = self._arguments.seed, self._arguments.examples
-        if before is None:
-            self._submit(attack, seed)
-        else:
-            examples = max(examples - before["scenes"], 0)
-            seed = 1 + max(before["seeds"], default=seed - 1)
-        audited = self.result(before)
-        until = time.time() + seconds
-        for number, part in enumerate(split(examples, self._arguments.jobs)):
-            profile = SearchProfile(name="thorough", examples=part, steps=self._arguments.steps)
-            self._submit(search, seed + number * SEEDS, profile, until)
-        return self.result(audited) if self._parts else audited
+    def next(self, slot: Slot) -> Future[Any]:
+        """Begin the audits, or else the next portion."""
+        name, device = self.case.name, self._arguments.device
+        if self._audits:
+            self._audits = False
+            return slot.submit(attack, name, device, self._arguments.seed)
+        seed, examples = self._portions.pop(0)
+        profile = SearchProfile(name="thorough", examples=examples, steps=self._arguments.steps)
+        return slot.submit(search, name, device, seed, profile)
 
-    def result(self, before: Data | None = None) -> Data:
-        """Wait, and return what came of all parts and of those before; of one that broke, how."""
-        parts = [before] if before is not None and "scenes" in before else []
-        broke = list(before.get("broke", ())) if before is not None else []
-        for part in self._parts:
-            try:
-                parts.append(part.result())
-            except Exception as error:
-                traceback.print_exc()
-                broke.append(f"{type(error).__name__}: {error}")
-        self._parts.clear()
-        self._processes.close()
+    def add(self, done: Future[Any]) -> None:
+        """Take the result of a portion, or how it broke."""
+        try:
+            self._parts.append(done.result())
+        except Exception as error:
+            traceback.print_exception(error)
+            self._broke.append(f"{type(error).__name__}: {error}")
+
+    def result(self) -> Data:
+        """Return what came of all parts so far."""
+        if self.why:
+            return {"case": self.case.name, "skipped": self.why, "passed": True}
+        merged = added(self._parts) if self._parts else {}
         took = {"wall_seconds": round(time.perf_counter() - self._began, 1)}
-        merged = added(parts) if parts and isinstance(parts[0], dict) else {"passed": True}
-        merged.pop("wall_seconds", None)
-        data = {"case": self.case.name, **merged, **took}
-        if broke:
-            data |= {"broke": broke, "passed": False}
-        return data
+        broke = {"broke": self._broke} if self._broke else {}
+        return {"case": self.case.name, **merged, **took, **broke, "passed": self._passed}
+
+
+def portions(examples: int) -> list[int]:
+    """Return the scenes of each portion."""
+    whole, rest = divmod(examples, PORTION)
+    return [PORTION] * whole + ([rest] if rest else [])
+
+
+def run_all(campaigns: Sequence[Campaign], arguments: argparse.Namespace, write: Callable[[], None]) -> None:
+    """Run portions of all backends, one for each job at a time, until the time is over or all is done."""
+    devices = visible() or (None,)
+    slots = [Slot(devices[number % len(devices)]) for number in range(arguments.jobs)]
+    until, written = time.perf_counter() + arguments.seconds, time.perf_counter()
+    running: dict[Future[Any], tuple[Campaign, Slot]] = {}
+
+    def begin(slot: Slot, preferred: Sequence[Campaign]) -> None:
+        campaign = next((each for each in preferred if each.left), None)
+        if campaign is not None and time.perf_counter() < until:
+            running[campaign.next(slot)] = campaign, slot
+
+    try:
+        for number, slot in enumerate(slots):
+            first = number % len(campaigns)
+            begin(slot, (*campaigns[first:], *campaigns[:first]))
+        while running:
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                campaign, slot = running.pop(done)
+                campaign.add(done)
+                # A process keeps its backend as long as there is work for it.
+                begin(slot, (campaign, *campaigns))
+            if time.perf_counter() - written > EVERY:
+                write()
+                written = time.perf_counter()
+    finally:
+        write()
+        for slot in slots:
+            slot.end()
+
+
+def compile_all(names: Sequence[str], device: str) -> int:
+    """Compile what libraries compile on first use, each K of each backend in a process."""
+    slots = [(name, k, Slot(None)) for name in names for k in DRAFTS]
+    compiling = [(name, k, slot.submit(compile_for, name, device, k)) for name, k, slot in slots]
+    broke = [f"{name}, K={k}: {error}" for name, k, done in compiling if (error := done.exception()) is not None]
+    for _, _, slot in slots:
+        slot.end()
+    CONSOLE.print(f"compiled in {len(slots)} processes; {len(broke)} broke", *broke, sep="\n", markup=False)
+    return int(bool(broke))
 
 
 def main() -> int:
@@ -247,33 +292,30 @@ def main() -> int:
     options.add_argument("--backends", nargs="*", choices=list(CASES))
     options.add_argument("--examples", type=int, default=THOROUGH.examples, help="scenes of each backend")
     options.add_argument("--steps", type=int, default=THOROUGH.steps, help="most steps of a scene")
-    options.add_argument("--seed", type=int, default=0, help="of the first process; the next has one more")
-    options.add_argument("--jobs", type=int, default=1, help="processes that search at once")
+    options.add_argument("--seed", type=int, default=0, help="of the first portion; the next has one more")
+    options.add_argument("--jobs", type=int, default=1, help="processes at once, over all backends")
     options.add_argument("--after", type=Path, help="results to go on from")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--compile", action="store_true", help="only compile, in a process for each K")
-    options.add_argument(
-        "--seconds", type=float, default=1e9, help="of each backend: begin no portion of scenes after so many"
-    )
+    options.add_argument("--seconds", type=float, default=1e9, help="begin no portion of scenes after so many")
     arguments = options.parse_args()
     names = arguments.backends or (NAMES if arguments.device == "cuda" else ("reference",))
-    before, results = _before(arguments.after), []
-    campaigns = [Campaign(CASES[name], arguments) for name in names]
+    before = _before(arguments.after)
     if arguments.compile:
-        for campaign in campaigns:
-            campaign.compile()
-        compiled = [campaign.result() for campaign in campaigns]
-        CONSOLE.print(compiled)
-        return int(not all(result["passed"] for result in compiled))
-    for campaign in campaigns:
-        name = campaign.case.name
-        if campaign.why is not None:
-            results.append({"case": name, "skipped": campaign.why, "passed": True})
-        else:
-            results.append(campaign.run(arguments.seconds, before.pop(name, None)))
-        CONSOLE.print(_result_line(results[-1]), highlight=False, markup=False)
-        # Written anew after each: a run that is cut off keeps what it has.
+        there = [name for name in names if missing(CASES[name], torch.device(arguments.device)) is None]
+        return compile_all(there, arguments.device)
+    campaigns = [Campaign(CASES[name], arguments, before.pop(name, None)) for name in names]
+    results: list[Data] = []
+
+    def write() -> None:
+        # Again and again: a run that is cut off keeps what it has.
+        results[:] = [campaign.result() for campaign in campaigns]
+        CONSOLE.print(", ".join(f"{result['case']}: {result.get('scenes', 0):,} scenes" for result in results))
         finish(arguments, {"results": [*results, *before.values()]})
+
+    run_all(campaigns, arguments, write)
+    for result in results:
+        CONSOLE.print(_result_line(result), highlight=False, markup=False)
     _print(results)
     return int(not all(result["passed"] for result in results))
 

@@ -150,6 +150,7 @@ class BareGraph:
     parts: list[torch.cuda.CUDAGraph] = attrs.Factory(list)
     memory: int = 0
     alone: int = 0
+    leftover: int = 0
 
     @property
     def pieces(self) -> int:

@@ -58,7 +58,7 @@ SHAPES = {
 }
 """Options that name shapes, with the field of a ``Shape`` that they set."""
 
-SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrink", "audits", "strict")
+SEARCHES = ("profile", "thorough", "examples", "steps", "max_reqs", "seed", "drafts", "shrink", "audits", "strict")
 """Options of a search; they do not apply to one printed case."""
 
 
@@ -73,6 +73,7 @@ SEARCHES = ("profile", "thorough", "examples", "steps", "seed", "drafts", "shrin
 @flag("--thorough", "Same as --profile thorough.")
 @click.option("--examples", type=click.IntRange(1), help="Number of scenes. Default: the profile's.")
 @click.option("--steps", type=click.IntRange(1, 1000), help="Maximum steps per scene. Default: the profile's.")
+@click.option("--max-reqs", type=click.IntRange(1, 256), help="Most requests of a scene. Default: 20.")
 @options.seed
 @click.option("--dtype", type=click.Choice(DTYPES), multiple=True, help="Data type to test; repeatable.")
 @click.option("--heads", type=ParsedText("Q:KV", _heads), multiple=True, help="Query and KV heads to test; repeatable.")

@@ -18,6 +18,7 @@ from capture_planner.cli.common import progress_bars
 from capture_planner.codec import shipped as catalog
 from capture_planner.conformance import conform
 from capture_planner.conformance.audit import AuditResult, attack_case
+from capture_planner.conformance.deployments import LARGEST_REQS
 from capture_planner.conformance.shapes import CANDIDATES
 from capture_planner.conformance.suite import DRAFTS
 from capture_planner.conformance.tampering import Attack
@@ -86,11 +87,18 @@ def _choices(values: dict[str, Any]) -> suite.SuiteOptions:
     profile = suite.THOROUGH if values["thorough"] or values["profile"] == "thorough" else suite.DEFAULT
     examples, steps = values["examples"], values["steps"]
     if examples is not None or steps is not None:
-        profile = suite.SearchProfile(name="own", examples=examples or profile.examples, steps=steps or profile.steps)
+        # Steps that were asked for are those of every scene.
+        profile = suite.SearchProfile(
+            name="own",
+            examples=examples or profile.examples,
+            steps=steps or profile.steps,
+            long_steps=0 if steps else profile.long_steps,
+        )
     return suite.SuiteOptions(
         profile=profile,
         seed=values["seed"],
         drafts=DRAFTS if values["drafts"] is None else values["drafts"],
+        max_reqs=values["max_reqs"] or LARGEST_REQS,
         shrink=values["shrink"],
         audits=values["audits"],
     )

@@ -8,8 +8,10 @@
 """
 
 from capture_planner.conformance.audit import AuditResult, Verdict, attack_case, audit, verdicts
+from capture_planner.conformance.causes import with_causes
+from capture_planner.conformance.deployments import scenes
 from capture_planner.conformance.failure import Check, Failure, Violation
-from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play, scenes
+from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play
 from capture_planner.conformance.scene import Case, Scene, Shape, dumps, loads
 from capture_planner.conformance.shapes import RefusedShape, usable_shapes
 from capture_planner.conformance.stage import Stage
@@ -23,7 +25,6 @@ from capture_planner.conformance.suite import (
     conform,
     replay,
     search,
-    with_causes,
 )
 from capture_planner.conformance.tampering import Attack
 

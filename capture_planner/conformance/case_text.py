@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.features import NAMES
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, Step
 from capture_planner.records.text import counted
 
@@ -32,7 +34,32 @@ def _scene(scene: Scene) -> str:
         parts.append("a pool per role")
     if scene.ahead:
         parts.append("steps launched ahead")
+    if scene.full_cache:
+        parts.append("no page to spare")
+    parts += [*_features(scene), *_attack(scene.capture)]
     return f"{'; '.join(parts)}; seed {scene.seed}"
+
+
+def _attack(attack: CaptureAttack) -> Iterator[str]:
+    if attack.order:
+        yield f"captured in another order ({attack.order})"
+    if attack.alone:
+        yield f"memory for graph {attack.alone} of each role alone"
+    if attack.breaks:
+        after = "everything eager after it" if attack.stays_eager else "captured again after it"
+        yield f"an error at attention call {attack.breaks} of the capture, {after}"
+
+
+def _features(scene: Scene) -> Iterator[str]:
+    for name in ("softcap", "sinks", "sharp"):
+        if getattr(scene, name):
+            yield NAMES[name]
+    if scene.loras:
+        yield f"up to {counted(scene.loras, 'active adapter')}"
+    if scene.ranks > 1:
+        yield f"sequence parallelism of {scene.ranks}"
+    if scene.beyond:
+        yield f"the largest graphs {scene.beyond} beyond the limits"
 
 
 def _steps(steps: tuple[Step, ...]) -> Iterator[str]:
@@ -51,7 +78,8 @@ def _steps(steps: tuple[Step, ...]) -> Iterator[str]:
             case Reload():
                 yield f"weights are reloaded in place, from seed {step.seed}"
             case RunBatch():
-                yield f"a step of {counted(len(step.rows), 'request')}: {'; '.join(map(_row, step.rows))}"
+                loras = f" with {counted(step.loras, 'active adapter')}" if step.loras else ""
+                yield f"a step of {counted(len(step.rows), 'request')}{loras}: {'; '.join(map(_row, step.rows))}"
             case Serve():
                 served = "; ".join(map(_served, step.requests))
                 yield f"{counted(len(step.requests), 'request')} served to the end, next to live ones: {served}"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import linecache
+import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Any
 
 import attrs
@@ -28,6 +32,7 @@ class Check(enum.Enum):
     DECLARED = "declared", "declarations are well formed, and the same each time they are asked for"
     PLANNED = "planned", "the lint finds no error in the plan"
     DISPATCHED = "dispatched", "dispatch returns the cheapest compatible graph of all"
+    CLASSIFIED = ("classified", "a batch is dispatched by the lengths and prompts of what was scheduled")
     MADE = "made", "the runner computes the field values that the requests of a batch have"
     FILLED = "filled", "the padding of each field holds its declared fill, as far as the graph reads"
     BOUNDED = "bounded", "each index, real or padding, is within bounds"
@@ -37,6 +42,13 @@ class Check(enum.Enum):
     PLACED = "placed", "each token's slot follows from its position and the pages of its request"
     UNTOUCHED = "untouched", "no other slot changes"
     WRITTEN = "written", "attention writes every row of its output, padding included"
+    UNSPOILED = "unspoiled", "a forward changes no output and no persistent buffer that is not its own"
+    REPLAYED = (
+        "replayed",
+        "a batch that is dispatched to a graph replays the graph of that entry, once, after the capture session",
+    )
+    BORN = "born", "no tensor that a capture makes outlives it"
+    RECOVERED = "recovered", "an error inside a capture session names its entry, and leaves no graph"
     FROZEN = "frozen", "pointers, frozen scalars and plan layouts are those of the capture"
     STATE = "state", "a draft forward updates the draft state of its own requests, and no other"
     TOKENS = "tokens", "each served token is the model's greedy choice"
@@ -64,6 +76,10 @@ class Failure:
     axis: str = ""
     causes: tuple[str, ...] = ()
     """Sources of garbage without any one of which the failure is gone."""
+    notes: tuple[str, ...] = ()
+    """What else is known of it, in sentences."""
+    failed: tuple[int, int] | None = None
+    """In how many of how many runs its case failed, if not in all: nothing is blamed then."""
     case: str = ""
     """The scene and steps that reproduce it, as ``scene.loads`` reads them."""
     command: str = ""
@@ -78,7 +94,12 @@ class Failure:
             text += f"; field {self.field}" + (f", along {self.axis}" if self.axis else "")
         if self.causes:
             text += f"; seen only with garbage in {' and '.join(self.causes)}"
-        return text
+        return "; ".join([text, *self.notes, *([self.frequency] if self.frequency else [])])
+
+    @property
+    def frequency(self) -> str:
+        """How often its case failed, if not at every run."""
+        return "" if self.failed is None else "its case failed in {} of {} runs".format(*self.failed)
 
 
 class Violation(AssertionError):
@@ -99,9 +120,34 @@ class Violation(AssertionError):
         elif isinstance(error, (IndexError, RuntimeError)) and "out of" in str(error):
             check = Check.BOUNDED
         message = " ".join(f"{type(error).__name__}: {error}".split())
+        if check is Check.BOUNDED:
+            message = f"an index is beyond what it indexes ({message})"
+        message += _place(error)
         if isinstance(error, CaptureError):
             message = f"not capturable: {message}"
         return cls(Failure(check=check, message=message[:600], **where))
+
+
+def origins(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes, the first one last; one that is its own cause is there once."""
+    found = [error]
+    while (cause := found[-1].__cause__) is not None and cause not in found:
+        found.append(cause)
+    return found
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of a backend's code in which an error was raised; empty where it was raised elsewhere."""
+    found = ""
+    for frame, number in traceback.walk_tb(origins(error)[-1].__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        line = linecache.getline(frame.f_code.co_filename, number).strip()
+        if line and package not in _NOT_BACKENDS and package not in sys.stdlib_module_names:
+            found = f" at `{line}` ({PurePath(frame.f_code.co_filename).name}, line {number})"
+    return found
+
+
+_NOT_BACKENDS = frozenset({"capture_planner", "torch", "numpy", "attr", "hypothesis"})
 
 
 @contextlib.contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 
 import attrs
 import numpy as np
 import torch
 
 from capture_planner.conformance.failure import Check, located
-from capture_planner.conformance.probe import ProbeDrafter
+from capture_planner.conformance.probe import ProbeDrafter, ProbeTarget
 from capture_planner.conformance.scene import VOCABULARY, Serve
 from capture_planner.conformance.scene_batch import SceneBatch
 from capture_planner.conformance.stage import Stage
@@ -23,20 +24,55 @@ from capture_planner.runtime.serving.workload import Request
 
 
 def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager: bool) -> None:
-    """Check hidden states, tokens and slots of the target's forward that was just run."""
-    body, width = stage.runner.parts.target, stage.target.tables.shape.width
+    """Check hidden states, tokens, slots and recurrent states of the target's forward that was just run."""
+    body, target = stage.runner.parts.target, stage.target
+    shape, each = target.tables.shape, [one for one in batch.each() if one[2].stop > one[2].start]
+    expected = torch.cat([target.tables.rows(stage.on_device(ids), live.computed) for _, live, _, ids in each])
+    expected = _coupled(stage, target, expected, batch.ids)
+
+    def name(layer: int) -> str:
+        if layer < shape.layers:
+            return f"attention of layer {layer}"
+        return f"the state of recurrent layer {layer - shape.layers}"
+
     with located(batch.batch(Role.TARGET), entry):
-        for index, live, where, ids in batch.each():
-            if where.stop > where.start:
-                want = stage.target.tables.attended(stage.on_device(ids), live.computed).flatten(1)
-                wrong = first_wrong_row(body.hidden[where], want, width, stage.tolerance)
-                if wrong is not None:
-                    message = f"attention of {wrong} of request {index} in the batch"
-                    raise row_check(entry, eager=eager).violation(message)
-                has_tokens = entry is not None and entry.query_len is not None
-                if has_tokens and not is_likeliest(body.tokens[where], want, stage.target.head, stage.tolerance):
-                    raise Check.ROWS.violation("a token is not the likeliest of its row")
+        for index, _, where, _ in each:
+            want = expected[where]
+            wrong = first_wrong_row(body.hidden[where], want, shape.width, stage.tolerance, name)
+            if wrong is not None:
+                message = f"{wrong} of request {index} in the batch"
+                raise row_check(entry, eager=eager).violation(message)
+            has_tokens = entry is not None and entry.query_len is not None
+            if has_tokens and not is_likeliest(body.tokens[where], want, stage.target.head, stage.tolerance):
+                raise Check.ROWS.violation("a token is not the likeliest of its row")
         check_slots(stage, batch, Role.TARGET)
+        _check_states(stage, batch)
+
+
+def _coupled(stage: Stage, model: ProbeTarget | ProbeDrafter, rows: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
+    """Return what becomes of all real rows of a batch, ``float64[T, hidden_size]``, where the model couples them."""
+    return model.coupled(rows, stage.on_device(ids).long())
+
+
+def _check_states(stage: Stage, batch: SceneBatch) -> None:
+    """Check that the rows of the batch in the pools hold the states that a next step can go on from."""
+    cache = stage.world.caches[0]
+    if not cache.states:
+        return
+    for index, live, where, ids in batch.each():
+        states = cache.tables.states(stage.on_device(ids))
+        for layer, pool in enumerate(cache.states):
+            held, count = pool.states[live.pool_row], min(where.stop - where.start, pool.positions)
+            last = torch.arange(len(ids) - count, len(ids), device=held.device)
+            want = states[last, layer]
+            off = (held[last % pool.positions].double() - want).norm(dim=1)
+            wrong = ~(off <= stage.tolerance * (want.norm(dim=1) + 0.1))
+            if bool(wrong.any()):
+                raise Check.STORED.violation(
+                    f"row {live.pool_row} of the states of recurrent layer {layer} does not hold the state of request "
+                    f"{index} in the batch after its position {int(last[wrong][0])}",
+                    field="state_indices",
+                )
 
 
 def row_check(entry: Entry | None, *, eager: bool) -> Check:
@@ -44,7 +80,13 @@ def row_check(entry: Entry | None, *, eager: bool) -> Check:
     return Check.EAGER if eager or entry is None else Check.ROWS
 
 
-def first_wrong_row(got: torch.Tensor, want: torch.Tensor, width: int, tolerance: float) -> str | None:
+def first_wrong_row(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    width: int,
+    tolerance: float,
+    name: Callable[[int], str] = lambda layer: f"layer {layer}",
+) -> str | None:
     """Compare rows ``[n, layers * width]`` layer by layer; describe the first that is off, if any is."""
     off = (got.double() - want).view(len(want), -1, width).norm(dim=2)
     size = want.view(len(want), -1, width).norm(dim=2)
@@ -52,7 +94,18 @@ def first_wrong_row(got: torch.Tensor, want: torch.Tensor, width: int, tolerance
     if not bool(wrong.any()):
         return None
     row, layer = (int(part) for part in wrong.nonzero()[0])
-    return f"layer {layer}, off by {float(off[row, layer] / (size[row, layer] + 1e-30)):.2g} of its norm in row {row}"
+    return f"{name(layer)}, {error_text(off[row, layer], size[row, layer])} in row {row}"
+
+
+def error_text(off: torch.Tensor, size: torch.Tensor) -> str:
+    """Describe an error, given its norm and the norm of what is right."""
+    if bool(off.isnan()):
+        return "NaN"
+    if bool(off.isinf()):
+        return "infinite"
+    if not bool(size):
+        return f"off by {float(off):.2g} where it must be 0"
+    return f"off by {float(off / size):.2g} of its norm"
 
 
 def is_likeliest(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor, tolerance: float) -> bool:
@@ -94,15 +147,14 @@ def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target:
 
     def check(rows_check: Check) -> None:
         hidden = parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
-        rows: list[torch.Tensor] = []
-        for index, live, where, ids in batch.each(shift=1):
-            attention = drafter.tables.attended(stage.on_device(ids), live.computed).flatten(1)
-            want = drafter.mixed(attention, given[where].double())
-            wrong = first_wrong_row(hidden[where], want, want.shape[1], stage.tolerance)
+        each = list(batch.each(shift=1))
+        attention = torch.cat([drafter.tables.rows(stage.on_device(ids), live.computed) for _, live, _, ids in each])
+        want = _coupled(stage, drafter, drafter.mixed(attention, given.double()), made.declared["input_ids"])
+        for index, _, where, _ in each:
+            wrong = first_wrong_row(hidden[where], want[where], want.shape[1], stage.tolerance)
             if wrong is not None:
                 raise rows_check.violation(f"the state of {wrong} of request {index} in the batch")
-            rows.append(want)
-        expected = torch.cat(rows)[last]
+        expected = want[last]
         _check_state(rows_check, state.hidden[places], expected, stage.tolerance)
         tokens = state.proposed[places, 0]
         kept = torch.equal(state.token[places], tokens)
@@ -141,8 +193,11 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
             for row in within:
                 settled = batch.rows[row][0].tokens[1 : ends[row] + 1].tolist()
                 ids = torch.tensor([*settled, *proposed[row, :number].tolist()], device=hidden.device)
-                attention = drafter.tables.attended(ids, len(ids) - 1).flatten(1)
+                attention = drafter.tables.rows(ids, len(ids) - 1)
                 hidden[row] = drafter.mixed(attention, hidden[row : row + 1])[0]
+            if within:
+                # Rows past the model's end write the null slot, and count as padding.
+                hidden[within] = _coupled(stage, drafter, hidden[within], proposed[within, number - 1].cpu().numpy())
             drafts = proposed[within, number]
             if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
                 raise rows_check.violation(f"draft {number + 1} is not the likeliest token of its row")
@@ -157,7 +212,7 @@ def _check_state(check: Check, got: torch.Tensor, want: torch.Tensor, tolerance:
     wrong = ~(off <= 2 * tolerance * (want.norm(dim=1) + 0.1))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
-        message = f"is off by {float(off[row] / want[row].norm()):.2g} of its norm"
+        message = f"is {error_text(off[row], want[row].norm())}"
         raise check.violation(f"the draft state of request {row} in the batch {message}")
 
 
@@ -208,7 +263,8 @@ def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> No
     if len(tokens) != request.max_new_tokens:
         raise Check.TOKENS.violation(f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}")
     ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)
-    hidden = stage.target.tables.attended(ids, len(request.prompt) - 1).flatten(1)
+    # Coupled rows differ by a factor, which is the same for all tokens that could follow.
+    hidden = stage.target.tables.rows(ids, len(request.prompt) - 1)
     served = torch.tensor(tokens, device=stage.subject.device)
     for number in range(len(tokens)):
         one = slice(number, number + 1)

@@ -13,8 +13,9 @@ from capture_planner.runtime.eager_check.agreement import INTEGERS
 from capture_planner.runtime.execution.fields import Extents, poison, tensor_of
 from capture_planner.runtime.execution.role import RoleRun
 
-SOURCES = ("outputs", "pool", "workspace", "null page", "free pages")
-"""Places of garbage, in addition to the fields, which go by their keys. Pages are the world's."""
+SOURCES = ("outputs", "pool", "workspace", "null page", "free pages", "padded rows")
+"""Places of garbage, in addition to the fields, which go by their keys. Pages are the world's, rows the probe's; with
+the pages go states: of the null row, and of rows that no request owns."""
 
 
 class Garbage:

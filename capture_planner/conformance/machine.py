@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from hypothesis.strategies import DrawFn, SearchStrategy
+from hypothesis.strategies import SearchStrategy
 
+from capture_planner.conformance.deployments import LARGEST_REQS, MOST_DRAFTS, MOST_REQS, scenes
 from capture_planner.conformance.failure import Failure, Violation
+from capture_planner.conformance.features import FEATURES, features_of
 from capture_planner.conformance.scene import (
     Arrive,
     Case,
@@ -37,65 +39,8 @@ from capture_planner.conformance.subject import Subject
 from capture_planner.conformance.tampering import Tampering
 from capture_planner.conformance.watch import Watch
 from capture_planner.conformance.world import LiveRequest
-from capture_planner.modes import GraphMode
-
-MOST_REQS, MOST_DRAFTS = 5, 5
-MODES = (
-    GraphMode.FULL_AND_PIECEWISE,
-    GraphMode.FULL,
-    GraphMode.FULL_DECODE_ONLY,
-    GraphMode.FULL_AND_PIECEWISE,
-    GraphMode.FULL,
-    GraphMode.PIECEWISE,
-    GraphMode.FULL_AND_PIECEWISE,
-)
-"""Modes to draw from: those that pad requests more often, since they show most."""
-
-
-@st.composite
-def scenes(draw: DrawFn, shapes: Sequence[Shape], drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1))) -> Scene:
-    """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule."""
-    # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
-    num_reqs = draw(st.sampled_from((*range(2, MOST_REQS + 1), 1)))
-    several = [k for k in drafts if k > 1] or list(drafts)
-    k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
-    # Token limits with and without room for a decode of all requests.
-    decodes = num_reqs * (1 + k)
-    tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
-    num_tokens = draw(st.one_of(tight, roomy))
-    explicit = draw(st.integers(0, 3)) > 0
-    # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
-    close = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
-    near = st.sampled_from([size for size in close if 1 <= size <= num_tokens])
-    some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
-    few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
-    scheduled = k > 1 and num_reqs > 1 and draw(st.integers(0, 2)) > 0
-    return Scene(
-        shape=draw(st.sampled_from(shapes)),
-        mode=draw(st.sampled_from(MODES)),
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
-        layers=draw(st.integers(1, 2)),
-        size_tokens=tuple(sorted(draw(some) | {num_tokens})) if explicit else (),
-        size_reqs=tuple(sorted(draw(st.one_of(st.just(set()), few)) | {num_reqs})) if explicit else (),
-        drafts=k,
-        schedule=draw(schedules(k, num_reqs)) if scheduled else (),
-        eagle3=draw(st.booleans()),
-        fused=draw(st.booleans()),
-        per_role=draw(st.booleans()),
-        ahead=draw(st.booleans()),
-        seed=draw(st.integers(0, 7)),
-    )
-
-
-@st.composite
-def schedules(draw: DrawFn, k: int, num_reqs: int) -> tuple[tuple[int, int, int], ...]:
-    """Return tiers of requests, each with a number of drafts of its own, K among them."""
-    starts = sorted(draw(st.sets(st.integers(2, num_reqs), min_size=1, max_size=2)) | {1})
-    fewer = draw(st.permutations(range(k)))[: len(starts) - 1]
-    drafts = draw(st.permutations([k, *fewer]))
-    ends = [start - 1 for start in starts[1:]]
-    return tuple(zip(starts, [*ends, num_reqs], drafts, strict=True))
+from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.role import RoleRun
 
 
 @attrs.define
@@ -108,6 +53,18 @@ class Log:
     """By role and mode: the mode of the graph, or NONE."""
     largest: tuple[int, int] = (0, 0)
     """The most requests and the most tokens of a batch; not always of the same."""
+    padded: int = 0
+    """Forwards of graphs that are larger than their batch."""
+    longest: int = 0
+    """The most keys of a request."""
+    pages: int = 0
+    """The highest number of a page that a batch reads."""
+    most_steps: int = 0
+    """The most steps of a scene."""
+    features: Counter[str] = attrs.Factory(Counter)
+    """Scenes by the features that they have."""
+    refused: dict[str, str] = attrs.Factory(dict)
+    """Features that the backend refuses, with its reasons."""
     violation: Violation | None = None
     shapes: tuple[Shape, ...] = ()
     """Shapes that the backend runs, once they are known."""
@@ -119,6 +76,15 @@ class Log:
         self.examples += 1
         self.on_change(self)
 
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Note features that no scene has, with the backend's reasons."""
+        self.refused.update(reasons)
+
+    def end(self, scene: Scene, steps: int) -> None:
+        """Count the features of a scene that was run, and its steps."""
+        self.features.update(features_of(scene))
+        self.most_steps = max(self.most_steps, steps)
+
     def fail(self, violation: Violation) -> None:
         """Note the last violation."""
         self.violation = violation
@@ -126,6 +92,8 @@ class Log:
     def add(self, watch: Watch) -> None:
         self.forwards.update(watch.ran)
         self.largest = tuple(map(max, self.largest, watch.largest))  # type: ignore[assignment]
+        self.padded += watch.padded
+        self.longest, self.pages = max(self.longest, watch.longest), max(self.pages, watch.pages)
 
 
 _with_requests = precondition(lambda self: bool(self._live()))
@@ -137,6 +105,8 @@ class ConformanceMachine(RuleBasedStateMachine):
     subject: ClassVar[Subject]
     shapes: ClassVar[Sequence[Shape]]
     drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
+    largest: ClassVar[int] = LARGEST_REQS
+    features: ClassVar[Collection[str]] = FEATURES
     log: ClassVar[Log]
 
     _scene: Scene
@@ -145,19 +115,21 @@ class ConformanceMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[Step] = []
+        self._shapes: list[tuple[tuple[int, bool], ...]] = []
 
     @initialize(data=st.data())
     def set_up(self, data: st.DataObject) -> None:
         """Reserve the backend, and capture all entries of a random plan."""
         self.log.begin()
-        self._scene = data.draw(scenes(self.shapes, self.drafts), label="scene")
+        drawn = scenes(self.shapes, self.drafts, self.largest, self.features)
+        self._scene = data.draw(drawn, label="scene")
         with self._recorded():
             self._stage = Stage(self.subject, self._scene)
         most = self._scene.num_reqs
         for _ in range(data.draw(st.one_of(st.just(most), st.integers(1, most)), label="requests")):
-            self.arrive(data)
+            self.arrive(data, is_decode=most > MOST_REQS or None)
 
-    # Hypothesis draws rules evenly: forwards, which matter most, have four.
+    # Hypothesis draws rules evenly: forwards, which matter most, have five.
     @_with_requests
     @rule(data=st.data())
     def advance_all(self, data: st.DataObject) -> None:
@@ -191,16 +163,54 @@ class ConformanceMachine(RuleBasedStateMachine):
             rows.append((live.number, count, accepted))
             left -= count
         if sum(count for _, count, _ in rows) >= len(rows) > 0:
-            self._do(RunBatch(rows=tuple(rows)))
+            self._run(data, rows)
+
+    @precondition(lambda self: bool(self._shapes))
+    @rule(data=st.data())
+    def recur(self, data: st.DataObject) -> None:
+        """The shape of an earlier step comes back, after others; requests that are at their end make room."""
+        shape = data.draw(st.sampled_from(self._shapes), label="shape")
+        left, rows = list(data.draw(st.permutations(self._live()), label="order")), []
+        for count, is_decode in shape:
+            live = next((live for live in left if self._takes(live, count, is_decode)), None)
+            if live is not None:
+                left.remove(live)
+            else:
+                live = self._renewed(data, left, count, is_decode)
+                if live is None:
+                    return
+            accepted = data.draw(st.integers(0, max(count - 1, 0)), label="accepted") if is_decode else 0
+            rows.append((live.number, count, accepted))
+        if admits(self._stage, [(self._stage.live[number], count, 0) for number, count, _ in rows]):
+            self._run(data, rows)
+
+    def _takes(self, live: LiveRequest, count: int, is_decode: bool) -> bool:
+        """Say whether a request can have a row of so many tokens."""
+        room = self._scene.shape.longest if is_decode else live.prompt
+        return (live.computed >= live.prompt) is is_decode and live.computed + count <= room
+
+    def _renewed(self, data: st.DataObject, left: list[LiveRequest], count: int, is_decode: bool) -> LiveRequest | None:
+        """Let a request arrive that can have a row of so many tokens, in the place of one of ``left``."""
+        if len(self._live()) >= self._scene.num_reqs:
+            if not left:
+                return None
+            self._do(Depart(request=left.pop().number))
+        longest = self._scene.shape.longest
+        length = data.draw(_lengths(self._scene), label="length")
+        length = min(length, longest - count) if is_decode else max(length, count)
+        before = set(self._stage.live)
+        self._do(Arrive(prompt=length, computed=length if is_decode else 0))
+        return next((live for live in self._live() if live.number not in before), None)
 
     @precondition(lambda self: len(self._live()) < self._scene.num_reqs)
     @rule(data=st.data())
-    def arrive(self, data: st.DataObject) -> None:
+    def arrive(self, data: st.DataObject, is_decode: bool | None = None) -> None:
         """A request arrives: anywhere in its prompt or past it, sharing a prefix or not."""
         lengths = _lengths(self._scene)
         prompt = data.draw(st.one_of(lengths, st.just(1 + self._scene.drafts)), label="prompt")
         shares = data.draw(st.sampled_from([None, *self._stage.live]), label="shares")
-        computed = data.draw(st.one_of(st.just(prompt), st.just(0), lengths), label="computed")
+        ends = st.just(prompt) if is_decode else st.one_of(st.just(prompt), st.just(0), lengths)
+        computed = data.draw(ends, label="computed")
         self._do(Arrive(prompt=prompt, computed=computed, shares=shares))
 
     @_with_requests
@@ -223,12 +233,16 @@ class ConformanceMachine(RuleBasedStateMachine):
     def serve(self, data: st.DataObject) -> None:
         """Requests are served to their end; some are as long as the model, some one token longer."""
         one = st.tuples(_lengths(self._scene), st.integers(1, 6), st.integers(0, 3))
+        if self._scene.full_cache:
+            longest = self._scene.shape.longest
+            one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
         self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
 
     def teardown(self) -> None:
         """Release the backend, unless the set-up failed."""
         if hasattr(self, "_stage"):
             self.log.add(self._stage.watch)
+            self.log.end(self._scene, len(self._steps))
             self._stage.close()
 
     def _decode(self, data: st.DataObject, count: int) -> None:
@@ -239,11 +253,19 @@ class ConformanceMachine(RuleBasedStateMachine):
             k = self._stage.draft_tokens(len(rows))
             if admits(self._stage, [(live, 1 + k, 0) for live in rows]):
                 accepted = st.integers(0, k)
-                drawn = tuple((live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows)
-                self._do(RunBatch(rows=drawn))
+                self._run(data, [(live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows])
                 return
             rows = rows[1:]
         self.advance_mixed(data)
+
+    def _run(self, data: st.DataObject, rows: Sequence[tuple[int, int, int]]) -> None:
+        live = self._stage.live
+        shape = tuple((count, live[number].computed >= live[number].prompt) for number, count, _ in rows)
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+        most = self._stage.most_loras(len(rows))
+        loras = data.draw(st.integers(0, most), label="loras") if most else 0
+        self._do(RunBatch(rows=tuple(rows), loras=loras))
 
     def _live(self) -> list[LiveRequest]:
         return list(self._stage.live.values())
@@ -289,11 +311,18 @@ class PlayResult:
     """Steps that did not apply, counted from 1."""
 
 
-def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), tampering: Tampering | None = None) -> PlayResult:
-    """Run a case from its beginning, up to the first failure; ``spared`` and ``tampering`` as of ``Stage``."""
+def play(
+    subject: Subject,
+    case: Case,
+    *,
+    spared: Sequence[str] = (),
+    tampering: Tampering | None = None,
+    after: Callable[[Stage, RoleRun, ForwardStep], None] | None = None,
+) -> PlayResult:
+    """Run a case from its beginning, up to the first failure; ``spared`` and what follows as of ``Stage``."""
     log, skipped, failure = Log(examples=1), [], None
     try:
-        with Stage(subject, case.scene, spared=spared, tampering=tampering) as stage:
+        with Stage(subject, case.scene, spared=spared, tampering=tampering, after=after) as stage:
             try:
                 for number, step in enumerate(case.steps, 1):
                     if run_step(stage, step):
@@ -302,6 +331,7 @@ def play(subject: Subject, case: Case, *, spared: Sequence[str] = (), tampering:
                         skipped.append(number)
             finally:
                 log.add(stage.watch)
+                log.end(case.scene, len(case.steps))
     except Exception as error:
         failure = Violation.of(error, case=dumps(case)).failure
     return PlayResult(failure=failure, log=log, skipped=tuple(skipped))

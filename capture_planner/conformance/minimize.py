@@ -14,12 +14,17 @@ from functools import partial
 from itertools import islice, product
 from typing import Any
 
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.failure import Check, Failure
+from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, loads
 from capture_planner.records._base import replace
 
 PLAYS = 250
 """Most cases that are run: twice what any known bug takes until nothing more can be cut."""
+
+CHUNK = 4
+"""Fewer steps than this are dropped one by one."""
 
 Cut = Callable[[Case], Iterator[Case]]
 """Yields smaller cases; their order does not change when one of them is taken."""
@@ -95,11 +100,13 @@ def _kind(failure: Failure) -> tuple[Check, str]:
 
 
 def _history(case: Case) -> Iterator[Case]:
-    """Drop what is between the arrivals and the last step, or half of it."""
+    """Drop what is between the arrivals and the last step: all of it, halves, quarters, and so on."""
     between = [index for index, step in enumerate(case.steps[:-1]) if not isinstance(step, Arrive)]
-    middle = len(between) // 2
-    for dropped in (between, between[:middle], between[middle:]):
-        yield _without(case, set(dropped))
+    length = len(between)
+    while length:
+        for first in range(0, len(between), length):
+            yield _without(case, set(between[first : first + length]))
+        length //= 2 if length > CHUNK else length + 1
 
 
 def _stepwise(case: Case) -> Iterator[Case]:
@@ -168,7 +175,7 @@ def _renamed(step: Step, numbers: dict[int, int]) -> Step | None:
             return None if number is None else replace(step, request=number)
         case RunBatch():
             rows = tuple((numbers[request], count, kept) for request, count, kept in step.rows if request in numbers)
-            return RunBatch(rows=rows) if rows else None
+            return replace(step, rows=rows) if rows else None
         case _:
             return step
 
@@ -212,6 +219,8 @@ def _numbers(case: Case) -> Iterator[Case]:
                 for value in _lower(getattr(step, name), least):
                     yield _changed(case, index, **{name: value})
         elif isinstance(step, RunBatch | Serve):
+            if isinstance(step, RunBatch) and step.loras:
+                yield _changed(case, index, loras=0)
             name, columns = _NUMBERS[type(step)]
             rows = getattr(step, name)
             for row, (column, least) in product(range(len(rows)), columns.items()):
@@ -280,7 +289,7 @@ def _shortened(step: Step, length: int, new: int) -> Step:
     if not isinstance(step, RunBatch):
         return step
     rows = ((request, new if count == length else count, kept) for request, count, kept in step.rows)
-    return RunBatch(rows=tuple((request, count, min(kept, max(count - 1, 0))) for request, count, kept in rows))
+    return replace(step, rows=tuple((request, count, min(kept, max(count - 1, 0))) for request, count, kept in rows))
 
 
 def _scenes(case: Case) -> Iterator[Case]:
@@ -288,11 +297,19 @@ def _scenes(case: Case) -> Iterator[Case]:
     scene = case.scene
     yield _scened(case, size_tokens=(), size_reqs=())
     # Chains only differ with a drafter.
-    flags = {"ahead": False, "per_role": False, "eagle3": False, "fused": not scene.drafts}
+    flags = {"ahead": False, "per_role": False, "eagle3": False, "full_cache": False, "fused": not scene.drafts}
+    flags |= {name: values[0] for name, values in FEATURES.items()}
     least = {"num_reqs": 1, "num_tokens": max(scene.num_reqs, 1 + scene.drafts), "layers": 1, "seed": 0}
+    if scene.beyond:
+        least["beyond"] = 1
     numbers = [(name, value) for name in least for value in _lower(getattr(scene, name), least[name])]
     for name, value in (*numbers, *flags.items()):
         yield _scened(case, **{name: value})
+    yield _scened(case, capture=CaptureAttack())
+    for name in ("order", "alone", "breaks", "stays_eager"):
+        value = getattr(scene.capture, name)
+        for lower in (type(value)(), type(value)(max(value - 1, 0))):
+            yield _scened(case, capture=replace(scene.capture, **{name: lower}))
     for name in ("size_tokens", "size_reqs"):
         sizes = getattr(scene, name)
         for index in reversed(range(len(sizes) - 1)):

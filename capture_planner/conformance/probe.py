@@ -1,14 +1,17 @@
-"""The model that backends are tested with: attention alone, with queries, keys and values from tables.
+"""The model that backends are tested with: attention and recurrences, whose inputs are from tables.
 
-A token's queries, keys and values depend on its id and its position and on nothing else, in every layer. So
-the tokens of a request determine each of its rows, whatever its pages and whatever was computed before:
-``Tables.attended`` computes the rows densely, in float64.
+A token's queries, keys and values depend on its id and its position and on nothing else, in every layer, and so do
+the inputs and decays of recurrent layers. So the tokens of a request determine each of its rows, whatever its pages
+and whatever was computed before: ``Tables.rows`` computes them densely, in float64.
+
+Rows that are padding hold garbage from the beginning, and an operator at the end couples the rows of a batch (see
+``coupled``): padding that is not left out of it changes real rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 import torch
@@ -19,13 +22,20 @@ from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
 
 @attrs.frozen(kw_only=True)
-class AttentionShape:
-    """The attention of one model: heads, their width, and each layer's window."""
+class LayerShape:
+    """The layers of one model: heads, their width, each attention layer's window, and recurrent layers."""
 
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    scale_factor: float = 1.0
+    """How the scale differs from one over the root of ``head_dim``."""
+    softcap: float | None = None
+    """Of layers without a window; others have twice as much."""
+    has_sinks: bool = False
+    recurrent: int = 0
+    """Recurrent layers, whose states are as wide as a layer's attention output."""
 
     @property
     def layers(self) -> int:
@@ -39,39 +49,95 @@ class AttentionShape:
     @property
     def scale(self) -> float:
         """What products are multiplied by."""
-        return 1 / math.sqrt(self.head_dim)
+        return self.scale_factor / math.sqrt(self.head_dim)
+
+    def softcap_of(self, layer: int) -> float | None:
+        """Return what the scores of a layer are capped at."""
+        return None if self.softcap is None else self.softcap * (1 if self.windows[layer] is None else 2)
 
 
 class Tables(nn.Module):
-    """Queries, keys and values by token and by position, ``[rows, layers, (heads + 2 kv_heads) * dim]``."""
+    """What layers get, by token and by position.
+
+    Queries, keys and values, ``[rows, layers, (heads + 2 kv_heads) * dim]``, and the inputs and decays of recurrent
+    layers, ``[rows, recurrent, 2 * width]``.
+    """
 
     by_token: torch.Tensor
     by_position: torch.Tensor
+    states_by_token: torch.Tensor
+    states_by_position: torch.Tensor
+    sinks: torch.Tensor
+    """``[layers, heads]``: a logit of each head that has no value."""
 
     def __init__(
-        self, shape: AttentionShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
+        self, shape: LayerShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
     ) -> None:
         super().__init__()
         self.shape = shape
         wide = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        for name, rows in (("by_token", vocabulary), ("by_position", longest)):
-            table = torch.zeros(rows, shape.layers, wide, dtype=dtype, device=device)
-            self.register_buffer(name, table)
+        sizes = {"by_token": (vocabulary, shape.layers, wide), "by_position": (longest, shape.layers, wide)}
+        states = {"by_token": vocabulary, "by_position": longest}
+        sizes |= {f"states_{name}": (rows, shape.recurrent, 2 * shape.width) for name, rows in states.items()}
+        for name, size in (sizes | {"sinks": (shape.layers, shape.heads)}).items():
+            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
         self.load(seed)
 
     def load(self, seed: int) -> None:
-        """Fill both tables anew, in place, as weights are reloaded."""
+        """Fill all tables anew, in place, as weights are reloaded."""
         draw = torch.Generator().manual_seed(seed)
-        for table in (self.by_token, self.by_position):
+        for table in (self.by_token, self.by_position, self.sinks, self.states_by_token, self.states_by_position):
             table.copy_(torch.randn(table.shape, generator=draw, dtype=torch.float32) * 0.75)
 
-    def split(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``."""
-        rows = self.by_token[ids] + self.by_position[positions]
+    def scoring(self, layer: int) -> Scoring:
+        """Return how a layer turns products into weights."""
+        sinks = self.sinks[layer] if self.shape.has_sinks else None
+        return Scoring(scale=self.shape.scale, softcap=self.shape.softcap_of(layer), sinks=sinks)
+
+    def split(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries ``[T, layers, heads, dim]``, keys and values ``[T, layers, kv_heads, dim]``.
+
+        :param change: done to the rows first, ``[T, layers, (heads + 2 kv_heads) * dim]``.
+        """
+        rows = change(self.by_token[ids] + self.by_position[positions])
         shape, dim = self.shape, self.shape.head_dim
         widths = [shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim]
         parts = torch.split(rows, widths, dim=-1)
         return tuple(part.reshape(*part.shape[:-1], part.shape[-1] // dim, dim) for part in parts)
+
+    def recurrences(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of recurrent layers, and the logarithms of their decays: ``[T, recurrent, width]``.
+
+        :param change: done to the rows first, ``[T, recurrent, 2 * width]``.
+        """
+        inputs, decays = change(self.states_by_token[ids] + self.states_by_position[positions]).chunk(2, dim=-1)
+        return inputs, -nn.functional.softplus(decays) / _LASTING
+
+    def rows(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+        """Return, in float64, what the layers make of the tokens from position ``first`` on, side by side.
+
+        ``ids int64[S]`` are the tokens of one request from its first position on; returns
+        ``[n, (layers + recurrent) * width]``.
+        """
+        return torch.cat([self.attended(ids, first).flatten(1), self.states(ids)[first:].flatten(1)], dim=1)
+
+    def states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return, in float64, the states after each of a request's tokens, ``[S, recurrent, width]``."""
+        inputs, decays = (part.double() for part in self.recurrences(ids, torch.arange(len(ids), device=ids.device)))
+        total = decays.cumsum(0)
+        spread = (total[:, None] - total).exp() * inputs
+        earlier = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
+        return torch.where(earlier[:, :, None, None], spread, 0).sum(1)
 
     def attended(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Return, in float64, what the rows from position ``first`` on attend to: ``[n, layers, width]``.
@@ -89,9 +155,32 @@ class Tables(nn.Module):
             seen = positions <= rows[:, None]
             if window is not None:
                 seen &= positions > rows[:, None] - window
+            if (cap := shape.softcap_of(layer)) is not None:
+                scores[layer] = cap * (scores[layer] / cap).tanh()
             scores[layer].masked_fill_(~seen, -torch.inf)
-        mean = torch.einsum("lhgqs,slhd->qlhgd", scores.softmax(-1), values)
+        if shape.has_sinks:
+            sinks = self.sinks.double().view(*scores.shape[:3], 1, 1).expand(*scores.shape[:4], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., : len(ids)]
+        mean = torch.einsum("lhgqs,slhd->qlhgd", weights, values)
         return mean.flatten(2)
+
+
+@attrs.frozen(kw_only=True)
+class Rows:
+    """What a probe does with the rows of a batch, in addition to its layers."""
+
+    coupled: bool = False
+    """Whether rows depend on each other."""
+    padding: float | None = None
+    """What rows of padding hold in all their elements; None: what is computed of padded ids and positions."""
+
+    def spoiled(self, real: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what puts it into the rows ``[T, layers, ...]`` that are not ``real bool[T]``."""
+        garbage = self.padding
+        if garbage is None:
+            return lambda rows: rows
+        return lambda rows: torch.where(real[:, None, None], rows, garbage)
 
 
 class _Probe(nn.Module):
@@ -99,10 +188,10 @@ class _Probe(nn.Module):
 
     head: torch.Tensor
 
-    def __init__(self, tables: Tables, name: str, hidden_size: int, vocabulary: int, seed: int) -> None:
+    def __init__(self, tables: Tables, of_rows: Rows, name: str, hidden_size: int, vocabulary: int, seed: int) -> None:
         super().__init__()
         shape = tables.shape
-        self.tables, self.name, self.hidden_size = tables, name, hidden_size
+        self.tables, self.of_rows, self.name, self.hidden_size = tables, of_rows, name, hidden_size
         self.num_layers, self.num_heads, self.num_kv_heads = shape.layers, shape.heads, shape.kv_heads
         self.head_dim = shape.head_dim
         draw = torch.Generator().manual_seed(seed)
@@ -112,12 +201,25 @@ class _Probe(nn.Module):
     def weights(self) -> Iterator[Weight]:
         return weights_of(self.named_modules())
 
+    def coupled(self, hidden: torch.Tensor, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
+        """Return what becomes of the rows of a batch ``[T, hidden_size]``, where they are coupled.
+
+        Without ``attend`` all are real.
+        """
+        if not self.of_rows.coupled:
+            return hidden
+        real = torch.ones_like(ids, dtype=torch.bool) if attend is None else attend.real
+        return coupled(hidden, ids, real)
+
 
 class ProbeTarget(_Probe):
-    """A ``TargetModel`` whose hidden states are the attention outputs of its layers, side by side."""
+    """A ``TargetModel`` whose hidden states are the outputs of its layers, side by side."""
 
-    def __init__(self, tables: Tables, vocabulary: int, longest: int, seed: int) -> None:
-        super().__init__(tables, "probe", tables.shape.layers * tables.shape.width, vocabulary, seed)
+    def __init__(self, tables: Tables, of_rows: Rows, vocabulary: int, longest: int, seed: int) -> None:
+        shape = tables.shape
+        width = (shape.layers + shape.recurrent) * shape.width
+        super().__init__(tables, of_rows, "probe", width, vocabulary, seed)
+        self.state_width = shape.width if shape.recurrent else 0
         self.mrope, self.windows, self.dtype = False, tables.shape.windows, tables.by_token.dtype
         self.vocab_size, self.max_model_len = vocabulary, longest
 
@@ -130,9 +232,9 @@ class ProbeTarget(_Probe):
         attend: Attend,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return all attention outputs, ``[T, hidden_size]``; auxiliary states are the same, once more."""
+        """Return all outputs of layers, ``[T, hidden_size]``; auxiliary states are the same, once more."""
         assert input_ids is not None and embeddings is None, "a probe reads token ids"
-        hidden = attended(self.tables, input_ids, positions, attend)
+        hidden = self.coupled(outputs(self.tables, self.of_rows, input_ids, positions, attend), input_ids, attend)
         return hidden, hidden.repeat(1, len(aux_layers)) if aux_layers else None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -146,8 +248,10 @@ class ProbeTarget(_Probe):
 class ProbeDrafter(_Probe):
     """A ``Drafter``: attention outputs of its own tables, mixed half and half with what it was given."""
 
-    def __init__(self, tables: Tables, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int) -> None:
-        super().__init__(tables, "probe drafter", target.hidden_size, target.vocab_size, seed)
+    def __init__(
+        self, tables: Tables, of_rows: Rows, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int
+    ) -> None:
+        super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed)
         self.aux_layers, self.windows = aux_layers, tables.shape.windows
         self.mask_token, self.mask_hidden = 0, None
 
@@ -158,7 +262,8 @@ class ProbeDrafter(_Probe):
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
-        return self.mixed(attended(self.tables, input_ids, positions, attend), hidden)
+        mixed = self.mixed(outputs(self.tables, self.of_rows, input_ids, positions, attend), hidden)
+        return self.coupled(mixed, input_ids, attend)
 
     def mixed(self, attention: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return what a row becomes of its attention ``[T, layers * width]`` and of what it was given."""
@@ -174,11 +279,39 @@ class ProbeDrafter(_Probe):
         """It does not."""
 
 
-def attended(tables: Tables, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-    """Let the runner attend in every layer; returns the outputs side by side, ``[T, layers * width]``."""
-    query, keys, values = tables.split(ids.long(), positions)
+def outputs(tables: Tables, of_rows: Rows, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """Let the runner run every layer; returns the outputs side by side, ``[T, (layers + recurrent) * width]``."""
+    ids, real = ids.long(), attend.real
+    attention = tables.split(ids, positions, of_rows.spoiled(real))
     found = []
     for layer in range(tables.shape.layers):
-        q, k, v = (part[:, layer].contiguous() for part in (query, keys, values))
-        found.append(attend(layer, q, k, v, Scoring(scale=tables.shape.scale)).flatten(1))
+        query, keys, values = (part[:, layer].contiguous() for part in attention)
+        found.append(attend(layer, query, keys, values, tables.scoring(layer)).flatten(1))
+    if tables.shape.recurrent:
+        inputs, decays = tables.recurrences(ids, positions, of_rows.spoiled(real))
+        found += [attend.recur(layer, inputs[:, layer], decays[:, layer]) for layer in range(tables.shape.recurrent)]
     return torch.cat(found, dim=1)
+
+
+def coupled(hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Return rows ``[T, hidden_size]`` that depend on all real rows of a batch.
+
+    They are scaled by the largest element of all, as activations quantized per tensor are (vllm#37442, #38436), and
+    by the load of an expert, which a router chooses by the token's id. Real rows must not depend on padding.
+    """
+    largest = torch.where(real[:, None], hidden.abs(), 0).amax().clamp(min=torch.finfo(hidden.dtype).tiny)
+    same_expert = (ids[:, None] - ids) % _EXPERTS == 0
+    load = (same_expert & real).sum(1)
+    return hidden / largest * (_LEVEL * (1 + load / _EXPERTS)).to(hidden.dtype)[:, None]
+
+
+_LASTING = 8.0
+"""The larger, the longer a state lasts: it loses a tenth with a token."""
+
+GARBAGE = (float("nan"), 1e4)
+"""What rows of padding hold: NaN, which a maximum may leave out, or more than any real element, and a float16."""
+
+_EXPERTS = 4
+
+_LEVEL = 4.0
+"""The largest element of coupled rows, about as large as of rows that are not."""

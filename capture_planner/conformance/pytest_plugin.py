@@ -224,6 +224,8 @@ def report(failure: Failure) -> str:
         "batch": failure.batch,
         "field": field,
         "only with garbage in": " and ".join(failure.causes),
+        "sizes": "; ".join(failure.notes),
+        "comes and goes": failure.frequency,
     }
     lines = [f"{failure.check.value}: violated: {failure.check.law}"]
     lines += [f"  {name}: {text}" for name, text in parts.items() if text]

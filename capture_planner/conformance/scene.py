@@ -11,11 +11,23 @@ from typing import Annotated, Any
 
 from capture_planner.codec.reading import structure
 from capture_planner.codec.writing import to_data
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.records._base import Count, Interval, NonNegative, record
-from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
-from capture_planner.records.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
+from capture_planner.records.model import DataType, DraftModel, Method, Model, Recurrent, Speculative
+from capture_planner.records.spec import (
+    GroupSpec,
+    Limits,
+    Lora,
+    Parallel,
+    Policy,
+    Requests,
+    Roles,
+    RoleSpec,
+    Sizes,
+    Spec,
+)
 
 VOCABULARY = 53
 
@@ -56,7 +68,7 @@ class Scene:
 
     shape: Shape
     mode: GraphMode = GraphMode.FULL_AND_PIECEWISE
-    num_reqs: Count = 3
+    num_reqs: Requests = 3
     num_tokens: Count = 16
     layers: Count = 1
     size_tokens: tuple[NonNegative, ...] = (16,)
@@ -73,6 +85,26 @@ class Scene:
     """Whether each role has a pool of its own."""
     ahead: bool = False
     """Whether steps are launched ahead, and drafts are verified on the device."""
+    capture: CaptureAttack = CaptureAttack()
+    """How the capture session goes."""
+    full_cache: bool = False
+    """Whether the longest requests take all pages of the cache before all places are taken."""
+    softcap: bool = False
+    """Whether scores are capped; layers with a window have another cap."""
+    sinks: bool = False
+    """Whether heads have sinks."""
+    sharp: bool = False
+    """Whether the scale is not one over the root of the head dimension."""
+    loras: NonNegative = 0
+    """Most active adapters; 0: no LoRA."""
+    ranks: Count = 1
+    """Ranks of sequence parallelism: padded tokens are a multiple of it. Heads are those of one rank."""
+    beyond: NonNegative = 0
+    """By how many requests (or tokens) the largest entries exceed the limits, as in a plan edited by hand."""
+    recurrent: bool = False
+    """Whether a layer of the target has a state per request, and no KV cache."""
+    coupled: bool = False
+    """Whether the rows of a batch depend on each other, at the end of each model."""
     seed: Seed = 0
     """Seed of weights, tokens and garbage."""
 
@@ -85,26 +117,33 @@ class Scene:
                 GroupSpec(name="full", layers=layers - layers // 2),
                 GroupSpec(name="sliding", layers=layers // 2, window=shape.window),
             )
+        recurrent = None
+        if self.recurrent:
+            # States are of float32 at least.
+            width = shape.heads * shape.head_dim
+            recurrent = Recurrent(layers=1, state=width * (8 if shape.dtype == "float64" else 4))
         speculative = None
         if self.drafts:
             speculative = Speculative(
                 method=Method.EAGLE3 if self.eagle3 else Method.EAGLE,
                 num_tokens=self.drafts,
                 schedule=self.schedule,
-                model=DraftModel(),
+                model=DraftModel(sinks=self.sinks),
                 chain=Chain.FUSED if self.fused else Chain.SINGLE,
             )
         return Spec(
             model=Model(
                 name="probe",
-                num_layers=layers,
-                num_heads=shape.heads,
-                num_kv_heads=shape.kv_heads,
+                num_layers=layers + self.recurrent,
+                num_heads=shape.heads * self.ranks,
+                num_kv_heads=shape.kv_heads * self.ranks,
                 head_dim=shape.head_dim,
-                hidden_size=layers * shape.heads * shape.head_dim,
+                hidden_size=(layers + self.recurrent) * shape.heads * shape.head_dim,
                 vocab_size=VOCABULARY,
                 max_model_len=shape.longest,
                 dtype=DataType(shape.dtype),
+                recurrent=recurrent,
+                sinks=self.sinks,
             ),
             limits=Limits(max_num_reqs=self.num_reqs, max_num_tokens=self.num_tokens),
             mode=self.mode,
@@ -114,6 +153,8 @@ class Scene:
             if self.size_tokens
             else Sizes(),
             roles=Roles(target=RoleSpec(groups=groups)),
+            parallel=Parallel(tensor=self.ranks, sequence=self.ranks > 1),
+            lora=Lora(max_active=self.loras, specialize=True) if self.loras else None,
             pool=Pool.PER_ROLE if self.per_role else Pool.SHARED,
         )
 
@@ -159,6 +200,8 @@ class RunBatch:
 
     rows: tuple[Triple, ...]
     """For each row its request, its tokens, and how many of its drafts are accepted. Tokens may be 0."""
+    loras: NonNegative = 0
+    """Active adapters, as ``Batch`` counts them."""
 
 
 @record

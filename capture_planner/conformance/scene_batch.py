@@ -26,8 +26,8 @@ Row = tuple[LiveRequest, int, int]
 class SceneBatch:
     """Rows of requests. Each value is computed here a second time, and compared with the runner's."""
 
-    def __init__(self, stage: Stage, rows: Sequence[Row]) -> None:
-        self._stage, self.rows, self._pages = stage, tuple(rows), stage.world.pages
+    def __init__(self, stage: Stage, rows: Sequence[Row], loras: int = 0) -> None:
+        self._stage, self.rows, self._pages, self._loras = stage, tuple(rows), stage.world.pages, loras
         self._lives, counts, _ = zip(*rows, strict=True)
         self._counts = np.array(counts, dtype=np.int64)
         self._computed = np.array([live.computed for live in self._lives], dtype=np.int64)
@@ -71,6 +71,7 @@ class SceneBatch:
             num_tokens=int(self.starts[-1]),
             query_len=lengths.pop() if len(lengths) == 1 else None,
             past_prompt=bool(self._is_decode.all()),
+            active_loras=self._loras,
         )
 
     def _table(self, lengths: np.ndarray) -> np.ndarray:
@@ -92,6 +93,7 @@ class SceneBatch:
             "last_token_indices": np.maximum(self.starts[1:] - 1, 0),
             "idx_mapping": self._places,
             "cu_num_draft_tokens": np.cumsum(self._drafts),
+            "state_indices": np.array([live.pool_row for live in self._lives]),
         }
         return self._verified(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
@@ -165,6 +167,7 @@ class SceneBatch:
             found.computed[row], found.prompt[row] = at, live.prompt
             found.length[row] = max(live.prompt, at + 1)
             found.table[row, : len(live.pages)] = live.pages
+            found.pool_row[row] = live.pool_row
         return found
 
     def _settle(self) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import attrs
 
-from capture_planner.conformance.scene import Scene, Shape
+from capture_planner.conformance.failure import origins
+from capture_planner.conformance.features import FEATURES, NAMES, SCORING
+from capture_planner.conformance.scene import Arrive, RunBatch, Scene, Shape
 from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.steps import run_step
 from capture_planner.conformance.subject import Subject
-from capture_planner.errors import BackendError, RunError
+from capture_planner.errors import BackendError, CaptureError, GuardError, RunError
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.backend import Attention
 from capture_planner.records.environment import DeviceKind
@@ -20,19 +23,21 @@ SMALL = tuple(
         ("float64", 2, 1, 4, 24, False),
         ("float32", 2, 2, 3, 17, False),
         ("float64", 4, 2, 1, 12, True),
+        ("float32", 2, 1, 2, 140, False),
     )
 )
-"""For a backend without compiled kernels, in the order of their size."""
+"""For a backend without compiled kernels, in the order of their size; the last has more than 64 keys and 256 pages."""
 
 KERNELS = tuple(
-    Shape(dtype=dtype, heads=heads, kv_heads=2, head_dim=64, page_size=size, longest=160, windowed=windowed)
-    for dtype, heads, size, windowed in (
-        ("bfloat16", 4, 16, False),
-        ("float16", 4, 16, False),
-        ("bfloat16", 4, 64, False),
-        ("float32", 4, 16, False),
-        ("bfloat16", 8, 16, False),
-        ("bfloat16", 4, 16, True),
+    Shape(dtype=dtype, heads=heads, kv_heads=2, head_dim=64, page_size=size, longest=longest, windowed=windowed)
+    for dtype, heads, size, longest, windowed in (
+        ("bfloat16", 4, 16, 160, False),
+        ("float16", 4, 16, 160, False),
+        ("bfloat16", 4, 64, 160, False),
+        ("float32", 4, 16, 160, False),
+        ("bfloat16", 8, 16, 160, False),
+        ("bfloat16", 4, 16, 160, True),
+        ("bfloat16", 4, 16, 1040, False),
     )
 )
 """Shapes that attention libraries compile: heads of 64, pages of 16 and 64."""
@@ -46,6 +51,42 @@ class RefusedShape:
 
     shape: Shape
     reason: str
+
+
+@attrs.frozen
+class RefusedFeature:
+    """A feature of scenes that a backend does not run."""
+
+    name: str
+    reason: str
+
+
+def usable_features(
+    subject: Subject, shape: Shape, wanted: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[RefusedFeature, ...]]:
+    """Return which of the ``wanted`` features the backend runs, and which it refuses, by one decode of each.
+
+    Only an error of its own is a refusal. Any other is a bug: the feature is used, and the search reports it.
+    """
+    refused = []
+    for name in SCORING:
+        if name in wanted and (reason := _feature_refusal(subject, shape, name)) is not None:
+            refused.append(RefusedFeature(NAMES[name], reason))
+    names = {each.name for each in refused}
+    return tuple(name for name in wanted if NAMES[name] not in names), tuple(refused)
+
+
+def _feature_refusal(subject: Subject, shape: Shape, name: str) -> str | None:
+    scene = Scene(shape=shape, **{name: FEATURES[name][-1]})
+    try:
+        with Stage(subject, scene) as stage:
+            for step in (Arrive(prompt=2, computed=2), RunBatch(rows=((0, 1, 0),))):
+                run_step(stage, step)
+    except Exception as error:
+        raised = origins(error)[-1]
+        is_own = isinstance(raised, (BackendError, RunError)) and not isinstance(raised, (CaptureError, GuardError))
+        return str(raised) if is_own else None
+    return None
 
 
 def usable_shapes(subject: Subject, wanted: Sequence[Shape] = ()) -> tuple[tuple[Shape, ...], tuple[RefusedShape, ...]]:

@@ -57,10 +57,13 @@ def _run_batch(stage: Stage, step: RunBatch) -> bool:
     ]
     if not rows or not admits(stage, rows):
         return False
-    batch = SceneBatch(stage, rows)
+    batch = SceneBatch(stage, rows, min(step.loras, stage.most_loras(len(rows))))
     made = batch.target()
 
     def forward(eager: bool) -> None:
+        # Each run moves the states on.
+        for live, _, _ in rows:
+            stage.world.rewind(live)
         entry = stage.run(batch.batch(Role.TARGET), made, eager=eager)
         check_target(stage, batch, entry, eager=eager)
 

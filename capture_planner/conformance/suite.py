@@ -6,7 +6,7 @@ Nothing here needs pytest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import attrs
@@ -14,15 +14,18 @@ import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
 from capture_planner.conformance.audit import AuditResult, audit
+from capture_planner.conformance.causes import with_causes
 from capture_planner.conformance.declaration_checks import check_declared
+from capture_planner.conformance.deployments import LARGEST_REQS
 from capture_planner.conformance.failure import Failure, Violation
+from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play
 from capture_planner.conformance.minimize import PLAYS, minimize
 from capture_planner.conformance.scene import Shape, loads
 from capture_planner.conformance.search_settings import search_settings
-from capture_planner.conformance.shapes import RefusedShape, usable_shapes
-from capture_planner.conformance.stage import Stage
+from capture_planner.conformance.shapes import RefusedShape, usable_features, usable_shapes
 from capture_planner.conformance.subject import Subject
+from capture_planner.conformance.untried import untried
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
 
@@ -36,14 +39,32 @@ class SearchProfile:
     """Scenes, each with a runner and graphs of its own."""
     steps: int
     """Most steps of a scene."""
+    long_steps: int = 0
+    """Most steps of the scenes that are long: 3 of 43; 0: none are."""
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield the scenes and the steps of each Hypothesis run."""
+        left, number = self.examples, 0
+        while left > 0:
+            number += 1
+            is_long = self.long_steps > 0 and number % LONG_RUN == 0
+            scenes = min(left, LONG_SCENES if is_long else BATCH)
+            yield scenes, self.long_steps if is_long else self.steps
+            left -= scenes
 
 
-DEFAULT = SearchProfile(name="default", examples=150, steps=15)
-THOROUGH = SearchProfile(name="thorough", examples=2000, steps=15)
+DEFAULT = SearchProfile(name="default", examples=150, steps=15, long_steps=60)
+THOROUGH = SearchProfile(name="thorough", examples=2000, steps=15, long_steps=120)
 
 BATCH = 10
 """Scenes of one Hypothesis run. After its tenth example, Hypothesis draws mostly variations of earlier ones: in
 150 examples of one run, 70 scenes were different."""
+
+LONG_RUN, LONG_SCENES = 5, 3
+"""Each fifth run is of three long scenes: of what goes wrong after a while, or when a shape comes back."""
+
+REPEATS = 5
+"""Runs of a minimized case, to see whether it fails at each."""
 
 DRAFTS = (0, 1, 2, 3, 5)
 """K of the scenes."""
@@ -58,6 +79,10 @@ class SuiteOptions:
     shapes: tuple[Shape, ...] = ()
     """Shapes to test; empty: all of ``shapes.CANDIDATES`` that the backend runs."""
     drafts: tuple[int, ...] = DRAFTS
+    max_reqs: int = LARGEST_REQS
+    """Most requests of a scene."""
+    features: tuple[str, ...] = tuple(FEATURES)
+    """Names of ``features.FEATURES`` that scenes may have."""
     shrink: bool = True
     """Minimize a failing case. It takes longer than finding it."""
     blame: bool = True
@@ -72,6 +97,8 @@ class SuiteResult:
 
     shapes: tuple[Shape, ...]
     refused: tuple[RefusedShape, ...] = ()
+    untried: tuple[str, ...] = ()
+    """What the run says nothing about, in sentences."""
     log: Log
     failures: tuple[Failure, ...] = ()
     audited: tuple[AuditResult, ...] = ()
@@ -106,6 +133,7 @@ def conform(
     return SuiteResult(
         shapes=shapes,
         refused=refused,
+        untried=tuple(untried(log, options.drafts)),
         log=log,
         failures=tuple(failures),
         audited=audited,
@@ -118,18 +146,28 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
 
     Raises ``RunError`` if no forward ran in any scene: nothing was tested.
     """
-    attributes = {"subject": subject, "shapes": shapes, "drafts": options.drafts, "log": log}
+    features, refused = usable_features(subject, shapes[0], options.features)
+    log.refuse({each.name: each.reason for each in refused})
+    attributes = {
+        "subject": subject,
+        "shapes": shapes,
+        "drafts": options.drafts,
+        "largest": options.max_reqs,
+        "features": features,
+        "log": log,
+    }
     machine = type("Conformance", (ConformanceMachine,), attributes)
-    examples = options.profile.examples
     try:
-        for number, first in enumerate(range(0, examples, BATCH)):
+        for number, (scenes, steps) in enumerate(options.profile.runs()):
             # Hypothesis only finds the case; ``minimize`` says why it does not shrink it.
             run_state_machine_as_test(
                 hypothesis.seed(f"{options.seed}/{number}")(machine),
-                settings=search_settings(min(BATCH, examples - first), steps=options.profile.steps, shrink=False),
+                settings=search_settings(scenes, steps=steps, shrink=False),
             )
-    except (Violation, hypothesis.errors.FlakyFailure) as error:
-        return _minimized(subject, shapes, options, log, reproduced=isinstance(error, Violation))
+    except (Violation, hypothesis.errors.Flaky) as error:
+        if log.violation is None:
+            raise RunError(f"one seed drew two different scenes; run the suite again ({error})") from error
+        return _minimized(subject, shapes, options, log)
     if not log.forwards.total():
         raise RunError(
             f"no forward ran in {counted(log.examples, 'scene')} of up to "
@@ -139,10 +177,8 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
     return None
 
 
-def _minimized(
-    subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log: Log, *, reproduced: bool
-) -> Failure:
-    """Minimize the last failing case, if asked for, and mark it if it does not fail at every run."""
+def _minimized(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log: Log) -> Failure:
+    """Minimize the last failing case, if asked for; a case that does not fail at every run says how often it does."""
     assert log.violation is not None, "something failed"
     failure, results = log.violation.failure, []
     plays = PLAYS if options.shrink else 1
@@ -151,33 +187,13 @@ def _minimized(
         failure = result or failure
         log.fail(Violation(failure))
         log.on_change(log)
-    if not reproduced or results[0] is None or results[-1] is None:
-        failure = attrs.evolve(failure, message=f"(not at every run) {failure.message}")
+    again = [results[-1] is not None]
+    if options.shrink or not again[0]:
+        again += [play(subject, loads(failure.case)).failure is not None for _ in range(1, REPEATS)]
+    if not all(again):
+        failure = attrs.evolve(failure, failed=(sum(again), len(again)))
         log.fail(Violation(failure))
     return failure
-
-
-def with_causes(subject: Subject, failure: Failure) -> Failure:
-    """Return the failure with its causes: one source of garbage at a time is spared, to see if it is gone.
-
-    If one of them is a field, the failure names it with its axis.
-    """
-    if not failure.case:
-        return failure
-    case = loads(failure.case)
-    try:
-        with Stage(subject, case.scene) as stage:
-            buffers = [buffer for role in stage.runner.parts.roles.values() for buffer in role.fields]
-            axes = {buffer.key: buffer.field.axis.value for buffer in buffers}
-            sources = stage.watch.sources()
-    except Exception:  # A scene that cannot be set up has no garbage.
-        return failure
-    causes = tuple(source for source in sources if play(subject, case, spared=(source,)).failure is None)
-    field, axis = failure.field, failure.axis
-    if not field:
-        field = next((source for source in causes if source in axes), "")
-        axis = axes.get(field, axis)
-    return attrs.evolve(failure, causes=causes, field=field, axis=axis)
 
 
 def replay(subject: Subject, text: str) -> PlayResult:

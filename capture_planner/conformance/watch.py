@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from capture_planner.conformance.canaries import MOVED_FIELDS, Snapshot
+from capture_planner.conformance.capture_attack import Key, WatchedGraphs
+from capture_planner.conformance.classification import check_classified
 from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
+from capture_planner.conformance.private import Kept, private_buffers
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.world import World
 from capture_planner.dispatch.dispatcher import Dispatch
@@ -22,9 +26,9 @@ from capture_planner.runtime.execution.fields import FieldBuffer, tensor_of
 from capture_planner.runtime.execution.inputs import ForwardStep
 from capture_planner.runtime.execution.padding import Write, out_of_bounds
 from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
-from capture_planner.runtime.execution.updates import LENGTHS
-from capture_planner.runtime.executor import NULL_SLOT
+from capture_planner.runtime.executor import NULL_SLOT, NULL_STATE
 from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.serving import Serving
 
 Slots = set[int]
 FieldValues = Mapping[str, np.ndarray[Any, Any]]
@@ -36,20 +40,34 @@ class Watch(ForwardObserver):
 
     Hand it to the runner, whose graphs it marks outputs in, and call ``begin`` before the first forward.
 
+    :param graphs: what the runner captures with.
     :param spared: sources of garbage that are left clean.
     :param tampering: what an audit does to a field, whose values are not checked then.
+    :param after: called after the checks of each forward.
     """
 
     runner: Runner
     world: World
     _persistent: list[tuple[str, int]]
 
-    def __init__(self, spared: Iterable[str] = (), tampering: ForwardObserver | None = None) -> None:
+    def __init__(
+        self,
+        graphs: WatchedGraphs,
+        spared: Iterable[str] = (),
+        tampering: ForwardObserver | None = None,
+        after: Callable[[RoleRun, ForwardStep], None] | None = None,
+    ) -> None:
         self.ran: Counter[str] = Counter()
         """Forwards by role and mode: the mode of the graph, or NONE."""
         self.largest = (0, 0)
         """The most requests and the most tokens of a batch; not always of the same."""
+        self.longest, self.pages = 0, 0
+        """The most keys of a request, and the highest page number that a batch read."""
+        self.padded = 0
+        """Forwards of graphs that are larger than their batch."""
+        self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
+        self._graphs = graphs
         self._garbage, self._outputs = Garbage(spared), Outputs()
         self._filled = False
 
@@ -57,11 +75,12 @@ class Watch(ForwardObserver):
         """Watch the forwards of a runner that has captured, on the requests of a world."""
         self.runner, self.world = runner, world
         self._persistent = self._pointers()
+        self._kept = Kept.of(runner, self._spared)
 
     def sources(self) -> tuple[str, ...]:
         """Return the names of everything that gets garbage."""
         fields = {buffer.key for role in self.runner.parts.roles.values() for buffer in role.fields}
-        return (*SOURCES, *sorted(fields))
+        return (*SOURCES, *sorted(fields), *private_buffers(self.runner))
 
     # Around one forward.
 
@@ -71,13 +90,15 @@ class Watch(ForwardObserver):
         self._filled = filled
         self.largest = (max(self.largest[0], batch.num_reqs), max(self.largest[1], batch.num_tokens))
         self._garbage.before(role, filled=filled)
+        self._kept.restore()
         with located(batch, dispatch.entry):
             yield
             if dispatch is not EAGER:
                 self._check_dispatch(batch, dispatch)
 
     def writes(self, role: RoleRun, writes: list[Write]) -> list[Write]:
-        """Let an audit change them."""
+        """Let an audit change them; in a capture session, the next graph may have no memory."""
+        self._graphs.staged(role)
         return self._inner.writes(role, writes)
 
     def attention(
@@ -91,32 +112,59 @@ class Watch(ForwardObserver):
         out: torch.Tensor,
     ) -> AbstractContextManager[None]:
         """Mark the output, in graphs too."""
+        self._graphs.attention(role)
         return self._outputs.marked(role, layer, out)
 
     def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
         """Run a step between garbage and checks."""
         mode = GraphMode.NONE if step.entry is None else step.entry.mode
         self.ran[f"{role.role.value} {mode.value}"] += 1
+        lengths, table = step.inputs.seq_lens, step.inputs.block_table
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        self.pages = max(self.pages, int(table.max(initial=0)))
+        self.padded += step.extents != step.real
         with located(step.batch, step.entry):
             if not self._trusting:
+                self._check_classified(role, step)
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self._check_fields(role, step, values)
                 self._check_placed(step, values)
             self._garbage.fields(role, step.extents)
             own = self._own_slots(role, step)
             caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
+            pools = [[pool.states.clone() for pool in cache.states] for cache in self.world.caches]
             draft = self.runner.parts.state
             state = {} if draft is None else {name: getattr(draft, name).clone() for name in _STATE}
+            canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
+            replayed = len(self._graphs.replays)
             times = self._inner.forward(role, step, started)
-            if not self._trusting:
+            self._check_replayed(role, step, self._graphs.replays[replayed:])
+            if canaries is not None:
                 self._check_moved(role, step)
+                if (name := canaries.changed()) is not None:
+                    raise Check.UNSPOILED.violation(f"the forward changes {name}, which is not its own")
             self._check_written(role)
             self._check_untouched(role, own, caches)
+            self._check_pools(step, pools)
             self._check_state(role, step, state)
             self._check_pointers()
+            if self._after is not None:
+                self._after(role, step)
         return times
 
     # Checks before.
+
+    def serving(self) -> Serving | None:
+        """Return the serving whose steps run now; None for steps of the suite's own."""
+        serving = self.runner._serving
+        return None if serving is None or serving.done or serving.is_over else serving
+
+    def _check_classified(self, role: RoleRun, step: ForwardStep) -> None:
+        """Compare a batch that the scheduler made with its requests: their prompts, and what is computed of them."""
+        serving = self.serving()
+        if serving is not None and role.role is not Role.DRAFT_DECODE:
+            computed = serving.scheduler.states.computed if role.role is Role.TARGET else None
+            check_classified(step, serving.scheduler.unfinished, computed, self.runner.plan.speculative)
 
     def _check_dispatch(self, batch: Batch, answer: Dispatch) -> None:
         expected = cheapest(self.runner.dispatcher.plan, batch)
@@ -161,9 +209,14 @@ class Watch(ForwardObserver):
                 f"slot {expected[token]}",
                 field="slot_mapping",
             )
-        serving = self.runner._serving
-        if serving is None or serving.done or serving.is_over:
+        serving = self.serving()
+        if serving is None:
             return
+        rows = values.get("state_indices")
+        pool_row = serving.scheduler.states.pool_row[places[:reqs]]
+        if rows is not None and (rows[:reqs] != pool_row).any():
+            row = int((rows[:reqs] != pool_row).argmax())
+            raise Check.PLACED.violation(f"row {row} has the state of another request", field="state_indices")
         given = serving.scheduler.states.table
         for row in range(reqs):
             width = 1 + int(page[owner == row].max(initial=-1))
@@ -176,8 +229,15 @@ class Watch(ForwardObserver):
         """Check after a replay the padding of fields that graphs advance: it must still be the fill."""
         for buffer in role.fields:
             real = step.inputs.array(buffer.field.name)
-            if buffer.field.name in _MOVED and real is not None and not buffer.is_frozen:
+            if buffer.field.name in MOVED_FIELDS and real is not None and not buffer.is_frozen:
                 _check_fill(buffer, buffer.view(step.extents).cpu().numpy(), real, step.real.tokens)
+
+    def _check_replayed(self, role: RoleRun, step: ForwardStep, replays: Sequence[Key]) -> None:
+        """Check that the graph of the step's entry was replayed, as it was known at its capture, and no other."""
+        expected = [] if step.entry is None else [(role.role, step.entry)]
+        if list(replays) != expected:
+            graphs = ", ".join(f"{of.value}: {entry}" for of, entry in replays) or "no graph"
+            raise Check.REPLAYED.violation(f"{graphs} is replayed for this batch")
 
     def _check_written(self, role: RoleRun) -> None:
         """Check that attention wrote every row of its outputs, padding included."""
@@ -219,6 +279,20 @@ class Watch(ForwardObserver):
                         f"batch is in it ({'drafter' if number else 'target'}'s cache)"
                     )
 
+    def _check_pools(self, step: ForwardStep, before: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Check that no recurrent state changed but those of the batch, and the null state."""
+        declared = step.inputs.array("state_indices")
+        own = {NULL_STATE, *(() if declared is None else declared.tolist())}
+        for cache, pools in zip(self.world.caches, before, strict=True):
+            for layer, (pool, then) in enumerate(zip(cache.states, pools, strict=True)):
+                changed = (bits(pool.states) != bits(then)).flatten(1).any(dim=1).nonzero().flatten().tolist()
+                if others := set(changed) - own:
+                    raise Check.UNTOUCHED.violation(
+                        f"row {min(others)} of the states of recurrent layer {layer} changed, and no request of the "
+                        "batch is in it",
+                        field="state_indices",
+                    )
+
     def _check_state(self, role: RoleRun, step: ForwardStep, before: Mapping[str, torch.Tensor]) -> None:
         state = self.runner.parts.state
         if state is None:
@@ -256,7 +330,6 @@ def _check_fill(buffer: FieldBuffer, values: np.ndarray[Any, Any], real: np.ndar
 
 
 _STATE = ("token", "hidden", "proposed")
-_MOVED = ("positions", "slot_mapping", *LENGTHS)
 
 EAGER = Dispatch(None, reason=Reason.MODE)
 """Dispatches any batch to no graph."""

@@ -10,7 +10,8 @@ import torch
 
 from capture_planner.conformance.probe import Tables
 from capture_planner.conformance.scene import VOCABULARY, Arrive, Scene
-from capture_planner.runtime.executor import NULL_PAGE, LayerCache
+from capture_planner.runtime.execution.recurrent import StateCache
+from capture_planner.runtime.executor import NULL_PAGE, NULL_STATE, LayerCache
 from capture_planner.runtime.serving.kv import PageFormat
 
 GARBAGE = 6.0
@@ -29,6 +30,8 @@ class LiveRequest:
     computed: int
     """Tokens whose keys and values are final."""
     pages: list[int]
+    pool_row: int
+    """Its row in the pool of recurrent states."""
 
     def advance(self, tokens: int) -> None:
         self.computed += tokens
@@ -40,6 +43,8 @@ class ModelCache:
 
     tables: Tables
     layers: Sequence[LayerCache]
+    states: Sequence[StateCache]
+    """The pool of each recurrent layer."""
     shift: int
     """Distance from a row's position to its token's position: 0 for a target, 1 for a drafter."""
 
@@ -66,13 +71,22 @@ class World:
     """Live requests and their pages. Requests that share a prefix share pages."""
 
     def __init__(
-        self, caches: Sequence[ModelCache], pages: PageFormat, scene: Scene, spared: Collection[str] = ()
+        self,
+        caches: Sequence[ModelCache],
+        pages: PageFormat,
+        scene: Scene,
+        pool_rows: int,
+        spared: Collection[str] = (),
     ) -> None:
-        """Fill the cache; ``spared`` names pages that get no garbage: "free pages", "null page"."""
+        """Fill the cache; ``spared`` names pages that get no garbage: "free pages", "null page".
+
+        :param pool_rows: of the pool of recurrent states, the null state's included.
+        """
         self.caches, self.pages = tuple(caches), pages
         self.live: dict[int, LiveRequest] = {}
         self._scene, self._longest = scene, scene.shape.longest
         self._places = list(range(scene.num_reqs))
+        self._pool_rows = list(range(1, pool_rows))
         self._owners = np.zeros(pages.num_pages, dtype=np.int64)
         self._owners[NULL_PAGE] = 1
         self._arrived = 0
@@ -96,12 +110,13 @@ class World:
             tokens[: len(shared) * self.pages.page_size + 1] = other.tokens[: len(shared) * self.pages.page_size + 1]
         free = np.flatnonzero(self._owners == 0).tolist()
         wanted = self.pages.pages(self._longest) - len(shared)
-        if not self._places or len(free) < wanted:
+        if not (self._places and self._pool_rows) or len(free) < wanted:
             return None
         # In random order: a block table need not be a range.
         own = draw.permutation(free)[:wanted].tolist()
         place = self._places.pop(int(draw.integers(len(self._places))))
-        live = LiveRequest(number, place, tokens, prompt, computed, shared + own)
+        row = self._pool_rows.pop(int(draw.integers(len(self._pool_rows))))
+        live = LiveRequest(number, place, tokens, prompt, computed, shared + own, row)
         self._owners[live.pages] += 1
         self._fill_pages(own, GARBAGE)
         self.live[number] = live
@@ -112,6 +127,7 @@ class World:
         """Remove a request; pages that no other shares are free."""
         del self.live[live.number]
         self._places.append(live.place)
+        self._pool_rows.append(live.pool_row)
         self._owners[live.pages] -= 1
         self.spoil_free()
 
@@ -140,6 +156,21 @@ class World:
             )
             for tensor, expected in zip(cache.slots(), cache.expected(ids, at), strict=True):
                 tensor[where] = expected.view(-1, *tensor.shape[1:])
+        self.rewind(live)
+
+    def rewind(self, live: LiveRequest) -> None:
+        """Write the states after the last computed token, as earlier steps would have; the others are garbage."""
+        for cache in self.caches:
+            if not cache.states:
+                continue
+            ids = torch.from_numpy(live.tokens[: live.computed]).to(cache.tables.by_token.device)
+            expected = cache.tables.states(ids)[-1:]
+            for layer, pool in enumerate(cache.states):
+                pool.states[live.pool_row] = GARBAGE
+                if live.computed:
+                    pool.states[live.pool_row, (live.computed - 1) % pool.positions] = expected[0, layer].to(
+                        pool.states.dtype
+                    )
 
     def slots(self, live: LiveRequest, positions: np.ndarray) -> np.ndarray:
         """Return the slots of positions, ``int64[n]``."""
@@ -147,10 +178,13 @@ class World:
         return np.asarray(live.pages, dtype=np.int64)[page] * self.pages.page_size + offset
 
     def spoil_free(self) -> None:
-        """Fill pages that no request owns, the null page included, with NaN."""
+        """Fill pages and states that no request owns, null page and null state included, with NaN."""
         free = [] if "free pages" in self._spared else np.flatnonzero(self._owners == 0).tolist()
         null = [] if "null page" in self._spared else [NULL_PAGE]
         self._fill_pages([*free, *null], float("nan"))
+        rows = [*(self._pool_rows if "free pages" not in self._spared else ()), *([NULL_STATE] if null else ())]
+        for pool in (pool for cache in self.caches for pool in cache.states):
+            pool.states[rows] = float("nan")
 
     def refresh(self) -> None:
         """Restore the whole cache, after other requests used it."""

@@ -110,6 +110,9 @@ def spec_text(config: dict[str, Any], source: str, name: str) -> str:
     text = config | nested if isinstance(nested, dict) else config
     if text.get("is_encoder_decoder"):
         raise CapturePlannerError("an encoder-decoder model, which a spec cannot describe")
+    if state := sorted(key for key in text if key.startswith(("mamba_d_", "ssm_", "state_size"))):
+        message = f"{state[0]}: recurrent layers, whose state no number of the configuration gives in all architectures"
+        raise CapturePlannerError(f"{message}; write the spec by hand, with model.recurrent")
     sizes = {field: _size(text, *keys) for field, keys in _SIZES.items()}
     heads, width = sizes["num_heads"], sizes["hidden_size"]
     lines = [f"name: {json.dumps(name)}", *(f"{field}: {size}" for field, size in sizes.items())]
@@ -153,7 +156,8 @@ def _roles(config: dict[str, Any], num_layers: int) -> str:
     """Return the attention groups of a model with sliding windows; nothing for one group of full attention."""
     kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
     if isinstance(kinds, list) and (other := set(map(str, kinds)) - {"full_attention", "sliding_attention"}):
-        raise CapturePlannerError(f"layer_types: a spec cannot describe {', '.join(sorted(other))}")
+        remedy = "; write the spec by hand, with model.recurrent" if other == {"linear_attention"} else ""
+        raise CapturePlannerError(f"layer_types: a spec cannot describe {', '.join(sorted(other))}{remedy}")
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return ""
     window = _size(config, "sliding_window")

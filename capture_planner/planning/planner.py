@@ -35,6 +35,7 @@ from capture_planner.records.backend import (
     MROPE_FIELDS,
     PARALLEL_FIELDS,
     SPECULATIVE_FIELDS,
+    STATE_FIELDS,
     MetadataField,
 )
 from capture_planner.records.batch import Entry, Kind
@@ -201,6 +202,8 @@ def _written(working: RoleInProgress) -> RolePlan:
         inputs += () if speculative.method is Method.DRAFT_MODEL else PARALLEL_FIELDS
     if working.role is Role.TARGET and working.spec.model.mrope:
         inputs += MROPE_FIELDS
+    if working.role is Role.TARGET and working.spec.model.recurrent is not None:
+        inputs += STATE_FIELDS
     if working.role is Role.TARGET and working.spec.lora is not None:
         inputs += LORA_FIELDS
     return RolePlan(

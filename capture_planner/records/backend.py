@@ -84,6 +84,7 @@ class Bound(enum.Enum):
     REQUESTS = "requests"
     PAGES = "pages"
     SLOTS = "slots"
+    STATES = "states"
     POSITIONS = "positions"
     VOCABULARY = "vocabulary"
     WORKSPACE = "workspace"
@@ -277,3 +278,7 @@ LORA_FIELDS = (
 )
 """What a target with LoRA also reads: where each token's adapter is among the active ones, and the active adapters,
 counted from 1; 0 is the null adapter, which adds nothing. Padded tokens have none."""
+
+STATE_FIELDS = (_field("state_indices", Axis.REQUEST, Fill.CONSTANT, value=0, indexes=Bound.STATES),)
+"""The row of each request in the pool of recurrent states (vLLM 0.33's ``state_indices_tensor``, whose padding is
+NULL_BLOCK_ID, 0): no request owns row 0, so what a padded request writes there is never read for a real one."""

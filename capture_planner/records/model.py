@@ -74,6 +74,14 @@ class Latent:
     rope_head_dim: Count = field("width of the rotary part")
 
 
+@record
+class Recurrent:
+    """Layers with a state of fixed size in place of a KV cache, as Mamba and gated delta nets have."""
+
+    layers: Count = field("how many of the model's layers are recurrent")
+    state: Count = field("bytes of the state of one layer and one request, over all tensor-parallel ranks")
+
+
 def head_problems(heads: int, kv_heads: int, tensor: int, *, grouped: Path, spread: Path) -> Iterator[Problem]:
     """Yield what is wrong with heads: at ``grouped`` among themselves, at ``spread`` on the tensor-parallel ranks."""
     if heads % kv_heads:
@@ -91,7 +99,7 @@ class Model:
     """The architecture numbers that planning needs, from the model's public configuration."""
 
     name: Name = field("the model's public name")
-    num_layers: Count = field("decoder layers")
+    num_layers: Count = field("decoder layers, recurrent ones included")
     num_heads: Count = field("query heads, over all tensor-parallel ranks")
     num_kv_heads: Count = field("key/value heads, over all tensor-parallel ranks")
     head_dim: Count = field("width of one head")
@@ -105,9 +113,19 @@ class Model:
     sinks: bool = field("whether attention has learned sinks (gpt-oss)", default=False)
     mrope: bool = field("whether positions have three sections (Qwen2-VL's rope)", default=False)
     embeddings: bool = field("whether graphs take embeddings in place of token ids", default=False)
+    recurrent: Recurrent | None = field("layers with a state per request; None: all layers attend", default=None)
 
     def __attrs_post_init__(self) -> None:
-        raise_any(head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=()))
+        problems = list(head_problems(self.num_heads, self.num_kv_heads, 1, grouped=("num_heads",), spread=()))
+        if self.attention_layers < 1:
+            message = f"{self.num_layers - self.attention_layers} of {self.num_layers} layers, and one at least attends"
+            problems.append(Problem(path=("recurrent", "layers"), message=message))
+        raise_any(problems)
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with a KV cache: those that attention groups are made of."""
+        return self.num_layers - (self.recurrent.layers if self.recurrent else 0)
 
 
 @record

@@ -4,13 +4,15 @@ The same spec, environment and backends give the same plan, and writing and read
 Nothing downstream decides again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from capture_planner.errors import DispatchError, InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import (
     AtLeast,
+    ByteCount,
+    Count,
     Name,
     NonNegative,
     Pattern,
@@ -125,6 +127,31 @@ class RolePlan:
 
 
 @record
+class StatePool:
+    """The states of a model's recurrent layers: a pool of rows, one for each running request.
+
+    Row 0 is for padded requests. Every padded request of a graph may need a row of its own (vllm#34094). A row holds
+    the states after the last 1 + K tokens, since verification may reject up to K of them: the next step goes on from
+    the state after the last accepted one.
+    """
+
+    rows: Count = field("rows: one for each request of the largest padded batch, and row 0")
+    positions: Count = field("states that a row holds of each layer: 1 + K, or 1")
+    size: ByteCount = field("device memory on one rank, over all rows and layers")
+
+    @classmethod
+    def of(cls, spec: "Spec | Plan", roles: Sequence[RolePlan], speculative: Speculative | None) -> "StatePool | None":
+        """Return the pool that the graphs of some roles need; None for a model without recurrent layers."""
+        recurrent = spec.model.recurrent
+        if recurrent is None:
+            return None
+        rows = 1 + max(spec.limits.max_num_reqs, *(entry.num_reqs or 0 for role in roles for entry in role.entries), 0)
+        positions = 1 + (speculative.num_tokens if speculative else 0)
+        size = rows * positions * recurrent.layers * -(-recurrent.state // spec.parallel.tensor)
+        return cls(rows=rows, positions=positions, size=size)
+
+
+@record
 class Forecast:
     """What measured sizes are expected to cost, by the traffic and the profile that they were chosen by."""
 
@@ -158,6 +185,7 @@ class Plan:
     budget: Budget = field("what graphs may cost", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
     forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
+    states: StatePool | None = field("the pool of recurrent states; None: no layer is recurrent", default=None)
     roles: tuple[RolePlan, ...] = field("the roles, target first")
     fingerprints: Fingerprints | None = field(
         "what the graphs were made of when the plan ran; None: not recorded", default=None
@@ -178,7 +206,10 @@ class Plan:
         """
         stated = {name: getattr(spec, name) for name in SPEC_FIELDS}
         stated["speculative"] = speculative or spec.speculative
-        return cls(spec_digest=digest(spec), environment=environment, roles=roles, forecast=forecast, **stated)
+        states = StatePool.of(spec, roles, stated["speculative"])
+        return cls(
+            spec_digest=digest(spec), environment=environment, roles=roles, forecast=forecast, states=states, **stated
+        )
 
     def __attrs_post_init__(self) -> None:
         refuse_duplicates(self.planned, "the role {} is planned twice", "roles", "role")

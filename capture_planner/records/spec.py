@@ -285,7 +285,8 @@ class Spec:
             groups = self.roles.of(role).groups
             grouped, layers = sum(group.layers for group in groups), self.num_layers(role)
             if groups and grouped != layers:
-                message = f"the groups have {grouped} layers, the model {layers}"
+                of_model = f"{layers} that attend" if self.model.recurrent else str(layers)
+                message = f"the groups have {grouped} layers, the model {of_model}"
                 problems.append(Problem(path=("roles", role.value, "groups"), message=message))
         raise_any(problems)
 
@@ -318,9 +319,9 @@ class Spec:
                         yield Problem(path=(*path, name), message=message, remedy="give it in sizes")
 
     def num_layers(self, role: Role) -> int:
-        """Return how many layers a role runs."""
+        """Return how many layers of a role attend."""
         drafter = self.speculative if role.is_drafter else None
-        return self.model.num_layers if drafter is None else drafter.model.num_layers
+        return self.model.attention_layers if drafter is None else drafter.model.num_layers
 
     @property
     def active_roles(self) -> tuple[Role, ...]:

@@ -41,6 +41,8 @@ def _sections(report: Conformance, *, commands: bool) -> Iterator[Section]:
     if not report.attack:
         yield from (_checks(report), _steps(report), _forwards(report))
     yield _shapes(report)
+    if report.outcome.untried:
+        yield Section(name="not-tried", title="Not tried", lines=report.outcome.untried)
     yield from _audits(report)
 
 
@@ -76,6 +78,8 @@ def _finding(number: int, finding: Failure, command: str) -> Section:
         ("field", finding.field),
         ("axis", finding.axis),
         ("seen with garbage in", ", ".join(finding.causes)),
+        ("sizes", "; ".join(finding.notes)),
+        ("comes and goes", finding.frequency),
     ]
     steps = describe_case(loads(finding.case)) if finding.case else ()
     again = (f"again: {command}",) if command else ()
@@ -133,6 +137,7 @@ def _forwards(report: Conformance) -> Section:
     rows = tuple((role.value, mode, f"{count:,}") for (role, mode), count in forwards(report.log))
     reqs, tokens = report.log.largest
     line = f"the largest batches had {counted(reqs, 'request')}, and {counted(tokens, 'token')}"
+    line += f"; the longest sequence had {counted(report.log.longest, 'key')}"
     grid = Grid.of(("role", "ran as", "forwards"), rows, text=2)
     return Section(name="forwards", lines=(line,) if rows else (), grid=grid)
 

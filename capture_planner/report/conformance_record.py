@@ -98,8 +98,9 @@ def _conformance(report: Conformance) -> dict[str, Any]:
     ``backend``, ``distribution``, ``version``, ``environment``, ``differences``, ``host``: what was tested,
     and where. ``seed``, ``profile`` (null for a printed case), ``drafts``: what was asked. ``passed``,
     ``interrupted``. ``findings``: each with its ``law``, its ``case`` as ``--case`` takes it, the ``steps``
-    of that in words, and a ``command``. ``scenes``, ``steps``, ``forwards``, ``largest``, ``shapes``,
-    ``refused``: what was tried. ``audited``: each attack on a declared field; ``fields``: what they come to.
+    of that in words, and a ``command``. ``scenes``, ``steps``, ``forwards``, ``largest``, ``longest``,
+    ``features``, ``shapes``, ``refused``: what was tried; ``untried``: what was not. ``audited``: each attack
+    on a declared field; ``fields``: what they come to.
     """
     outcome, log = report.outcome, report.log
     return {
@@ -119,6 +120,9 @@ def _conformance(report: Conformance) -> dict[str, Any]:
         "steps": dict(sorted(log.steps.items())),
         "forwards": [{"role": role.value, "mode": mode.value, "count": count} for (role, mode), count in forwards(log)],
         "largest": dict(zip(("num_reqs", "num_tokens"), log.largest, strict=True)),
+        "longest": {"keys": log.longest, "page": log.pages, "steps": log.most_steps},
+        "features": dict(sorted(log.features.items())),
+        "untried": list(outcome.untried),
         "shapes": plain(outcome.shapes),
         "refused": plain(outcome.refused),
         "audited": [

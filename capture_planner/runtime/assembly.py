@@ -21,6 +21,7 @@ from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, Draf
 from capture_planner.runtime.execution.draft_bodies import ModulesBody, ParallelDraftBody
 from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
+from capture_planner.runtime.execution.recurrent import RecurrentLayers, StateCache
 from capture_planner.runtime.execution.role import ExecutionContext, ForwardObserver, RoleRun
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
@@ -94,6 +95,7 @@ def assemble(
         adapters=adapters,
     )
     bodies: dict[Role, Body] = {Role.TARGET: target}
+    recurrent = RecurrentLayers(own, _states(plan, model, device))
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
     state = rows = None
     if drafter is not None and plan.speculative is not None:
@@ -120,6 +122,7 @@ def assemble(
             reqs=plan.limits.max_num_reqs,
             pages=pages.num_pages,
             slots=pages.slots,
+            states=plan.states.rows if plan.states else 1,
             positions=plan.model.max_model_len,
             vocabulary=model.vocab_size,
             workspace=max((group.workspace.device for role in plan.roles for group in role.groups), default=0),
@@ -134,7 +137,8 @@ def assemble(
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
         watching = observer if comparison is None else EagerCheck(comparison, largest, observer)
-        roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, context, watching)
+        of_role = RecurrentLayers(mine, ()) if role.role.is_drafter else recurrent
+        roles[role.role] = RoleRun(role, bodies[role.role], mine, attention, of_role, context, watching)
     return Parts(
         policy=policy,
         roles=roles,
@@ -147,6 +151,24 @@ def assemble(
         observer=observer,
         comparison=comparison,
     )
+
+
+def _states(plan: Plan, model: TargetModel, device: torch.device) -> tuple[StateCache, ...]:
+    """Make the pools of recurrent states. Raises ``RunError`` where plan and model do not belong together."""
+    if (plan.model.recurrent is None) != (model.state_width == 0) or (plan.model.recurrent and plan.states is None):
+        planned = "no recurrent layers" if plan.model.recurrent is None else "recurrent layers"
+        without = "" if plan.states or not plan.model.recurrent else ", and no pool for their states"
+        raise RunError(
+            f"model.recurrent: the plan has {planned}{without}; {model.name} has states of {model.state_width} "
+            "elements; plan the model that is run"
+        )
+    if plan.states is not None and plan.states.rows < _FEWEST_STATES:
+        raise RunError(f"states.rows: {plan.states.rows} leaves no row for a request; plan it again")
+    return kv.state_caches(plan, model.state_width, dtype_of(plan.model.dtype), device)
+
+
+_FEWEST_STATES = 2
+"""Rows: one for padding, and one."""
 
 
 def _zeros(plan: Plan, fields: Fields, width: int) -> torch.Tensor:

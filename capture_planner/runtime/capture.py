@@ -3,16 +3,20 @@
 PIECEWISE first, then FULL, each largest first over all roles, so that a smaller graph finds the
 memory that a larger one left. Each forward runs twice, to warm up and to be captured, with metadata
 made anew. A graph that does not fit into memory is left out, and what it would have served is waived.
+
+All captures together are one session: its graphs are replayed once it has ended, and after an error
+inside of it there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
 
-from capture_planner.errors import RunError
+from capture_planner.errors import BackendError, CaptureError, RunError
 from capture_planner.modes import Pool, Reason
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
@@ -20,21 +24,67 @@ from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture
 
+Work = list[tuple[RoleRun, Entry]]
+"""What is captured, in order."""
+
+Order = Callable[[Work], Work]
+"""Arranges what is captured in another order."""
+
 
 def capture_all(
-    plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, *, strict: bool, memory: int | None = None
+    plan: Plan,
+    roles: Sequence[RoleRun],
+    grapher: Grapher,
+    *,
+    strict: bool,
+    memory: int | None = None,
+    order: Order | None = None,
 ) -> Iterator[GraphCapture]:
-    """Capture all entries of ``plan``, and yield what each cost.
+    """Capture all entries of ``plan`` in a ``session``, and yield what each cost.
 
-    ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``.
+    ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``, and for
+    any other error of a capture one that names its role and its entry.
     """
-    for role, entry in begin(plan, roles, grapher, memory):
-        yield _capture(role, entry, grapher, strict)
+    work = begin(plan, roles, grapher, memory)
+    for role, entry in order(work) if order else work:
+        with _named(role, entry):
+            captured = _capture(role, entry, grapher, strict)
+        yield captured
 
 
-def begin(
-    plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | None = None
-) -> list[tuple[RoleRun, Entry]]:
+@contextmanager
+def session(roles: Sequence[RoleRun]) -> Iterator[None]:
+    """Let the roles replay what is captured here when it is over; if it breaks off, they have no graph."""
+    try:
+        yield
+    except BaseException:
+        for role in roles:
+            role.abandon_capture()
+        raise
+    for role in roles:
+        role.end_capture()
+
+
+@contextmanager
+def _named(role: RoleRun, entry: Entry) -> Iterator[None]:
+    """Raise errors with the names of role and entry in them. An assertion is left as it is."""
+    label = f"{role.role.value}: {entry}"
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, RunError) and type(error) is not CaptureError:
+            raise
+        if isinstance(error, (BackendError, CaptureError)):
+            if str(entry) in message and role.role.value in message:
+                raise
+            raise type(error)(f"{label}: {message}") from error
+        raise CaptureError(f"{label}: the capture broke: {type(error).__name__}: {message}") from error
+
+
+def begin(plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | None = None) -> Work:
     """Give each role its pool, and return what is captured, in order."""
     shared = grapher.pool(memory)
     for role in roles:

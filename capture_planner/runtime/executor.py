@@ -32,13 +32,26 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
 from capture_planner.runtime.models.protocols import Scoring
 
-__all__ = ["NULL_PAGE", "NULL_SLOT", "Executor", "LayerCache", "Metadata", "Reservation", "RunnableBackend", "Scoring"]
+__all__ = [
+    "NULL_PAGE",
+    "NULL_SLOT",
+    "NULL_STATE",
+    "Executor",
+    "LayerCache",
+    "Metadata",
+    "Reservation",
+    "RunnableBackend",
+    "Scoring",
+]
 
 NULL_PAGE = 0
 """The page that no request owns: padded rows of a block table name it."""
 
 NULL_SLOT = 0
 """The slot that padded tokens write to, in the null page."""
+
+NULL_STATE = 0
+"""The row of the pool of recurrent states that no request owns: padded requests name it."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -16,7 +16,7 @@ from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
-from capture_planner.runtime.capture import capture_all
+from capture_planner.runtime.capture import Order, capture_all, session
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
@@ -92,12 +92,20 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             for role in reversed(tuple(self.parts.roles.values())):
                 releases.callback(role.release)
 
-    def capture(self, *, memory: int | None = None, progress: Callable[[GraphCapture], None] | None = None) -> None:
+    def capture(
+        self,
+        *,
+        memory: int | None = None,
+        progress: Callable[[GraphCapture], None] | None = None,
+        order: Order | None = None,
+    ) -> None:
         """Capture every entry; what does not fit into memory is waived from here on.
 
-        ``memory`` bounds each pool, in bytes. Before this is called, everything runs eager. Raises
-        ``RunError`` while requests are served: captures write the fields that their steps go on from. Also where it was
-        called before, to its end or not: graphs of both would be in the pool, and those of one in use.
+        ``memory`` bounds each pool, in bytes; ``order`` arranges the captures, which need least memory in their
+        own order. Before this is called, everything runs eager, and again after an error, which names the entry
+        and leaves no graph: then it may be called once more. Raises ``RunError`` while requests are served: captures
+        write the fields that their steps go on from. Also after it was called to its end: graphs of both would be in
+        the pool, and those of one in use.
         """
         self._refuse_while_serving("capture")
         if any(role.pool is not None for role in self.parts.roles.values()):
@@ -106,10 +114,11 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             self.dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
+        self.session.captured.clear()
         # Not inference_mode: tensors made in it, as backends make them, could not be changed outside of it. A replay,
         # which dispatches no operator, would gain nothing from it.
-        with self.session.capturing(), torch.no_grad():
-            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory):
+        with self.session.capturing(), torch.no_grad(), session(roles):
+            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory, order=order):
                 self.session.captured.append(done)
                 if progress is not None:
                     progress(done)
@@ -162,6 +171,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             speculative=plan.speculative,
             pages=self.pages,
             max_model_len=longest,
+            pool_rows=None if plan.states is None else plan.states.rows,
             lora=plan.lora,
             num_adapters=0 if self.adapters is None else len(self.adapters.names),
         )

@@ -14,7 +14,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from capture_planner.records.model import Method, Model, Speculative
+from capture_planner.records.model import Method, Model, Recurrent, Speculative
 from capture_planner.records.plan import Decision, Forecast, Plan, Waiver
 from capture_planner.records.spec import Budget, Limits, Lora, Parallel, Policy, Sizes, Spec
 from capture_planner.testing import FakeBackend, plans
@@ -32,7 +32,7 @@ def made(level=GraphSupport.ALWAYS, *, reqs=16, tokens=512, refresh=Refresh.HOST
     backend = FakeBackend(name="alpha", supports=told, refreshes=refresh)
     registry = Registry([RegisteredBackend(backend=backend, distribution="d", version="1")])
     limits = Limits(max_num_reqs=reqs, max_num_tokens=tokens)
-    return plan(Spec(model=MODEL, limits=limits, backend="alpha", **changes), MACHINE, registry)
+    return plan(Spec(**{"model": MODEL, "limits": limits, "backend": "alpha"} | changes), MACHINE, registry)
 
 
 def with_role(whole: Plan, index=0, **changes):
@@ -53,6 +53,7 @@ def plus(whole, *entries, index=0):
 
 
 PLAIN, DRAFTED = made(), made(speculative=EAGLE)
+RECURRENT = made(model=replace(MODEL, recurrent=Recurrent(layers=1, state=64)))
 FUSED = made(speculative=EAGLE, refresh=Refresh.IN_GRAPH)
 SUPPORT = PLAIN.roles[0].groups[0].support
 WAIVER = Waiver(kind=Kind.MIXED, first=600, last=700, reason=Reason.SIZES, message="so decided")
@@ -76,6 +77,8 @@ CASES = {
     "CP012": (DRAFTED, replace(DRAFTED, speculative=None)),
     "CP013": (replace(PLAIN, parallel=Parallel(tensor=2, sequence=True)), PLAIN),
     "CP014": (replace(DRAFTED, speculative=replace(EAGLE, schedule=((1, 16, 4),))), DRAFTED),
+    "CP015": (plus(PLAIN, entry(num_tokens=99, num_reqs=99)), PLAIN),
+    "CP016": (made(reqs=15, parallel=Parallel(tensor=2, sequence=True)), PLAIN),
     "CP020": (plus(PLAIN, entry(num_tokens=99, num_reqs=99)), PLAIN),
     "CP021": (
         made(
@@ -112,6 +115,7 @@ CASES = {
         made(reqs=256, sizes=Sizes(policy=Policy.POWERS_OF_TWO)),
         made(reqs=256, sizes=Sizes(policy=Policy.TENSORRT_LLM, padding=True, max_reqs=256)),
     ),
+    "CP046": (replace(RECURRENT, states=replace(RECURRENT.states, rows=16)), RECURRENT),
     "CP050": (with_role(PLAIN, waivers=(replace(WAIVER, message=" "),)), with_role(PLAIN, waivers=(WAIVER,))),
     "CP051": (with_role(PLAIN, waivers=(WAIVER, *PLAIN.roles[0].waivers)), PLAIN),
     "CP052": (with_role(PLAIN, entries=()), PLAIN),

@@ -57,8 +57,8 @@ def test_a_healthy_backend_passes_and_the_report_says_what_was_tried(run: Run) -
     ran = run("reference", *FEW, "--html", "page.html", "-o", "kept.json", "--threads", "1")
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("Conformance of reference: passed\n")
-    titles = re.findall(r"^([A-Z][a-z]+)$", ran.out, re.M)
-    assert titles == ["Checks", "Steps", "Forwards", "Shapes"]
+    titles = re.findall(r"^([A-Z][a-z]+(?: tried)?)$", ran.out, re.M)
+    assert titles == ["Checks", "Steps", "Forwards", "Shapes", "Not tried"]
     assert "the largest batches had " in ran.out
     assert {path.name for path in Path().iterdir()} == {"page.html", "kept.json"}
     page = Path("page.html").read_text("utf-8")
@@ -84,10 +84,19 @@ def test_json_has_the_documented_keys(run: Run) -> None:
     searched = run("reference", *FEW, "--format", "json").data
     again = run("reference", "--case", CASE, "--format", "json").data
     assert set(searched) == set(again) == documented
-    assert searched["profile"] == {"name": "own", "examples": 3, "steps": 5}
+    assert searched["profile"] == {"name": "own", "examples": 3, "steps": 5, "long_steps": 0}
     assert (again["profile"], again["passed"]) == (None, True)
     assert sum(each["count"] for each in searched["forwards"]) > 0
     assert searched["largest"]["num_tokens"] >= searched["largest"]["num_reqs"] > 0
+
+
+def test_no_scene_has_more_requests_than_were_asked_for(run: Run) -> None:
+    """The report has what larger and longer scenes would have shown among what was not tried."""
+    data = run("reference", *FEW, *ONE, "--max-reqs", "2", "--format", "json").data
+    reqs = data["largest"]["num_reqs"]
+    assert reqs <= 2
+    assert any(line.startswith(f"batches of more than {reqs} request") for line in data["untried"])
+    assert data["longest"]["steps"] > 0
 
 
 def test_shapes_and_drafts_are_those_that_were_named(run: Run) -> None:

@@ -142,7 +142,11 @@ def test_init_marks_every_assumption() -> None:
         ({k: v for k, v in DEEPSEEK_V3.items() if k != "qk_rope_head_dim"}, "has no qk_rope_head_dim"),
         (LLAMA | {"num_hidden_layers": "32"}, 'num_hidden_layers: expected a whole number of at least 1, got "32"'),
         (LLAMA | {"num_key_value_heads": 5}, "num_heads: 32 query heads do not divide"),
-        (LLAMA | {"layer_types": ["linear_attention"] * 32}, "a spec cannot describe linear_attention"),
+        (
+            LLAMA | {"layer_types": ["linear_attention"] * 32},
+            "cannot describe linear_attention; write the spec by hand, with model.recurrent",
+        ),
+        (LLAMA | {"mamba_d_state": 16}, "mamba_d_state: recurrent layers"),
         (LLAMA | {"is_encoder_decoder": True}, "an encoder-decoder model"),
         ([], "expected an object"),
     ],

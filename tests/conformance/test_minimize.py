@@ -27,6 +27,7 @@ from capture_planner.conformance import (
     scenes,
     search,
     under_test,
+    with_causes,
 )
 from capture_planner.conformance.minimize import PLAYS, minimize
 from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve
@@ -255,8 +256,10 @@ def test_what_fails_now_and_then_is_said_to(shrink: bool) -> None:
     profile = SearchProfile(name="few", examples=20, steps=6)
     found = search(tested, SMALL[:1], SuiteOptions(profile=profile, shrink=shrink), log)
     assert found is not None
-    assert found.message.startswith("(not at every run) ")
-    assert found.message.count("not at every run") == 1
+    assert found.failed is not None
+    assert found.failed[0] < found.failed[1]
+    assert found.frequency in str(found)
+    assert with_causes(tested, found) == found
     assert log.violation is not None
     assert log.violation.failure is found
 
@@ -270,5 +273,6 @@ def test_what_always_fails_is_not_doubted() -> None:
     )
     assert kept is not None
     assert small is not None
-    assert "not at every run" not in kept.message + small.message
+    assert kept.failed is None
+    assert small.failed is None
     assert len(small.case) < len(kept.case)

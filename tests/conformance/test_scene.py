@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.conformance.machine import scenes
-from capture_planner.conformance.probe import AttentionShape, Tables
+from capture_planner.conformance.deployments import scenes
+from capture_planner.conformance.probe import LayerShape, Tables
 from capture_planner.conformance.reference_dispatch import cheapest
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, dumps, loads
 from capture_planner.conformance.shapes import KERNELS, SMALL
@@ -84,7 +84,7 @@ def test_a_scene_is_a_spec(scene):
 def test_the_oracle_is_attention(length, data, heads, windows):
     """Held against loops over every row, head and key."""
     first = data.draw(st.integers(0, length - 1))
-    shape = AttentionShape(heads=heads[0], kv_heads=heads[1], head_dim=3, windows=windows)
+    shape = LayerShape(heads=heads[0], kv_heads=heads[1], head_dim=3, windows=windows)
     tables = Tables(shape, 11, 12, torch.float64, torch.device("cpu"), 1)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 10), min_size=length, max_size=length)))
     query, keys, values = tables.split(ids, torch.arange(length))
@@ -104,7 +104,7 @@ def test_the_oracle_is_attention(length, data, heads, windows):
 
 def test_a_table_is_loaded_in_place():
     """Weights are reloaded where they are, as graphs need."""
-    shape = AttentionShape(heads=2, kv_heads=1, head_dim=4, windows=(None,))
+    shape = LayerShape(heads=2, kv_heads=1, head_dim=4, windows=(None,))
     tables = Tables(shape, 5, 6, torch.float32, torch.device("cpu"), 1)
     where, before = tables.by_token.data_ptr(), tables.by_token.clone()
     tables.load(2)

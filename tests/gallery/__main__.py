@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -30,7 +31,15 @@ from gallery import campaign
 from support.files import module_at
 
 PROFILES = {profile.name: profile for profile in (DEFAULT, THOROUGH)}
-SEARCH_OPTIONS = {"seed": 0, "seeds": 1, "profile": DEFAULT.name, "examples": None, "output": None}
+SEARCH_OPTIONS = {
+    "seed": 0,
+    "seeds": 1,
+    "profile": DEFAULT.name,
+    "examples": None,
+    "output": None,
+    "seconds": None,
+    "resume": None,
+}
 """Options that need ``--catch``, each with its default."""
 
 
@@ -56,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(options.seed, options.seed + options.seeds)
     todo = list(campaign.searches(mutants, seeds, profile, with_healthy=not options.names))
     started = time.perf_counter()
-    results = _run(todo, options.jobs)
+    before = campaign.finished(options.resume) if options.resume else {}
+    done = [before[search] for search in todo if search in before]
+    left = [search for search in todo if search not in before]
+    results = [*done, *_run(left, options)]
     data = campaign.campaign_data(results, todo, time.perf_counter() - started)
     click.echo("\n".join(_as_json(data) if options.format == "json" else _report(data, options)))
     bench.finish(options, data, name="gallery")
@@ -73,12 +85,18 @@ def _parser(bench: Any) -> argparse.ArgumentParser:
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT.name, help="how much the suite tries")
     parser.add_argument("--examples", type=int, metavar="N", help="scenes, instead of the profile's number")
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--seconds", type=float, metavar="N", help="stop after so long, with what is finished")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="append each result to FILE, and leave out those that it has"
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print the result")
     return parser
 
 
-def _run(todo: Sequence[campaign.Search], jobs: int) -> list[campaign.Result]:
+def _run(todo: Sequence[campaign.Search], options: argparse.Namespace) -> list[campaign.Result]:
     """Run the searches behind a bar, on a terminal, and print each surprise when it comes."""
+    if not todo:
+        return []
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bars:
@@ -86,11 +104,13 @@ def _run(todo: Sequence[campaign.Search], jobs: int) -> list[campaign.Result]:
 
         def done(result: campaign.Result) -> None:
             bars.advance(bar)
+            if options.resume is not None:
+                campaign.append(result, options.resume)
             if not result.expected:
                 message = result.error or result.says or "missed"
                 console.print(f"{result.search.name}, seed {result.search.seed}: {message}", markup=False)
 
-        return campaign.run(todo, jobs, done)
+        return campaign.run(todo, options.jobs, done, options.seconds)
 
 
 def _as_json(data: dict[str, Any]) -> list[str]:

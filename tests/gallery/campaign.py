@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import re
 import signal
@@ -75,23 +77,50 @@ def searches(
             yield Search(name=name, seed=seed, profile=profile, healthy=True)
 
 
-def run(todo: Sequence[Search], jobs: int, done: Callable[[Result], None]) -> list[Result]:
-    """Run all searches in so many processes, ``done`` after each; after Ctrl-C, return the finished ones."""
-    results: list[Result] = []
+def finished(path: Path) -> dict[Search, Result]:
+    """Return the results that an earlier campaign appended to a file; a last line that was cut off is left out."""
+    found = {}
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            data = json.loads(line)
+            profile = SearchProfile(**data["search"].pop("profile"))
+            search = Search(**data.pop("search"), profile=profile)
+            found[search] = Result(search=search, **data)
+    return found
 
-    def add(result: Result) -> None:
+
+def append(result: Result, path: Path) -> None:
+    """Append a result to a file, as a line of JSON; a line that was cut off stays alone."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps(attrs.asdict(result)))
+
+
+def run(
+    todo: Sequence[Search], jobs: int, done: Callable[[Result], None], seconds: float | None = None
+) -> list[Result]:
+    """Run all searches in so many processes, ``done`` after each.
+
+    After Ctrl-C, or so many ``seconds``, return the finished ones.
+    """
+    results: list[Result] = []
+    started = time.perf_counter()
+
+    def add(result: Result) -> bool:
         results.append(result)
         done(result)
+        return seconds is not None and time.perf_counter() - started > seconds
 
     try:
         if jobs == 1:
             for search in todo:
-                add(run_search(search))
+                if add(run_search(search)):
+                    break
         else:
             context = multiprocessing.get_context("spawn")
             with context.Pool(min(jobs, len(todo)), _prepare_worker) as pool:
                 for result in pool.imap_unordered(run_search, todo):
-                    add(result)
+                    if add(result):
+                        break
     except KeyboardInterrupt:
         pass
     return sorted(results, key=lambda result: (result.search.name, result.search.seed))

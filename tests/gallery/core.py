@@ -20,9 +20,10 @@ from capture_planner.runtime.executor import Metadata
 
 @attrs.frozen(kw_only=True)
 class Mutant:
-    """One public bug, planted: in a backend, in the runner, in a plan, or in how ranks agree.
+    """One public bug, planted: in a backend, in the runner, its LoRA, in a plan, or in how ranks agree.
 
-    Exactly one of ``backend``, ``patch``, ``plan`` and ``agreement`` is given. Everything else of it is healthy.
+    Exactly one of ``backend``, ``patch``, ``plan``, ``agreement`` and ``adapters`` is given. Everything else of it is
+    healthy.
     """
 
     name: str
@@ -42,29 +43,49 @@ class Mutant:
     """Makes a plan that has the bug."""
     agreement: Callable[[int], str | None] | None = None
     """Has the agreement of ranks checked, with the bug in it, from a seed; returns what was found."""
+    adapters: Callable[[int], str | None] | None = None
+    """Has LoRA of the runner checked, with the bug in it, from a seed; returns what was found."""
 
     @property
     def kind(self) -> str:
         """Where it is planted."""
-        kinds = {"backend": self.backend, "runner": self.patch, "plan": self.plan, "ranks": self.agreement}
+        kinds = {
+            "adapters": self.adapters,
+            "backend": self.backend,
+            "runner": self.patch,
+            "plan": self.plan,
+            "ranks": self.agreement,
+        }
         return next(kind for kind, given in kinds.items() if given is not None)
 
 
 LATE = {
+    "cleared-by-the-second-graph",
     "eager-steps-not-counted",
     "eager-without-a-reason",
     "full-key-of-real-requests",
     "keeps-mask",
     "large-small-large",
+    "one-tile-of-requests",
     "padded-rows-unwritten",
     "padding-capped-at-twice",
+    "pages-in-eight-bits",
+    "plan-kept-for-a-shape",
     "planned-once-a-chain",
     "prompt-taken-for-a-decode",
     "query-starts-fall-back",
+    "ring-wraps",
+    "scale-of-the-head-dimension",
+    "scoring-of-first-layer",
+    "second-split-lost",
     "shares-staging",
+    "sinks-copied-at-capture",
+    "sized-by-the-limits",
     "slot-mapping-stale",
+    "softcap-not-captured",
     "stale-tile-counts",
     "weights-replaced",
+    "workspace-born-in-a-capture",
 }
 """Mutants that take the suite most of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
 
@@ -95,6 +116,9 @@ def detect(
     if mutant.agreement is not None:
         says = mutant.agreement(seed)
         return Detection(mutant=mutant, by="agreed", says=says) if says else None
+    if mutant.adapters is not None:
+        says = mutant.adapters(seed)
+        return Detection(mutant=mutant, by="adapters", says=says) if says else None
     patch = mutant.patch() if mutant.patch is not None else nullcontext()
     with patch:
         brought = mutant.backend or mutant.base

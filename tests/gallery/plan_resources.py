@@ -15,10 +15,11 @@ from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing.policies import Context
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
+from capture_planner.records.model import Recurrent
 from capture_planner.records.plan import Decision, Plan, RolePlan
 from capture_planner.records.spec import Budget, Lora, Policy, Roles, RoleSpec, Spec
 from gallery.core import replaced
-from gallery.planned import PlanCase, PlanMutant, deployed, on_role, planted, with_sizes
+from gallery.planned import MODEL, PlanCase, PlanMutant, deployed, on_role, planted, with_sizes
 
 
 def _in_mode(role: RolePlan, mode: GraphMode, rule: str, message: str) -> RolePlan:
@@ -142,6 +143,23 @@ def _platform_limit_forgotten() -> Plan:
         return _LIMITED.plan()
 
 
+_RECURRENT = deployed(reqs=64, tokens=512, model=replace(MODEL, recurrent=Recurrent(layers=69, state=1 << 20)))
+
+
+def _with_rows(rows: int) -> Plan:
+    plan = _RECURRENT.plan()
+    assert plan.states is not None
+    return replace(plan, states=replace(plan.states, rows=rows))
+
+
+def _pool_of_the_memory() -> Plan:
+    return _with_rows(40)
+
+
+def _pool_without_padding() -> Plan:
+    return _with_rows(_RECURRENT.spec.limits.max_num_reqs)
+
+
 # J, observability ------------------------------------------------------------------------------
 
 
@@ -253,6 +271,22 @@ PLANTED: tuple[PlanMutant, ...] = (
         says="graphs are planned for a whole device, and the platform here holds fewer",
         healthy=_LIMITED,
         plan=_platform_limit_forgotten,
+    ),
+    planted(
+        "state-pool-of-the-memory",
+        BugClass.I,
+        "vllm#34094",
+        says="the pool of recurrent states has as many rows as memory is left for, fewer than a graph has requests",
+        healthy=_RECURRENT,
+        plan=_pool_of_the_memory,
+    ),
+    planted(
+        "state-pool-without-padding",
+        BugClass.I,
+        "TRT-LLM#13151",
+        says="the pool of recurrent states has a row for each running request and none for padding",
+        healthy=_RECURRENT,
+        plan=_pool_without_padding,
     ),
     planted(
         "captured-never-dispatched",

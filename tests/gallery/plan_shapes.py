@@ -45,6 +45,18 @@ def _captured_to_32() -> Plan:
 
 # B, shape algebra ------------------------------------------------------------------------------
 
+_ODD = deployed(reqs=33, tokens=512)
+
+
+def _edited_to_34() -> Plan:
+    """The largest decode was rounded up by hand."""
+
+    def rounded(entry: Entry) -> Entry:
+        return replace(entry, num_reqs=34, num_tokens=34) if entry.num_reqs == entry.num_tokens == 33 else entry
+
+    return on_role(_ODD.plan(), Role.TARGET, lambda role: replace(role, entries=tuple(map(rounded, role.entries))))
+
+
 _TRIPLES = deployed(reqs=8, tokens=512, drafts=2)
 
 
@@ -157,6 +169,14 @@ PLANTED: tuple[PlanMutant, ...] = (
         says="with K = 2, decode graphs have 1, 2, 4, 8 tokens: no multiples of 3, the last request is short",
         healthy=_TRIPLES,
         plan=_requests_from_rounded_tokens,
+    ),
+    planted(
+        "edited-beyond-the-limits",
+        BugClass.B,
+        "vllm#50065",
+        says="the largest decode is rounded up by hand to 34 requests, and the limits admit 33",
+        healthy=_ODD,
+        plan=_edited_to_34,
     ),
     planted(
         "draft-query-below-one",

@@ -75,19 +75,6 @@ def _draft_tokens(dispatcher: Dispatcher, batch: Batch) -> int:
 # B: shape algebra.
 
 
-def _rounded(dispatcher: Dispatcher, batch: Batch) -> Batch:
-    query_len = 1 + _draft_tokens(dispatcher, batch)
-    if batch.role is Role.DRAFT_DECODE or not batch.past_prompt:
-        return batch
-    if -(-batch.num_tokens // query_len) != batch.num_reqs:
-        return batch
-    return attrs.evolve(batch, query_len=query_len, num_tokens=batch.num_reqs * query_len)
-
-
-def _past_any_prompt(dispatcher: Dispatcher, batch: Batch) -> Batch:
-    return attrs.evolve(batch, past_prompt=True)
-
-
 def _by_the_targets_formula(dispatcher: Dispatcher, batch: Batch) -> Batch:
     speculative = dispatcher.plan.speculative
     if batch.role is not Role.DRAFT_DECODE or speculative is None:
@@ -129,6 +116,10 @@ def _of_as_many_requests(dispatcher: Dispatcher, batch: Batch, serving: list[Ent
     return _cheapest([entry for entry in serving if entry.num_reqs in (None, batch.num_reqs)])
 
 
+def _whatever_adapters(dispatcher: Dispatcher, batch: Batch) -> Batch:
+    return attrs.evolve(batch, active_loras=0)
+
+
 # J: observability.
 
 
@@ -151,21 +142,6 @@ def _without_reason(dispatcher: Dispatcher, batch: Batch, answer: Dispatch) -> D
 
 
 DISPATCH_MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        name="requests-from-rounded-tokens",
-        threads=("vllm#28207",),
-        bug_class=BugClass.B,
-        says="A batch whose last request is short is taken for a uniform decode, because its tokens, rounded "
-        "up to a multiple of 1 + K, give its number of requests",
-        patch=_other_batch(_rounded),
-    ),
-    Mutant(
-        name="prompt-taken-for-a-decode",
-        threads=("vllm#28207",),
-        bug_class=BugClass.B,
-        says="A prompt of exactly 1 + K tokens has the shape of a decode and is sent to a decode's graph",
-        patch=_other_batch(_past_any_prompt),
-    ),
     Mutant(
         name="targets-formula-for-the-drafter",
         threads=("vllm#48494", "vllm#48329"),
@@ -211,6 +187,13 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         says="The key of a FULL graph has padded requests at capture and real ones at dispatch, so that only "
         "batches without padding find it",
         patch=_other_entry(_of_as_many_requests),
+    ),
+    Mutant(
+        name="adapters-not-in-the-key",
+        threads=("vllm#32005",),
+        bug_class=BugClass.C,
+        says="Dispatch does not look at adapters, and replays a graph without them for a batch that has some",
+        patch=_other_batch(_whatever_adapters),
     ),
     Mutant(
         name="draft-graphs-never-dispatched",

@@ -31,7 +31,7 @@ from gallery.patching import Patch, nothing, patched
 Writes = Callable[[RoleRun, StepInputs], list[Write]]
 
 
-def _filled(change: Callable[[RoleRun, Write], None], names: Iterable[str]) -> Patch:
+def filled(change: Callable[[RoleRun, Write], None], names: Iterable[str]) -> Patch:
     """Return a patch that changes the writes of the named fields, at every step."""
     wanted = frozenset(names)
 
@@ -48,7 +48,7 @@ def _filled(change: Callable[[RoleRun, Write], None], names: Iterable[str]) -> P
     return patched((RoleRun, "writes", make))
 
 
-def _tail_left(run: RoleRun, write: Write) -> None:
+def tail_left(run: RoleRun, write: Write) -> None:
     """Write the real rows and let the tail be."""
     if write.real is not None:
         write.rows = len(write.real)
@@ -56,7 +56,7 @@ def _tail_left(run: RoleRun, write: Write) -> None:
 
 def _tail_left_of_prefills(run: RoleRun, write: Write) -> None:
     if run.role is Role.DRAFT_PREFILL:
-        _tail_left(run, write)
+        tail_left(run, write)
 
 
 def _zeroed(run: RoleRun, write: Write) -> None:
@@ -158,7 +158,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.D,
         says="A FULL graph's tokens are padded and its requests are not: lengths and block tables of padded "
         "rows are those of an earlier, larger batch",
-        patch=_filled(_tail_left, ("seq_lens", "block_table")),
+        patch=filled(tail_left, ("seq_lens", "block_table")),
     ),
     Mutant(
         name="last-token-indices-stale",
@@ -166,21 +166,21 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.D,
         says="Behind the real requests of a draft prefill last_token_indices is not filled, and points past "
         "the tokens of a smaller batch",
-        patch=_filled(_tail_left_of_prefills, ("last_token_indices",)),
+        patch=filled(_tail_left_of_prefills, ("last_token_indices",)),
     ),
     Mutant(
         name="slot-mapping-stale",
         threads=("vllm#39773", "lmdeploy#4569"),
         bug_class=BugClass.D,
         says="Padded tokens keep the slots of an earlier, larger batch and write keys and values there",
-        patch=_filled(_tail_left, ("slot_mapping",)),
+        patch=filled(tail_left, ("slot_mapping",)),
     ),
     Mutant(
         name="idx-mapping-padded-with-zero",
         threads=("tokenspeed#700",),
         bug_class=BugClass.D,
         says="idx_mapping is padded with 0 instead of -1, so that padded rows are those of the first place",
-        patch=_filled(_zeroed, ("idx_mapping",)),
+        patch=filled(_zeroed, ("idx_mapping",)),
     ),
     Mutant(
         name="skip-clamped-to-zero",
@@ -194,7 +194,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#28579",),
         bug_class=BugClass.D,
         says="Padded rows of query_start_loc hold 0 instead of the real total, so that it falls at its end",
-        patch=_filled(_zeroed, ("query_start_loc",)),
+        patch=filled(_zeroed, ("query_start_loc",)),
     ),
     Mutant(
         name="large-small-large",

@@ -144,3 +144,24 @@ def test_unknown_names_are_refused_with_the_nearest(command):
     code, _, err = command("doubling-size", "--catch")
     assert code == 2
     assert "no mutant is named 'doubling-size'; did you mean doubling-sizes?" in err
+
+
+def test_campaign_goes_on_where_it_stopped(command, tmp_path, monkeypatch):
+    """Each result is in the file at once; a second run searches what is left, and reports all."""
+    kept = tmp_path / "results.jsonl"
+    assert command("--catch", QUICK[0], "--resume", str(kept))[0] == 0
+    searched, run_search = [], campaign.run_search
+    monkeypatch.setattr(campaign, "run_search", lambda search: searched.append(search.name) or run_search(search))
+    with kept.open("a") as file:
+        file.write('\n{"search": {"na')
+    code, out, _ = command("--catch", *QUICK, "--resume", str(kept))
+    assert (code, searched) == (0, [QUICK[1]])
+    assert out.endswith("2 of 2 mutants found with every seed\n")
+
+
+def test_campaign_stops_in_time_and_says_that_searches_are_left(command):
+    """One search is finished, and the campaign is not."""
+    code, out, _ = command("--catch", *QUICK, "--seconds", "0", "--format", "json")
+    data = json.loads(out)
+    assert code == 1
+    assert data["targets"]["every search is done"] is False

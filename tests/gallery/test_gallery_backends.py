@@ -7,6 +7,8 @@ import pytest
 
 from capture_planner import conformance
 from capture_planner.analysis.lint.core import BugClass
+from capture_planner.conformance import Case, Scene, Shape
+from capture_planner.conformance.scene import Arrive, Reload, RunBatch, Step
 from capture_planner.records.backend import Backend
 from gallery.backends import MUTANTS
 from gallery.core import LATE, Mutant, detect
@@ -50,6 +52,41 @@ def test_each_mutant_is_caught(mutant: Mutant) -> None:
     caught = detect(mutant, minimize=False)
     assert caught is not None
     assert caught.case
+
+
+LONG = conformance.Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=2, longest=140)
+ONE, TWO = RunBatch(rows=((0, 1, 0),)), RunBatch(rows=((0, 1, 0), (1, 1, 0)))
+
+
+def case(*steps: Step, requests: int = 1, past: int = 3, shape: Shape = LONG, **scene: object) -> Case:
+    """Requests that are past their prompt, and what is done with them."""
+    of = Scene(shape=shape, num_reqs=max(2, requests), num_tokens=24, size_reqs=(max(2, requests),), **scene)  # type: ignore[arg-type]
+    return Case(scene=of, steps=(*(Arrive(prompt=past, computed=past),) * requests, *steps))
+
+
+CASES = {
+    "sized-by-the-limits": case(TWO, requests=2, beyond=2),
+    "one-tile-of-requests": case(RunBatch(rows=tuple((number, 1, 0) for number in range(17))), requests=17),
+    "second-split-lost": case(ONE, past=100),
+    "pages-in-eight-bits": case(RunBatch(rows=tuple((n, 1, 0) for n in range(5))), requests=5, past=130),
+    "ring-wraps": case(*(ONE,) * 50),
+    "plan-kept-for-a-shape": case(*(ONE,) * 6),
+    "scoring-of-first-layer": case(ONE, layers=2, sinks=True),
+    "softcap-not-captured": case(ONE, softcap=True),
+    "sinks-copied-at-capture": case(Reload(seed=9), ONE, sinks=True),
+    "scale-of-the-head-dimension": case(ONE, sharp=True),
+}
+"""What large, long and rarely drawn scenes show: the smallest case of it."""
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.name in CASES], ids=lambda m: m.name)
+def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
+    """The case is caught with the bug, and in order without."""
+    assert mutant.backend is not None
+    failure = conformance.play(conformance.under_test(mutant.backend()), CASES[mutant.name]).failure
+    assert failure is not None
+    assert failure.entry is not None, failure
+    assert conformance.play(conformance.under_test(RenamedReference()), CASES[mutant.name]).failure is None
 
 
 def test_names_and_classes() -> None:

@@ -18,6 +18,7 @@ FOUND_BY = {
     "ceiling-left-out": "CP001",
     "captured-to-32": "CP002",
     "decode-sizes-off-the-multiple": "CP010",
+    "edited-beyond-the-limits": "CP015",
     "draft-query-below-one": "CP011",
     "every-tier-at-every-size": "CP020",
     "prefill-sizes-far-apart": "CP023",
@@ -32,6 +33,8 @@ FOUND_BY = {
     "capture-time-not-counted": "CP040",
     "graphs-for-each-adapter-count": "CP042",
     "platform-limit-forgotten": "CP041",
+    "state-pool-of-the-memory": "CP046",
+    "state-pool-without-padding": "CP046",
     "captured-never-dispatched": "CP037",
     "requests-are-tokens": "CP010",
 }

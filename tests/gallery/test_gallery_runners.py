@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from capture_planner.conformance import Case, Scene, SearchProfile, Shape, SuiteOptions, conform, play, under_test
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
@@ -29,6 +30,7 @@ def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
 
 
 ALONE = RunBatch(rows=((0, 4, 0),))
+ONE = RunBatch(rows=((0, 1, 0),))
 CASES = {
     # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
     "targets-formula-for-the-drafter": case(
@@ -38,14 +40,53 @@ CASES = {
     "tiers-shadow-each-other": case(ALONE, num_reqs=3, size_reqs=(2, 3), drafts=3, schedule=((1, 2, 3), (3, 3, 1))),
     # A PIECEWISE graph of 5 tokens is nearer than the FULL one of 12.
     "full-shadowed-by-piecewise": case(ALONE, num_reqs=3, num_tokens=16, size_reqs=(3,), size_tokens=(5, 16), drafts=3),
+    # A prompt of one token, without drafts.
+    "prompt-taken-for-a-decode": case(Serve(requests=((1, 3, 0),)), requests=0),
+    # The second one's prompt begins when the first one decodes.
+    "prompts-behind-a-decode": case(Serve(requests=((4, 6, 0), (5, 3, 1))), requests=0),
+    # One decode is cut short by the model's end.
+    "requests-from-rounded-tokens": case(Serve(requests=((16, 8, 0), (5, 12, 0))), requests=0, drafts=2),
+    # A decode of one token and a prompt of three.
+    "query-length-of-the-mean": case(Serve(requests=((3, 6, 0), (3, 3, 1))), requests=0),
+    "adapters-not-in-the-key": case(RunBatch(rows=((0, 1, 0),), loras=1), loras=1),
     # Two draft decodes of one request, one after the other, in graphs for three.
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
     "draft-decode-piecewise": case(ALONE, ALONE, ALONE, drafts=3, fused=False),
     "chain-one-step-too-long": case(ALONE, drafts=3),
+    "drafts-over-the-targets-output": case(ALONE, drafts=3),
+    "drafts-move-the-targets-fields": case(ALONE, drafts=3),
+    "exact-sizes-looked-up-by-number": case(ALONE, num_reqs=1, size_reqs=(1,), drafts=3),
+    # One attention call of two graphs or more breaks.
+    "capture-errors-swallowed": case(requests=0, capture=CaptureAttack(breaks=1)),
+    "graphs-of-a-broken-session": case(requests=0, capture=CaptureAttack(breaks=4)),
+    "splits-after-an-error": case(
+        ALONE, mode=GraphMode.PIECEWISE, drafts=3, capture=CaptureAttack(breaks=2, stays_eager=True)
+    ),
+    "replayed-inside-the-session": case(requests=0),
+    # The longest request of two takes all pages, and decodes in a graph for two.
+    "dummy-request-on-demand": case(
+        Serve(requests=((20, 4, 0),)), requests=0, num_reqs=2, full_cache=True, size_reqs=(2,)
+    ),
     # One request is served where three have room, and its drafts are verified on the device.
     "padded-rows-verified": case(Serve(requests=((5, 4, 0),)), requests=0, drafts=1, ahead=True),
+    # A request at its first token, in a row of the pool that held another's state.
+    "first-state-lost": case(Arrive(prompt=4), ONE, requests=0, recurrent=True),
+    "state-not-reset": case(Arrive(prompt=4), ONE, requests=0, recurrent=True),
+    # The draft is rejected.
+    "state-not-rolled-back": case(RunBatch(rows=((0, 2, 0),)), drafts=1, recurrent=True),
+    # Three requests, and then one in the same graph.
+    "state-indices-stale": case(RunBatch(rows=((0, 1, 0), (1, 1, 0), (2, 1, 0))), ONE, ONE, requests=3, recurrent=True),
+    "padded-state-clamped": case(ONE, RunBatch(rows=((1, 1, 0),)), requests=3, recurrent=True),
+    "states-without-padding": case(ONE, requests=3, recurrent=True),
+    # The first request ends, and the third takes its row in the pool, behind the second in the batch.
+    "state-rows-of-the-last-batch": case(
+        Serve(requests=((3, 2, 0), (3, 6, 0), (3, 4, 0))), requests=0, num_reqs=2, size_reqs=(2,), recurrent=True
+    ),
+    # One request in a graph for three.
+    "padding-in-the-scale": case(ONE, coupled=True),
+    "padding-in-the-load": case(ONE, coupled=True),
 }
-"""What random scenes come to late: the smallest case of it."""
+"""What random scenes come to late, or what a few steps show: the smallest case of it."""
 
 
 def name_of(mutant: Mutant) -> str:

@@ -261,7 +261,7 @@ def test_a_group_sees_its_fields_at_the_extents_asked_for(role, one, two, where,
             assert runners is (field in role.inputs)
 
 
-BOUNDS = Bounds(reqs=30, pages=70, slots=900, positions=50, vocabulary=1000, workspace=11)
+BOUNDS = Bounds(reqs=30, pages=70, slots=900, states=31, positions=50, vocabulary=1000, workspace=11)
 
 
 def first_wrong(field, batch):
@@ -272,6 +272,7 @@ def first_wrong(field, batch):
         Bound.PAGES: 70,
         Bound.SLOTS: 900,
         Bound.POSITIONS: 50,
+        Bound.STATES: 31,
         Bound.VOCABULARY: 1000,
         Bound.WORKSPACE: 11,
     }[field.indexes]

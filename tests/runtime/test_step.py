@@ -27,11 +27,12 @@ DTYPES = {
     "last_token_indices": "int32",
     "idx_mapping": "int32",
     "cu_num_draft_tokens": "int32",
+    "state_indices": "int32",
     "sampled_rows": "int64",
     "sampled_counts": "int32",
 }
 """What the runner's fields are declared as."""
-OF_THE_TARGET = {"cu_num_draft_tokens", "sampled_rows", "sampled_counts"}
+OF_THE_TARGET = {"cu_num_draft_tokens", "state_indices", "sampled_rows", "sampled_counts"}
 
 
 @attrs.frozen(kw_only=True)

@@ -86,6 +86,7 @@ def fields() -> str:
         "each role": backend.COMMON_FIELDS,
         "the target, with drafts": backend.SPECULATIVE_FIELDS,
         "the target, with multimodal rope": backend.MROPE_FIELDS,
+        "the target, with recurrent layers": backend.STATE_FIELDS,
     }
     rows = []
     for role, declared in groups.items():

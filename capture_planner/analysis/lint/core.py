@@ -20,6 +20,7 @@ REPOSITORIES = {
     "sglang": "sgl-project/sglang",
     "mini-sglang": "sgl-project/mini-sglang",
     "TRT-LLM": "NVIDIA/TensorRT-LLM",
+    "aiter": "ROCm/aiter",
     "flashinfer": "flashinfer-ai/flashinfer",
     "lmdeploy": "InternLM/lmdeploy",
     "tokenspeed": "lightseekorg/tokenspeed",
@@ -60,6 +61,12 @@ class BugClass(enum.Enum):
     H = "rank agreement"
     I = "resources"  # noqa: E741
     J = "observability"
+    K = "aliasing"
+    L = "coupled rows"
+    M = "shared pools"
+    P = "capture sessions"
+    Q = "padding resources"
+    R = "graph keys"
 
 
 @attrs.frozen

@@ -113,6 +113,24 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, message, "entries")
 
 
+@error("CP046", "vllm#34094 TRT-LLM#13151", "plan again from the spec", at="model.recurrent")
+def small_state_pool(coverage: Coverage) -> Iterator[Diagnostic]:
+    """The pool of recurrent states has no row for each request of the largest padded batch, and one for padding.
+
+    A kernel of a decode's graph reads and writes a row for each padded request. Where there are fewer, it goes past
+    the end of the pool, or padding takes the row of a running request. Also an error: recurrent layers and no pool.
+    """
+    plan = coverage.plan
+    if plan.model.recurrent is None:
+        return
+    entries = [entry for role in plan.roles for entry in role.entries]
+    most = max(plan.limits.max_num_reqs, *(entry.num_reqs or 0 for entry in entries), 0)
+    rows = plan.states.rows if plan.states else 0
+    if rows < most + 1:
+        message = f"the pool of recurrent states has {rows} rows, and {most} requests and padding take {most + 1}"
+        yield Diagnostic(message, path=("states",))
+
+
 def _is_coarse(cell: Cell) -> bool:
     """Whether the smallest decode of a cell is mostly padding."""
     if cell.kind is not Kind.DECODE or cell.entry is None or cell.min_loras:

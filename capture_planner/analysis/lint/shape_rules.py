@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from capture_planner.analysis.coverage import Coverage, nearest_group_misses
 from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_families, token_step
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.batch_space import decode_families, request_step, token_step
+from capture_planner.records.plan import RolePlan
+from capture_planner.records.spec import Parallel
 
 HEAVY_RATIO = 2.0
 HEAVY_TOKENS = 1024
@@ -89,6 +91,58 @@ def schedule_beyond_num_tokens(coverage: Coverage) -> Iterator[Diagnostic]:
                 message=f"the schedule has {k} draft tokens for {first} to {last} requests, but num_tokens is "
                 f"{speculative.num_tokens}",
             )
+
+
+@warning(
+    "CP015",
+    "vllm#50065",
+    "raise the limits or remove them; they are right only if the engine rounds sizes up by a rule of its own, and all "
+    "buffers are sized by entries",
+    at="limits",
+)
+def entry_beyond_the_limits(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A graph has more requests or tokens than the limits admit, and no alignment is the reason.
+
+    Its last rows are always padding. A buffer of max_num_reqs rows is too small for it: vLLM sized one by the limits,
+    and the padded rows of the largest graph overran it.
+    """
+    for role in coverage.plan.roles:
+        for entry, aligned in _beyond(coverage, role):
+            if not aligned:
+                yield of_role(coverage, role, _beyond_text(coverage, entry), "entries")
+
+
+@note("CP016", "vllm#50065", "nothing to fix; size buffers by the entries, not by the limits", at="parallel")
+def aligned_beyond_the_limits(coverage: Coverage) -> Iterator[Diagnostic]:
+    """Sequence parallelism rounds a graph up beyond the limits: padded tokens are a multiple of the ranks."""
+    for role in coverage.plan.roles:
+        for entry, aligned in _beyond(coverage, role):
+            if aligned:
+                message = f"{_beyond_text(coverage, entry)}, rounded up for sequence parallelism"
+                yield of_role(coverage, role, message, "entries")
+
+
+def _beyond(coverage: Coverage, role: RolePlan) -> Iterator[tuple[Entry, bool]]:
+    """Yield the entries of a role beyond the limits, each with whether sequence parallelism is the reason."""
+    limits, parallel = coverage.plan.limits, coverage.plan.parallel
+    for entry in role.entries:
+        reqs = entry.num_reqs or 0
+        if reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens:
+            step = 1 if entry.query_len is None else request_step(entry.query_len, parallel)
+            aligned = reqs < limits.max_num_reqs + step
+            yield entry, aligned and entry.num_tokens < limits.max_num_tokens + _token_step(entry, parallel)
+
+
+def _beyond_text(coverage: Coverage, entry: Entry) -> str:
+    limits = coverage.plan.limits
+    return f"{entry}: the limits admit {limits.max_num_reqs} requests and {limits.max_num_tokens} tokens"
+
+
+def _token_step(entry: Entry, parallel: Parallel) -> int:
+    """Return what an entry's tokens are rounded up to."""
+    if entry.query_len is None:
+        return token_step(parallel)
+    return request_step(entry.query_len, parallel) * entry.query_len
 
 
 @warning("CP020", "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")

@@ -142,7 +142,7 @@ class EagerCheck(ForwardObserver):
             slots=torch.from_numpy(slots).to(role.fields["positions"].device),
             turn=turn,
         )
-        inputs = [tensor_of(actual) for actual in role.body.inputs()]
+        inputs = [tensor_of(actual) for actual in (*role.body.inputs(), *role.recurrent.persistent())]
         before = [tensor.clone() for tensor in inputs]
         caches = [(cache, cache[forward.slots]) for cache in _slots(role)]
         before_graph = {(layer, name): prints(cache) for layer, name, cache in _caches(role)}

@@ -43,6 +43,8 @@ class StepInputs:
     """``int32[R]``: the last row of each request; in a draft prefill, the last that verification kept."""
     cu_num_draft_tokens: Array | None = None
     """``int32[R]``: running sum of the drafts to verify. None in a draft decode."""
+    state_indices: Array | None = None
+    """``int32[R]``: the row of each request in the pool of recurrent states. None in draft decodes."""
     sampled_rows: Array | None = None
     """``int64[N]``: the rows whose next token is read. None in draft decodes and warm-ups."""
     sampled_counts: Array | None = None
@@ -116,6 +118,7 @@ class StepInputs:
             last_token_indices=self.last_token_indices,
             idx_mapping=self.idx_mapping,
             cu_num_draft_tokens=self.cu_num_draft_tokens,
+            state_indices=self.state_indices,
             sampled_rows=self.sampled_rows,
             sampled_counts=self.sampled_counts,
             adapter_lanes=self.adapter_lanes,

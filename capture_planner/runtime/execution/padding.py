@@ -106,6 +106,7 @@ class Bounds:
     reqs: int
     pages: int
     slots: int
+    states: int
     positions: int
     vocabulary: int
     workspace: int
@@ -135,14 +136,18 @@ def out_of_bounds(
     padded = np.ones(held.shape, dtype=np.bool_)
     if real is not None:
         padded[tuple(slice(length) for length in real.shape)] = False
-    if field.fill is Fill.CONSTANT and field.value == -1:
+    skips = field.fill is Fill.CONSTANT and field.value == -1
+    if skips:
         wrong &= ~(padded & (held == -1))
     if not wrong.any():
         return None
     place = tuple(int(index) for index in np.argwhere(wrong)[0])
+    allowed = f"at least 0 and less than {top}"
+    if padded[place] and skips:
+        allowed += ", or its fill of -1"
     return (
         f"{buffer.key}[{', '.join(map(str, place))}] is {held[place]}, {'padding' if padded[place] else 'a real value'}"
-        f"; it indexes {field.indexes.value}, so it must be at least 0 and less than {top}"
+        f"; it indexes {field.indexes.value}, so it must be {allowed}"
     )
 
 

@@ -24,12 +24,14 @@ from capture_planner.records.plan import RolePlan
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body
+from capture_planner.runtime.execution.calls import LayerCalls
 from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.profiling import profiled
-from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, Scoring
+from capture_planner.runtime.execution.recurrent import RecurrentLayers
+from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, NULL_STATE, Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
 from capture_planner.runtime.options import ExecutionPolicy
 
@@ -113,6 +115,7 @@ class RoleRun:
         body: Body,
         fields: Fields,
         attention: RoleAttention,
+        recurrent: RecurrentLayers,
         context: ExecutionContext,
         observer: ForwardObserver,
     ) -> None:
@@ -120,14 +123,18 @@ class RoleRun:
         self.body = body
         self.fields = fields
         self.attention = attention
+        self.recurrent = recurrent
         self.bounds, self.page_size = context.bounds, context.page_size
         self.graphs: dict[Entry, Graph] = {}
+        """What is replayed: the graphs of the last capture session, once it has ended."""
         self.pool: GraphPool | None = None
         """Where its graphs live; None before ``begin_capture``."""
         self._policy, self._grapher, self._apply = context.policy, context.grapher, context.apply
         self._observer = observer
         self._guard: PointerGuard | None = None
         self._states: dict[Entry, GraphState] = {}
+        self._captured: dict[Entry, tuple[Graph, GraphState]] = {}
+        """Graphs of a session that has not ended: nothing of it is replayed before (vllm#28334)."""
         self._derived = [buffer for buffer in fields if buffer.field.name in DERIVED]
         self._is_splitting = False
 
@@ -147,6 +154,8 @@ class RoleRun:
         for name, holder, attribute in (*self.body.outputs(), *self.body.inputs()):
             yield f"{self.role.value}.{name}", holder, attribute
         yield from self.attention.persistent()
+        for name, holder, attribute in self.recurrent.persistent():
+            yield f"{self.role.value}.{name}", holder, attribute
 
     # One forward.
 
@@ -201,6 +210,7 @@ class RoleRun:
         if self._policy.options.debug:
             padding.check_bounds(self.fields, step.inputs.declared, step.extents, self.bounds)
         self.attention.prepare(step)
+        self.recurrent.prepare(step)
 
     def replay_or_run(self, step: ForwardStep, started: float) -> ForwardTimes:
         """Let the observer run what is prepared."""
@@ -243,7 +253,8 @@ class RoleRun:
 
     def per_token(self, number: int, extents: Extents) -> None:
         """Run the body's part per token, of draft decode ``number`` in a chain; 0 outside of chains."""
-        self.body.per_token(extents, functools.partial(self._attend, number))
+        slots = self.fields["slot_mapping"][: extents.tokens]
+        self.body.per_token(extents, LayerCalls(functools.partial(self._attend, number), slots, self._recur))
         self._observer.after_tokens(self, number)
 
     def _attend(
@@ -261,10 +272,20 @@ class RoleRun:
                 attention(query, keys, values, out)
         return out
 
+    def _recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(inputs)
+        recurrence = functools.partial(self.recurrent.recur, layer)
+        if self._is_splitting:
+            self._grapher.split(recurrence, reads=(inputs, decays), writes=(out,))
+        else:
+            recurrence(inputs, decays, out)
+        return out
+
     # Capture.
 
     def begin_capture(self, pool: GraphPool) -> None:
-        """Remember where every tensor is, and capture into ``pool`` from here on."""
+        """Drop the graphs of before, remember where every tensor is, and capture into ``pool`` from here on."""
+        self.abandon_capture()
         self.pool = pool
         self._guard = PointerGuard(self.persistent(), self.body.weights())
 
@@ -282,9 +303,23 @@ class RoleRun:
             graph = self._grapher.capture(lambda: self._forward(extents, entry), pool)
         finally:
             self._is_splitting = False
-        self.graphs[entry] = graph
-        self._states[entry] = self.attention.graph_state()
+        self._captured[entry] = graph, self.attention.graph_state()
         return graph
+
+    def end_capture(self) -> None:
+        """Let all graphs of the session be replayed."""
+        self.graphs.update({entry: graph for entry, (graph, _) in self._captured.items()})
+        self._states.update({entry: state for entry, (_, state) in self._captured.items()})
+        self._captured.clear()
+
+    def abandon_capture(self) -> None:
+        """Drop all graphs, and what is known of them: everything runs eager."""
+        self._drop_graphs()
+        self.pool = self._guard = None
+
+    def _drop_graphs(self) -> None:
+        for graphs in (self.graphs, self._states, self._captured):
+            graphs.clear()
 
     def _warm_up_step(self, entry: Entry) -> ForwardStep:
         """Stage and prepare the largest batch that an entry serves."""
@@ -302,7 +337,7 @@ class RoleRun:
         return step
 
     def warm_up_inputs(self, entry: Entry) -> StepInputs:
-        """Return the largest batch that the entry serves; it reads and writes the null page alone.
+        """Return the largest batch that the entry serves; it reads and writes null page and null state alone.
 
         Every request has one token at least, no request is longer than the model, and there are no more
         than the limits admit: what an entry has beyond that is padding, at capture as at replay. Sequences are as long
@@ -327,6 +362,7 @@ class RoleRun:
             block_table=np.full((reqs, pages), NULL_PAGE, dtype=np.int32),
             idx_mapping=np.arange(reqs, dtype=np.int32),
             cu_num_draft_tokens=(starts[1:] - np.arange(1, reqs + 1)).astype(np.int32),
+            state_indices=np.full(reqs, NULL_STATE, dtype=np.int32),
             page_size=self.page_size,
         )
 
@@ -342,7 +378,7 @@ class RoleRun:
 
     def release(self) -> None:
         """Release all backends. Graphs go first: they hold pointers into what is released."""
-        self.graphs.clear()
+        self._drop_graphs()
         self.attention.release()
 
 

@@ -73,6 +73,8 @@ class CudaPool:
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self._idle: tuple[int, list[torch.Tensor]] | None = None
         """What no live tensor owns, as it was with so many graphs: to ask the allocator takes long."""
+        self._leftover: set[int] = set()
+        """Addresses of blocks that tensors owned when a capture had ended."""
 
     def open(self) -> None:
         """Make it ready for a capture: what is idle is not known after it.
@@ -99,12 +101,23 @@ class CudaPool:
         for block in self._idle[1]:
             block.fill_(255)
 
+    def new_leftover(self) -> int:
+        """Return the bytes of blocks that live tensors own, without what was counted before."""
+        owned = dict(self._blocks("active_allocated"))
+        new = sum(size for address, size in owned.items() if address not in self._leftover)
+        self._leftover = set(owned)
+        return new
+
     def _inactive(self) -> Iterator[torch.Tensor]:
+        return (borrowed(address, size) for address, size in self._blocks("inactive"))
+
+    def _blocks(self, state: str) -> Iterator[tuple[int, int]]:
+        """Yield address and bytes of each block in a state."""
         for segment in self._segments():
             address = segment["address"]
             for block in segment["blocks"]:
-                if block["state"] == "inactive":
-                    yield borrowed(address, block["size"])
+                if block["state"] == state:
+                    yield address, block["size"]
                 address += block["size"]
 
     def _segments(self) -> list[dict[str, Any]]:
@@ -123,6 +136,7 @@ class CudaGraph:
     """Bytes of segments by which it grew its pool."""
     alone: int = 0
     """Bytes of its tensors when most of them were alive; a pool of its own rounds up to segments."""
+    leftover: int = 0
 
     @property
     def pieces(self) -> int:
@@ -212,6 +226,11 @@ class CudaGraphs:
             held = pool.memory
             del graph
             raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
+        if torch.cuda.memory_allocated() > alive:
+            # A cycle of objects may hold what the forward has let go.
+            gc.collect()
+            if torch.cuda.memory_allocated() > alive:
+                graph.leftover = pool.new_leftover()
         pool.add(graph)
         return graph
 

@@ -38,6 +38,10 @@ class Graph(Protocol):
         """
 
     @property
+    def leftover(self) -> int:
+        """Bytes of tensors that its forward made and that outlived the capture: the next replay overwrites them."""
+
+    @property
     def pieces(self) -> int:
         """How many pieces it has: 1 for a FULL graph, one more than its attention calls for PIECEWISE."""
 

@@ -148,6 +148,16 @@ class Storage:
         self._chunk: torch.UntypedStorage | None = None
         self._offset = 0
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether a tensor has it."""
+        return not self._reference.expired()  # type: ignore[no-untyped-call]
+
+    @property
+    def size(self) -> int:
+        """Bytes that it needs; 0: no operator touched it."""
+        return 0 if self.block is None else self.block.size
+
     def touch(self, when: int, size: int) -> None:
         """Take note that operator ``when``, the last so far, uses it; it has ``size`` bytes by then."""
         self.block = Block(when if self.block is None else self.block.first, when, size)

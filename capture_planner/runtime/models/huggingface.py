@@ -63,7 +63,7 @@ class HuggingFaceModel:
     def __init__(self, model: PreTrainedModel, name: str, max_model_len: int) -> None:
         config = model.config.get_text_config(decoder=True)
         self.name = name
-        self.windows = _windows(config)
+        self.windows, self.state_width = _windows(config), 0
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -356,7 +356,8 @@ def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | Non
         raise RunError(f"{where} has num_hidden_layers {text.num_hidden_layers}; supported: 1 to {_MOST_LAYERS}")
     other = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if other:
-        raise RunError(f"{where} has layers of type {', '.join(other)}; {SUPPORTED}")
+        state = "whose state transformers keeps in a cache of its own, " if "linear_attention" in other else ""
+        raise RunError(f"{where} has layers of type {', '.join(other)}, {state}which no graph holds; {SUPPORTED}")
     if getattr(text, "num_kv_shared_layers", 0):
         raise RunError(f"{where} has layers that read the KV cache of another layer; {SUPPORTED}")
     if getattr(config, "quantization_config", None) is not None:

@@ -103,3 +103,12 @@ class Probe:
         self.seen[layer] = (query.shape[1], key.shape[1], query.shape[2])
         self.sinks = self.sinks or scoring.sinks is not None
         return torch.zeros_like(query)
+
+    def recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        """Refuse: no layer of transformers asks for it."""
+        raise RunError(f"recurrent layer {layer} runs in the runner; {SUPPORTED}")
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Refuse: layers of transformers do not know which rows are padding."""
+        raise RunError(f"an operator asks which rows are padding; {SUPPORTED}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -22,10 +22,34 @@ class Scoring:
     """``[num_heads]``: a logit for each head that takes part in the sum and has no value."""
 
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], torch.Tensor]
-"""Attention of one layer: its index, queries ``[T, num_heads, head_dim]``, keys and values
-``[T, num_kv_heads, head_dim]``; returns ``[T, num_heads, head_dim]``. The runner supplies it: it
-writes keys and values into the paged cache and lets the backend attend."""
+class Attend(Protocol):
+    """What layers of a model call in a forward of T rows; the runner supplies it."""
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, /
+    ) -> torch.Tensor:
+        """Attend in one layer, and return ``[T, num_heads, head_dim]``.
+
+        Keys and values ``[T, num_kv_heads, head_dim]`` are written into the paged cache, and the backend attends with
+        queries ``[T, num_heads, head_dim]``.
+        """
+
+    def recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor, /) -> torch.Tensor:
+        """Run the recurrence of one recurrent layer, and return the state after each token, ``[T, width]``.
+
+        :param layer: counts the recurrent layers.
+        :param inputs: ``[T, width]``, added to the state.
+        :param decays: ``[T, width]``, logarithms of what the state is multiplied by before.
+        """
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Which rows are tokens of requests, ``bool[T]``; the others are padding, and may hold NaN.
+
+        An operator that couples rows (a maximum over the batch, the load of an expert, a sum over rows) must leave
+        padding out: zeros in its place are not enough for all of them.
+        """
+
 
 Weight = tuple[str, nn.Module, str]
 """A parameter or buffer that graphs hold the pointer of: full name, its module, its attribute."""
@@ -51,6 +75,8 @@ class TargetModel(_Network, Protocol):
     max_model_len: int
     windows: tuple[int | None, ...]
     """The sliding window of each layer; None: full attention."""
+    state_width: int
+    """Elements of the state of a recurrent layer; 0: no layer is recurrent."""
     mrope: bool
     """Whether positions have three sections (multimodal rope), and so the shape ``[3, T]``."""
     dtype: torch.dtype

@@ -73,6 +73,7 @@ def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageF
         block_table=states.table[:, :width].take(scheduled.state_indices, axis=0),
         idx_mapping=scheduled.state_indices.astype(np.int32),
         cu_num_draft_tokens=np.cumsum(scheduled.drafts, dtype=np.int32),
+        state_indices=states.pool_row[scheduled.state_indices],
         sampled_rows=sampled_rows(scheduled, starts, states),
         sampled_counts=sampled_counts(scheduled, states).astype(np.int32),
         adapter_lanes=lanes,

@@ -1,4 +1,7 @@
-"""The paged KV cache: tensors by layer, and a pool of pages. Page 0 is the null page."""
+"""The caches of requests, by layer: paged keys and values, and the states of recurrent layers.
+
+Page 0 is the null page, and row 0 of the states the null state.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import torch
 
 from capture_planner.errors import RunError
 from capture_planner.records.backend import Attention
+from capture_planner.records.plan import Plan
+from capture_planner.runtime.execution.recurrent import StateCache
 from capture_planner.runtime.executor import NULL_PAGE, LayerCache
 
 
@@ -49,6 +54,16 @@ def layer_cache(
     return LayerCache(keys=keys, values=values)
 
 
+def state_caches(plan: Plan, width: int, dtype: torch.dtype, device: torch.device) -> tuple[StateCache, ...]:
+    """Make the pool of states of each recurrent layer, zeroed: ``[rows, positions, width]``, of float32 at least."""
+    if plan.states is None or plan.model.recurrent is None:
+        return ()
+    shape = (plan.states.rows, plan.states.positions, width)
+    kind, purpose = torch.promote_types(dtype, torch.float32), f"the states of {plan.states.rows} requests"
+    layers = range(plan.model.recurrent.layers)
+    return tuple(StateCache(states=allocated(shape, kind, device, purpose)) for _ in layers)
+
+
 def allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
     """Return zeros; raises ``RunError`` that says what they are for where there is no memory for them."""
     try:
@@ -59,10 +74,13 @@ def allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device, wh
 
 
 class PagePool:
-    """The free pages. The last one returned is handed out first, so that reuse, and its bugs, come soon."""
+    """The free pages, or the free rows of a pool of states; number 0 is never free.
 
-    def __init__(self, num_pages: int) -> None:
-        self._free = [page for page in range(num_pages - 1, -1, -1) if page != NULL_PAGE]
+    The last one returned is handed out first, so that reuse, and its bugs, come soon.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, NULL_PAGE, -1))
 
     @property
     def free(self) -> int:

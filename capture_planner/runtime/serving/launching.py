@@ -239,18 +239,7 @@ class StepLauncher:
         self, role: Role, index: int, scheduled: ScheduledBatch, inputs: StepInputs, begun: float, *, filled: bool
     ) -> Dispatch:
         """Run the target or the draft prefill on a step's batch, and note the forward."""
-        query_len = scheduled.query_len
-        if inputs.num_tokens != scheduled.num_tokens:
-            lengths = np.diff(inputs.query_start_loc)
-            query_len = int(lengths[0]) if (lengths == lengths[0]).all() else None
-        batch = Batch(
-            role=role,
-            num_reqs=scheduled.num_reqs,
-            num_tokens=inputs.num_tokens,
-            query_len=query_len,
-            past_prompt=scheduled.prompts == 0,
-            active_loras=0 if role.is_drafter else active_loras(inputs),
-        )
+        batch = step_batch(role, scheduled, inputs)
         dispatch = self._dispatcher.dispatch(batch)
         times = self._parts.roles[role].run(batch, dispatch, inputs, begun, filled=filled)
         self._note(index, batch, dispatch, times)
@@ -295,6 +284,22 @@ class StepLauncher:
                 seconds=times.seconds,
             )
         )
+
+
+def step_batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Batch:
+    """Return the batch of the target or the draft prefill, as it is dispatched."""
+    query_len = scheduled.query_len
+    if inputs.num_tokens != scheduled.num_tokens:
+        lengths = np.diff(inputs.query_start_loc)
+        query_len = int(lengths[0]) if (lengths == lengths[0]).all() else None
+    return Batch(
+        role=role,
+        num_reqs=scheduled.num_reqs,
+        num_tokens=inputs.num_tokens,
+        query_len=query_len,
+        past_prompt=scheduled.prompts == 0,
+        active_loras=0 if role.is_drafter else active_loras(inputs),
+    )
 
 
 def _draft_decode_batch(scheduled: ScheduledBatch) -> Batch:

@@ -39,9 +39,10 @@ class Parts:
 
     @property
     def kv_cache(self) -> int:
-        """Bytes of the KV cache, over all layers of target and drafter."""
+        """Bytes of the KV cache, over all layers of target and drafter, and of the recurrent states."""
         caches = (cache for role in self.roles.values() for _, cache in role.attention.caches())
-        tensors = (tensor for cache in caches for tensor in (cache.keys, cache.values))
+        tensors = [tensor for cache in caches for tensor in (cache.keys, cache.values)]
+        tensors += [cache.states for role in self.roles.values() for cache in role.recurrent.caches]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     @property

@@ -1,8 +1,8 @@
 """Continuous batching with chunked prefill: which requests run in a step, with how many tokens.
 
 Simple on purpose: it exists to send a plan every batch that its limits admit. A request is admitted
-when a request state and all the pages that it can ever need are free, so nothing is preempted. Requests
-past their prompt come first, then prompts in chunks, in order of arrival.
+when a request state, a row of recurrent states and all the pages that it can ever need are free, so nothing is
+preempted. Requests past their prompt come first, then prompts in chunks, in order of arrival.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from capture_planner.errors import RunError
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora
+from capture_planner.runtime.executor import NULL_STATE
 from capture_planner.runtime.serving.kv import PageFormat, PagePool
 from capture_planner.runtime.serving.workload import Request
 
@@ -32,6 +33,8 @@ class AdmittedRequest:
     pages: list[int]
     entered: float
     """Wall clock when it entered the queue."""
+    pool_row: int = NULL_STATE
+    """Its row in the pool of recurrent states; the null state's without recurrent layers."""
     first_token: float | None = None
     is_finished: bool = False
 
@@ -105,6 +108,8 @@ class RequestStates:
         """Draft tokens that stand after the settled ones."""
         self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
         """``[state, page]``: the null page past the request's own."""
+        self.pool_row = np.zeros(count, dtype=np.int32)
+        """The row of each in the pool of recurrent states; 0 where no layer is recurrent."""
         self.adapter = np.zeros(count, dtype=np.int32)
         """LoRA adapter of each request, counted from 1; 0: none."""
         self.has_adapters = has_adapters
@@ -124,13 +129,16 @@ class Scheduler:
         max_model_len: int,
         lora: Lora | None = None,
         num_adapters: int = 0,
+        pool_rows: int | None = None,
     ) -> None:
+        """``pool_rows`` of the recurrent states, the null state's included; None: no layer is recurrent."""
         self._max_adapters, self._num_adapters = 0 if lora is None else lora.max_active, num_adapters
         self._limits, self._speculative = limits, speculative
         self._pages, self._max_model_len = pages, max_model_len
         self._slots = 0 if speculative is None else speculative.extra_slots
         self._lookahead = 0 if speculative is None else speculative.num_tokens + self._slots
         self._pool = PagePool(pages.num_pages)
+        self._pool_rows = None if pool_rows is None else PagePool(pool_rows)
         self._arriving = deque(sorted(map(self._admissible, requests), key=lambda each: each.arrival))
         self._waiting: deque[tuple[Request, float]] = deque()
         self._free = list(range(limits.max_num_reqs - 1, -1, -1))
@@ -232,10 +240,12 @@ class Scheduler:
         while self._waiting and self._free:
             request, entered = self._waiting[0]
             needed = self.pages_needed(request)
-            if needed > self._pool.free or not self._has_lane(request.adapter):
+            has_row = self._pool_rows is None or self._pool_rows.free
+            if needed > self._pool.free or not has_row or not self._has_lane(request.adapter):
                 break
             self._waiting.popleft()
-            live = AdmittedRequest(request, self._free.pop(), self._pool.take(needed), entered)
+            row = NULL_STATE if self._pool_rows is None else self._pool_rows.take(1)[0]
+            live = AdmittedRequest(request, self._free.pop(), self._pool.take(needed), entered, row)
             self._settle(live)
             self._running.append(live)
             admitted.append(live)
@@ -257,6 +267,7 @@ class Scheduler:
         self.states.adapter[index] = live.request.adapter
         self.states.table[index] = 0
         self.states.table[index, : len(live.pages)] = live.pages
+        self.states.pool_row[index] = live.pool_row
 
     def _k(self, num_reqs: int) -> int:
         return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
@@ -307,3 +318,5 @@ class Scheduler:
         live.finish()
         self._free.append(live.state_index)
         self._pool.give_back(live.pages)
+        if self._pool_rows is not None:
+            self._pool_rows.give_back([live.pool_row])

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import attrs
 import torch
 
+from capture_planner.runtime.execution.calls import LayerCalls
 from capture_planner.runtime.models.protocols import Adapters, LayeredModel, Scoring, Weight
 
 ROWS = 4096
@@ -95,7 +96,7 @@ class DenseForward:
                     input_ids=ids[:, part].flatten(),
                     embeddings=None,
                     positions=positions.expand(3, -1) if self.model.mrope else positions,
-                    attend=functools.partial(attention, int(part[0])),
+                    attend=LayerCalls(functools.partial(attention, int(part[0])), torch.ones_like(positions)),
                 )
             parts.append(hidden.view(len(sequences), len(part), -1))
         return torch.cat(parts, dim=1)

@@ -10,7 +10,16 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
-from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
+from capture_planner.records.model import (
+    DataType,
+    DraftModel,
+    Latent,
+    Method,
+    Model,
+    Recurrent,
+    ScheduleSource,
+    Speculative,
+)
 from capture_planner.records.spec import (
     Budget,
     GroupSpec,
@@ -34,13 +43,22 @@ def _latents() -> SearchStrategy[Latent]:
 
 
 @composite
+def _recurrents(draw: DrawFn, layers: int) -> Recurrent | None:
+    """Draw recurrent layers, fewer than the model has layers."""
+    if layers == 1 or draw(one_of((True, True, False))):
+        return None
+    return Recurrent(layers=draw(st.integers(1, layers - 1)), state=draw(one_of((16, 1 << 20, 12345))))
+
+
+@composite
 def _models(draw: DrawFn, tensor: int) -> Model:
     """Draw a model whose heads divide over ``tensor`` ranks."""
     kv_heads = draw(one_of((tensor, 2 * tensor, 1)))
+    layers = draw(st.integers(1, 6))
     queries = kv_heads if kv_heads % tensor == 0 else kv_heads * tensor
     return Model(
         name=draw(any_names()),
-        num_layers=draw(st.integers(1, 6)),
+        num_layers=layers,
         num_heads=queries * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
         head_dim=draw(one_of((64, 96, 128, 576))),
@@ -54,6 +72,7 @@ def _models(draw: DrawFn, tensor: int) -> Model:
         sinks=draw(st.booleans()),
         mrope=draw(st.booleans()),
         embeddings=draw(st.booleans()),
+        recurrent=draw(_recurrents(layers)),
     )
 
 
@@ -234,7 +253,7 @@ def specs(
         speculative = replace(speculative, model=replace(speculative.model, vocab_size=None))
     chain = speculative is not None and speculative.is_chain
     layers = dict.fromkeys(Role, speculative.model.num_layers if speculative else 0)
-    layers[Role.TARGET] = model.num_layers
+    layers[Role.TARGET] = model.attention_layers
     roles = {}
     for role in Role:
         if role is Role.TARGET or chain or (speculative is not None and role is Role.DRAFT_PREFILL):

@@ -1,0 +1,44 @@
+"""What a scene can have in addition to plain attention: which of it a backend runs, and what is never tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from capture_planner.conformance.scene import Scene
+
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "softcap": (False, False, True),
+    "sinks": (False, False, True),
+    "sharp": (False, False, True),
+    "recurrent": (False, False, True),
+    "coupled": (False, False, True),
+    "loras": (0, 0, 0, 0, 0, 1, 2),
+    "ranks": (1, 1, 1, 1, 2, 4),
+    "beyond": (0, 0, 0, 1, 3),
+}
+"""Fields of a ``Scene``, each with the values to draw from; the first one is without the feature."""
+
+SCORING = ("softcap", "sinks", "sharp")
+"""Those that a backend may refuse; the others are the runner's."""
+
+NAMES = {
+    "softcap": "soft capping",
+    "sinks": "attention sinks",
+    "sharp": "another scale",
+    "recurrent": "recurrent layers",
+    "coupled": "coupled rows",
+    "loras": "LoRA",
+    "ranks": "sequence parallelism",
+    "beyond": "entries beyond the limits",
+    "window": "sliding windows",
+}
+
+
+def features_of(scene: Scene) -> Iterator[str]:
+    """Yield the names of the features of a scene."""
+    for name, values in FEATURES.items():
+        if getattr(scene, name) != values[0]:
+            yield NAMES[name]
+    if scene.shape.windowed:
+        yield NAMES["window"]

@@ -1,0 +1,105 @@
+"""Disturbed capture sessions: each does what it says, and a healthy backend passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from capture_planner.conformance import Case, Check, Scene, Shape, Stage, Violation, play, under_test
+from capture_planner.conformance.canaries import Snapshot
+from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.scene import Arrive, RunBatch, Serve, dumps, loads
+from capture_planner.modes import Role
+from capture_planner.runtime.execution.fields import Extents
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHAPE = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, longest=24)
+SUBJECT = under_test("reference")
+STEPS = (
+    Arrive(prompt=4, computed=4),
+    Arrive(prompt=9),
+    RunBatch(rows=((0, 3, 1),)),
+    RunBatch(rows=((0, 3, 0), (1, 7, 0))),
+    Serve(requests=((21, 3, 0), (5, 4, 0))),
+)
+
+
+def scene(**changes):
+    return Scene(shape=SHAPE, size_tokens=(8, 16), size_reqs=(2, 3), drafts=2, **changes)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        CaptureAttack(order=3),
+        CaptureAttack(alone=1),
+        CaptureAttack(alone=2, order=5),
+        CaptureAttack(breaks=1, stays_eager=True),
+        CaptureAttack(breaks=6),
+        CaptureAttack(breaks=1000),
+    ],
+)
+def test_healthy_backend_passes_whatever_its_session_is(attack):
+    """Also with no page to spare; and the case is the same after it was printed."""
+    case = Case(scene=scene(capture=attack, full_cache=True), steps=STEPS)
+    assert loads(dumps(case)) == case
+    result = play(SUBJECT, case)
+    assert result.failure is None
+    assert result.log.forwards["target NONE"]
+    assert bool(result.log.forwards["target FULL"] or attack.alone) is not attack.stays_eager
+
+
+def test_memory_for_one_graph_leaves_one_in_each_role():
+    """The others are waived, each before its backend hears of it."""
+    with Stage(SUBJECT, scene(capture=CaptureAttack(alone=2))) as stage:
+        roles = stage.runner.parts.roles.values()
+        assert all(len(role.plan.entries) > 1 for role in roles)
+        # In the runner's own order, FULL graphs come after PIECEWISE ones.
+        assert [list(role.graphs) for role in roles] == [[role.plan.entries[1]] for role in roles]
+        lost = [done for done in stage.runner.session.captured if done.waiver is not None]
+        assert len(lost) == stage.plan.num_graphs - len(roles)
+
+
+def test_any_order_of_captures():
+    """Every entry once, and not in the runner's order."""
+    orders = []
+    for seed in (0, 1):
+        with Stage(SUBJECT, scene(capture=CaptureAttack(order=seed))) as stage:
+            orders.append([(done.role, done.entry) for done in stage.runner.session.captured])
+    assert orders[0] != orders[1]
+    assert sorted(map(str, orders[0])) == sorted(map(str, orders[1]))
+
+
+def test_session_that_broke_off_stays_eager():
+    """If the scene says so: no role has a graph, and nothing is dispatched to one."""
+    with Stage(SUBJECT, scene(capture=CaptureAttack(breaks=5, stays_eager=True))) as stage:
+        assert not any(role.graphs for role in stage.runner.parts.roles.values())
+        assert not stage.runner.dispatcher.plan.num_graphs
+
+
+def test_replay_in_a_session_is_a_violation():
+    """Of any graph; afterwards it is counted."""
+    with Stage(SUBJECT, scene()) as stage:
+        role = stage.runner.parts.roles[Role.TARGET]
+        entry, graph = next(iter(role.graphs.items()))
+        graph.replay()
+        assert stage.graphs.replays == [(Role.TARGET, entry)]
+        with pytest.raises(Violation) as caught, stage.graphs.session():
+            graph.replay()
+        assert caught.value.failure.check is Check.REPLAYED
+
+
+@pytest.mark.parametrize("name", ["hidden", "tokens", "positions", "block_table"])
+def test_canaries_are_what_belongs_to_others(name):
+    """A change of the target's buffers is seen in a forward of the drafter; in its own, what it may write is not."""
+    with Stage(SUBJECT, scene()) as stage:
+        roles = stage.runner.parts.roles
+        target = roles[Role.TARGET]
+        extents = Extents(tokens=2, reqs=1, pages=target.fields.capacity.pages)
+        tensor = getattr(target.body, name) if hasattr(target.body, name) else target.fields[name]
+        by_other = Snapshot.of(stage.runner, roles[Role.DRAFT_PREFILL], extents)
+        by_itself = Snapshot.of(stage.runner, target, extents)
+        tensor[:1] += 1
+        assert by_other.changed() == f"target.{name}"
+        assert by_itself.changed() == (f"target.{name}" if name == "block_table" else None)
+        tensor[-1:] += 1
+        assert by_itself.changed() in (f"target.{name}", f"target.{name} behind the padding")

@@ -1,0 +1,81 @@
+"""Mutants of LoRA: requests get another adapter than their own, or padding gets one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from capture_planner.analysis.lint.core import BugClass
+from capture_planner.conformance.adapter_rows import check_adapters
+from capture_planner.runtime.execution.inputs import StepInputs
+from capture_planner.runtime.execution.padding import Write
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.serving import launching
+from gallery.core import Mutant
+from gallery.patching import Patch, patched
+
+Writes = Callable[[RoleRun, StepInputs], list[Write]]
+
+
+def _padded_with_the_first(original: Writes) -> Writes:
+    """Pad the tokens' places with 0, the first active adapter's, instead of none."""
+
+    def writes(run: RoleRun, inputs: StepInputs) -> list[Write]:
+        found = original(run, inputs)
+        for write in found:
+            if write.buffer.field.name == "adapter_lanes":
+                write.fill = 0
+        return found
+
+    return writes
+
+
+def _stale(original: Writes) -> Writes:
+    """Leave the map as it is where the batch has as many tokens as the last one."""
+    last: WeakKeyDictionary[RoleRun, int] = WeakKeyDictionary()
+
+    def writes(run: RoleRun, inputs: StepInputs) -> list[Write]:
+        before, last[run] = last.get(run), inputs.num_tokens
+        found = original(run, inputs)
+        if before != inputs.num_tokens:
+            return found
+        return [write for write in found if write.buffer.field.name not in ("adapter_lanes", "active_adapters")]
+
+    return writes
+
+
+def _one_at_most(original: Callable[[StepInputs], int]) -> Callable[[StepInputs], int]:
+    return lambda inputs: min(original(inputs), 1)
+
+
+def _mutant(name: str, thread: str, bug_class: BugClass, says: str, patch: Patch) -> Mutant:
+    def check(seed: int) -> str | None:
+        with patch():
+            return check_adapters(seed)
+
+    return Mutant(name=name, threads=(thread,), bug_class=bug_class, says=says, adapters=check)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    _mutant(
+        "padding-has-an-adapter",
+        "vllm#15090",
+        BugClass.D,
+        "Padded tokens have the first active adapter instead of none",
+        patched((RoleRun, "writes", _padded_with_the_first)),
+    ),
+    _mutant(
+        "adapter-map-stale",
+        "sglang#28371",
+        BugClass.F,
+        "A batch with as many tokens as the last one keeps its map of adapters",
+        patched((RoleRun, "writes", _stale)),
+    ),
+    _mutant(
+        "adapters-of-the-capture",
+        "sglang#28371",
+        BugClass.C,
+        "A batch of several adapters replays a graph that was captured for one, and the others are skipped",
+        patched((launching, "active_loras", _one_at_most)),
+    ),
+)

@@ -1,0 +1,114 @@
+"""Mutants of class E that small and short scenes do not reach: many requests, keys and pages, and wide entries."""
+
+from __future__ import annotations
+
+import torch
+
+from capture_planner.analysis.lint.core import BugClass
+from capture_planner.runtime.executor import Metadata, Reservation, Scoring
+from capture_planner_reference.executor import ReferenceExecutor
+from gallery.core import Mutant, with_field
+from gallery.padding import RenamedReference
+
+TILE, SPLIT, PAGE_NUMBERS = 16, 64, 256
+
+
+class LimitsAsCapacity(ReferenceExecutor):
+    """Keeps the lengths of each request in front of the block table, with room for the limits' requests."""
+
+    def __init__(self, reservation: Reservation) -> None:
+        super().__init__(reservation)
+        table = reservation.fields["block_table"]
+        self._most = reservation.limits.max_num_reqs
+        self._shape = tuple(table.shape)
+        self._ints = table.new_zeros(self._most + table.numel())
+
+    def prepare(self, metadata: Metadata) -> None:
+        """Copy the table, then the lengths, which overrun it where there are more."""
+        super().prepare(metadata)
+        if metadata.is_full:
+            reqs = metadata.num_reqs
+            self._table[:reqs] = metadata.fields["block_table"]
+            self._ints[:reqs] = metadata.fields["seq_lens"]
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
+        """Attend over the copied table, in a graph."""
+        if metadata.is_full:
+            metadata = with_field(metadata, "block_table", self._table[: metadata.num_reqs])
+        super().attend(layer, query, out, scoring, metadata)
+
+    @property
+    def _table(self) -> torch.Tensor:
+        return self._ints[self._most :].view(self._shape)
+
+
+class OneTileOfRequests(ReferenceExecutor):
+    """Its graphs launch one tile of requests; the others read the table of the last request in it."""
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
+        """Attend with the rows of the table that the tile has."""
+        if metadata.is_full:
+            table = metadata.fields["block_table"]
+            rows = torch.arange(len(table), device=table.device).clamp(max=TILE - 1)
+            metadata = with_field(metadata, "block_table", table.index_select(0, rows))
+        super().attend(layer, query, out, scoring, metadata)
+
+
+class SecondSplitLost(ReferenceExecutor):
+    """Its graphs split keys, and leave out what the second split has found."""
+
+    def _attend_padded(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
+    ) -> None:
+        self._is_split = True
+        super()._attend_padded(layer, query, out, scoring, metadata)
+        self._is_split = False
+
+    _is_split = False
+
+    def _visible(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        visible = super()._visible(keys, positions, lengths)
+        return visible & (keys < SPLIT) if self._is_split else visible
+
+
+class EightBitPages(ReferenceExecutor):
+    """Packs the page numbers of a graph into eight bits."""
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
+        """Attend over the unpacked numbers."""
+        if metadata.is_full:
+            metadata = with_field(metadata, "block_table", metadata.fields["block_table"] % PAGE_NUMBERS)
+        super().attend(layer, query, out, scoring, metadata)
+
+
+E = BugClass.E
+WIDE_MUTANTS = (
+    Mutant(
+        name="sized-by-the-limits",
+        threads=("vllm#50065",),
+        bug_class=E,
+        says="A buffer has room for max_num_reqs requests, and a graph that is padded to more overruns it",
+        backend=lambda: RenamedReference(LimitsAsCapacity),
+    ),
+    Mutant(
+        name="one-tile-of-requests",
+        threads=(),
+        bug_class=E,
+        says="A graph launches a tile of 16 requests, whatever the number of its requests",
+        backend=lambda: RenamedReference(OneTileOfRequests),
+    ),
+    Mutant(
+        name="second-split-lost",
+        threads=(),
+        bug_class=E,
+        says="In a graph keys are split at 64, and what the second split has found is not merged",
+        backend=lambda: RenamedReference(SecondSplitLost),
+    ),
+    Mutant(
+        name="pages-in-eight-bits",
+        threads=(),
+        bug_class=E,
+        says="A graph packs page numbers into eight bits, so that page 256 is page 0",
+        backend=lambda: RenamedReference(EightBitPages),
+    ),
+)

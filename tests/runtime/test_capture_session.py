@@ -1,0 +1,153 @@
+"""The capture session: nothing of it is replayed before its end, and nothing is left of one that breaks off."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from capture_planner.errors import BackendError, GuardError
+from capture_planner.modes import GraphMode
+from capture_planner.plugins import registry
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from support.probe import Probe
+from support.worlds import requests_of, spec_of, world_of, worlds
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
+GRAPHS = [mode for mode in GraphMode if mode is not GraphMode.NONE]
+
+
+def tokens(runner, requests):
+    return {served.name: served.tokens for served in runner.serve(requests)}
+
+
+def registered(runner):
+    """The graphs that the roles and the dispatcher know, as many each."""
+    return sum(len(role.graphs) for role in runner.parts.roles.values()), runner.dispatcher.plan.num_graphs
+
+
+@FEW
+@given(worlds(GRAPHS), st.integers(1, 12), st.sampled_from(("prepare", "attend")))
+def test_error_in_a_session_names_its_entry_and_leaves_no_graph(world, number, call):
+    """Whichever call of a backend breaks: everything runs eager after it, and a second session is right."""
+    calls = itertools.count(1)
+    asked = []
+
+    def break_off(name, reservation, metadata):
+        if name == call and next(calls) == number:
+            asked.append((reservation.role, metadata.entry))
+            raise RuntimeError("out of luck")
+
+    probe = Probe(break_off)
+    world = world_of(
+        replace(world.spec, backend="probe"), registry=registry.load_backends(probe), page_size=world.pages.page_size
+    )
+    with world.runner() as runner:
+        try:
+            runner.capture()
+        except BackendError as error:
+            raised = error
+        else:
+            raised = None
+        assume(asked)
+        ((role, entry),) = asked
+        assert raised is not None
+        assert role.value in str(raised)
+        assert str(entry) in str(raised)
+        assert registered(runner) == (0, 0)
+        requests = requests_of(world, 0)
+        eager = tokens(runner, requests)
+        assert {forward.mode for forward in runner.session.forwards} == {GraphMode.NONE}
+        runner.capture()
+        assert registered(runner) == (world.plan.num_graphs, world.plan.num_graphs)
+        assert [(done.role, done.entry) for done in runner.session.captured] == list(
+            dict.fromkeys((done.role, done.entry) for done in runner.session.captured)
+        )
+        assert tokens(runner, requests) == eager
+
+
+@FEW
+@given(worlds(GRAPHS), st.integers(0, 1 << 16))
+def test_any_order_of_captures_serves_the_same(world, seed):
+    """The order decides how much memory graphs take, and nothing else."""
+    requests, given_order = requests_of(world, 0), []
+    with world.runner() as runner:
+        runner.capture()
+        expected = tokens(runner, requests)
+    with world.runner() as runner:
+
+        def shuffled(work):
+            given_order[:] = random.Random(seed).sample(work, len(work))
+            return given_order
+
+        runner.capture(order=shuffled)
+        assert [(done.role, done.entry) for done in runner.session.captured] == [
+            (role.role, entry) for role, entry in given_order
+        ]
+        assert tokens(runner, requests) == expected
+
+
+def test_nothing_is_replayed_inside_a_session():
+    """A graph of the session is refused until it has ended."""
+    world = world_of(spec_of(k=2, mode=GraphMode.FULL_AND_PIECEWISE))
+    with world.runner() as runner:
+        refused = []
+
+        def replay(done):
+            role, entry = runner.parts.roles[done.role], done.entry
+            inputs = role.warm_up_inputs(entry)
+            batch = Batch(role=done.role, num_reqs=inputs.num_reqs, num_tokens=inputs.num_tokens)
+            step = role.step(batch, entry, inputs)
+            role.stage_inputs(step)
+            role.prepare_backends(step)
+            with pytest.raises(GuardError, match="has no graph"):
+                role.replay_or_run(step, 0.0)
+            refused.append(entry)
+
+        runner.capture(progress=replay)
+        assert len(refused) == world.plan.num_graphs
+        assert registered(runner) == (world.plan.num_graphs, world.plan.num_graphs)
+
+
+def test_interrupted_session_leaves_no_graph():
+    """Also where what watches it raises."""
+    world = world_of(spec_of(k=2, mode=GraphMode.FULL))
+    with world.runner() as runner:
+
+        def interrupt(done):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            runner.capture(progress=interrupt)
+        assert registered(runner) == (0, 0)
+
+
+def test_tensors_that_outlive_a_capture_are_counted():
+    """Those that the graph made: not what was there before, what is gone, or what a piece is handed."""
+    graphs, pool, x, out = RecordedGraphs(), RecordedGraphs().pool(), torch.ones(8), torch.zeros(8)
+    kept = []
+
+    def forward(keep):
+        y = x * 2
+        keep.append(y[:2])
+        z = y.reshape(2, 4)[:1]
+        graphs.split(lambda rows, target: target.copy_(rows.flatten()), reads=(z,), writes=(out[:4],))
+        out.copy_(y)
+
+    assert graphs.capture(lambda: forward([]), pool).leftover == 0
+    assert graphs.capture(lambda: forward(kept), pool).leftover == 0  # of y, a piece reads a part
+    assert graphs.capture(lambda: kept.append(x * 3), pool).leftover == x.nbytes
+
+    def cycle():
+        loop = [x * 4]
+        loop.append(loop)
+        out.copy_(loop[0])
+
+    assert graphs.capture(cycle, pool).leftover == 0
