@@ -25,8 +25,9 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import most_loras
 from capture_planner.records.plan import Plan
+from capture_planner.runtime.execution.chains import run_chain
 from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
-from capture_planner.runtime.execution.role import RoleRun, run_chain
+from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat

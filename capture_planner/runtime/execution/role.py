@@ -380,38 +380,3 @@ class RoleRun:
         """Release all backends. Graphs go first: they hold pointers into what is released."""
         self._drop_graphs()
         self.attention.release()
-
-
-def run_chain(
-    role: RoleRun,
-    batch: Batch,
-    dispatch: Dispatch,
-    inputs: StepInputs,
-    steps: int,
-    *,
-    max_model_len: int,
-    filled: bool = False,
-) -> tuple[ForwardTimes, int]:
-    """Run ``steps`` draft decodes of a batch from the inputs of the first.
-
-    Returns the sum of their times, and how many forwards there were: 1 of a fused chain.
-
-    :param filled: the fields on the device hold the inputs already.
-    """
-    times = role.run(batch, dispatch, inputs, perf_counter(), filled=filled)
-    if dispatch.entry is not None and dispatch.entry.draft_steps is not None:
-        return times, 1
-    preparation, host, seconds = times.preparation, times.host_seconds, times.seconds
-    step = role.step(batch, dispatch.entry, inputs)
-    for _ in range(steps - 1):
-        started = perf_counter()
-        # Each forward ends with the common fields of the next one, on the device; the host follows.
-        step = attrs.evolve(step, inputs=step.inputs.next_draft(max_model_len))
-        if not filled:
-            role.stage_derived(step)
-        role.prepare_backends(step)
-        times = role.replay_or_run(step, started)
-        preparation += times.preparation
-        host += times.host_seconds
-        seconds += times.seconds
-    return ForwardTimes(preparation, host, seconds), steps

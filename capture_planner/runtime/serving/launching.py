@@ -17,9 +17,10 @@ import torch
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
+from capture_planner.runtime.execution.chains import run_chain
 from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, StepInputs
-from capture_planner.runtime.execution.role import ForwardTimes, run_chain
+from capture_planner.runtime.execution.role import ForwardTimes
 from capture_planner.runtime.execution.updates import VerificationInputs
 from capture_planner.runtime.ledger import Forward, Session
 from capture_planner.runtime.serving.inputs import (

@@ -26,7 +26,7 @@ STEP = 0.01
 SIGMAS = 6
 """Standard errors that noise explains; there are a few hundred scales and graphs in a run."""
 FLOOR = 0.001
-"""What is allowed without any noise: kernels of other algorithms round with a small bias (0.01 % to 0.03 % on a CPU)."""
+"""What is allowed without any noise: kernels of other algorithms have a small bias (below 0.03 % on a CPU)."""
 BLOCK = 16
 """Rows of a sequence whose errors may depend on each other."""
 FEWEST = 32
