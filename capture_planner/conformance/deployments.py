@@ -57,7 +57,7 @@ def scenes(
     # Token limits with and without room for a decode of all requests.
     decodes = num_reqs * (1 + k)
     tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
-    num_tokens = draw(st.one_of(tight, roomy))
+    num_tokens = draw(roomy if is_large else st.one_of(tight, roomy))
     explicit = is_large or draw(st.integers(0, 3)) > 0
     # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
     close = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]

@@ -126,8 +126,10 @@ class ConformanceMachine(RuleBasedStateMachine):
         with self._recorded():
             self._stage = Stage(self.subject, self._scene)
         most = self._scene.num_reqs
-        for _ in range(data.draw(st.one_of(st.just(most), st.integers(1, most)), label="requests")):
-            self.arrive(data, is_decode=most > MOST_REQS or None)
+        is_large = most > MOST_REQS
+        count = st.just(most) if is_large else st.one_of(st.just(most), st.integers(1, most))
+        for _ in range(data.draw(count, label="requests")):
+            self.arrive(data, is_decode=is_large or None)
 
     # Hypothesis draws rules evenly: forwards, which matter most, have five.
     @_with_requests
