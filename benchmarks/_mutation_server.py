@@ -29,7 +29,9 @@ def tests(names: list[str], limits: dict[str, int], log: str) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory"],) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (limits["seconds"], limits["seconds"] + 1))
     pytest = importlib.import_module("pytest")
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *names]))
+    return int(
+        pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *names])
+    )
 
 
 def ended(process: int, deadline: float) -> tuple[int, float]:
