@@ -233,7 +233,7 @@ def test_the_table_of_the_docs_has_the_newest_result_of_each_and_says_what_is_mi
     assert tables.kept(tmp_path).count("not measured") == len(tables.BACKENDS)
     _result("triton", "2026-11-21T07:00:00+00:00", tmp_path, scenes=3)
     _result("triton", "2026-11-22T07:00:00+00:00", tmp_path)
-    finding = {"check": "rows", "says": "a row is off"}
+    finding = {"check": "rows", "message": "a row is off"}
     _result("flashinfer", "2026-11-22T07:00:00+00:00", tmp_path, passed=False, findings=[finding])
     _result("reference", "2026-11-22T07:00:00+00:00", tmp_path, broke="RunError: no")
     _result("other", "2026-11-22T07:00:00+00:00", tmp_path, skipped="no device")

@@ -149,7 +149,8 @@ def test_nothing_is_captured_and_nobody_else_served_meanwhile(deployment):
         serving.cut_off()
         with pytest.raises(RunError, match="was cut off"):
             serving.step()
-        runner.capture()
+        with pytest.raises(RunError, match="has captured already"):
+            runner.capture()
         again = {done.name: done.tokens for done in runner.serve([request("r", (1, 2, 3), 9)])}
     assert again == answers(deployment, [request("r", (1, 2, 3), 9)])
 

@@ -28,6 +28,7 @@ from capture_planner.testing.strategies.values import (
     counts,
     maybe,
     one_of,
+    versions,
 )
 
 
@@ -153,7 +154,7 @@ def _fingerprints(draw: DrawFn, plan: Plan) -> Fingerprints:
         )
         for graph in chosen
     }
-    return Fingerprints.of(found, torch="2.13.0", device=draw(any_text()))
+    return Fingerprints.of(found, torch=draw(versions()), device=draw(any_text()))
 
 
 @composite
