@@ -331,12 +331,9 @@ def old_kernel(
     kv_layout: str = "HND", backend: str = "auto", q_len_per_req: int = 1, mask: Any = None,
 ) -> None:  # fmt: skip
     """``trtllm_batch_decode_with_kv_cache`` of 0.6.9: counters are the head of the workspace."""
-    # With XQA, each block of a sequence writes the output, and any may be last (flashinfer#4161).
-    assert backend != "xqa", "it splits sequences over all multiprocessors"
+    assert backend != "xqa", "it splits sequences, whose blocks all write the output (flashinfer#4161)"
     size = 132 * 4 + 16
-    assert (kv_layout, bmm2_scale) == ("NHD", 1.0)
-    assert query.is_contiguous()
-    assert block_tables.is_contiguous()
+    assert (kv_layout, bmm2_scale, query.is_contiguous(), block_tables.is_contiguous()) == ("NHD", 1.0, True, True)
     launch_kernel(
         workspace_buffer[size:], workspace_buffer[:size], query, *kv_cache, block_tables, seq_lens, out,
         causal_mask(seq_lens, q_len_per_req), q_len_per_req, window_left, bmm1_scale,
@@ -351,12 +348,10 @@ def xqa(
 ) -> None:  # fmt: skip
     """``flashinfer.xqa`` of 0.6.9: ``[batch, beam, (query,) heads, width]``, and lengths ``[batch, beam]``."""
     *_, heads, width = q.shape
-    batch, longest = len(q), page_table.shape[1] * page_size
-    blocks = min(max(1, (132 if sm_count is None else sm_count) // (batch * num_kv_heads)), -(-longest // 256))
-    assert blocks == 1, "each block writes the output, and any may be last (flashinfer#4161)"
-    assert q.shape == ((batch, 1, q_seq_len, heads, width) if q_seq_len > 1 else (batch, 1, heads, width))
-    assert (k_cache.shape[1:], seq_lens.shape) == ((page_size, num_kv_heads, width), (batch, 1))
-    assert (len(semaphores), kv_layout, q.is_contiguous()) == (SEMAPHORES, "NHD", True)
+    batch = len(q)
+    assert (sm_count or 132) // (batch * num_kv_heads) <= 1, "each block writes the output (flashinfer#4161)"
+    assert (q.shape[1:-2], q.is_contiguous()) == ((1, q_seq_len) if q_seq_len > 1 else (1,), True)
+    assert (k_cache.shape[2], seq_lens.shape, len(semaphores)) == (num_kv_heads, (batch, 1), SEMAPHORES)
     launch_kernel(
         workspace_buffer, semaphores, q.reshape(-1, heads, width), k_cache, v_cache, page_table, seq_lens[:, 0],
         output[:, 0], mask, q_seq_len, sliding_win_size - 1, q_scale / width**0.5,

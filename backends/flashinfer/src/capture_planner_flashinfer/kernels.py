@@ -118,7 +118,7 @@ def _unsplit(xqa: Callable[..., object], counters: int) -> Callable[..., None]:
     ) -> None:
         keys, values = kv_cache
         _, page_size, num_kv_heads, head_dim = keys.shape
-        rows = query.unflatten(0, (-1, q_len_per_req)) if q_len_per_req > 1 else query
+        rows = query.view(-1, q_len_per_req, *query.shape[1:]) if q_len_per_req > 1 else query
         xqa(
             rows.unsqueeze(1),
             keys,
