@@ -15,7 +15,7 @@ from capture_planner.planning.answers import LadderAnswers, entry_of
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group, ask_backends
 from capture_planner.planning.judging import judge
-from capture_planner.planning.measured import forecast_of, measured_sizes
+from capture_planner.planning.measured import SizeChoice, forecast_of, measured_sizes
 from capture_planner.planning.measured_schedule import choose_schedule
 from capture_planner.planning.resolve import (
     ResolvedMode,
@@ -43,7 +43,7 @@ from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method
-from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, Forecast, GroupPlan, Plan, RolePlan
+from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import Policy, Spec
 
 __all__ = ["plan"]
@@ -72,10 +72,9 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         working.choose_ladders(None if measurements is None or measurements.traffic else measurements)
     if spec.sizes.policy is Policy.MEASURED:
         assert measurements is not None
-        assert given is not None
-        forecast = _measure(spec, roles, measurements, given)
+        measured = _measure(spec, roles, measurements)
     else:
-        forecast = None
+        measured = None
         for working in roles:
             working.fit_backend()
         _fit_budget(spec, roles)
@@ -85,18 +84,21 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         if working.role.is_drafter or not has_graphs:
             working.settle_mode()
     _refuse_excess(roles)
+    forecast = None
+    if measured is not None:
+        assert measurements is not None
+        assert given is not None
+        modes = {working.role: working.mode for working in roles}
+        answer, costs = LadderAnswers(measured.ladders, spec), Costs(measurements.profile)
+        forecast = forecast_of(spec, measured, judge(answer, measured.steps, costs, spec, modes), given)
     made = Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
     _refuse_unreadable(made)
     return made
 
 
-def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements, given: Measurements) -> Forecast:
-    """Give the roles' ladders the sizes that cost least, with the decisions, and return what they will cost.
-
-    :param given: the measurements whose digests the plan has.
-    """
-    costs = Costs(measurements.profile)
-    measured = measured_sizes(spec, roles, costs, measurements)
+def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements) -> SizeChoice:
+    """Give the roles' ladders the sizes that cost least, with the decisions, and return the choice."""
+    measured = measured_sizes(spec, roles, Costs(measurements.profile), measurements)
     ladders, sentences = iter(measured.ladders), iter(measured.sentences)
     for working in roles:
         count = len(working.ladders)
@@ -105,9 +107,7 @@ def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurem
         roles[0].decide("sizes-measured", "traffic and profile", "sizes", note)
     if measured.warning is not None:
         roles[0].decide("budget-too-small", "graphs", "none", measured.warning)
-    modes = {working.role: working.mode for working in roles}
-    judged = judge(LadderAnswers(measured.ladders, spec), measured.steps, costs, spec, modes)
-    return forecast_of(spec, measured, judged, given)
+    return measured
 
 
 def _resolved(spec: Spec, environment: Environment, registry: Registry) -> list[RoleInProgress]:

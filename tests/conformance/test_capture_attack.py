@@ -96,6 +96,7 @@ def test_canaries_are_what_belongs_to_others(name):
         target = roles[Role.TARGET]
         extents = Extents(tokens=2, reqs=1, pages=target.fields.capacity.pages)
         tensor = getattr(target.body, name) if hasattr(target.body, name) else target.fields[name]
+        tensor.fill_(0)  # Uninitialized memory may be NaN, to which nothing can be added.
         by_other = Snapshot.of(stage.runner, roles[Role.DRAFT_PREFILL], extents)
         by_itself = Snapshot.of(stage.runner, target, extents)
         tensor[:1] += 1

@@ -128,6 +128,8 @@ def _report(data: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
     mutants = data["mutants"]
     for mutant in mutants:
         found = f"found with {mutant['hits']} of {counted(mutant['seeds'], 'seed')}"
+        if mutant["left"]:
+            found += f", {mutant['left']} not tried"
         by = f" by {', '.join(mutant['by'])}" if mutant["by"] else ""
         yield f"{mutant['name']} ({mutant['class']}, {mutant['planted']}): {found}{by}"
         if mutant["found"]:
@@ -139,7 +141,7 @@ def _report(data: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
         yield f"{fault['name']}, seed {fault['seed']}: {fault['says']}"
     if data["healthy"]["searched"]:
         yield f"healthy: {len(data['healthy']['searched'])}, faults: {len(data['healthy']['faults'])}"
-    sure = sum(mutant["hits"] == mutant["seeds"] for mutant in mutants)
+    sure = sum(mutant["hits"] == mutant["seeds"] and not mutant["left"] for mutant in mutants)
     yield f"{sure} of {counted(len(mutants), 'mutant')} found with every seed"
 
 

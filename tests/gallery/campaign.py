@@ -220,8 +220,11 @@ def mutant_data(mutant: Mutant) -> dict[str, Any]:
 
 def campaign_data(results: Sequence[Result], todo: Sequence[Search], seconds: float) -> dict[str, Any]:
     """Return what a campaign found, as JSON: each mutant, faults in what is healthy, and the targets."""
-    names = dict.fromkeys(search.name for search in todo if not search.healthy)
-    mutants = [_mutant_result(gallery.named(name), [r for r in results if r.search.name == name]) for name in names]
+    planned = Counter(search.name for search in todo if not search.healthy)
+    mutants = [
+        _mutant_result(gallery.named(name), [r for r in results if r.search.name == name], searches)
+        for name, searches in planned.items()
+    ]
     sound = [result for result in results if result.search.healthy]
     faults = [
         {"name": result.search.name, "seed": result.search.seed, "says": result.says or result.error}
@@ -245,12 +248,17 @@ def campaign_data(results: Sequence[Result], todo: Sequence[Search], seconds: fl
     }
 
 
-def _mutant_result(mutant: Mutant, results: Sequence[Result]) -> dict[str, Any]:
+def _mutant_result(mutant: Mutant, results: Sequence[Result], searches: int) -> dict[str, Any]:
+    """Return what was found of a mutant.
+
+    :param searches: how many were to be done, of which ``results`` has those that were.
+    """
     hits = [result for result in results if result.by]
     first = next(iter(hits), None)
     times = [result.seconds for result in results] or [0.0]
     return mutant_data(mutant) | {
         "seeds": len(results),
+        "left": searches - len(results),
         "hits": len(hits),
         "by": dict(Counter(result.by for result in hits).most_common()),
         "missed": [result.search.seed for result in results if not result.by],

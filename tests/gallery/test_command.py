@@ -165,3 +165,7 @@ def test_campaign_stops_in_time_and_says_that_searches_are_left(command):
     data = json.loads(out)
     assert code == 1
     assert data["targets"]["every search is done"] is False
+    assert sorted((mutant["seeds"], mutant["left"]) for mutant in data["mutants"]) == [(0, 1), (1, 0)]
+    _, out, _ = command("--catch", *QUICK, "--seconds", "0")
+    assert "found with 0 of 0 seeds, 1 not tried\n" in out
+    assert out.endswith("1 of 2 mutants found with every seed\n")

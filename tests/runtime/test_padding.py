@@ -330,7 +330,8 @@ def test_check_bounds_names_each_planted_value_and_nothing_else(field, padded, s
         kind = "a real value" if is_real else "padding"
         assert message.startswith(f"index[{', '.join(map(str, place))}] is {wrong}, {kind}; ")
         assert field.indexes.value in message
-        assert message.endswith(f"less than {top}")
+        fill = ", or its fill of -1" if field.value == -1 and not is_real else ""
+        assert message.endswith(f"less than {top}{fill}")
 
 
 @given(extents().filter(lambda batch: 0 < batch.reqs <= batch.tokens and batch.pages))

@@ -30,10 +30,12 @@ def run() -> str:
     result = campaign()
     mutants, healthy = result["mutants"], result["healthy"]
     sure = sum(mutant["hits"] == mutant["seeds"] for mutant in mutants)
+    tried = sorted({mutant["seeds"] for mutant in mutants if mutant["planted"] != "plan"} or {result["seeds"]})
+    seeds = f"{tried[0]} to {tried[-1]}" if len(tried) > 1 else f"{tried[0]}"
     packages = result["provenance"]["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "hypothesis") if name in packages)
     lines = [
-        f"{len(mutants)} mutants, {result['seeds']} seeds each, profile {result['profile']}: {sure} of {len(mutants)} "
+        f"{len(mutants)} mutants, {seeds} seeds each, profile {result['profile']}: {sure} of {len(mutants)} "
         f"are found with every seed. Of {len(healthy['searched'])} healthy backends, plans and ranks, "
         f"{len({fault['name'] for fault in healthy['faults']})} had findings. "
         f"{result['provenance']['date'][:10]}, {versions}."

@@ -1,0 +1,84 @@
+"""The tests of each module that is mutated, in the order in which they run: quick and lethal first."""
+
+from __future__ import annotations
+
+_PLANNED = ("planning/test_planner.py", "test_locked_plans.py")
+_POLICIES = ("planning/sizing/test_policies.py", "property/test_regressions.py", "planning/test_planner.py")
+_BUDGET = ("planning/sizing/test_budget.py", *_PLANNED)
+_MODES = ("planning/test_resolve.py", "property/test_law6_resolution.py", "planning/test_planner.py")
+_MEASURED = (
+    "property/test_law13_whole_plans.py",
+    "property/test_law13_measured.py",
+    "property/test_law13_many_kinds.py",
+    "planning/test_measured_schedule.py",
+)
+_PROGRAMS = ("property/test_law13_measured.py", "property/test_law13_whole_plans.py")
+_SCHEDULES = ("planning/test_draft_lengths.py", "planning/test_measured_schedule.py")
+_PADDED = (
+    "runtime/test_fields.py",
+    "runtime/test_padding.py",
+    "runtime/test_guards.py",
+    "property/test_law9_inert_padding.py",
+    "property/test_law10_frozen.py",
+)
+_CASES = (
+    "gallery/test_gallery_runners.py::test_it_is_caught_in_its_case",
+    "conformance/test_scene.py",
+    "conformance/test_conformance.py",
+    "gallery/test_gallery_backends.py",
+)
+TESTS: dict[str, tuple[str, ...]] = {
+    "planning/sizing/minimax": ("planning/sizing/test_minimax.py", "planning/sizing/test_budget.py", *_POLICIES),
+    "planning/sizing/policies": (*_POLICIES, "test_locked_plans.py"),
+    "planning/sizing/budget": _BUDGET,
+    "planning/sizing/engine_lists": ("planning/sizing/test_engine_lists.py", "planning/sizing/test_policies.py"),
+    "planning/sizing/ladder": _BUDGET,
+    "planning/sizing/subsets": ("planning/sizing/test_subsets.py",),
+    "planning/sizing/program": _PROGRAMS,
+    "planning/sizing/allocation": _PROGRAMS,
+    "planning/sizing/worst": _PROGRAMS,
+    "planning/sizing/smoothing": _MEASURED,
+    "modes": ("test_modes.py", *_MODES),
+    "planning/resolve": _MODES,
+    "planning/answers": _MEASURED,
+    "planning/bounds": _MEASURED,
+    "planning/budgeted": (*_MEASURED, *_BUDGET),
+    "planning/costs": (*_MEASURED, "engines/test_tuning.py"),
+    "planning/coverage": _MEASURED,
+    "planning/demand": _MEASURED,
+    "planning/draft_lengths": _SCHEDULES,
+    "planning/groups": (*_BUDGET, *_MEASURED),
+    "planning/judging": _MEASURED,
+    "planning/measured": _MEASURED,
+    "planning/measured_schedule": _SCHEDULES,
+    "planning/steps": (*_MEASURED, "engines/test_tuning.py"),
+    "dispatch/dispatcher": (
+        "dispatch/test_dispatcher.py",
+        "property/test_regressions.py",
+        "property/test_law3_next_fit.py",
+        "property/test_law1_coverage.py",
+    ),
+    "runtime/execution/fields": _PADDED,
+    "runtime/execution/guards": ("runtime/test_guards.py", "property/test_law10_frozen.py", *_PADDED),
+    "runtime/execution/padding": _PADDED,
+    "conformance/adapter_rows": _CASES,
+    "conformance/audit": ("conformance/test_conformance.py",),
+    "conformance/canaries": _CASES,
+    "conformance/capture_attack": ("conformance/test_capture_attack.py", *_CASES),
+    "conformance/classification": _CASES,
+    "conformance/declaration_checks": ("conformance/test_conformance.py", "gallery/test_gallery_backends.py"),
+    "conformance/forward_checks": _CASES,
+    "conformance/garbage": _CASES,
+    "conformance/rank_agreement": ("gallery/test_gallery_plans.py",),
+    "conformance/reference_dispatch": (
+        "conformance/test_scene.py",
+        "gallery/test_gallery_plans.py",
+        "gallery/test_gallery_runners.py::test_it_is_caught_in_its_case",
+    ),
+    "conformance/scene_batch": _CASES,
+    "conformance/served_rows": _CASES,
+    "conformance/shapes": ("conformance/test_scene.py", "conformance/test_conformance.py"),
+    "conformance/steps": _CASES,
+    "conformance/tampering": ("conformance/test_conformance.py", *_CASES),
+    "conformance/watch": _CASES,
+}
