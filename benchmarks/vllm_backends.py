@@ -6,9 +6,9 @@ r"""vLLM's own attention backends in the conformance suite, on all GPUs that are
 
 ``vllm_flash_attn`` and ``vllm_triton_attn`` call the metadata builders and kernels of FLASH_ATTN and TRITON_ATTN. For
 each, the audits of declared fields, then ``--examples`` scenes, in portions that are processes of their own, so that an
-illegal access ends no other; the processes are spread over the GPUs. A finding ends its portion alone; the first one is
-minimized. At last a few scenes with the rows that no request owns left as vLLM leaves them (vllm#57136), which the
-adapter otherwise fills with zeros: ``NAME as is``, which is expected to have a finding.
+illegal access ends no other; the processes are spread over the GPUs. A finding ends its portion alone; one of the first
+portion is minimized. At last a few scenes as vLLM's runner has them, ``NAME as is``, which is expected to have a finding:
+rows that no request owns are not filled with zeros (vllm#57136), and replays are built with the maxima of the batch.
 
 Several processes on one GPU need CUDA's multi-process service: ``nvidia-cuda-mps-control -d``. What is done is written
 after each portion. Exit code 1 where something was found in a backend, or broke.
@@ -48,7 +48,7 @@ from conformance import Data, added
 
 ENGINES = {"vllm_flash_attn": "FLASH_ATTN", "vllm_triton_attn": "TRITON_ATTN"}
 AS_IS = " as is"
-PORTION = 60
+PORTION = 30
 """Scenes of one process: it takes some 20 s to start."""
 AS_IS_SCENES = 10
 
@@ -147,8 +147,8 @@ class BackendCampaign:
         def work(number: int, act: Callable[..., Data], seed: int, profile: SearchProfile) -> None:
             if time.time() > until:
                 return
-            # The first finding is minimized, which takes minutes; others are kept as they were found.
-            minimize = not any(part["findings"] for part in self._parts)
+            # Minimizing takes minutes: the first portion's finding is, others are kept as they were found.
+            minimize = number <= 1 and not any(part["findings"] for part in self._parts)
             self._parts.append(alone(visible[number % len(visible)], act, self.name, seed, profile, minimize))
 
         with ThreadPoolExecutor(self._arguments.jobs) as threads:

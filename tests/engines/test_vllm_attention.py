@@ -173,7 +173,7 @@ def test_rows_without_a_request_stay_unwritten_as_in_vllm():
 
 @pytest.mark.parametrize("shape", [SMALL, attrs.evolve(SMALL, windowed=True)], ids=["decodes", "short sequences"])
 def test_schedule_by_the_maxima_of_a_batch_is_wrong_in_a_graph(shape):
-    """vLLM's runner does that: the kernel of a mixed graph, or with a window, finds another layout than it reads."""
+    """Of vLLM's runner: the kernel of a mixed graph, or with a window, finds another layout than it reads."""
     mode = GraphMode.FULL if shape is SMALL else GraphMode.FULL_DECODE_ONLY
     scene = Scene(shape=shape, mode=mode, num_reqs=1, num_tokens=2, size_tokens=(2,), size_reqs=(1,))
     text = dumps(Case(scene=scene, steps=(Arrive(prompt=1, computed=1), RunBatch(rows=((0, 1, 0),)))))

@@ -23,15 +23,18 @@ def recorded(function: Callable[..., object]) -> Callable[..., None]:
 
     def call(*args: Any, **kwargs: Any) -> None:
         values, tree = pytree.tree_flatten((args, kwargs))
+        made = [value for value in values if isinstance(value, torch.Tensor)]
+        # Without the tensors: what a capture made must not live on in the call.
+        rest = [torch.Tensor if isinstance(value, torch.Tensor) else value for value in values]
 
         def run(tensors: list[torch.Tensor]) -> None:
             given = iter(tensors)
-            filled = [next(given) if isinstance(value, torch.Tensor) else value for value in values]
+            filled = [next(given) if value is torch.Tensor else value for value in rest]
             args, kwargs = pytree.tree_unflatten(filled, tree)
             function(*args, **kwargs)
 
         _CALLS.append(run)
-        torch.ops.capture_planner_kernels.call([v for v in values if isinstance(v, torch.Tensor)], len(_CALLS) - 1)
+        torch.ops.capture_planner_kernels.call(made, len(_CALLS) - 1)
 
     return call
 

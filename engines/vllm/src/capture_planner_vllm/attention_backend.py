@@ -40,8 +40,9 @@ class VllmAttention:
     :param engine: its name in vLLM, ``FLASH_ATTN`` or ``TRITON_ATTN``.
     :param zeroes: write zeros to the rows that no request owns. vLLM's outputs come from ``torch.empty``, and
         FlashAttention leaves those rows as they are (vllm#57136); False shows it.
-    :param frozen: build a replay with the maxima that its graph was captured with. vLLM's runner passes the batch's, from
-        which FlashAttention 3 derives another layout of its schedule than the captured kernel reads; False shows it.
+    :param frozen: build a replay with the maxima that its graph was captured with. vLLM's runner passes the batch's,
+        from which FlashAttention 3 derives another layout of its schedule than the captured kernel reads; False shows
+        it.
     """
 
     packs_cache = True
