@@ -7,8 +7,8 @@ r"""vLLM's own attention backends in the conformance suite, on all GPUs that are
 ``vllm_flash_attn`` and ``vllm_triton_attn`` call the metadata builders and kernels of FLASH_ATTN and TRITON_ATTN. For
 each, the audits of declared fields, then ``--examples`` scenes, in portions that are processes of their own, so that an
 illegal access ends no other; the processes are spread over the GPUs. A finding ends its portion alone; one of the first
-portion is minimized. At last a few scenes as vLLM's runner has them, ``NAME as is``, which is expected to have a finding:
-rows that no request owns are not filled with zeros (vllm#57136), and replays are built with the maxima of the batch.
+portion is minimized. At last a few scenes as vLLM's runner has them, ``NAME as is``, which is expected to have a
+finding: rows that no request owns are not filled with zeros (vllm#57136), and replays built with the batch's maxima.
 
 Several processes on one GPU need CUDA's multi-process service: ``nvidia-cuda-mps-control -d``. What is done is written
 after each portion. Exit code 1 where something was found in a backend, or broke.
