@@ -37,7 +37,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/program": _PROGRAMS,
     "planning/sizing/allocation": _PROGRAMS,
     "planning/sizing/worst": _PROGRAMS,
-    "planning/sizing/smoothing": _MEASURED,
+    "planning/sizing/smoothing": ("planning/sizing/test_smoothing.py",),
     "modes": ("test_modes.py", *_MODES),
     "planning/resolve": _MODES,
     "planning/answers": _MEASURED,

@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
         type=Path,
         metavar="RESULT",
         help="test only what survived or was not tested in this result, and modules that changed since; "
-        "a sample must be the same",
+        "a sample must be the same, and modules that are not named stay as they are",
     )
     return options.parse_args()
 
@@ -184,7 +184,7 @@ def main() -> int:
     older = json.loads(options.again.read_text(encoding="utf-8")) if options.again else {"modules": {}}
     if options.again and older["sample"] != _drawing(options):
         raise SystemExit(f"{options.again} has the sample {older['sample']}, not {_drawing(options)}")
-    same = {module for module in options.modules if older["modules"].get(module, {}).get("digest") == digest(module)}
+    same = {module for module in TESTS if older["modules"].get(module, {}).get("digest") == digest(module)}
     other = [module for module in options.modules if module not in same]
     with ProcessPoolExecutor(options.jobs) as pool:
         drawn = dict(
@@ -192,11 +192,12 @@ def main() -> int:
         )
     samples = {
         module: Sample.again(module, older["modules"][module]) if module in same else drawn[module]
-        for module in options.modules
+        for module in TESTS
+        if module in same or module in options.modules
     }
     for module, sample in samples.items():
         CONSOLE.print(f"{module}: {sample.mutants} mutants; not counted: {dict(sample.skipped)}")
-    pending = {module: sample.pending for module, sample in samples.items()}
+    pending = {module: samples[module].pending for module in options.modules}
     CONSOLE.print(f"{sum(map(len, pending.values()))} mutants to test")
 
     def written(outcomes: Outcomes) -> None:

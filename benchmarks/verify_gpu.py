@@ -1,4 +1,4 @@
-r"""``run --verify`` and graph fingerprints on a GPU, for Qwen3-0.6B's shape with random weights.
+r"""``run --verify`` and graph fingerprints on a GPU, for 12 layers of Qwen3-0.6B's shape with random weights.
 
 For each backend, in a process of its own: healthy runs in bfloat16 and float16, with and without an EAGLE-3 drafter,
 pass; 1 % in one layer, NaN and a stale row are found. A second process captures the same graphs again, whose

@@ -6,7 +6,6 @@ Graphs are core's recorded graphs. The checks are those that tests/gpu/test_flas
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from typing import Any
 
@@ -184,25 +183,18 @@ def test_page_lists_match_the_common_fields(rows: Any, page_size: int) -> None:
     assert lists.qo_indptr.tolist() == starts.tolist()
 
 
-@pytest.mark.parametrize("already", [None, "3"])
-def test_xqa_has_one_block_per_sequence_before_0_7_1(
-    monkeypatch: pytest.MonkeyPatch, library: Any, already: str | None
-) -> None:
-    """Before 0.7.1, and for the launch alone: what the user set is there again after it."""
-    monkeypatch.delenv("XQA_NB_SUB_SEQ", raising=False)
-    if already is not None:
-        monkeypatch.setenv("XQA_NB_SUB_SEQ", already)
-    seen, launch = [], library.decode.trtllm_batch_decode_with_kv_cache
+def test_xqa_has_one_block_per_sequence_before_0_7_1(library: Any) -> None:
+    """``sm_count`` alone decides, which the decode function does not take; a variable is not read there."""
+    seen, launch = [], library.xqa
 
-    def watched(**options: Any) -> None:
-        seen.append(os.environ.get("XQA_NB_SUB_SEQ"))
-        launch(**options)
+    def watched(*args: Any, **options: Any) -> None:
+        seen.append(options["sm_count"])
+        launch(*args, **options)
 
-    library.decode.trtllm_batch_decode_with_kv_cache = watched
+    library.xqa = watched
     rig = rig_of(SETTINGS[KernelFamily.XQA])
     rig.replay(rig.entries[0], rig.batch([40, 5], [4, 4], 1, 0.0))
-    assert set(seen) == {"1"}
-    assert os.environ.get("XQA_NB_SUB_SEQ") == already
+    assert set(seen) == {1}
 
 
 def test_xqa_may_split_sequences_since_0_7_1() -> None:

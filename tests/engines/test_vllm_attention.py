@@ -171,6 +171,33 @@ def test_rows_without_a_request_stay_unwritten_as_in_vllm():
     assert result.failure.check.value == "written"
 
 
+@pytest.mark.parametrize("shape", [SMALL, attrs.evolve(SMALL, windowed=True)], ids=["decodes", "short sequences"])
+def test_schedule_by_the_maxima_of_a_batch_is_wrong_in_a_graph(shape):
+    """Of vLLM's runner: the kernel of a mixed graph, or with a window, finds another layout than it reads."""
+    mode = GraphMode.FULL if shape is SMALL else GraphMode.FULL_DECODE_ONLY
+    scene = Scene(shape=shape, mode=mode, num_reqs=1, num_tokens=2, size_tokens=(2,), size_reqs=(1,))
+    text = dumps(Case(scene=scene, steps=(Arrive(prompt=1, computed=1), RunBatch(rows=((0, 1, 0),)))))
+    assert run(text).failure is None
+    assert run(text, StandInAttention("FLASH_ATTN", frozen=False)).failure.check.value == "rows"
+
+
+def test_lengths_of_a_capture_are_the_runners():
+    """TRITON_ATTN's builder sets them all to 1, also those of padding, which a graph in a chain does not write."""
+    scene = Scene(
+        shape=SMALL,
+        mode=GraphMode.FULL_DECODE_ONLY,
+        num_reqs=1,
+        num_tokens=3,
+        size_tokens=(),
+        size_reqs=(),
+        drafts=2,
+        fused=False,
+        ahead=True,
+        beyond=1,
+    )
+    assert run(dumps(Case(scene=scene, steps=(Serve(requests=((1, 1, 0),)),)))).failure is None
+
+
 def test_scoring_of_a_model_reaches_the_implementation():
     """A layer is made with the usual scale; a model with another, a cap or sinks gets an implementation of its own."""
     with vllm_attention.stand_in():

@@ -9,7 +9,6 @@ that core's recorded graphs hold them.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -332,16 +331,30 @@ def old_kernel(
     kv_layout: str = "HND", backend: str = "auto", q_len_per_req: int = 1, mask: Any = None,
 ) -> None:  # fmt: skip
     """``trtllm_batch_decode_with_kv_cache`` of 0.6.9: counters are the head of the workspace."""
-    # With more blocks a sequence, each of them writes the output, and any may be last (flashinfer#4161).
-    assert backend != "xqa" or os.environ.get("XQA_NB_SUB_SEQ") == "1"
-    size = SEMAPHORES if backend == "xqa" else 132 * 4 + 16
-    assert (kv_layout, bmm2_scale) == ("NHD", 1.0)
-    assert query.is_contiguous()
-    assert block_tables.is_contiguous()
+    assert backend != "xqa", "it splits sequences, whose blocks all write the output (flashinfer#4161)"
+    size = 132 * 4 + 16
+    assert (kv_layout, bmm2_scale, query.is_contiguous(), block_tables.is_contiguous()) == ("NHD", 1.0, True, True)
     launch_kernel(
         workspace_buffer[size:], workspace_buffer[:size], query, *kv_cache, block_tables, seq_lens, out,
-        mask if backend == "xqa" else causal_mask(seq_lens, q_len_per_req), q_len_per_req, window_left,
-        bmm1_scale,
+        causal_mask(seq_lens, q_len_per_req), q_len_per_req, window_left, bmm1_scale,
+    )  # fmt: skip
+
+
+def xqa(
+    q: Any, k_cache: Any, v_cache: Any, page_table: Any, seq_lens: Any, output: Any, workspace_buffer: Any,
+    semaphores: Any, num_kv_heads: int, page_size: int, sinks: Any = None, q_scale: float = 1.0,
+    kv_scale: float = 1.0, sliding_win_size: int = 0, kv_layout: str = "NHD", sm_count: int | None = None,
+    enable_pdl: bool | None = None, rcp_out_scale: float = 1.0, q_seq_len: int = 1, mask: Any = None,
+) -> None:  # fmt: skip
+    """``flashinfer.xqa`` of 0.6.9: ``[batch, beam, (query,) heads, width]``, and lengths ``[batch, beam]``."""
+    *_, heads, width = q.shape
+    batch = len(q)
+    assert (sm_count or 132) // (batch * num_kv_heads) <= 1, "each block writes the output (flashinfer#4161)"
+    assert (q.shape[1:-2], q.is_contiguous()) == ((1, q_seq_len) if q_seq_len > 1 else (1,), True)
+    assert (k_cache.shape[2], seq_lens.shape, len(semaphores)) == (num_kv_heads, (batch, 1), SEMAPHORES)
+    launch_kernel(
+        workspace_buffer, semaphores, q.reshape(-1, heads, width), k_cache, v_cache, page_table, seq_lens[:, 0],
+        output[:, 0], mask, q_seq_len, sliding_win_size - 1, q_scale / width**0.5,
     )  # fmt: skip
 
 
@@ -372,6 +385,7 @@ def standin(kernel: Any = old_kernel) -> Any:
     library.fast_decode_plan = fast_decode_plan
     library.decode = ModuleType("flashinfer.decode")
     library.decode.trtllm_batch_decode_with_kv_cache = kernel
+    library.xqa = xqa
     return library
 
 

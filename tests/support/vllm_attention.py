@@ -101,10 +101,14 @@ class Builder:
 
     def __init__(self, spec: Any, layer_names: list[str], config: Any, device: torch.device) -> None:
         batch = max(config.scheduler_config.max_num_seqs, config.compilation_config.max_cudagraph_capture_size)
+        self.spec = spec
         self.schedule = torch.zeros(1 + -(-batch // 4) * 16, dtype=torch.int32, device=device)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> BuiltMetadata:
-        return self.build(0, common_attn_metadata)
+        built = self.build(0, common_attn_metadata)
+        # As TRITON_ATTN's builder does; the schedule of FLASH_ATTN's is made before.
+        common_attn_metadata.seq_lens.fill_(1)
+        return built
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata) -> BuiltMetadata:
         made = BuiltMetadata(common_attn_metadata, self.schedule)
@@ -113,7 +117,15 @@ class Builder:
 
     def update_draft_decode_metadata(self, metadata: BuiltMetadata) -> None:
         common = metadata.common
-        made = schedule(batch_size=common.num_reqs, cache_seqlens=common.seq_lens)
+        made = schedule(
+            batch_size=common.num_reqs,
+            cache_seqlens=common.seq_lens,
+            max_seqlen_q=common.max_query_len,
+            max_seqlen_k=common.max_seq_len,
+            headdim=self.spec.head_size,
+            causal=common.causal,
+            window_size=None if self.spec.window is None else [self.spec.window - 1, 0],
+        )
         self.schedule[: len(made)] = made
         self.schedule[len(made) :] = 0
 
@@ -192,7 +204,9 @@ class Attention:
         self.impl = Implementation(num_heads, head_size, scale, num_kv_heads or num_heads, None, window, "auto")
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        return SimpleNamespace(block_size=vllm_config.cache_config.block_size)
+        return SimpleNamespace(
+            block_size=vllm_config.cache_config.block_size, head_size=self.impl.head_size, window=self.impl.window
+        )
 
     def get_attn_backend(self) -> Any:
         return SimpleNamespace(get_builder_cls=lambda: Builder)

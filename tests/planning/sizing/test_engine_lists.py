@@ -30,6 +30,15 @@ def vllm(reqs, tokens, q, platform, tiers=()):
     return tuple(sorted(sizes | {n for n in extra if n <= top and n <= tokens}))
 
 
+@given(st.integers(1, 600))
+def test_vllm_for_interactivity_has_every_size_to_32(reqs):
+    """And no other one that the default has not."""
+    tokens = engines.vllm_tokens(
+        max_num_reqs=reqs, max_num_tokens=3000, query_len=1, platform_max=512, interactive=True
+    )
+    assert set(tokens) == {*vllm(reqs, 3000, 1, 512), *range(1, min(2 * reqs, 32) + 1)}
+
+
 @given(st.integers(1, 600), st.integers(1, 3000), st.integers(1, 8), st.sampled_from((512, 1024)))
 def test_vllm_default_tokens(reqs, tokens, q, platform):
     """The grid, the decodes of one query length, and the scheduler's limit where it is small."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,6 @@ from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
 from capture_planner_flashinfer.selection import KernelFamily
 
 _COUNTERS = "multi_ctas_kv_counter_buffer"
-
-_BLOCKS = "XQA_NB_SUB_SEQ"
-"""XQA reads its blocks per sequence from this variable at each launch; there is no argument for it."""
 
 
 class PlanlessKernel:
@@ -42,7 +37,6 @@ class PlanlessKernel:
         its own that a query sees, -1 for all. ``splits``: see ``selection.xqa_splits``.
         """
         xqa = family is KernelFamily.XQA
-        self._variables = {_BLOCKS: "1"} if xqa and not splits else {}
         self._launch = library.decode.trtllm_batch_decode_with_kv_cache
         self._family, self._window_left = family, window_left
         self._counters = workspace[:counters]
@@ -54,6 +48,8 @@ class PlanlessKernel:
             # and each launch allocates them if it is missing.
             self._options[_COUNTERS] = self._counters
             self._workspace = workspace[counters:]
+        if xqa and not splits:
+            self._launch, self._options = _unsplit(library.xqa, counters), {}
         self._masks = _masks(entries, workspace.device) if xqa else {}
 
     def clear(self) -> None:
@@ -81,38 +77,69 @@ class PlanlessKernel:
         options = dict(self._options)
         if query_len in self._masks:
             options["mask"] = self._masks[query_len][: metadata.num_reqs]
-        with _environment(self._variables):
-            self._launch(
-                # The kernels ignore strides of the query.
-                query=query.contiguous(),
-                kv_cache=(cache.keys, cache.values),
-                workspace_buffer=self._workspace,
-                block_tables=metadata.fields["block_table"],
-                seq_lens=metadata.fields["seq_lens"],
-                max_seq_len=metadata.max_seq_len,
-                bmm1_scale=scoring.scale,
-                bmm2_scale=1.0,
-                window_left=self._window_left,
-                out=out,
-                kv_layout="NHD",
-                q_len_per_req=query_len,
-                **options,
-            )
+        self._launch(
+            # The kernels ignore strides of the query.
+            query=query.contiguous(),
+            kv_cache=(cache.keys, cache.values),
+            workspace_buffer=self._workspace,
+            block_tables=metadata.fields["block_table"],
+            seq_lens=metadata.fields["seq_lens"],
+            max_seq_len=metadata.max_seq_len,
+            bmm1_scale=scoring.scale,
+            bmm2_scale=1.0,
+            window_left=self._window_left,
+            out=out,
+            kv_layout="NHD",
+            q_len_per_req=query_len,
+            **options,
+        )
 
 
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and restore them on exit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _unsplit(xqa: Callable[..., object], counters: int) -> Callable[..., None]:
+    """Return ``trtllm_batch_decode_with_kv_cache`` for XQA with one block per sequence.
+
+    The number of blocks follows from ``sm_count`` (``launchMHAFlashInfer`` in csrc/xqa/mha.cu of 0.6.9), which only
+    ``xqa`` takes. That file's variable ``XQA_NB_SUB_SEQ`` is read by another launcher, and has no effect here.
+    """
+
+    def launch(
+        *,
+        query: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        workspace_buffer: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        bmm1_scale: float,
+        window_left: int,
+        out: torch.Tensor,
+        q_len_per_req: int,
+        mask: torch.Tensor | None = None,
+        **_same: object,
+    ) -> None:
+        keys, values = kv_cache
+        _, page_size, num_kv_heads, head_dim = keys.shape
+        rows = query.view(-1, q_len_per_req, *query.shape[1:]) if q_len_per_req > 1 else query
+        xqa(
+            rows.unsqueeze(1),
+            keys,
+            values,
+            block_tables,
+            seq_lens.unsqueeze(1),
+            out.unsqueeze(1),
+            workspace_buffer[counters:],
+            workspace_buffer[:counters],
+            num_kv_heads,
+            page_size,
+            # It scales by 1 / sqrt(head_dim) itself.
+            q_scale=bmm1_scale * head_dim**0.5,
+            sliding_win_size=window_left + 1,
+            kv_layout="NHD",
+            sm_count=1,
+            q_seq_len=q_len_per_req,
+            mask=mask,
+        )
+
+    return launch
 
 
 def _masks(entries: Sequence[Entry], device: torch.device) -> dict[int, torch.Tensor]:

@@ -40,12 +40,15 @@ class VllmAttention:
     :param engine: its name in vLLM, ``FLASH_ATTN`` or ``TRITON_ATTN``.
     :param zeroes: write zeros to the rows that no request owns. vLLM's outputs come from ``torch.empty``, and
         FlashAttention leaves those rows as they are (vllm#57136); False shows it.
+    :param frozen: build a replay with the maxima that its graph was captured with. vLLM's runner passes the batch's,
+        from which FlashAttention 3 derives another layout of its schedule than the captured kernel reads; False shows
+        it.
     """
 
     packs_cache = True
 
-    def __init__(self, engine: str, *, zeroes: bool = True) -> None:
-        self.engine, self.zeroes = engine, zeroes
+    def __init__(self, engine: str, *, zeroes: bool = True, frozen: bool = True) -> None:
+        self.engine, self.zeroes, self.frozen = engine, zeroes, frozen
         self.name = f"vllm_{engine.lower()}"
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
@@ -99,7 +102,7 @@ class VllmAttention:
         # Imported here because planning must import neither torch nor vLLM.
         from capture_planner_vllm.attention_executor import VllmExecutor
 
-        return VllmExecutor(reservation, self.engine, zeroes=self.zeroes)
+        return VllmExecutor(reservation, self.engine, zeroes=self.zeroes, frozen=self.frozen)
 
     def _refusal(self, model: Attention, environment: Environment) -> str | None:
         """Return why the backend does not run these layers there, or None."""

@@ -24,12 +24,13 @@ class VllmExecutor:
     The runner writes keys and values, into vLLM's layout; vLLM's own cache kernels do not run.
     """
 
-    def __init__(self, reservation: Reservation, engine: str, *, zeroes: bool) -> None:
-        """Make vLLM's configuration, layers and builder; see ``VllmAttention`` for ``zeroes``.
+    def __init__(self, reservation: Reservation, engine: str, *, zeroes: bool, frozen: bool) -> None:
+        """Make vLLM's configuration, layers and builder; see ``VllmAttention`` for ``zeroes`` and ``frozen``.
 
         Raises ``BackendError`` with vLLM's reason where it refuses the group, and for a cache in another layout.
         """
-        self._role, self._attention, self._zeroes = reservation.role, reservation.attention, zeroes
+        self._role, self._attention = reservation.role, reservation.attention
+        self._zeroes, self._frozen = zeroes, frozen
         self._caches = {}
         for layer, cache in reservation.caches.items():
             if cache.packed is None:
@@ -57,7 +58,11 @@ class VllmExecutor:
         """
         entry = metadata.entry
         if entry is not None and metadata.is_full and metadata.for_capture:
+            lengths = metadata.fields["seq_lens"]
+            before = lengths.clone()
             self._metadata = self._captured[entry] = self._builder.build_for_cudagraph_capture(self._common(metadata))
+            # TRITON_ATTN's builder sets all to 1, padding included, to capture faster. The runner's are as short.
+            lengths.copy_(before)
         elif entry is not None and entry.draft_steps is not None:
             self._metadata = self._captured[entry]
         else:
@@ -86,11 +91,13 @@ class VllmExecutor:
     def _common(self, metadata: Metadata) -> Any:
         """Return what vLLM's runner hands to a builder.
 
-        At a capture the maxima are those of every replay; at a replay they are the batch's, as in ``prepare_attn``.
+        At a capture the maxima are those of every replay. ``prepare_attn`` passes the batch's to a replay; but from the
+        maxima ``get_scheduler_metadata`` derives whether attention is causal, and from this the layout of the schedule
+        (hopper/flash_api.cpp of vllm-project/flash-attention), so that a replay has to have those of its capture.
         """
         starts, lengths = metadata.host["query_start_loc"], metadata.host["seq_lens"]
         query, length = metadata.max_query_len, metadata.max_seq_len
-        if not metadata.for_capture:
+        if not (metadata.for_capture or (self._frozen and metadata.is_full)):
             query, length = int(np.diff(starts).max(initial=0)), int(lengths.max(initial=0))
         fields = metadata.fields
         return CommonAttentionMetadata(

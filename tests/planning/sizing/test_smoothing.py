@@ -1,0 +1,48 @@
+"""Weights of counts, computed a second time in fractions, from the rule as the module states it."""
+
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.planning.sizing.smoothing import SCALE, prior_share, smoothed
+
+STEPS = st.integers(0, 100_000)
+
+
+def weight(count, observed, last, steps):
+    """The exact weight of a count of at least one: what was observed, a kernel over half to one and a half, a floor."""
+    passes = sum(observed.values())
+    share = max(Fraction(1, 10), Fraction(1000, 1000 + passes))
+    kernel = Fraction(0)
+    for middle, number in observed.items():
+        covered = [each for each in range(1, last + 1) if 2 * each >= middle and each <= middle * 3 // 2]
+        kernel += Fraction(number, len(covered)) * (count in covered)
+    prior = Fraction(1, 10) * Fraction(passes, last) + Fraction(9, 10) * kernel
+    return Fraction(SCALE, max(steps, 1)) * (share * prior + (1 - share) * observed.get(count, 0))
+
+
+@given(st.integers(1, 30), st.data())
+def test_weights_are_those_of_the_rule(last, data):
+    """Each to the two roundings that it has; none of the count 0."""
+    observed = data.draw(st.dictionaries(st.integers(1, last), st.integers(1, 5000), min_size=1))
+    steps = sum(observed.values()) + data.draw(st.integers(0, 1000))
+    weights = smoothed(observed, last, steps)
+    assert len(weights) == last + 1
+    assert weights[0] == 0
+    for count in range(1, last + 1):
+        assert abs(weights[count] - weight(count, observed, last, steps)) <= 2
+
+
+@given(st.integers(1, 1000), STEPS)
+def test_a_ladder_of_which_nothing_was_observed_weighs_like_one_step(last, steps):
+    """Evenly over its counts, and each at least one."""
+    weights = smoothed({}, last, steps)
+    assert weights == [0, *[max(SCALE // (max(steps, 1) * last), 1)] * last]
+
+
+@given(STEPS, STEPS)
+def test_the_prior_has_less_of_more_steps_and_never_nothing(one, other):
+    """All without steps, half of a thousand, a tenth of nine thousand and more."""
+    assert prior_share(min(one, other)) >= prior_share(max(one, other)) >= Fraction(1, 10)
+    assert (prior_share(0), prior_share(1000), prior_share(9000)) == (1, Fraction(1, 2), Fraction(1, 10))
