@@ -177,11 +177,16 @@ def test_a_drafters_backends_never_change_the_target(deployment, data):
 
 
 def _target(deployment):
-    """Return the target's plan; of a measured schedule, which prices the drafter's passes, the mode alone."""
+    """Return the target's plan; of a measured schedule, which prices the drafter's passes, the mode alone.
+
+    A target without any graph runs eager whatever its mode is called: it is NONE where the drafter has no graph either.
+    """
     try:
         role = deployment.plan().role(Role.TARGET)
     except PlanningError as error:
         return error.problems
+    if not role.entries:
+        return None
     speculative = deployment.spec.speculative
     return role.mode if speculative is not None and speculative.is_measured else role
 
