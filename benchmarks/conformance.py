@@ -316,7 +316,7 @@ def main() -> int:
     run_all(campaigns, arguments, write)
     for result in results:
         CONSOLE.print(_result_line(result), highlight=False, markup=False)
-    _print(results)
+    show("Conformance", results)
     return int(not all(result["passed"] for result in results))
 
 
@@ -335,8 +335,9 @@ def _result_line(result: Data) -> str:
     return f"{result['case']}: {'passed' if result['passed'] else findings}"
 
 
-def _print(results: Sequence[Data]) -> None:
-    summary = table("Conformance", "backend", "scenes", "steps", "forwards", "attacks", "findings", "s")
+def show(title: str, results: Sequence[Data]) -> None:
+    """Print what each backend was put through, of those whose scenes were run."""
+    summary = table(title, "backend", "scenes", "steps", "forwards", "attacks", "findings", "s")
     for result in results:
         if "scenes" in result:
             summary.add_row(

@@ -2,7 +2,7 @@ r"""``run --verify`` and graph fingerprints on a GPU, for 12 layers of Qwen3-0.6
 
 For each backend, in a process of its own: healthy runs in bfloat16 and float16, with and without an EAGLE-3 drafter,
 pass; 1 % in one layer, NaN and a stale row are found. A second process captures the same graphs again, whose
-fingerprints must be equal; those of the run with an error differ. All processes share the GPU:
+fingerprints must be equal; the fingerprints of a run with an error differ. All processes share the GPU:
 
     python benchmarks/verify_gpu.py --seconds 120 --output verify.json
     python benchmarks/verify_gpu.py --device cpu --seconds 120        # the reference backend, a tiny model

@@ -31,7 +31,7 @@ os.environ.setdefault("VLLM_PLUGINS", "")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 import torch
-from _bench import CONSOLE, finish, parser, table
+from _bench import CONSOLE, finish, parser
 from _deployments import Case, missing
 
 from capture_planner.conformance import Log, SearchProfile, Subject, SuiteOptions, SuiteResult, conform, under_test
@@ -44,7 +44,7 @@ from capture_planner.report.conformance_record import Conformance
 from capture_planner.report.plain import plain
 from capture_planner.runtime.host import facts, this_environment
 from capture_planner_vllm.attention_backend import VllmAttention
-from conformance import Data, added
+from conformance import Data, added, show
 
 ENGINES = {"vllm_flash_attn": "FLASH_ATTN", "vllm_triton_attn": "TRITON_ATTN"}
 AS_IS = " as is"
@@ -196,7 +196,7 @@ def main() -> int:
                 finish(arguments, {"results": results})
         CONSOLE.print(_line(results[-1]), highlight=False, markup=False)
         finish(arguments, {"results": results})
-    _print(results)
+    show("vLLM's attention backends", [each for each in results if each.get("forwards")])
     return int(not all(each["passed"] for each in results if not each["case"].endswith(AS_IS)))
 
 
@@ -229,22 +229,6 @@ def _line(result: Data) -> str:
         return f"{result['case']}: {result['skipped']}"
     found = [f"{each['check']}: {each['message']}\n  {each['command']}" for each in result["findings"]]
     return "\n".join([f"{result['case']}: {result['scenes']} scenes", *found, *result.get("broke", ())])
-
-
-def _print(results: Sequence[Data]) -> None:
-    summary = table("vLLM's attention backends", "backend", "scenes", "steps", "forwards", "attacks", "findings", "s")
-    for result in results:
-        if result.get("forwards"):
-            summary.add_row(
-                result["case"],
-                f"{result['scenes']:,}",
-                f"{sum(result['steps'].values()):,}",
-                f"{sum(each['count'] for each in result['forwards']):,}",
-                str(len(result["audited"])),
-                str(len(result["findings"])),
-                f"{result['wall_seconds']:.0f}",
-            )
-    CONSOLE.print(summary)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def dumps_json(data: Any) -> str:
 
 
 def _numbered(text: str, astral: str | None = None) -> str:
-    """Write characters that are not printable as escapes; ``astral`` is the form of those of more than 16 bits."""
+    """Write characters that are not printable as escapes; ``astral`` is the form for more than 16 bits."""
 
     def number(found: re.Match[str]) -> str:
         char = found[0]

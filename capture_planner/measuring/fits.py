@@ -44,25 +44,21 @@ class Line:
 
     @classmethod
     def robust(cls, points: Sequence[tuple[float, float]]) -> Line:
-        """Fit points of which up to a quarter are far off; the error is the median distance of the points."""
-        intercept, slope = robust_fit(points)
+        """Fit points of which up to a quarter are far off; the error is their median distance, 0 without points.
+
+        The slope is the median of all slopes between two points (Theil and Sen).
+        """
+        if not points:
+            return cls(0.0, 0.0, 0.0)
+        slopes = [(d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2) if a != c]
+        slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
+        intercept = statistics.median([y - slope * x for x, y in points])
+        if intercept < 0:
+            intercept, slope = 0.0, max(0.0, statistics.median([y / x for x, y in points]))
         return cls(intercept, slope, statistics.median([abs(y - intercept - slope * x) for x, y in points]))
 
     def __call__(self, x: float) -> float:
         return self.intercept + self.slope * x
-
-
-def robust_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope of a line, neither negative, though up to a quarter of the points are far off it.
-
-    The median of all slopes between two points (Theil and Sen); 0 and 0 without points.
-    """
-    slopes = [(d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2) if a != c]
-    slope = max(0.0, statistics.median(slopes)) if slopes else 0.0
-    intercept = statistics.median([y - slope * x for x, y in points]) if points else 0.0
-    if intercept < 0:
-        return 0.0, max(0.0, statistics.median([y / x for x, y in points]))
-    return intercept, slope
 
 
 def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

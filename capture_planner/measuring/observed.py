@@ -8,7 +8,7 @@ from itertools import groupby
 
 from capture_planner.errors import CapturePlannerError, PlanningError
 from capture_planner.measuring.curves import curves_of
-from capture_planner.measuring.fits import Fit, GraphSample, entry_family, fit_graphs, robust_fit
+from capture_planner.measuring.fits import Fit, GraphSample, Line, entry_family, fit_graphs
 from capture_planner.measuring.staircase import Timing
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.planning.costs import Costs, Family
@@ -78,10 +78,12 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
         notes=(*notes, *observation.notes),
     )
     try:
-        once, each = robust_fit([*_apart(observation, Costs(profile))])
+        apart = Line.robust([*_apart(observation, Costs(profile))])
     except PlanningError as error:
         return replace(profile, notes=(*profile.notes, f"the time of a step apart from its passes is unknown: {error}"))
-    return replace(profile, step_milliseconds=round(once, 5), step_milliseconds_per_request=round(each, 6))
+    return replace(
+        profile, step_milliseconds=round(apart.intercept, 5), step_milliseconds_per_request=round(apart.slope, 6)
+    )
 
 
 def _apart(observation: Observation, costs: Costs) -> Iterator[tuple[float, float]]:

@@ -73,7 +73,7 @@ def least_table(
     Of equal ones, that with the fewest waived teams, then with the fewest sizes.
 
     :param regret: whether the worst ratio is to be least, rather than the cost.
-    :param programs: those of the same teams under other bounds.
+    :param programs: programs that were solved for the same teams under other bounds.
     """
     search = _WaivedSets(teams, bounds, costs, {} if programs is None else programs)
     best: _Ranked | None = None

@@ -234,7 +234,7 @@ class Speculative:
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether the first draft pass has rows of its own, and not those of the target's batch."""
+        """Whether the first draft pass has rows of its own instead of the target's."""
         return self.parallel_drafting or self.method is Method.DRAFT_MODEL
 
     @property

@@ -104,8 +104,8 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         ``memory`` bounds each pool, in bytes; ``order`` arranges the captures, which need least memory in their
         own order. Before this is called, everything runs eager, and again after an error, which names the entry
         and leaves no graph: then it may be called once more. Raises ``RunError`` while requests are served: captures
-        write the fields that their steps go on from. Also after it was called to its end: graphs of both would be in
-        the pool, and those of one in use.
+        write the fields that their steps go on from. Also after a complete capture: the pool would hold the
+        graphs of both, and only one set is used.
         """
         self._refuse_while_serving("capture")
         if any(role.pool is not None for role in self.parts.roles.values()):

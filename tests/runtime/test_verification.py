@@ -78,7 +78,7 @@ def check_planted(deployment, kind, layer):
 @settings(max_examples=3)
 @given(deployments())
 def test_healthy_runs_in_half_precision_pass(deployment):
-    """Of any seed, mode and number of drafts, though batches differ from those of the reference."""
+    """Of any seed, mode and number of drafts, though the reference runs other batches."""
     check_healthy(deployment)
 
 

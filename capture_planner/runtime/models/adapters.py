@@ -1,8 +1,8 @@
 """LoRA adapters of a target: products of two narrow matrices that are added to its linear layers.
 
 A forward for n active adapters computes n products in each layer, and each row keeps its own. That is what a graph
-for n adapters holds; which adapters they are is read on the device. Matrices of all adapters are stacked, that of the
-null adapter first, which is zero; narrower ones are filled up with zeros, which add nothing.
+for n adapters holds; which adapters they are is read on the device. Matrices of all adapters are stacked behind the
+zero matrix of the null adapter; narrower ones are filled up with zeros, which add nothing.
 
 peft's own layers are not used: they choose rows by a list of names on the host, which no graph can hold.
 """

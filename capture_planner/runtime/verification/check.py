@@ -26,7 +26,7 @@ from capture_planner.runtime.verification.scales import ComparedRows, scales
 MARGIN = 2.0
 """One row or token may be off by so many times the worst of the exact runs: a maximum of a sample is too small."""
 MEAN_MARGIN = 1.5
-"""The mean of all rows may be so many times that of the exact runs."""
+"""The mean over all rows may be so many times the mean of the exact runs."""
 FLOOR = 1e-5
 """What is allowed without any noise, relative: norms and rotary angles are computed in float32 in any dtype."""
 GROSS = 0.05
