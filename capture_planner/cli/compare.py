@@ -71,7 +71,7 @@ def _loaded(document: Document | None) -> Plan | Emulation | None:
 def _document(letter: str, argument: str) -> Document | None:
     """Read a plan or a spec; None for the command line of an engine."""
     word = (argument.split(maxsplit=1) or [""])[0]
-    if word in engines():
+    if is_engine(word):
         return None
     if argument != "-" and (not argument.strip() or not Path(argument).exists()):
         aliases = {alias: name for name, item in engines().items() for alias in item.value.aliases}

@@ -58,7 +58,7 @@ class TuneCommand(OwnOptions):
     own_short = ("-h", "-o")
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
-        return any(word in engines() for word in args)
+        return any(is_engine(word) for word in args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args = [word for each in args for word in command_words(each)]

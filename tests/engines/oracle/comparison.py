@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import re
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -52,6 +53,15 @@ def sources(arguments: argparse.Namespace) -> Path:
     return folder
 
 
+def release_in(folder: Path) -> str:
+    """Return the release of unpacked sources of vLLM, from the file that its build writes."""
+    text = (folder / "vllm" / "_version.py").read_text()
+    match = re.search(r"__version__ = (?:version = )?'([^']+)'", text)
+    if match is None:
+        raise SystemExit(f"{folder}: vllm/_version.py names no release")
+    return match[1]
+
+
 def say(text: str) -> None:
     """Print a line without markup."""
     _BENCH.CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -78,6 +88,7 @@ def finish(
         arguments.output = arguments.output / f"oracle_{name}-{date:%Y-%m-%d}.json"
     results: dict[str, Any] = {
         "engine": arguments.package,
+        "release": getattr(arguments, "release", None),
         "seed": arguments.seed,
         "compared": counts,
         "differences": differences,
