@@ -99,9 +99,9 @@ class Call:
         shape = (case.num_reqs * pages + 1, KV_HEADS, PAGE, 2 * case.head_size)
         cache = torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16)
         # vLLM's layout: [blocks, heads, page, keys and values].
-        self.keys, self.values = cache.transpose(1, 2).split(case.head_size, dim=-1)
-        shape = (case.num_reqs, HEADS, case.head_size)
-        self.query = torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16)
+        self.keys, self.values = torch.split(cache.transpose(1, 2), case.head_size, dim=-1)
+        rows = (case.num_reqs, HEADS, case.head_size)
+        self.query = torch.randn(rows, generator=draw, device=device, dtype=torch.bfloat16)
         self.out = torch.empty_like(self.query)
         self.starts = torch.zeros(case.num_reqs + 1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(case.num_reqs, dtype=torch.int32, device=device)
@@ -175,7 +175,7 @@ class Call:
         hidden = (position >= visible) | (position < visible - (case.window or case.keys))
         pages = self.table[owner, : -(-case.keys // PAGE)].long()
         keys, values = (each[pages].flatten(1, 2)[:, : case.keys].float() for each in (self.keys, self.values))
-        grouped = self.query[: len(owner)].float().unflatten(1, (KV_HEADS, HEADS // KV_HEADS))
+        grouped = self.query[: len(owner)].float().view(len(owner), KV_HEADS, -1, case.head_size)
         scores = torch.einsum("thgd,tkhd->thgk", grouped, keys) * case.head_size**-0.5
         weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
         return torch.einsum("thgk,tkhd->thgd", weights, values).flatten(1, 2)
