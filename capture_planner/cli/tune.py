@@ -143,7 +143,7 @@ def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: s
     assumptions = [*subject.notes, *(each for each in (near.assumption,) if each is not None)]
     assumptions += [
         *load.assumptions,
-        *subject.today.notes,
+        *subject.today.assumptions,
         *derived.assumptions,
         *_assumed(tuning, costs, subject.today, accepted),
     ]
