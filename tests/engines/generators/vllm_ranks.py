@@ -75,8 +75,10 @@ def agree(target: TableManager, batches: Sequence[Batch]) -> tuple[tuple[Dispatc
         found = target.find(query)
         answers.append(answered(found, batch, None if found is not None else Reason.RANK, tokens=tokens))
         rows.append(tokens if found is None else found.entry.num_tokens)
-        padded = found is not None and found.entry.mode is GraphMode.FULL and not has("ranks-agree-on-real-requests")
-        reqs.append(found.entry.num_reqs if padded and found.entry.num_reqs else agreement.num_reqs[0])
+        most_reqs = agreement.num_reqs[0]
+        if found is not None and found.entry.mode is GraphMode.FULL and not has("ranks-agree-on-real-requests"):
+            most_reqs = found.entry.num_reqs or most_reqs
+        reqs.append(most_reqs)
     return tuple(answers), attrs.evolve(agreement, num_tokens=tuple(rows), num_reqs=tuple(reqs))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from capture_planner_vllm.releases import NEWEST
 from support.files import module_at
 
 _HERE = Path(__file__).parent
@@ -83,12 +84,14 @@ def finish(
     say(f"{listed}: {differences} differ, {seconds:.0f} s")
     for flag, count in (ignored or {}).items():
         say(f"accepted here, refused by the engine over a value with no effect on graphs: {count:,} {flag}")
+    release = getattr(arguments, "release", None)
     if arguments.output is not None and arguments.output.suffix != ".json":
         date = datetime.datetime.now(datetime.UTC)
-        arguments.output = arguments.output / f"oracle_{name}-{date:%Y-%m-%d}.json"
+        older = "" if release in (None, NEWEST) else f"_{release}"
+        arguments.output = arguments.output / f"oracle_{name}{older}-{date:%Y-%m-%d}.json"
     results: dict[str, Any] = {
         "engine": arguments.package,
-        "release": getattr(arguments, "release", None),
+        "release": release,
         "seed": arguments.seed,
         "compared": counts,
         "differences": differences,

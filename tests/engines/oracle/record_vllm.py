@@ -153,7 +153,9 @@ def record_older(release: str, newer: str, flags: dict[str, Any], names: dict[st
     """Write what an older release has otherwise than ``newer``; the rules that it lacks stay as they are."""
     with following(newer):
         newer_flags, newer_names = flag_table(), tables.names()
-    negatives = "--no-" if all(name.startswith("--no-") for each in flags.values() for name in each.get("no", ())) else ""
+    negatives = (
+        "--no-" if all(name.startswith("--no-") for each in flags.values() for name in each.get("no", ())) else ""
+    )
     differing = {
         dest: flags.get(dest)
         for dest in (newer_flags | flags)
@@ -170,7 +172,11 @@ def record_older(release: str, newer: str, flags: dict[str, Any], names: dict[st
     rows = dict(differences())
     lacks = rows.get(release, {}).get("lacks", {})
     rows[release] = {"lacks": lacks, "negatives": negatives, "flags": differing, "names": changes}
-    write_releases(rows)
+    write_releases(dict(sorted(rows.items(), key=lambda row: _number(row[0]), reverse=True)))
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 def write_releases(rows: dict[str, Any]) -> None:
@@ -192,13 +198,13 @@ def _flat(part: Any) -> list[str]:
     return [part] if isinstance(part, str) else [name for inner in get_args(part) for name in _flat(inner)]
 
 
-def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> None:
-    """Write ``count`` command lines with the engine's answers."""
+def record_configurations(module: Any, oracle: Any, file: Path, count: int, seed: int, *, older: bool = False) -> None:
+    """Write ``count`` command lines with the engine's answers; ``older``: those that the newest answers otherwise."""
     from capture_planner.codec.shipped import find_environment
     from engines.generators import vllm
     from engines.oracle.vllm_refusals import excused
 
-    cases = []
+    cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         vllm.write_models(Path(folder))
         for case in vllm.cases(count, seed, wild=0.01):
@@ -208,12 +214,26 @@ def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> No
             if isinstance(answer, module.EngineRefusal):
                 flags, without = excused(oracle, command, environment, variables, answer)
                 answer = {"refused": answer.kind} | ({"ignored": flags, "without": without} if flags else {})
-            cases.append({**case.data(), "answer": answer})
-    GOLDEN.parent.mkdir(exist_ok=True)
+            if not older or _differs(vllm, case, command, environment, answer):
+                cases.append({**case.data(), "answer": answer})
+    file.parent.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
-    GOLDEN.write_text(f"[\n{lines}\n]\n")
+    file.write_text(f"[\n{lines}\n]\n")
     refused = sum("refused" in case["answer"] for case in cases)
-    sys.stdout.write(f"{GOLDEN.name}: {len(cases)} command lines, {refused} refused\n")
+    sys.stdout.write(f"{file.name}: {len(cases)} command lines, {refused} refused\n")
+
+
+def _differs(vllm: Any, case: Any, command: list[str], environment: Any, answer: dict[str, Any]) -> bool:
+    """Say whether the emulation of the newest release answers a line otherwise."""
+    from capture_planner.errors import FlagError
+    from capture_planner_vllm.engine import resolve
+
+    try:
+        ours = vllm.answer_of(resolve([f"{n}={v}" for n, v in case.variables] + command, environment)[0])
+    except FlagError:
+        return "refused" not in answer
+    answer = answer.get("without", answer)
+    return any(ours[name] != answer.get(name) for name in ours)
 
 
 def main() -> None:
@@ -231,13 +251,16 @@ def main() -> None:
     with module.stubs.installed(options.wheel, "vllm"):
         release, names = release_in(options.wheel), names_of(options.wheel)
     if release != NEWEST:
-        newer = releases()[releases().index(release) - 1] if release in releases() else releases()[-1]
+        newer = min((each for each in releases() if _number(each) > _number(release)), key=_number)
         record_older(release, newer, flags, names)
+        if not options.flags_only:
+            file = GOLDEN.with_name(f"vllm_config-{release}.json")
+            record_configurations(module, oracle, file, options.count, options.seed, older=True)
         return
     write_rows(FLAGS, flags)
     write_rows(NAMES, names)
     if not options.flags_only:
-        record_configurations(module, oracle, options.count, options.seed)
+        record_configurations(module, oracle, GOLDEN, options.count, options.seed)
 
 
 if __name__ == "__main__":

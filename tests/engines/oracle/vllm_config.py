@@ -59,7 +59,6 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         with stubs.installed(wheel, "vllm"):
             self._load()
 
-
     def _load(self) -> None:
         import torch
         import vllm.platforms

@@ -67,7 +67,12 @@ def final_settings(config: Configuration) -> VllmSettings:
     prefill = decode = None
     if spec is not None and draft is not None:
         prefill, decode = draft_modes(
-            mode, spec.drafter, config.runner, support=draft.own, breakable=config.breakable and has("breakable-modules"), eager=spec.eager
+            mode,
+            spec.drafter,
+            config.runner,
+            support=draft.own,
+            breakable=config.breakable and has("breakable-modules"),
+            eager=spec.eager,
         )
     loras, separate, specialize = config.max_loras, config.separate_lora, config.specialize
     return VllmSettings(

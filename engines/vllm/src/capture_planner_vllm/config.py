@@ -73,11 +73,11 @@ class Configuration(ServeOptions):
         if self.ubatching and self.data == 1:
             message = "a single data-parallel rank splits no batch, and has no graph for it"
             self.note("overlap", "on", "off", message)
-        bounds = v2 and spec is not None and has("draft-bounds-length")
-        if bounds and spec.max_len is not None and spec.max_len < self.max_model_len:
+        longest = spec.max_len if v2 and spec is not None and has("draft-bounds-length") else None
+        if longest is not None and longest < self.max_model_len:
             message = "the draft model takes no longer prompts"
-            self.note("draft-length", self.max_model_len, spec.max_len, message)
-            self.max_model_len = spec.max_len
+            self.note("draft-length", self.max_model_len, longest, message)
+            self.max_model_len = longest
         self._check_state(state_length, self.max_model_len)
         if spec is not None and spec.length is not None:
             self._check_state(state_length, spec.length)

@@ -21,7 +21,9 @@ def _load(file: str) -> dict[str, Any]:
 def _flags(release: str) -> dict[str, dict[str, Any]]:
     table = _load("flags.json")
     for older in differences_to(release):
-        table = {dest: with_negatives(entry, older["negatives"]) for dest, entry in (table | older["flags"]).items() if entry}
+        table = {
+            dest: with_negatives(entry, older["negatives"]) for dest, entry in (table | older["flags"]).items() if entry
+        }
     return table
 
 
