@@ -1,6 +1,6 @@
 """Files of models on Hugging Face: from its local cache, and over the network where that is asked for.
 
-``huggingface_hub`` knows where the cache is; without it there is none. Weights are never fetched.
+``huggingface_hub`` knows where the cache is; without it nothing is found there. Weights are never fetched.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def find(name: str, file: str) -> Path | None:
     :param name: ``owner/model``; a text of another form is in no cache.
     :param file: such as ``config.json``.
 
-    Raises ``CapturePlannerError`` inside ``fetching`` where the model cannot be reached; a model without the file is
-    none of that.
+    Raises ``CapturePlannerError`` inside ``fetching`` where the model cannot be reached; a model that lacks the
+    file is no error.
     """
     if not is_name(name):
         return None

@@ -78,10 +78,11 @@ def find(name: str) -> Checkpoint:
 
 
 def _read(path: Path, quantization: Path | None) -> dict[str, Any]:
-    """Read a ``config.json``, and the file beside it that older checkpoints of ModelOpt have."""
+    """Read a ``config.json``, and the other file that older checkpoints of ModelOpt have."""
     config = _object(path)
-    beside = quantization is not None and quantization.is_file() and config.get("quantization_config") is None
-    return config | {"quantization_config": _object(quantization)} if quantization and beside else config
+    if quantization is None or not quantization.is_file() or config.get("quantization_config") is not None:
+        return config
+    return config | {"quantization_config": _object(quantization)}
 
 
 def _object(path: Path) -> dict[str, Any]:
