@@ -123,8 +123,9 @@ class Emulation:
     """The passes of draft decodes, where they are not one token of each request, k - 1 times."""
     lora: Lora | None = None
     parallel: Parallel = attrs.Factory(Parallel)
-    notes: tuple[str, ...] = ()
-    """For each model without facts: what is assumed, which results depend on it, and what to do."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
+    where the emulation is exact."""
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:

@@ -97,7 +97,7 @@ def test_known_models_are_emulated(name):
             continue
         emulation = emulate(engine, [MODEL[engine], name], H100)
         assert emulation.graphs
-        assert emulation.notes == ()
+        assert emulation.assumptions == ()
         assert {s.source for s in emulation.settings if s.name in (*sourced, "model_facts")} == {"known"}
 
 
@@ -147,20 +147,20 @@ def test_assumed_facts_have_a_note():
     """It names the model, the settings that say assumed, and what to do; the drafter has one of its own."""
     for engine, sourced in SETTINGS.items():
         emulation = emulate(engine, [MODEL[engine], "some/model"], H100)
-        (note,) = emulation.notes
+        (note,) = emulation.assumptions
         assumed = [s.name for s in emulation.settings if s.source == "assumed"]
         assert set(sourced) <= set(assumed)
         assert all(name in note for name in (*sourced, "some/model", "folder with its config.json"))
     draft = json.dumps({"method": "eagle3", "model": "some/draft", "num_speculative_tokens": 2})
-    (note,) = emulate("vllm", ["Qwen/Qwen3-8B", "--speculative-config", draft], H100).notes
+    (note,) = emulate("vllm", ["Qwen/Qwen3-8B", "--speculative-config", draft], H100).assumptions
     assert "some/draft" in note
     assert "drafter" in note
-    (note,) = emulate("vllm", ["some/model", "--max-model-len", "500"], H100).notes
+    (note,) = emulate("vllm", ["some/model", "--max-model-len", "500"], H100).assumptions
     assert "max_model_len" not in note
-    assert emulate("vllm", [], H100).notes == ()
-    (note,) = emulate("sglang", [], H100).notes
+    assert emulate("vllm", [], H100).assumptions == ()
+    (note,) = emulate("sglang", [], H100).assumptions
     assert note.startswith("no model was named")
-    assert emulate("tensorrt-llm", ["some/model"], H100).notes == ()
+    assert emulate("tensorrt-llm", ["some/model"], H100).assumptions == ()
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_assumed_facts_describe_a_dense_decoder():
     """What the note says is what the emulation does."""
     model = read_model("--model", "some/model")
     assert (model.known, model.mla, model.experts, model.max_len) == (False, False, 0, ASSUMED_LENGTH)
-    assert f"{ASSUMED_LENGTH} tokens" in emulate("vllm", ["some/model"], H100).notes[0]
+    assert f"{ASSUMED_LENGTH} tokens" in emulate("vllm", ["some/model"], H100).assumptions[0]
 
 
 @pytest.mark.parametrize(("engine", "flag"), [("vllm", "--model"), ("sglang", "--model-path")])

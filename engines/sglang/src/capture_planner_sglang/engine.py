@@ -96,11 +96,11 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         # SGLang counts the bare model among its adapters; ours come with one more for such rows.
         lora=Lora(max_active=max(args.max_loras_per_batch - 1, 1)) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
-        notes=_notes(r),
+        assumptions=_assumptions(r),
     )
 
 
-def _notes(r: Startup) -> tuple[str, ...]:
+def _assumptions(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
     if r.model.source != ASSUMED:
         return ()

@@ -68,11 +68,11 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         drafts=_drafts(settings, speculative),
         lora=_lora(settings),
         parallel=Parallel(data=ranks.data, tensor=ranks.tensor, decode_context=ranks.decode_context),
-        notes=tuple(_notes(configuration)),
+        assumptions=tuple(_assumptions(configuration)),
     )
 
 
-def _notes(configuration: Configuration) -> Iterator[str]:
+def _assumptions(configuration: Configuration) -> Iterator[str]:
     """Yield the assumptions about the target and the draft model, where no config.json is found."""
     target, spec = configuration.model, configuration.spec
     if not target.known:
