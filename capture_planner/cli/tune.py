@@ -101,6 +101,7 @@ def _objective(text: str) -> str:
 @click.option("-o", "--output", type=FILE, metavar="FOLDER", help="Write spec, plan and launch line into this folder.")
 @click.option("--page", type=FILE, metavar="FILE", help="Write the comparison as an HTML page with plots.")
 @options.environment
+@options.download
 @options.formats()
 def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: str, **values: Any) -> None:
     """Choose capture sizes by traffic and a profile, and compare them with what is captured today.
