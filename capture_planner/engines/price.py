@@ -55,7 +55,7 @@ def bill(graphs: Iterable[CapturedGraph], once: tuple[float, float] = ONCE) -> G
     return GraphBill(len(drafts), mib, seconds)
 
 
-def change(before: Emulation, after: Emulation) -> str:
+def change_text(before: Emulation, after: Emulation) -> str:
     """Say what other flags cost or save: ``928 more graphs, 1179 in all: 0.9 to 22.7 GiB and 28 to 232 s``."""
     old, new = (Counter(graph.role.is_drafter for graph in each.graphs) for each in (before, after))
     total, by = len(after.graphs), len(after.graphs) - len(before.graphs)
