@@ -106,7 +106,7 @@ def check(
     """
     engine = engine or find_engine(emulation.engine)
     subject = _subject(emulation, engine)
-    tried: dict[FlagChange, Emulation] = {}
+    tried: dict[FlagChange, CheckInput] = {}
     return tuple(
         _finding(subject, each, diagnosis, environment, tried)
         for _, each in sorted(ENGINE_RULES.items())
@@ -119,7 +119,7 @@ def _finding(
     rule: EngineRule,
     diagnosis: Diagnosis,
     environment: Environment | None,
-    tried: dict[FlagChange, Emulation],
+    tried: dict[FlagChange, CheckInput],
 ) -> EngineFinding:
     """Return a finding with its fix; ``tried`` are emulations of changes, for other findings too."""
     engine, before = subject.engine, subject.emulation
@@ -127,15 +127,14 @@ def _finding(
     changes = [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
     if environment is not None and changes:
 
-        def emulate(change: FlagChange) -> Emulation:
+        def removed(change: FlagChange) -> Emulation | None:
             if change not in tried:
-                tried[change] = engine.emulate(engine.fixes.applied(before.command, change), environment)
-            return tried[change]
+                after = engine.emulate(engine.fixes.applied(before.command, change), environment)
+                tried[change] = _subject(after, engine)
+            left = any(each.role is diagnosis.role for each in rule.check(tried[change]))
+            return None if left else tried[change].emulation
 
-        def remains(after: Emulation) -> bool:
-            return any(each.role is diagnosis.role for each in rule.check(_subject(after, engine)))
-
-        fix = remedy(before, changes, emulate, remains) or f"{NOTHING}: no flag removes it and keeps the graphs"
+        fix = remedy(before, changes, removed) or f"{NOTHING}: no flag removes it and keeps the graphs"
     severity = Severity.NOTE if fix.startswith(NOTHING) else diagnosis.severity
     return EngineFinding(rule=rule, diagnosis=attrs.evolve(diagnosis, severity=severity), fix=fix)
 

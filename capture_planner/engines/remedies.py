@@ -37,25 +37,20 @@ def appended(command: Sequence[str], change: FlagChange) -> list[str]:
     return [*command, *(word for flag, values in change.flags for word in (flag, *values))]
 
 
-def remedy(
-    before: Emulation,
-    changes: Iterable[FlagChange],
-    emulate: Callable[[FlagChange], Emulation],
-    remains: Callable[[Emulation], bool],
-) -> str:
+def remedy(before: Emulation, changes: Iterable[FlagChange], removed: Callable[[FlagChange], Emulation | None]) -> str:
     """Return the first change that removes a finding, and the first that does so otherwise, with their prices; or "".
 
-    :param emulate: emulates the command line with a change; may raise ``FlagError``.
-    :param remains: whether an emulation still has the finding.
+    :param removed: emulates the command line with a change, and returns None where the finding is still there; may
+        raise ``FlagError``.
     """
     found: dict[bool, str] = {}
     for each in list(changes)[:MOST_TRIED]:
         if each.instead in found:
             continue
         try:
-            after = emulate(each)
+            after = removed(each)
         except InvalidValue:
             continue
-        if not remains(after):
+        if after is not None:
             found[each.instead] = f"{each} ({change_text(before, after)})"
     return "; or ".join(found[instead] for instead in (False, True) if instead in found)

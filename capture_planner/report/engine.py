@@ -133,14 +133,23 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 
 def findings_text(emulation: Emulation, findings: Sequence[EngineFinding]) -> RenderableType:
-    """One finding a paragraph: what, which flag fixes it, and where it was seen."""
+    """One finding a paragraph: what, which flag fixes it, and where it was seen; the same of several roles once."""
     parts: list[RenderableType] = []
-    for each in findings:
-        rule = each.rule
-        parts += [
-            Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"),
-            Text(f"  fix: {each.fix}"),
-            Text(f"  seen: {', '.join(rule.threads)}"),
-        ]
+    for (title, text, fix, seen), alike in grouped(findings, _paragraph).items():
+        message = alike[0].diagnosis.message
+        if message != text:
+            message = f"{' and '.join(each.diagnosis.role for each in alike)}: {text}"
+        parts += [Text.assemble((title, "bold"), f": {message}"), Text(f"  fix: {fix}"), Text(f"  seen: {seen}")]
     total = counted(len(findings), "finding") if findings else "nothing to report"
     return Group(*parts, Text(f"{emulation.engine} {emulation.version}: {total}"))
+
+
+def _paragraph(finding: EngineFinding) -> tuple[str, str, str, str]:
+    """Return what is shown of a finding; findings of several roles that differ in nothing else are shown together."""
+    rule = finding.rule
+    title = f"{finding.severity.value}: {rule.code} {rule.name}"
+    return title, _unnamed(finding), finding.fix, ", ".join(rule.threads)
+
+
+def _unnamed(finding: EngineFinding) -> str:
+    return finding.diagnosis.message.removeprefix(f"{finding.diagnosis.role}: ")
