@@ -43,7 +43,8 @@ KNOWN = (
         "FlashInfer 0.6.9, XQA (csrc/xqa/mha.cu). Warps that multiply with keys hand tiles to warps that multiply with "
         "values. Both orders are kept by mbarriers in inline PTX (barriers.cuh: arrive.release, try_wait.parity), "
         "some of which cp.async arrives at. racecheck follows cuda::barrier since 2021.2; whether it follows these is "
-        "not documented, so it is not known whether its hazards are false",
+        "not documented. TensorRT-LLM#18141 adds synchronization of asynchronous K/V tiles here, so the hazards "
+        "may be real",
     ),
 )
 
