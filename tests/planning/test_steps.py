@@ -143,15 +143,17 @@ def test_drafters_follow_each_batch_of_the_target(spec: Spec, data: st.DataObjec
     )
     first, *passes = passes_of(batch, spec)
     assert first == (batch, 1)
-    roles = [each.role for each, _ in passes]
-    if spec.speculative is None:
-        assert roles == []
-        return
-    k, slots = spec.speculative.draft_tokens(number), spec.speculative.extra_slots
-    prefill, repeats = passes[0]
-    assert repeats == 1
-    assert (prefill.role, prefill.num_reqs, prefill.active_loras) == (Role.DRAFT_PREFILL, number, 0)
-    assert prefill.num_tokens == batch.num_tokens + slots * number
-    assert prefill.query_len == (batch.query_len and batch.query_len + slots)
-    expected = [(Batch.decode(Role.DRAFT_DECODE, number, 1), k - 1)] if k > 1 and spec.speculative.is_chain else []
-    assert passes[1:] == expected
+    expected: list[tuple[Batch, int]] = []
+    if spec.speculative is not None:
+        k, slots = spec.speculative.draft_tokens(number), spec.speculative.extra_slots
+        prefill = Batch(
+            role=Role.DRAFT_PREFILL,
+            num_reqs=number,
+            num_tokens=batch.num_tokens + slots * number,
+            query_len=batch.query_len and batch.query_len + slots,
+            past_prompt=batch.past_prompt,
+        )
+        expected.append((prefill, 1))
+        if k > 1 and spec.speculative.is_chain:
+            expected.append((Batch.decode(Role.DRAFT_DECODE, number, 1), k - 1))
+    assert passes == expected
