@@ -10,7 +10,7 @@ import click
 
 from capture_planner.analysis.trace import read_trace
 from capture_planner.cli import options
-from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document, show_notes
+from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
 from capture_planner.engines import emulate, engines
@@ -34,6 +34,7 @@ from capture_planner.report.side_by_side import side_by_side_table
     help="CSV of arrival times, prompt and output lengths: count its batches instead of all admissible ones.",
 )
 @options.environment
+@options.download
 @options.formats()
 def compare(a: str, b: str, traffic: Path | None, environment: str | None, form: str) -> None:
     """Compare two deployments side by side: graphs, covered batches, and padding.
@@ -54,11 +55,11 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         each or _deployment(letter, argument, document, machine.environment)
         for letter, argument, document, each in zip("AB", (a, b), documents, loaded, strict=True)
     )
-    planned = machine.notes if None in loaded else ()
-    emulations = (side for side, each in zip((left, right), loaded, strict=True) if each is None)
-    show_notes((*planned, *(note for each in emulations if isinstance(each, Emulation) for note in each.notes)))
+    assumptions = machine.assumptions if None in loaded else ()
+    for letter, side in (("A", left), ("B", right)):
+        assumptions += tuple(f"{letter}: {each}" for each in (side.assumptions if isinstance(side, Emulation) else ()))
     compared = side_by_side(left, right, requests, names=(a, b))
-    emit(form, lambda: compared, partial(side_by_side_table, compared))
+    emit(form, lambda: compared, partial(side_by_side_table, compared), assumptions)
 
 
 def _loaded(document: Document | None) -> Plan | Emulation | None:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import IO
 
+import attrs
 import click
 
 from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, OwnOptions, emit, emulated, machine_named
+from capture_planner.cli.common import FINDINGS, OwnOptions, emit, machine_named, show_notes
 from capture_planner.cli.jsonl import answer_line, read_batches
-from capture_planner.engines import INSTALL, engines, find_engine
+from capture_planner.engines import INSTALL, emulate, engines, find_engine
 from capture_planner.engines.check import check
 from capture_planner.engines.walk import why_inadmissible
 from capture_planner.report.engine import emulation_table, findings_text
@@ -78,6 +79,7 @@ environment_option = click.option(
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches
 @environment_option
+@options.download
 @options.formats()
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
@@ -85,22 +87,28 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. Lines and
     answers of --batches are as in explain: what the engine's own dispatcher would answer.
     """
-    emulation = emulated(name, flags, machine_named(environment))
+    machine = machine_named(environment)
+    emulation = emulate(name, flags, machine.environment)
+    assumptions = (*machine.assumptions, *emulation.assumptions)
     if batches is not None:
+        show_notes(assumptions)
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
             never = why_inadmissible(batch, emulation)
             line = answer_line(batch, emulation.dispatch(batch))
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return
-    emit(form, lambda: emulation, partial(emulation_table, emulation))
+    emulation = attrs.evolve(emulation, assumptions=assumptions)
+    emit(form, lambda: emulation, partial(emulation_table, emulation), assumptions)
 
 
 def check_engine(name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool) -> None:
     """Lint what an engine makes of its flags; exit code 2 if there are findings."""
     if form not in ("text", "json"):
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
-    emulation = emulated(name, flags, machine_named(environment))
+    machine = machine_named(environment)
+    emulation = emulate(name, flags, machine.environment)
     findings = check(emulation)
-    emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings))
+    assumptions = (*machine.assumptions, *emulation.assumptions)
+    emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)
     if any(strict or each.severity is not Severity.NOTE for each in findings):
         click.get_current_context().exit(FINDINGS)

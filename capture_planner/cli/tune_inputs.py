@@ -94,7 +94,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
             name=f"{engine.name} {engine.version}",
             today=today,
             environment=machine.environment,
-            notes=machine.notes,
+            notes=machine.assumptions,
             derive=lambda like: spec_of(today, engine, like),
             engine=engine,
             words=tuple(own_words(engine, words[1:])),
@@ -114,7 +114,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
         name=words[0],
         today=emulation_of_plan(plan_document(document, ChosenMachine(machine.environment))),
         environment=machine.environment,
-        notes=machine.notes,
+        notes=machine.assumptions,
         derive=lambda like: DerivedSpec(spec=spec),
         file=words[0],
     )
