@@ -17,7 +17,7 @@ _API = re.compile(r"on CUDA API call to (\w+)")
 
 
 @attrs.frozen
-class Known:
+class Exemption:
     """A report that is no finding of ours, and why."""
 
     tool: str
@@ -28,15 +28,15 @@ class Known:
     reason: str
 
 
-KNOWN = (
-    Known(
+EXEMPTIONS = (
+    Exemption(
         "memcheck",
         "cuGetProcAddress_v2",
         False,
         "cuda-bindings asks the driver for each function by its name when it is imported, and takes a refusal for an "
         "answer",
     ),
-    Known(
+    Exemption(
         "racecheck",
         "kernel_mha",
         True,
@@ -52,7 +52,7 @@ KNOWN = (
 def read(output: str, tool: str) -> dict[str, Any]:
     """Return what a tool's output says: errors and warnings, of what kernels, the first of them, and what is known.
 
-    ``unexplained`` counts the errors that ``KNOWN`` does not have, those that were not printed included.
+    ``unexplained`` counts the errors that ``EXEMPTIONS`` does not have, those that were not printed included.
     """
     data: dict[str, Any] = {}
     for summary in SUMMARIES:
@@ -63,7 +63,7 @@ def read(output: str, tool: str) -> dict[str, Any]:
         return data
     errors = [block for block in _blocks(output) if not block[0].startswith("Warning")]
     places = Counter(_place(block) for block in errors)
-    known = [each for each in KNOWN if each.tool == tool and places[each.where]]
+    known = [each for each in EXEMPTIONS if each.tool == tool and places[each.where]]
     data["unexplained"] = data["errors"] - sum(places[each.where] for each in known)
     if errors:
         unknown = [block for block in errors if _place(block) not in {each.where for each in known}]
