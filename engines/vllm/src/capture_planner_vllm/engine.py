@@ -25,7 +25,7 @@ from capture_planner_vllm.launch import launch_vllm
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS
 from capture_planner_vllm.refusals import not_emulated
-from capture_planner_vllm.settings import VllmSettings
+from capture_planner_vllm.settings import RunnerVersion, VllmSettings
 from capture_planner_vllm.tables import rules
 
 VERSION = "0.33.0"
@@ -50,9 +50,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     if captures and settings.sizes and settings.sizes[0] < 1:
         message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
         raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
-    if captures and configuration.ubatching and configuration.data > 1:
-        subject = "data-parallel ranks that split a batch also have a graph of both halves"
-        raise not_emulated("--enable-dbo", subject, "leave it out, or emulate one rank")
+    if captures and settings.overlap is not None:
+        _check_overlap(settings)
     speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",
@@ -70,6 +69,18 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         parallel=Parallel(data=ranks.data, tensor=ranks.tensor, decode_context=ranks.decode_context),
         assumptions=tuple(_assumptions(configuration)),
     )
+
+
+def _check_overlap(settings: VllmSettings) -> None:
+    """Raise ``NotEmulated`` where model runner V1 captures graphs of microbatches while it serves, or mixes them up."""
+    if settings.runner is RunnerVersion.V2:
+        return
+    if settings.mode is GraphMode.FULL:
+        subject = "model runner V1 captures FULL graphs of microbatches while it serves"
+        raise not_emulated("--enable-dbo", subject, "request FULL_AND_PIECEWISE, or leave it out")
+    if settings.max_loras:
+        subject = "model runner V1 has one graph of microbatches for all numbers of adapters"
+        raise not_emulated("--enable-dbo", subject, "leave it out, or drop the adapters")
 
 
 def _assumptions(configuration: Configuration) -> Iterator[str]:
@@ -149,6 +160,12 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
             "num_speculative_tokens_per_batch_size": by_flag("speculative_config", schedule),
             "decode_query_lens": (list(settings.decode_query_lens), "default"),
             "adaptive_verification": by_flag("speculative_config", settings.varlen),
+        }
+    if settings.overlap is not None:
+        values |= {
+            "microbatches": by_flag("enable_dbo" if "enable_dbo" in line.values else "ubatch_size", settings.overlap.microbatches),
+            "dbo_decode_token_threshold": by_flag("dbo_decode_token_threshold", settings.overlap.decode_tokens),
+            "dbo_prefill_token_threshold": by_flag("dbo_prefill_token_threshold", settings.overlap.prefill_tokens),
         }
     if settings.max_loras:
         values["max_loras"] = by_flag("max_loras", settings.max_loras)
