@@ -79,6 +79,7 @@ environment_option = click.option(
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches
 @environment_option
+@options.download
 @options.formats()
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.

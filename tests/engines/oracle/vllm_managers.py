@@ -101,9 +101,8 @@ class _V2:
             speculative_config=self.speculative,
             num_speculative_tokens=k,
         )
-        self.target = self.table.CudaGraphManager(
-            self.config, None, mode, 1 + k, list(found.settings.lora_cases), found.varlen, standins.runner(found.overlap)
-        )
+        cases, parts = list(found.settings.lora_cases), standins.runner(found.overlap)
+        self.target = self.table.CudaGraphManager(self.config, None, mode, 1 + k, cases, found.varlen, parts)
         self.graphs = {"target": self._capture(self.target)}
         self.dp_size, self.dp_rank = 1, 0
         self.drafter: Any = None

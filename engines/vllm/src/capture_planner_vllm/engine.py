@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from capture_planner.engines import checkpoints
+from capture_planner.engines.checkpoints import KNOWN
 from capture_planner.engines.emulation import Emulation, Setting
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.parsing import refusal
@@ -19,13 +20,14 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import BACKENDS, LATENT_BACKENDS, export_vllm
+from capture_planner_vllm.families import check_families, shown_families
 from capture_planner_vllm.fixes import VllmFixes
 from capture_planner_vllm.flags import name_of, read
 from capture_planner_vllm.launch import launch_vllm
 from capture_planner_vllm.managers import managers
-from capture_planner_vllm.model import COUNTS_AS
+from capture_planner_vllm.model import COUNTS_AS, ModelFacts
 from capture_planner_vllm.refusals import not_emulated
-from capture_planner_vllm.settings import RunnerVersion, VllmSettings
+from capture_planner_vllm.settings import VllmSettings
 from capture_planner_vllm.tables import rules
 
 VERSION = "0.33.0"
@@ -50,8 +52,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     if captures and settings.sizes and settings.sizes[0] < 1:
         message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
         raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
-    if captures and settings.overlap is not None:
-        _check_overlap(settings)
+    check_families(settings)
     speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",
@@ -71,28 +72,26 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     )
 
 
-def _check_overlap(settings: VllmSettings) -> None:
-    """Raise ``NotEmulated`` where model runner V1 captures graphs of microbatches while it serves, or mixes them up."""
-    if settings.runner is RunnerVersion.V2:
-        return
-    if settings.mode is GraphMode.FULL:
-        subject = "model runner V1 captures FULL graphs of microbatches while it serves"
-        raise not_emulated("--enable-dbo", subject, "request FULL_AND_PIECEWISE, or leave it out")
-    if settings.max_loras:
-        subject = "model runner V1 has one graph of microbatches for all numbers of adapters"
-        raise not_emulated("--enable-dbo", subject, "leave it out, or drop the adapters")
-
-
 def _assumptions(configuration: Configuration) -> Iterator[str]:
     """Yield the assumptions about the target and the draft model, where no config.json is found."""
     target, spec = configuration.model, configuration.spec
-    if not target.known:
-        results = "attention_backend" if configuration.length_given else "max_model_len, attention_backend"
-        results += " and the modes that the backend leaves rest on it"
-        yield checkpoints.note(target.name, COUNTS_AS, results)
-    if spec is not None and spec.has_draft_cache and spec.model is not target and not spec.model.known:
-        results = "the drafter's attention backend, and with it modes and draft chains, rests on it"
-        yield checkpoints.note(spec.model.name, "a dense decoder with the target's length", results)
+    results = "cudagraph_mode, capture sizes, attention_backend"
+    results += "" if configuration.length_given else ", max_model_len"
+    yield from _assumption(target, COUNTS_AS, results)
+    if spec is not None and spec.has_draft_cache and spec.model is not target:
+        results = "the drafter's attention backend, and with it modes and draft chains,"
+        yield from _assumption(spec.model, "a dense decoder with the target's length", results)
+
+
+def _assumption(model: ModelFacts, counts_as: str, results: str) -> Iterator[str]:
+    """Yield what is assumed of a model; nothing where its own facts are here."""
+    if not model.known:
+        yield checkpoints.assumed(model.name, counts_as, results)
+    elif model.like is not None:
+        yield checkpoints.taken_for(model.name, model.like, results)
+    elif not model.heads and model.source == KNOWN:
+        says = f"the attention heads of {model.name} are not known here, and count as of size {model.head_size}"
+        yield f"{says}; attention_backend and the modes that it leaves rest on that; {checkpoints.remedy(model.name)}"
 
 
 def _speculative(settings: VllmSettings) -> Speculative | None:
@@ -135,7 +134,7 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
 
     values: dict[str, tuple[Any, str]] = {
         "model": (model.name, line.source("model") if line.model is None else "flag"),
-        "model_facts": (checkpoints.says(model.source, "a dense decoder"), model.source),
+        "model_facts": (checkpoints.says(model.source, "a dense decoder", model.like), model.source),
         "model_runner": (settings.runner.value, "default"),
         "max_num_seqs": (settings.max_num_seqs, sources["max_num_seqs"]),
         "max_num_batched_tokens": (settings.max_num_batched_tokens, sources["max_num_batched_tokens"]),
@@ -161,12 +160,11 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
             "decode_query_lens": (list(settings.decode_query_lens), "default"),
             "adaptive_verification": by_flag("speculative_config", settings.varlen),
         }
-    if settings.overlap is not None:
-        values |= {
-            "microbatches": by_flag("enable_dbo" if "enable_dbo" in line.values else "ubatch_size", settings.overlap.microbatches),
-            "dbo_decode_token_threshold": by_flag("dbo_decode_token_threshold", settings.overlap.decode_tokens),
-            "dbo_prefill_token_threshold": by_flag("dbo_prefill_token_threshold", settings.overlap.prefill_tokens),
-        }
+    spec = configuration.spec
+    if spec is not None and spec.has_draft_cache and spec.model is not model:
+        facts = checkpoints.says(spec.model.source, "a dense decoder", spec.model.like)
+        values["draft_model_facts"] = (facts, spec.model.source)
+    values |= dict(shown_families(settings, configuration))
     if settings.max_loras:
         values["max_loras"] = by_flag("max_loras", settings.max_loras)
         values["lora_cases"] = by_flag("specialize_active_lora", list(settings.lora_cases))
