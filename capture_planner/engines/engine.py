@@ -89,5 +89,7 @@ class Engine:
     """Names of an attention backend: that of its plugin here, and the engine's own."""
     variables: str | None = None
     """Prefix of the engine's environment variables, where any of them matters for graphs."""
+    older: tuple[Engine, ...] = ()
+    """Older releases that are emulated too, newest first: ``NAME==VERSION`` on the command line."""
     aliases: tuple[str, ...] = ()
     """Other names of the engine and of its program, for suggestions."""
