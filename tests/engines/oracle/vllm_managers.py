@@ -80,17 +80,8 @@ class _V2:
         self.table.logger = SimpleNamespace(debug=lambda *said: self.log.append(said[2]))
         mode = self.modes[found.mode.value]
         k = found.num_speculative_tokens
-        self.speculative = (
-            SimpleNamespace(
-                num_speculative_tokens_per_batch_size=None
-                if found.schedule is None
-                else [list(tier) for tier in found.schedule],
-                uses_dynamic_speculative_decoding=lambda: found.schedule is not None,
-                num_speculative_tokens=k,
-            )
-            if k
-            else None
-        )
+        schedule = None if found.schedule is None else [list(tier) for tier in found.schedule]
+        self.speculative = standins.speculative(k, schedule) if k else None
         self.config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=found.max_num_seqs),
             compilation_config=SimpleNamespace(

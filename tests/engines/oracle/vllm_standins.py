@@ -23,6 +23,15 @@ def parallel(overlap: Any) -> SimpleNamespace:
     )
 
 
+def speculative(tokens: int, schedule: list[list[int]] | None) -> SimpleNamespace:
+    """Return what the engine reads of its ``SpeculativeConfig``."""
+    return SimpleNamespace(
+        num_speculative_tokens_per_batch_size=schedule,
+        uses_dynamic_speculative_decoding=lambda: schedule is not None,
+        num_speculative_tokens=tokens,
+    )
+
+
 def runner(overlap: Any) -> SimpleNamespace | None:
     """Return what stands for the ``UBatchRunner``; None where no batch is split."""
     return None if overlap is None else SimpleNamespace(capture_stream=None, abort_pending_run=lambda: None)

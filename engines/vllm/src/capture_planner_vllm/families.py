@@ -1,4 +1,4 @@
-"""The families of graphs beside the language model's own: what settings show of them, and what is refused."""
+"""Families of graphs other than those of plain batches: what settings show of them, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM 0.33's dual batch overlap: batches that are split into microbatches, and the graphs of all of them.
 
-The rules of ``_maybe_ubatch_twin`` in ``v1/worker/gpu/cudagraph_utils.py`` and of ``dp_utils.py`` beside it, and for
+The rules of ``_maybe_ubatch_twin`` in ``v1/worker/gpu/cudagraph_utils.py`` and of ``dp_utils.py`` there, and for
 model runner V1 of ``v1/worker/dp_utils.py`` and ``gpu_ubatch_wrapper.py``. Ranks split a batch only together, so an
 answer is about ranks that all run the same batch.
 """
