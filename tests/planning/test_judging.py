@@ -73,7 +73,14 @@ def profiles(draw: st.DrawFn) -> Profile:
         for index, (role, mode, each, steps) in enumerate(families)
     )
     apart = draw(st.sampled_from((0.0, 0.5)))
-    return replace(profile(), curves=curves, step_milliseconds=apart, step_milliseconds_per_request=apart / 2)
+    overlap = draw(st.booleans())
+    return replace(
+        profile(),
+        curves=curves,
+        step_milliseconds=apart,
+        step_milliseconds_per_request=apart / 2,
+        drafts_overlap=overlap,
+    )
 
 
 @st.composite
@@ -117,15 +124,19 @@ def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile
     eager = 0
     for batch, count in counts.items():
         passes = list(passes_of(batch, spec))
-        total = known.step_milliseconds + known.step_milliseconds_per_request * batch.num_reqs
+        apart = known.step_milliseconds + known.step_milliseconds_per_request * batch.num_reqs
+        target = drafting = 0.0
         for each, repeats in passes:
             entry = answers[each]
             if entry is None:
                 chain = repeats if each.role is Role.DRAFT_DECODE else None
-                total += time_of(known, (each.role, EAGER, each.uniform_query_len, chain), each.num_tokens)
+                time = time_of(known, (each.role, EAGER, each.uniform_query_len, chain), each.num_tokens)
             else:
                 key = each.role, entry.mode, entry.query_len, entry.draft_steps
-                total += time_of(known, key, entry.num_tokens) * (1 if entry.draft_steps else repeats)
+                time = time_of(known, key, entry.num_tokens) * (1 if entry.draft_steps else repeats)
+            target += time * (not each.role.is_drafter)
+            drafting += time * each.role.is_drafter
+        total = target + max(apart, drafting) if known.drafts_overlap else target + apart + drafting
         every += [total] * count
         eager += count * any(answers[each] is None for each, _ in passes)
     every.sort()
@@ -151,7 +162,7 @@ def test_every_size_is_the_batch_itself_in_the_mode_of_its_role(
     ladders = []
     if fused and speculative is not None:
         ladders = [_chain(k - 1) for k in {speculative.num_tokens, *(k for *_, k in speculative.schedule)} if k > 1]
-    total = 0.0
+    target = drafting = 0.0
     for each, repeats in passes_of(batch, spec):
         own = decode or each.role is Role.DRAFT_DECODE
         lowered = mode.decode_mode if own else mode.mixed_mode
@@ -171,8 +182,9 @@ def test_every_size_is_the_batch_itself_in_the_mode_of_its_role(
                 else prices.with_every_size(each, repeats, fused=chain is not None)
             )
         assert prices.with_every_size(each, repeats, fused=chain is not None) == pytest.approx(one)
-        total += one
-    assert _with_every_size(batch, prices=prices, spec=spec, ladders=ladders) == pytest.approx(total)
+        target += one * (not each.role.is_drafter)
+        drafting += one * each.role.is_drafter
+    assert _with_every_size(batch, prices=prices, spec=spec, ladders=ladders) == pytest.approx((target, drafting))
 
 
 def _chain(steps: int) -> Ladder:
