@@ -16,8 +16,8 @@ that are visible. The scenes capture, replay, run eager and serve; the suite che
 - ``initcheck``: reads of global memory that nothing wrote; not run unless asked for. It reports vectorised loads that
   read past a row into padding and mask it, and what was written through a mapping that it does not follow.
 
-Reports are counted by kernel. Those that ``_sanitizer_reports.EXEMPTIONS`` has are shown with the reason why they are no
-findings, or why that is an open question. Exit code 1 if a tool reports another error, or a run broke or found a
+Reports are counted by kernel. Those that ``_sanitizer_reports.EXEMPTIONS`` has are shown with the reason why they are
+no findings, or why that is an open question. Exit code 1 if a tool reports another error, or a run broke or found a
 violation.
 """
 
