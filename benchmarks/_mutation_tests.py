@@ -57,7 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/budgeted": (*_MEASURED, *_BUDGET),
     "planning/costs": ("planning/test_costs.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/coverage": _MEASURED,
-    "planning/demand": _MEASURED,
+    "planning/demand": ("planning/test_demand.py", *_MEASURED),
     "planning/draft_lengths": _SCHEDULES,
     "planning/groups": (*_BUDGET, *_MEASURED),
     "planning/judging": ("planning/test_judging.py", *_MEASURED),
