@@ -53,7 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "modes": ("test_modes.py", *_MODES),
     "planning/resolve": _MODES,
     "planning/answers": _MEASURED,
-    "planning/bounds": _MEASURED,
+    "planning/bounds": ("planning/test_bounds.py", *_MEASURED),
     "planning/budgeted": (*_MEASURED, *_BUDGET),
     "planning/costs": ("planning/test_costs.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/coverage": _MEASURED,
