@@ -34,6 +34,7 @@ from capture_planner.report.side_by_side import side_by_side_table
     help="CSV of arrival times, prompt and output lengths: count its batches instead of all admissible ones.",
 )
 @options.environment
+@options.download
 @options.formats()
 def compare(a: str, b: str, traffic: Path | None, environment: str | None, form: str) -> None:
     """Compare two deployments side by side: graphs, covered batches, and padding.

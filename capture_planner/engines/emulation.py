@@ -54,7 +54,7 @@ class Setting:
     """Plain data: a number, a text, a list, None."""
     source: str
     """``flag``, ``file``, ``default``, or the rule that rewrote it; of what the model decides, where its facts
-    come from: ``model``, ``known`` or ``assumed``."""
+    come from: ``model``, ``cache``, ``known``, ``family`` or ``assumed``."""
 
 
 class Decisions(list[Decision]):

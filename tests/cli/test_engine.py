@@ -260,7 +260,7 @@ def test_an_empty_environment_is_none(call: Run, command: tuple[str, ...]) -> No
     """It is not the default one."""
     ran = call(*command, "--environment", "")
     assert ran.code == 1
-    assert "names no machine; shipped are a10" in ran.err
+    assert "names no machine; shipped are a10, a100" in ran.err
 
 
 def test_deployments_are_put_side_by_side(call: Run) -> None:

@@ -109,8 +109,11 @@ class Problem:
         objective = self.spec.sizes.objective
         self.tail = None
         if objective.startswith("p"):
-            time = partial(_with_every_size, prices=self.prices, spec=self.spec, ladders=alive)
-            self.tail = self.steps.percentile(float(objective[1:]), time)
+            every_size = partial(_with_every_size, prices=self.prices, spec=self.spec, ladders=alive)
+            profile = self.measurements.profile
+            self.tail = self.steps.percentile(
+                float(objective[1:]), lambda batch: profile.step(batch.num_reqs, *every_size(batch))
+            )
 
     def choose(self):
         return measured_sizes(self.spec, self.roles, self.costs, self.measurements)
