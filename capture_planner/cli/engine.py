@@ -69,6 +69,7 @@ class EngineCommand(OwnOptions):
 
 _NAMED = f"{__name__}.named"
 
+
 @click.command(cls=EngineCommand, short_help="Show what an engine captures with its own flags.")
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)

@@ -94,9 +94,7 @@ class History:
     def age(self, release: str, subject: str) -> str:
         """Return what is known of a line of an older release: what differs by default, as far as graphs go."""
         number = release_of(release)
-        differs = [
-            says for since, before, says in self.defaults if release_of(since) <= number < release_of(before)
-        ]
+        differs = [says for since, before, says in self.defaults if release_of(since) <= number < release_of(before)]
         return f"{subject}, where by default {'; '.join(differs)}" if differs else subject
 
     def release_of_image(self, image: str | None) -> str | None:

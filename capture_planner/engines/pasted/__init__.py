@@ -1,1 +1,1 @@
-"""What people paste, read: the command that starts an engine's server, in a shell's text, a script or a service's file."""
+"""What people paste: the command of an engine's server in a shell's text, a script, or the file of a service."""

@@ -1,7 +1,7 @@
-"""The server's own command in what people paste: a container's command, a script, a service's file, a whole line in quotes.
+"""The server's own command in what people paste: a container's command, a script, a service's file, a line in quotes.
 
-What stands before the server's program is skipped, whatever it is: variables, ``docker run`` and its options, ``mpirun``,
-``nohup``, ``numactl``. Of the variables those count that can reach the server.
+What stands before the server's program is skipped, whatever it is: variables, ``docker run`` and its options,
+``mpirun``, ``nohup``, ``numactl``. Of the variables those count that can reach the server.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from capture_planner.engines.pasted.containers import container_commands
 from capture_planner.engines.pasted.shell import ASSIGNMENT, ShellCommand, ShellText, read_shell
 
 _RUN = ("docker", "podman", "nerdctl")
-_SWITCHES = frozenset(
-    "--detach --init --interactive --tty --rm --privileged --read-only --publish-all --no-healthcheck --sig-proxy "
-    "--oom-kill-disable --disable-content-trust --quiet --replace --no-hosts --rmi".split()
+_SWITCHES = tuple(
+    f"--{name}"
+    for name in (
+        *("detach", "init", "interactive", "tty", "rm", "privileged", "read-only", "publish-all", "no-healthcheck"),
+        *("sig-proxy", "oom-kill-disable", "disable-content-trust", "quiet", "replace", "no-hosts", "rmi"),
+    )
 )
 """Options of ``docker run`` that take no value, those of one letter apart; every other takes one."""
 _LETTERS = frozenset("ditPq")
+MOST_NAME = 240
+"""Characters that the name of a file can have on any system; a longer word is a text."""
 _NO_TEXT = (".gguf", ".json", ".safetensors")
 
 
@@ -48,8 +53,8 @@ class ServerCommand:
 def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> ServerCommand:
     """Return the command that starts an engine's server, in words of a command line, a text, or the file of one.
 
-    One word is a text where it has spaces, ``-`` is standard input, and the file of a script or of a service is read. Words
-    in which no program starts are the engine's own.
+    One word is a text where it has spaces, ``-`` is standard input, and the file of a script or of a service is read.
+    Words in which no program starts are the engine's own.
 
     :param others: engines whose commands are named where one stands there instead.
     :raises FlagError: none or several commands start the engine's server.
@@ -64,12 +69,13 @@ def _text(words: Sequence[str]) -> str | None:
     """Return the text that one word stands for; None where the words are a command line's."""
     if len(words) != 1:
         return None
-    (word,), path = words, Path(words[0])
+    (word,) = words
     if word == "-":
         return codec.read_stream(sys.stdin.buffer, "<stdin>")
-    if len(word.split()) > 1 and not path.is_dir():
+    if "\n" in word or len(word) > MOST_NAME or (len(word.split()) > 1 and not Path(word).is_dir()):
         return word
-    if word.startswith("-") or path.suffix in _NO_TEXT or not path.is_file():
+    path = Path(word)
+    if word.startswith("-") or path.suffix in _NO_TEXT or "\0" in word or not path.is_file():
         return None
     text = codec.read(word)
     # Another file in YAML is one of flags, or a plan.
@@ -88,7 +94,9 @@ def _only(engine: Engine, text: ShellText, others: Sequence[Engine]) -> ServerCo
         listed = "; ".join(shlex.join(each.words) for each in distinct)
         raise refusal(engine.programs[0], f"{len(distinct)} commands start it: {listed}", "give one of them")
     if not distinct:
-        raise refusal(engine.programs[0], "no command here starts it", f"give its command line: {engine.programs[0]} ...")
+        raise refusal(
+            engine.programs[0], "no command here starts it", f"give its command line: {engine.programs[0]} ..."
+        )
     return attrs.evolve(distinct[0], assumptions=text.assumptions, hidden=text.hidden)
 
 

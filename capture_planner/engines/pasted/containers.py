@@ -11,7 +11,9 @@ from capture_planner import codec
 from capture_planner.engines.pasted.shell import ShellCommand, ShellText
 from capture_planner.errors import InvalidDocument
 
-_LOOKS_SO = re.compile(r"^\s*(?:-\s+)?[\"']?(?:args|command|containers|services|entrypoint|image)[\"']?\s*:", re.MULTILINE)
+_LOOKS_SO = re.compile(
+    r"^\s*(?:-\s+)?[\"']?(?:args|command|containers|services|entrypoint|image)[\"']?\s*:", re.MULTILINE
+)
 _LIST = re.compile(r"\s*(?:\[|-\s+[\"']?\S)")
 
 

@@ -14,7 +14,9 @@ from capture_planner.engines.pasted.command_line import ServerCommand, server_co
 from capture_planner.engines.pasted.shell import unset
 from capture_planner.errors import FlagError, Problem
 
-_FOREIGN_IMAGE = re.compile(r"rocm|ascend|npu|xpu|hpu|gaudi|habana|tpu|neuron|llm-scaler|musa|(?:^|[-_/])cpu(?:$|[-_:])")
+_FOREIGN_IMAGE = re.compile(
+    r"rocm|ascend|npu|xpu|hpu|gaudi|habana|tpu|neuron|llm-scaler|musa|(?:^|[-_/])cpu(?:$|[-_:])"
+)
 _FOREIGN_VARIABLE = re.compile(r"(?:ASCEND|HIP|ROCR|HCCL|HABANA|HPU|TPU|NEURON|MUSA|VLLM_CPU|VLLM_TPU|VLLM_XPU)_\w+")
 
 
@@ -42,10 +44,11 @@ def read_line(engine: Engine, words: Sequence[str], others: Sequence[Engine] = (
     skipped = [name for name in command.variables if name not in deciding]
     hidden = [name for name in command.hidden if name in engine.flags or name in engine.unemulated_variables]
     notes = [f"skipped, as they decide nothing about graphs: {', '.join(skipped)}"] if skipped else []
+    notes += _signs(engine, command.variables)
     notes += [f"set and not exported, so the server does not see them: {', '.join(hidden)}"] if hidden else []
     return LineReading(
         words=(*(f"{name}={value}" for name, value in deciding.items()), *command.words),
-        assumptions=(*command.assumptions, *_age(engine, command)),
+        assumptions=(*command.assumptions, *_age(engine, command.image)),
         notes=tuple(notes),
     )
 
@@ -55,7 +58,7 @@ def with_unset(error: FlagError, words: Sequence[str]) -> FlagError:
     names = unset(words)
 
     def placed(problem: Problem) -> Problem:
-        named = [name for name in names if re.search(rf"\$\{{?{name}\b", problem.message)]
+        named = [name for name in names if re.search(rf"\$\{{?{name}\b", f"{problem.file} {problem.message}")]
         if not named:
             return problem
         return attrs.evolve(problem, remedy=f"the line does not set {named[0]}: write {named[0]}=VALUE in front of it")
@@ -89,17 +92,21 @@ def _gone(engine: Engine, variables: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(path=(name,), message=message, remedy=old.remedy([variables[name]]))
 
 
-def _age(engine: Engine, command: ServerCommand) -> Iterator[str]:
-    """Yield what a line of an older release does otherwise by default, and that a newer one is not followed."""
-    history, ours = engine.history, release_of(engine.version)
-    release = history.release_of_image(command.image)
-    says = f"and this is what {engine.version} does with the line"
-    theirs = ours if release is None else release_of(release)
+def _age(engine: Engine, image: str | None) -> Iterator[str]:
+    """Yield what an image of an older release does otherwise by default, and that a newer one is not followed."""
+    release, ours = engine.history.release_of_image(image), release_of(engine.version)
+    if release is None:
+        return
+    theirs = release_of(release)
+    subject = f"the image {image} runs {engine.name} {release}, and this is what {engine.version} does with the line"
     if theirs > ours:
-        yield f"the image {command.image} runs {engine.name} {release}, {says}; what differs is not known"
-    elif release is not None and theirs < ours[: len(theirs)]:
-        yield history.age(release, f"the image {command.image} runs {engine.name} {release}, {says}")
-    elif release is None:
-        for name, last in history.signs.items():
-            if name in command.variables:
-                yield history.age(last, f"{name} is for {engine.name} {last} or older, {says}")
+        yield f"{subject}; what differs is not known"
+    elif theirs < ours[: len(theirs)]:
+        yield engine.history.age(release, subject)
+
+
+def _signs(engine: Engine, variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the variables of older releases say about the age of a line."""
+    for name, last in engine.history.signs.items():
+        if name in variables:
+            yield engine.history.age(last, f"{name} is for {engine.name} {last} or older")

@@ -1,7 +1,7 @@
 """A shell's text, as people paste it: the commands in it, with the variables that the text sets put in.
 
-Not a shell: nothing is run, substitutions such as ``$(hostname)`` stay as they are written, and so do variables that the
-text does not set.
+Not a shell: nothing is run, substitutions such as ``$(hostname)`` stay as they are written, and so do variables that
+the text does not set.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _SUBSTITUTION = r"\$\((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*\)|`[^`]*`"
 _DOUBLE = rf'"(?:\\.|{_SUBSTITUTION}|[^"\\])*"'
 _PART = re.compile(rf"'[^']*'|{_DOUBLE}|{_SUBSTITUTION}|\\.|[^\s'\"\\;&|<>()`$]+|\$", re.DOTALL)
 _TOKEN = re.compile(
-    rf"[ \t]+|(?P<redirect>&>>?|\d*(?:>>?|<)(?:&[\d-])?)|(?P<end>[\n;&|()]+)|(?<!\S)#[^\n]*|(?P<word>(?:{_PART.pattern})+)",
+    r"[ \t]+|(?P<redirect>&>>?|\d*(?:>>?|<)(?:&[\d-])?)|(?P<end>[\n;&|()]+)|(?<!\S)#[^\n]*"
+    rf"|(?P<word>(?:{_PART.pattern})+)",
     re.DOTALL,
 )
-_PROMPT = re.compile(r"[ \t]*(?:```\w*|\$|❯|%)(?:[ \t]+|$)")
+_PROMPT = re.compile(r"[ \t]*(?:```\w*|\$|\u276f|%)(?:[ \t]+|$)")
 _FLAG = re.compile(r"[ \t]*--?[A-Za-z]")
 
 COMMENT = "a comment between the lines of the command is left out; a shell ends the command there"

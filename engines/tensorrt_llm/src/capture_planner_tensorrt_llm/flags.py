@@ -34,7 +34,7 @@ FLAGS: dict[str, str] = {name: row["help"] for name, row in OPTIONS["flags"].ite
 """Flags that graphs can depend on, with their help."""
 
 HISTORY = History(flags=old_names(OPTIONS["renamed_flags"]))
-"""Flags of older releases and other engines. No release numbers: there is none with all of these rules."""
+"""Flags of older releases and other engines. Without release numbers: no release has all of these rules."""
 
 OLD_KEYS = old_names(OPTIONS["renamed_keys"])
 
