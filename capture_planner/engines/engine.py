@@ -89,5 +89,7 @@ class Engine:
     that are emulated are among ``flags``; all others decide nothing."""
     history: History = attrs.Factory(History)
     """What older releases called differently, and do differently by default."""
+    older: tuple[Engine, ...] = ()
+    """Older releases that are emulated too, newest first: ``NAME==VERSION`` on the command line."""
     aliases: tuple[str, ...] = ()
     """Other names of the engine and of its program, for suggestions."""

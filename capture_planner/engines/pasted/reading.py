@@ -102,7 +102,9 @@ def _age(engine: Engine, image: str | None) -> Iterator[str]:
     if theirs > ours:
         yield f"{subject}; what differs is not known"
     elif theirs < ours[: len(theirs)]:
-        yield engine.history.age(release, subject)
+        emulated = next((each for each in engine.older if release_of(each.version)[: len(theirs)] == theirs), None)
+        follow = f"; {engine.name}=={emulated.version} follows it" if emulated else ""
+        yield engine.history.age(release, subject) + follow
 
 
 def _signs(engine: Engine, variables: Mapping[str, str]) -> Iterator[str]:

@@ -1,9 +1,11 @@
-"""vLLM 0.33: what it captures and how it dispatches, from the arguments of ``vllm serve``."""
+"""vLLM: what it captures and how it dispatches, from the arguments of ``vllm serve``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import attrs
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import KNOWN
@@ -26,10 +28,10 @@ from capture_planner_vllm.launch import launch_vllm
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS, ModelFacts
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import NEWEST, followed, following, releases
 from capture_planner_vllm.settings import VllmSettings
 from capture_planner_vllm.tables import rules
 
-VERSION = "0.33.0"
 FLAGS: dict[str, str] = {**rules()["flags"], **rules()["variables"]}
 """The flags and variables that affect graphs, each with its help."""
 _METHODS = {"eagle": Method.EAGLE, "eagle3": Method.EAGLE3, "mtp": Method.MTP}
@@ -57,7 +59,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",
-        version=VERSION,
+        version=followed(),
         command=tuple(command),
         settings=_shown(settings, configuration),
         sizes=settings.sizes,
@@ -182,9 +184,19 @@ def _backend_source(configuration: Configuration) -> str:
     return line.source("attention_backend" if "attention_backend" in line.values else "attention_config")
 
 
-ENGINE = Engine(
+def _older(release: str) -> Engine:
+    """Return the engine whose emulation follows an older release; everything else is the newest's."""
+
+    def emulate_release(command: Sequence[str], environment: Environment) -> Emulation:
+        with following(release):
+            return emulate(command, environment)
+
+    return attrs.evolve(_NEWEST, version=release, emulate=emulate_release)
+
+
+_NEWEST = Engine(
     name="vllm",
-    version=VERSION,
+    version=NEWEST,
     emulate=emulate,
     export=export_vllm,
     launch=launch_vllm,
@@ -203,3 +215,4 @@ ENGINE = Engine(
     fixes=VllmFixes(),
     sizes_in_tokens=True,
 )
+ENGINE = attrs.evolve(_NEWEST, older=tuple(map(_older, releases()[1:])))

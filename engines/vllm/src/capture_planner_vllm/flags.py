@@ -23,6 +23,7 @@ from capture_planner.engines.pasted.shell import ASSIGNMENT, VARIABLE
 from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import FlagError
 from capture_planner_vllm.parts import translated
+from capture_planner_vllm.releases import followed, minor
 from capture_planner_vllm.tables import flag_table, older, rules
 
 _THOUSANDS = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -277,15 +278,18 @@ class _Switch(argparse.Action):
 
 
 class ServeParser(Parser):
-    engine = "vLLM 0.33"
     wanted: ClassVar = {name: remedy for _, name, remedy in _KINDS.values()}
     history: ClassVar = HISTORY
     placing = "give one model, then flags; a switch takes no value"
 
+    def __init__(self) -> None:
+        super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
+        self.engine = f"vLLM {minor()}"
+
 
 @cache
-def _parser() -> ServeParser:
-    parser = ServeParser(add_help=False, argument_default=argparse.SUPPRESS)
+def _parser(release: str) -> ServeParser:
+    parser = ServeParser()
     parser.add_argument("model_tag", nargs="?")
     for dest, entry in flag_table().items():
         kind, names = entry["kind"], entry["names"]
@@ -312,10 +316,11 @@ def _parser() -> ServeParser:
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     spelled = _spelled(words)
-    _parser().refuse_gone(spelled)
-    namespace, unknown = _parser().parse_known_args(_undotted(spelled))
+    parser = _parser(followed())
+    parser.refuse_gone(spelled)
+    namespace, unknown = parser.parse_known_args(_undotted(spelled))
     if unknown:
-        raise FlagError(_parser().strangers(unknown))
+        raise FlagError(parser.strangers(unknown))
     return _folded(dict(vars(namespace)))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from capture_planner.engines.history import old_names
 from capture_planner.engines.parsing import NUMBERS, did_you_mean, listed, refusal
+from capture_planner_vllm.releases import minor
 from capture_planner_vllm.tables import names, older
 
 PARTS = {kind: old_names(rows) for kind, rows in older()["parts"].items()}
@@ -34,9 +35,9 @@ class Part:
     def _unknown(self, key: str, kind: str) -> Exception:
         old = PARTS.get(kind, {}).get(key)
         if old is None:
-            return self.refuse(key, "vLLM 0.33 has no such field", did_you_mean(key, names()[kind]))
+            return self.refuse(key, f"vLLM {minor()} has no such field", did_you_mean(key, names()[kind]))
         last = f"; {old.until} was the last release with it" if old.until else ""
-        says = f"vLLM 0.33 has no such field{last}"
+        says = f"vLLM {minor()} has no such field{last}"
         return self.refuse(key, says, old.remedy_of(json.dumps(self.given[key])))
 
     def boolean(self, key: str, default: bool | None = None) -> bool | None:
