@@ -47,6 +47,10 @@ class Fixes:
         """EN006: the batches of ``run`` are padded to more than twice their tokens."""
         return ""
 
+    def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+        """EN008: the batches of ``runs``, all of one role, run eager because microbatches overlap."""
+        return ""
+
 
 @attrs.frozen(kw_only=True)
 class Engine:
