@@ -128,6 +128,8 @@ class Emulation:
     assumptions: tuple[str, ...] = ()
     """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
     where the emulation is exact."""
+    notes: tuple[str, ...] = ()
+    """What of the command line decides nothing and was skipped."""
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:

@@ -24,7 +24,7 @@ from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import BACKENDS, LATENT_BACKENDS, export_vllm
 from capture_planner_vllm.families import check_families, shown_families
 from capture_planner_vllm.fixes import VllmFixes
-from capture_planner_vllm.flags import name_of, read
+from capture_planner_vllm.flags import HISTORY, name_of, read
 from capture_planner_vllm.launch import launch_vllm
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS, ModelFacts
@@ -201,10 +201,17 @@ _NEWEST = Engine(
     export=export_vllm,
     launch=launch_vllm,
     flags=FLAGS,
-    programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
+    programs=(
+        "vllm serve",
+        "python -m vllm.entrypoints.cli.main serve",
+        "python -m vllm.entrypoints.openai.api_server",
+        "python -m vllm.entrypoints.api_server",
+        "serve",
+    ),
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
     backends=(*BACKENDS.items(), *LATENT_BACKENDS.items()),
-    variables="VLLM_",
+    unemulated_variables=rules()["unemulated_variables"],
+    history=HISTORY,
     fixes=VllmFixes(),
     sizes_in_tokens=True,
 )

@@ -121,7 +121,8 @@ class ServeOptions:
         check_emulated(line, self.model)
         length = line.get("max_model_len")
         self.length_given = length not in (None, -1)
-        longest = self.model.limit if self.model.known else length
+        is_bound = self.model.known and line.variables.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1"
+        longest = self.model.limit if is_bound else length
         if self.length_given and not 0 < length <= longest:
             message = f"vLLM accepts 1 to {max(longest, 1)} tokens for this model, got {length}"
             raise refusal("--max-model-len", message, "give a length in this range, or auto")
