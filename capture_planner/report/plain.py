@@ -74,6 +74,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "version": emulation.version,
         "verdict": plain(verdict(emulation, answers)),
         "assumptions": plain(emulation.assumptions),
+        "notes": plain(emulation.notes),
         "sizes": plain(emulation.sizes),
         "graphs": plain(emulation.graphs),
         "mode": plain(emulation.modes),

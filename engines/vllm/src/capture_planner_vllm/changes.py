@@ -9,6 +9,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.remedies import FlagChange, appended
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
+from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families
 from capture_planner_vllm.flags import name_of, read
 from capture_planner_vllm.size_list import size_list
@@ -36,6 +37,24 @@ def changes(code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) ->
     elif code == "EN006":
         between = {size for run in runs for size in run.sizes_between(run.batch.query_len or 1)}
         yield _sizes(emulation, {*emulation.sizes, *between})
+    elif code == "EN008":
+        yield from _whole(emulation, runs)
+
+
+def _whole(emulation: Emulation, runs: Sequence[Run]) -> Iterator[FlagChange]:
+    """Split only batches that have a graph in parts, or none."""
+    decodes = [run.batch for run in runs if run.batch.kind is Kind.DECODE]
+    flags: list[tuple[str, tuple[str, ...]]] = []
+    if decodes:
+        # From one token above a size on, every decode that is padded to the next has its graph of microbatches.
+        tokens = 1 + max(0, *(size for size in emulation.sizes if size < decodes[0].num_tokens))
+        flags.append(("--dbo-decode-token-threshold", (str(tokens),)))
+    if len(decodes) < len(runs):
+        tokens = 1 + max(graph.entry.num_tokens for graph in emulation.graphs)
+        flags.append(("--dbo-prefill-token-threshold", (str(tokens),)))
+    yield FlagChange(tuple(flags))
+    most = 1 + max(graph.entry.num_tokens for graph in emulation.graphs)
+    yield FlagChange(tuple((f"--dbo-{each}-token-threshold", (str(most),)) for each in ("decode", "prefill")))
 
 
 def _larger(emulation: Emulation, runs: Sequence[Run]) -> Iterator[FlagChange]:
