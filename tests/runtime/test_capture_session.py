@@ -15,6 +15,7 @@ from capture_planner.modes import GraphMode
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
+from capture_planner.runtime.graphs.leftover import leftover
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from support.probe import Probe
 from support.worlds import requests_of, spec_of, world_of, worlds
@@ -171,6 +172,18 @@ def test_frames_that_an_exception_keeps_are_no_leftover():
 
     assert graphs.capture(lambda: forward(3), pool).leftover.size == 0
     assert str(errors[0]) == "an optional module is missing"
+
+
+def test_aliases_of_a_graphs_memory_are_no_leftover():
+    """What runs between pieces has tensors over the same memory, which own none of it."""
+    made = torch.ones(8)
+    alias = made.view(2, 4)
+
+    def size(aliases):
+        return leftover({made.data_ptr(): made.nbytes}, torch.Tensor.data_ptr, "cpu", aliases).size
+
+    assert size([]) == size([alias]) == made.nbytes
+    assert size([made, alias]) == 0
 
 
 def test_leftover_names_what_holds_it():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -106,12 +106,16 @@ class CudaPool:
         for block in self._idle[1]:
             block.fill_(255)
 
-    def new_leftover(self) -> Leftover:
-        """Return the blocks that live tensors own, without what was counted before."""
+    def new_leftover(self, aliases: Collection[torch.Tensor]) -> Leftover:
+        """Return the blocks that live tensors own, without what was counted before.
+
+        :param aliases: tensors over the pool's memory that own none of it: what runs between pieces has them.
+        """
+        gc.collect()
         owned = dict(self._blocks("active_allocated"))
         new = {address: size for address, size in owned.items() if address not in self._leftover}
         self._leftover = set(owned)
-        return leftover(new, _address, "cuda")
+        return leftover(new, _address, "cuda", aliases)
 
     def _inactive(self) -> Iterator[torch.Tensor]:
         return (borrowed(address, size) for address, size in self._blocks("inactive"))
@@ -247,7 +251,9 @@ class CudaGraphs:
             del graph
             raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
         if torch.cuda.memory_allocated() > alive:
-            graph.leftover = pool.new_leftover()
+            graph.leftover = pool.new_leftover(
+                [each for part in graph.parts if isinstance(part, partial) for each in part.args]
+            )
         pool.add(graph)
         return graph
 

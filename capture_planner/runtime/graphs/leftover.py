@@ -7,7 +7,7 @@ the ``ImportError`` of an optional module, keeps the frames of all its callers, 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
@@ -30,7 +30,9 @@ class Leftover:
     """What refers to them, in words."""
 
 
-def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], device: str) -> Leftover:
+def leftover(
+    sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], device: str, aliases: Collection[torch.Tensor] = ()
+) -> Leftover:
     """Return what of a graph's memory is referred to, once garbage and frames that have ended let go of it.
 
     It looks at all objects of the process. A tensor that no Python object refers to is not seen.
@@ -38,10 +40,12 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
     :param sizes: bytes of each storage that the graph made, by its key.
     :param key_of: the key of a tensor's storage.
     :param device: the type of the tensors' device.
+    :param aliases: tensors that do not count.
     """
+    apart = {id(each) for each in aliases}
 
     def living() -> list[torch.Tensor]:
-        plain = (each for each in gc.get_objects() if type(each) in _PLAIN)
+        plain = (each for each in gc.get_objects() if type(each) in _PLAIN and id(each) not in apart)
         return [
             each
             for each in plain
@@ -66,8 +70,12 @@ def _end_frames(level: list[Any]) -> None:
         level = [each for each in referrers if type(each) in _CONTAINERS]
 
 
-def _names(held: object, own: tuple[int, ...], depth: int) -> Iterator[str]:
-    """Yield what refers to an object, with the attribute; ``own``: ids of lists of this search."""
+def _names(held: object, own: tuple[int, ...], depth: int) -> list[str]:
+    """Return what refers to an object, with the attribute; ``own``: ids of lists of this search.
+
+    Not a generator, which would refer to the object, too.
+    """
+    found: list[str] = []
     referrers = gc.get_referrers(held)
     for referrer in referrers:
         if id(referrer) in own or type(referrer) is FrameType:
@@ -80,6 +88,7 @@ def _names(held: object, own: tuple[int, ...], depth: int) -> Iterator[str]:
         for owner in owners:
             names = [name for name, value in getattr(owner, "__dict__", {}).items() if value is held]
             label = str(getattr(owner, "__name__", type(owner).__name__))
-            yield from [f"{label}.{name}" for name in names] or [label]
+            found += [f"{label}.{name}" for name in names] or [label]
         if not owners and depth > 1:
-            yield from _names(referrer, (*own, id(referrers)), depth - 1)
+            found += _names(referrer, (*own, id(referrers)), depth - 1)
+    return found
