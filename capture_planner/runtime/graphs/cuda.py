@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from capture_planner.errors import CaptureError
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.runtime.graphs.fingerprints import fingerprint_of, load_driver
 from capture_planner.runtime.graphs.graph import GraphPool
-from capture_planner.runtime.graphs.leftover import Leftover, leftover
+from capture_planner.runtime.graphs.leftover import Leftover, leftover, own_address
 from capture_planner.runtime.graphs.reading import Reading
 
 
@@ -65,10 +65,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return made.set_(there, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 class CudaPool:
     """A pool of the caching allocator, private to graphs."""
 
@@ -106,16 +102,12 @@ class CudaPool:
         for block in self._idle[1]:
             block.fill_(255)
 
-    def new_leftover(self, aliases: Collection[torch.Tensor]) -> Leftover:
-        """Return the blocks that live tensors own, without what was counted before.
-
-        :param aliases: tensors over the pool's memory that own none of it: what runs between pieces has them.
-        """
-        gc.collect()
+    def new_leftover(self) -> Leftover:
+        """Return the blocks that live tensors own, without what was counted before."""
         owned = dict(self._blocks("active_allocated"))
         new = {address: size for address, size in owned.items() if address not in self._leftover}
         self._leftover = set(owned)
-        return leftover(new, _address, "cuda", aliases)
+        return leftover(new, own_address, "cuda")
 
     def _inactive(self) -> Iterator[torch.Tensor]:
         return (borrowed(address, size) for address, size in self._blocks("inactive"))
@@ -251,9 +243,7 @@ class CudaGraphs:
             del graph
             raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
         if torch.cuda.memory_allocated() > alive:
-            graph.leftover = pool.new_leftover(
-                [each for part in graph.parts if isinstance(part, partial) for each in part.args]
-            )
+            graph.leftover = pool.new_leftover()
         pool.add(graph)
         return graph
 
