@@ -134,7 +134,8 @@ def _finding(
             left = any(each.role is diagnosis.role for each in rule.check(tried[change]))
             return None if left else tried[change].emulation
 
-        fix = remedy(before, changes, removed) or f"{NOTHING}: no flag removes it and keeps the graphs"
+        why = fix if fix.startswith(NOTHING) else f"{NOTHING}: no flag removes it and keeps the graphs"
+        fix = remedy(before, changes, removed) or why
     severity = Severity.NOTE if fix.startswith(NOTHING) else diagnosis.severity
     return EngineFinding(rule=rule, diagnosis=attrs.evolve(diagnosis, severity=severity), fix=fix)
 

@@ -45,7 +45,7 @@ def main() -> int:
     """Compare, print, and return the exit status."""
     parser = options(__doc__, "vllm")
     parser.add_argument("--wild", type=float, default=0.01, help="chance of flags that vLLM refuses")
-    parser.add_argument("--lines-only", action="store_true", help="leave the single flags out")
+    parser.add_argument("--lines-only", action="store_true", help="leave the single flags and the known models out")
     arguments = parser.parse_args()
     module, wheel = oracle("vllm_config"), sources(arguments)
     engine = module.VllmOracle(wheel)
@@ -84,7 +84,7 @@ def _compare(module: ModuleType, engine: Any, wheel: Path, arguments: argparse.N
                 say(f"{case.data()}{f' without {flag}' if flag else ''}\n  {difference}")
             elif flag:
                 ignored[flag] += 1
-        models, wrong = _known_models(module, engine, folder)
+        models, wrong = (0, 0) if arguments.lines_only else _known_models(module, engine, folder)
         differences += wrong
     counts = {
         "single flags": flags,
@@ -111,9 +111,10 @@ def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, i
     for name, facts in known().items():
         config = dict(facts)
         if "rope_scaling" in config:
-            # The factors of a long rope are not kept: no rule reads them, but Transformers wants them.
+            # The factors of frequencies are not kept: no rule reads them, but Transformers wants them.
             ones = [1.0] * (config["hidden_size"] // config["num_attention_heads"] // 2)
-            config["rope_scaling"] = {**config["rope_scaling"], "short_factor": ones, "long_factor": ones}
+            unread = {"short_factor": ones, "long_factor": ones, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            config["rope_scaling"] = {**unread, **config["rope_scaling"]}
         place = folder / name
         place.mkdir(parents=True)
         (place / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))

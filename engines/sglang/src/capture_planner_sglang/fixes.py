@@ -47,8 +47,8 @@ class SglangFixes(Fixes):
         if role.is_drafter:
             return f"nothing to do: {role} uses the target's sizes"
         return (
-            "give fewer --cuda-graph-bs-decode: each is captured for every number of adapters, and some "
-            "batch may need the others"
+            "nothing to do: each of --cuda-graph-bs-decode is captured for every number of adapters, and some "
+            "batch needs one of them"
         )
 
     def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:

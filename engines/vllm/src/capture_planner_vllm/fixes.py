@@ -77,8 +77,8 @@ class VllmFixes(Fixes):
         if role.is_drafter:
             return f"nothing to do: {role} uses the target's sizes"
         return (
-            "give fewer --cudagraph-capture-sizes: each is captured for every query length of the "
-            "schedule and every number of adapters, and some batch may need the others"
+            "nothing to do: each of --cudagraph-capture-sizes is captured for every query length of the "
+            "schedule and every number of adapters, and some batch needs one of them"
         )
 
     def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
