@@ -41,8 +41,21 @@ MODELS: dict[str, tuple[str, int]] = {
     "llama-3": ("LlamaForCausalLM", 131072),
     "qwen": ("Qwen2ForCausalLM", 32768),
     "small": ("MistralForCausalLM", 2048),
+    "glm": ("Glm4MoeForCausalLM", 131072),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", 163840),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", 163840),
+    "kimi": ("KimiK25ForConditionalGeneration", 8192),
+    "glm-flash": ("Glm4MoeLiteForCausalLM", 202752),
 }
 """Architecture and longest sequence."""
+
+LATENT = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+}
+"""Architectures of latent attention, with the type of a config.json."""
 
 _EAGLE = "--speculative-draft-model-path MODEL --speculative-algorithm"
 PROBES = (
@@ -113,8 +126,20 @@ def model_folder(folder: Path, architecture: str, context: int) -> str:
         "max_position_embeddings": context,
         "torch_dtype": "bfloat16",
     }
+    if architecture in LATENT:
+        config |= {"model_type": LATENT[architecture]} | _LATENT_NUMBERS
+    if architecture.startswith("Kimi"):
+        kinds = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
+        config = {name: config[name] for name in kinds} | {"text_config": config | kinds, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+_LATENT_NUMBERS = {
+    **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    **{"first_k_dense_replace": 1, "num_key_value_heads": 32, "num_nextn_predict_layers": 1},
+}
 
 
 def case(random: Random) -> Case:
@@ -144,10 +169,14 @@ def case(random: Random) -> Case:
     _speculation(random, flags)
     _lora(random, flags)
     maybe(0.02, "--debug-tensor-dump-output-folder", "dump")
+    model, device = pick(*MODELS), pick(*DEVICES)
+    if MODELS[model][0] in LATENT:
+        _latent(random, flags)
+    if model not in _WITHOUT_A_DRAFT and random.random() < 0.7:
+        flags.pop("--speculative-draft-model-path", None)
     _mistakes(random, flags)
     names = list(flags)
     random.shuffle(names)
-    model, device = pick(*MODELS), pick(*DEVICES)
     file = None
     command = ["--model-path", "MODEL"] if random.random() < 0.9 else ["--model=MODEL".partition("=")[0], "MODEL"]
     if random.random() < 0.1:
@@ -257,6 +286,24 @@ def _attention(random: Random, flags: dict[str, list[str]]) -> None:
         if random.random() < chance:
             both = flag == "--attention-backend"
             flags[flag] = random.choices(names, weights) if both else [random.choice(halves)]
+
+
+_WITHOUT_A_DRAFT = ("llama-2-7b", "llama-3", "qwen", "small", "deepseek-v2", "kimi")
+
+
+def _latent(random: Random, flags: dict[str, list[str]]) -> None:
+    """Draw backends of latent attention, and no whole prefill graphs, which are not emulated with it."""
+    for flag in [flag for flag in flags if flag.endswith("attention-backend")]:
+        names = ["fa3", "fa4", "flashinfer", "triton", "flashmla", "trtllm_mla", "cutedsl_mla"]
+        flags[flag] = [random.choice(names)]
+    if flags.get("--cuda-graph-backend-prefill") == ["full"]:
+        flags["--cuda-graph-backend-prefill"] = ["breakable"]
+    for flag in ("--cuda-graph-config",):
+        if flag in flags:
+            config = json.loads(flags[flag][0])
+            if config.get("prefill", {}).get("backend") == "full":
+                config["prefill"]["backend"] = "breakable"
+            flags[flag] = [json.dumps(config)]
 
 
 def _speculation(random: Random, flags: dict[str, list[str]]) -> None:
