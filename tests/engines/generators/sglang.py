@@ -172,7 +172,7 @@ def case(random: Random) -> Case:
     model, device = pick(*MODELS), pick(*DEVICES)
     if MODELS[model][0] in LATENT:
         _latent(random, flags)
-    if model not in _WITHOUT_A_DRAFT and random.random() < 0.7:
+    if random.random() < (0.7 if model in _WITH_A_DRAFT else 0.1):
         flags.pop("--speculative-draft-model-path", None)
     _mistakes(random, flags)
     names = list(flags)
@@ -288,7 +288,7 @@ def _attention(random: Random, flags: dict[str, list[str]]) -> None:
             flags[flag] = random.choices(names, weights) if both else [random.choice(halves)]
 
 
-_WITHOUT_A_DRAFT = ("llama-2-7b", "llama-3", "qwen", "small", "deepseek-v2", "kimi")
+_WITH_A_DRAFT = ("glm", "deepseek-v3", "glm-flash")
 
 
 def _latent(random: Random, flags: dict[str, list[str]]) -> None:

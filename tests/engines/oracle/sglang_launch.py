@@ -34,9 +34,9 @@ class Launch:
 
     def _draft_config(self) -> Any:
         """Return SGLang's configuration of the draft, with the class that it makes of a model; None without one."""
-        path = self.view.speculative_draft_model_path
-        if path is None:
+        if not (self.algorithm.is_eagle() or self.algorithm.is_standalone()):
             return None
+        path = self.view.speculative_draft_model_path
         return self.m.configs.ModelConfig.from_server_args(self.record, model_path=path, is_draft_model=True)
 
     def _latent_draft(self, draft: Any) -> tuple[Any, Any]:

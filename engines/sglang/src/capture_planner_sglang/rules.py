@@ -225,12 +225,9 @@ def _resolve_eagle(r: Startup) -> None:
 
 
 def _read_draft(r: Startup) -> None:
-    """Read the draft model; some targets have one of their own, which a path of another replaces."""
+    """Read the draft model; without a path it is in the target's checkpoint."""
     path = r.args.speculative_draft_model_path
-    if path is not None:
-        r.draft = read_model(path, "--speculative-draft-model-path")
-    elif r.model.architecture in architectures()["with_a_draft"]:
-        r.draft = r.model
+    r.draft = r.model if path is None else read_model(path, "--speculative-draft-model-path")
 
 
 def _choose_draft_size(r: Startup) -> None:
