@@ -24,7 +24,7 @@ from capture_planner.cli.tune_inputs import (
     load_of,
     subject_of,
 )
-from capture_planner.engines import engines
+from capture_planner.engines import engines, is_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.tuning.launching import LaunchLine, launch_line
 from capture_planner.engines.tuning.tune import Tuning, TuningBounds
@@ -58,7 +58,7 @@ class TuneCommand(OwnOptions):
     own_short = ("-h", "-o")
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
-        return any(word in engines() for word in args)
+        return any(is_engine(word) for word in args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args = [word for each in args for word in command_words(each)]

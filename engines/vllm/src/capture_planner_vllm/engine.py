@@ -1,9 +1,11 @@
-"""vLLM 0.33: what it captures and how it dispatches, from the arguments of ``vllm serve``."""
+"""vLLM: what it captures and how it dispatches, from the arguments of ``vllm serve``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import attrs
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import KNOWN
@@ -20,16 +22,17 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import BACKENDS, LATENT_BACKENDS, export_vllm
+from capture_planner_vllm.families import check_families, shown_families
 from capture_planner_vllm.fixes import VllmFixes
-from capture_planner_vllm.flags import name_of, read
+from capture_planner_vllm.flags import HISTORY, name_of, read
 from capture_planner_vllm.launch import launch_vllm
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS, ModelFacts
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import NEWEST, followed, following, releases
 from capture_planner_vllm.settings import VllmSettings
 from capture_planner_vllm.tables import rules
 
-VERSION = "0.33.0"
 FLAGS: dict[str, str] = {**rules()["flags"], **rules()["variables"]}
 """The flags and variables that affect graphs, each with its help."""
 _METHODS = {"eagle": Method.EAGLE, "eagle3": Method.EAGLE3, "mtp": Method.MTP}
@@ -51,13 +54,11 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     if captures and settings.sizes and settings.sizes[0] < 1:
         message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
         raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
-    if captures and configuration.ubatching and configuration.data > 1:
-        subject = "data-parallel ranks that split a batch also have a graph of both halves"
-        raise not_emulated("--enable-dbo", subject, "leave it out, or emulate one rank")
+    check_families(settings)
     speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",
-        version=VERSION,
+        version=followed(),
         command=tuple(command),
         settings=_shown(settings, configuration),
         sizes=settings.sizes,
@@ -165,6 +166,7 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
     if spec is not None and spec.has_draft_cache and spec.model is not model:
         facts = checkpoints.says(spec.model.source, "a dense decoder", spec.model.like)
         values["draft_model_facts"] = (facts, spec.model.source)
+    values |= dict(shown_families(settings, configuration))
     if settings.max_loras:
         values["max_loras"] = by_flag("max_loras", settings.max_loras)
         values["lora_cases"] = by_flag("specialize_active_lora", list(settings.lora_cases))
@@ -182,17 +184,35 @@ def _backend_source(configuration: Configuration) -> str:
     return line.source("attention_backend" if "attention_backend" in line.values else "attention_config")
 
 
-ENGINE = Engine(
+def _older(release: str) -> Engine:
+    """Return the engine whose emulation follows an older release; everything else is the newest's."""
+
+    def emulate_release(command: Sequence[str], environment: Environment) -> Emulation:
+        with following(release):
+            return emulate(command, environment)
+
+    return attrs.evolve(_NEWEST, version=release, emulate=emulate_release)
+
+
+_NEWEST = Engine(
     name="vllm",
-    version=VERSION,
+    version=NEWEST,
     emulate=emulate,
     export=export_vllm,
     launch=launch_vllm,
     flags=FLAGS,
-    programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
+    programs=(
+        "vllm serve",
+        "python -m vllm.entrypoints.cli.main serve",
+        "python -m vllm.entrypoints.openai.api_server",
+        "python -m vllm.entrypoints.api_server",
+        "serve",
+    ),
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
     backends=(*BACKENDS.items(), *LATENT_BACKENDS.items()),
-    variables="VLLM_",
+    unemulated_variables=rules()["unemulated_variables"],
+    history=HISTORY,
     fixes=VllmFixes(),
     sizes_in_tokens=True,
 )
+ENGINE = attrs.evolve(_NEWEST, older=tuple(map(_older, releases()[1:])))
