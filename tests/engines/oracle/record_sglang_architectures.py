@@ -116,10 +116,10 @@ def main() -> None:
                 golden[architecture].append(distinct.setdefault(text, len(distinct)))
             latent = architecture in drawing.LATENT
             drafts = any(word in architecture for word in ("NextN", "MTP", "Eagle3Deepseek"))
-            if latent or drafts or followed(models, architecture):
-                if not drafts_prefills(models, draft_of(own, architecture)):
-                    found["drafts_without_prefill_graphs"].append(architecture)
-            if not latent and not followed(models, architecture):
+            known = latent or followed(models, architecture)
+            if (known or drafts) and not drafts_prefills(models, draft_of(own, architecture)):
+                found["drafts_without_prefill_graphs"].append(architecture)
+            if not known:
                 found["not_followed"].append(architecture)
                 continue
             found["followed"].append(architecture)
