@@ -20,13 +20,16 @@ from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
     ChosenMachine,
+    assumed,
     emit,
     machine_named,
     plan_document,
     plan_of,
     read_document,
     refuse_to_replace,
+    show_assumptions,
     show_lines,
+    show_notes,
     to_json,
 )
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
@@ -34,7 +37,7 @@ from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
 from capture_planner.cli.options import POSITIVE, flag, option
 from capture_planner.cli.run_reports import diff_runs
-from capture_planner.codec import Document
+from capture_planner.codec import Document, plain
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
@@ -137,18 +140,19 @@ def explain(
         single = _batch(**values) if values["num_reqs"] is not None else None
         explain_observation(observation_of(document, environment), single, batches, form)
         return
-    plan = plan_of(document, environment)
+    plan = plan_of(document, environment, answers=True)
     if whole:
         walked = coverage(plan)
-        emit(form, lambda: walked, partial(tables.coverage_table, walked))
+        emit(form, lambda: walked, partial(tables.coverage_table, walked), assumed())
         return
     dispatcher = Dispatcher(plan)
     if batches is not None:
+        show_notes(assumed())
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
             click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
     explained = explain_batch(dispatcher, _batch(**values))
-    emit(form, lambda: explained, partial(tables.explanation_table, explained))
+    emit(form, lambda: explained, partial(tables.explanation_table, explained), assumed())
 
 
 def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | None, **others: Any) -> Batch:
@@ -207,7 +211,7 @@ def check(
         if document.is_observation and source is None and observed is None:
             placed += observed_findings(document, observation_of(document, environment))
             continue
-        plan = plan_of(document, environment)
+        plan = plan_of(document, environment, answers=True)
         placed += _checked(document, plan)
         if source is not None:
             drift += _drift(document, source)
@@ -215,11 +219,16 @@ def check(
             changes = observed_diff(plan, observed.load(Observation)).changes
             drift += (findings.Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
     if form == "json":
-        click.echo(to_json({"findings": placed, "drift": drift}))
+        click.echo(to_json({"assumptions": assumed(), "findings": placed, "drift": drift}))
     elif form == "sarif":
+        show_notes(assumed())
         click.echo(to_json(findings.as_sarif(placed, drift, capture_planner.__version__)))
     else:
         lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
+        if form == "text":
+            show_assumptions(assumed())
+        else:
+            show_notes(assumed())
         if lines:
             show_lines(lines)
         if form == "text":
@@ -276,18 +285,23 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
         result = observed_diff(*(_deployment(each, environment) for each in documents))
-        show_lines(to_json(result) if form == "json" else diff_text(result))
+        if form == "json":
+            click.echo(to_json({"assumptions": assumed(), **plain(result)}))
+        else:
+            show_assumptions(assumed())
+            show_lines(diff_text(result))
         if result.changes:
             click.get_current_context().exit(FINDINGS)
         return
-    before, after = (plan_of(each, None if each.is_plan else environment) for each in documents)
+    before, after = (plan_of(each, None if each.is_plan else environment, answers=True) for each in documents)
     _show_changes(difference.diff(before, after), form, "the plans are the same")
 
 
 def _show_changes(changes: Sequence[difference.Change], form: str, same: str) -> None:
     if form == "json":
-        click.echo(to_json({"changes": changes}))
+        click.echo(to_json({"assumptions": assumed(), "changes": changes}))
     else:
+        show_assumptions(assumed())
         show_lines("\n".join(change.message for change in changes) or same)
     if changes:
         click.get_current_context().exit(FINDINGS)
@@ -296,7 +310,7 @@ def _show_changes(changes: Sequence[difference.Change], form: str, same: str) ->
 def _deployment(document: Document, environment: str | None) -> Plan | Observation:
     if document.is_observation:
         return document.load(Observation)
-    return plan_of(document, None if document.is_plan else environment)
+    return plan_of(document, None if document.is_plan else environment, answers=True)
 
 
 @click.command(short_help="List the installed attention backends and what they support.")

@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Device, DeviceKind, Environment
+from engines.generators.sglang_latent import LATENT, draw_latent, with_latent_attention
 
 DEVICES: dict[str, tuple[str, int]] = {
     "t4": ("7.5", 16),
@@ -48,14 +49,6 @@ MODELS: dict[str, tuple[str, int]] = {
     "glm-flash": ("Glm4MoeLiteForCausalLM", 202752),
 }
 """Architecture and longest sequence."""
-
-LATENT = {
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "KimiK25ForConditionalGeneration": "kimi_k25",
-    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
-}
-"""Architectures of latent attention, with the type of a config.json."""
 
 _EAGLE = "--speculative-draft-model-path MODEL --speculative-algorithm"
 PROBES = (
@@ -126,20 +119,9 @@ def model_folder(folder: Path, architecture: str, context: int) -> str:
         "max_position_embeddings": context,
         "torch_dtype": "bfloat16",
     }
-    if architecture in LATENT:
-        config |= {"model_type": LATENT[architecture]} | _LATENT_NUMBERS
-    if architecture.startswith("Kimi"):
-        kinds = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
-        config = {name: config[name] for name in kinds} | {"text_config": config | kinds, "vision_config": {}}
+    config = with_latent_attention(config)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-_LATENT_NUMBERS = {
-    **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    **{"first_k_dense_replace": 1, "num_key_value_heads": 32, "num_nextn_predict_layers": 1},
-}
 
 
 def case(random: Random) -> Case:
@@ -171,7 +153,7 @@ def case(random: Random) -> Case:
     maybe(0.02, "--debug-tensor-dump-output-folder", "dump")
     model, device = pick(*MODELS), pick(*DEVICES)
     if MODELS[model][0] in LATENT:
-        _latent(random, flags)
+        draw_latent(random, flags)
     if random.random() < (0.7 if model in _WITH_A_DRAFT else 0.1):
         flags.pop("--speculative-draft-model-path", None)
     _mistakes(random, flags)
@@ -289,21 +271,6 @@ def _attention(random: Random, flags: dict[str, list[str]]) -> None:
 
 
 _WITH_A_DRAFT = ("glm", "deepseek-v3", "glm-flash")
-
-
-def _latent(random: Random, flags: dict[str, list[str]]) -> None:
-    """Draw backends of latent attention, and no whole prefill graphs, which are not emulated with it."""
-    for flag in [flag for flag in flags if flag.endswith("attention-backend")]:
-        names = ["fa3", "fa4", "flashinfer", "triton", "flashmla", "trtllm_mla", "cutedsl_mla"]
-        flags[flag] = [random.choice(names)]
-    if flags.get("--cuda-graph-backend-prefill") == ["full"]:
-        flags["--cuda-graph-backend-prefill"] = ["breakable"]
-    for flag in ("--cuda-graph-config",):
-        if flag in flags:
-            config = json.loads(flags[flag][0])
-            if config.get("prefill", {}).get("backend") == "full":
-                config["prefill"]["backend"] = "breakable"
-            flags[flag] = [json.dumps(config)]
 
 
 def _speculation(random: Random, flags: dict[str, list[str]]) -> None:

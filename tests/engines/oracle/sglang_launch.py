@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
+from support.files import module_at
+
+drafts = module_at(Path(__file__).parent / "sglang_drafts.py")
 
 
 class Launch:
@@ -26,54 +30,11 @@ class Launch:
         self.view = m.memory.resolving_view(record)
         self.config = m.memory.model_config_of(record)
         self.context = self.config.context_len
-        self.draft = self._draft_config()
+        self.draft = drafts.config(m, record, self.algorithm)
         self.pool = self._pool()
         self.lora = self._lora_manager()
         with self.parallel.override(tp_group=None):
             self.runners = self._capture()
-
-    def _draft_config(self) -> Any:
-        """Return SGLang's configuration of the draft, with the class that it makes of a model; None without one."""
-        if not (self.algorithm.is_eagle() or self.algorithm.is_standalone()):
-            return None
-        path = self.view.speculative_draft_model_path
-        return self.m.configs.ModelConfig.from_server_args(self.record, model_path=path, is_draft_model=True)
-
-    def _latent_draft(self, draft: Any) -> tuple[Any, Any]:
-        """Run SGLang's factory of a drafter's backends; what a constructor refuses before it needs a device counts."""
-        shells = [self.m.attention.FlashAttentionBackend, self.m.triton_attention.TritonAttnBackend]
-        shells += [getattr(self.m, name) for name in ("flashinfer_mla", "flashmla", "trtllm_mla", "cutedsl_mla")]
-        kinds = {
-            kind
-            for each in shells
-            for kind in (vars(each).values() if isinstance(each, types.ModuleType) else [each])
-            if isinstance(kind, type) and kind.__name__.endswith("Backend")
-        }
-        kinds |= {self.m.triton_attention.TritonMultiStepDraftBackend, self.m.attention.FlashAttentionMultiStepBackend}
-        kept = {kind: kind.__init__ for kind in kinds}
-
-        def shell(made: Any, *arguments: Any, **named: Any) -> None:
-            if "MultiStep" in type(made).__name__:
-                with contextlib.suppress(AttributeError, TypeError, RuntimeError):
-                    kept[type(made)](made, *arguments, **named)
-                made.attn_backends = []
-
-        text = types.SimpleNamespace()
-        runner = types.SimpleNamespace(
-            use_mla_backend=True,
-            draft_attention_backend=None,
-            model_config=types.SimpleNamespace(hf_config=text, hf_text_config=text),
-        )
-        for kind in kinds:
-            kind.__init__ = shell
-        try:
-            factory = self.m.drafts.DraftBackendFactory(
-                runner, self.spec.speculative_eagle_topk, self.spec.speculative_num_steps
-            )
-            return factory.create_decode_backend(), factory.create_draft_extend_backend()
-        finally:
-            for kind, init in kept.items():
-                kind.__init__ = init
 
     def _pool(self) -> int:
         tokens, page = self.view.max_total_tokens, self.view.page_size
@@ -108,13 +69,12 @@ class Launch:
     def _model_runner(self, draft: bool) -> Any:
         runner = object.__new__(self.m.model_runner.ModelRunner)
         own = self.draft if draft else self.config
-        model = self.models.skeleton("LlamaForCausalLM" if own is None else own.hf_config.architectures[0])
-        kinds = types.SimpleNamespace(model_type="llama", architectures=["LlamaForCausalLM"])
+        model = self.models.skeleton(own.hf_config.architectures[0])
         config = types.SimpleNamespace(
             context_len=self.context,
             is_multimodal=not draft and self.config.is_multimodal,
             is_encoder_decoder=not draft and self.config.is_encoder_decoder,
-            hf_config=kinds if draft else self.config.hf_config,
+            hf_config=own.hf_config,
         )
         layers = getattr(getattr(model, "model", None), "layers", ())
         vars(runner).update(
@@ -154,9 +114,7 @@ class Launch:
             capture = setup.capture_prefill_graph(model_runner=draft, eager_runner=eager, force_for_draft_worker=True)
             found[Role.DRAFT_PREFILL, "prefill"] = chosen(capture)
         self._name_draft_classes()
-        decodes = extends = object.__new__(self.m.attention.FlashAttentionBackend)
-        if self.draft is not None and self.draft.attention_arch == self.m.configs.AttentionArch.MLA:
-            decodes, extends = self._latent_draft(draft)
+        decodes, extends = drafts.backends(self.m, self.spec, self.draft)
         drafter = object.__new__(worker.EagleDraftWorker)
         vars(drafter).update(
             draft_runner=draft,
@@ -335,13 +293,7 @@ class Launch:
             "pool": self.pool,
             "page": self.view.page_size,
             "attention": self.view.attention_backend,
-            "draft": [
-                self.spec.speculative_num_steps,
-                self.spec.speculative_eagle_topk,
-                self.spec.speculative_num_draft_tokens,
-            ]
-            if not self.algorithm.is_none()
-            else None,
+            "draft": None if self.algorithm.is_none() else drafts.sizes(self.spec),
             "graphs": graphs,
             "answers": [self._answer(batch) for batch in batches],
         }
