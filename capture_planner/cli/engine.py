@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import IO
 
@@ -95,12 +95,14 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     emit(form, lambda: emulation, partial(emulation_table, emulation))
 
 
-def check_engine(name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool) -> None:
-    """Lint what an engine makes of its flags; exit code 2 if there are findings."""
+def check_engine(
+    name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool, ignore: Collection[str] = ()
+) -> None:
+    """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings."""
     if form not in ("text", "json"):
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
     emulation = emulated(name, flags, machine_named(environment))
-    findings = check(emulation)
+    findings = tuple(each for each in check(emulation) if each.rule.code not in ignore)
     emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings))
     if any(strict or each.severity is not Severity.NOTE for each in findings):
         click.get_current_context().exit(FINDINGS)

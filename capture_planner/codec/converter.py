@@ -23,6 +23,7 @@ from capture_planner.modes import GraphSupport, Reason, Role
 from capture_planner.records._base import BYTES, UNIONS, constraints, key_of, raise_any
 from capture_planner.records.batch import Entry
 from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
+from capture_planner.records.text import UNITS, format_bytes
 from capture_planner.records.traffic import TrafficCount
 
 ROWS: Mapping[Any, type] = {
@@ -86,7 +87,6 @@ def _strict(kind: type, called: str) -> Callable[[Any, Any], Any]:
 
 
 _SIZE = re.compile(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)")
-_UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 def parse_bytes(text: str) -> int:
@@ -94,13 +94,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise _fail(f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB")
-    return int(match[1]) << _UNITS[match[2]]
-
-
-def format_bytes(value: int) -> str:
-    """Write a number of bytes exactly, in the largest unit that divides it: ``2GiB``, ``1536MiB``."""
-    unit = next(u for u in reversed(_UNITS) if value % (1 << _UNITS[u]) == 0) if value else "B"
-    return f"{value >> _UNITS[unit]}{unit}"
+    return int(match[1]) << UNITS[match[2]]
 
 
 def _annotated_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
