@@ -28,6 +28,7 @@ SCHEDULE = ((1, 16, 5), (17, 64, 3), (65, 256, 1))
 ACCEPTANCE = (0.75, 0.56, 0.42, 0.32, 0.24)
 """Share of steps in which drafts 0 to i are accepted: three in four of each draft, if those before it are."""
 FIXED = (1, 3, 5)
+TUNED = "plan, schedule"
 
 
 @attrs.frozen(kw_only=True)
@@ -54,6 +55,8 @@ class Group:
     dispatch: bool = False
     pair: tuple[str, str] | None = None
     """Cases whose decode steps are compared in neighbouring blocks: the plan and what it must keep up with."""
+    rated: str | None = None
+    """A case that is compared with each other one in the same way, by the time for a token."""
 
 
 EAGLE = Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=32000))
@@ -260,9 +263,10 @@ def _schedule(profile: Profile, sizes: Sizes, serving: Callable[..., tuple[str, 
     return Group(
         name="schedule",
         loads=(1, 4, 16, 48, 100, 160, 256),
+        rated=TUNED,
         cases=(
             *(Case(name=f"plan, K={k}", words=serving(k), plan=plan(num_tokens=k)) for k in FIXED),
-            Case(name="plan, schedule", words=serving(tuned.speculative.num_tokens, **by_size), plan=tuned),
+            Case(name=TUNED, words=serving(tuned.speculative.num_tokens, **by_size), plan=tuned),
             Case(name="vLLM, adaptive verification", words=(*adaptive, *largest)),
         ),
     )

@@ -12,7 +12,7 @@ engine is (``facts``), then one answer for each further line of stdin:
 - ``{"tokens": true, ...}``: the same, with the tokens of each request in order;
 - ``{"core": 3, ...}``: before any of these, keep to this core, which all engines of a group share by turns;
 - ``{"begin": true, ...}``: take the requests, and serve until all of them decode; then ``{"steps": 8}``: answer with
-  the seconds of so many steps, and whether a request ended; then ``{"drain": true}``: serve the rest;
+  the seconds and tokens of so many steps, and whether a request ended; then ``{"drain": true}``: serve the rest;
 - ``{"observing": 20, ...}``: serve the load so many times, observe blocks of its steps by turns, and answer with the
   seconds of each pair of blocks, observed and not, and with the share of a core that the recorder's thread takes;
 - ``{"device": true}``: milliseconds on the device of one pass by role and requests, as observed (CUDA events);
@@ -243,10 +243,12 @@ def begin(engine: Any, load: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def steps(engine: Any, count: int) -> dict[str, Any]:
-    """Return the seconds of so many steps, and whether a request ended in one."""
+    """Return the seconds and the tokens of so many steps, and whether a request ended in one."""
     start = time.perf_counter()
-    ended = [output.finished for _ in range(count) for output in engine.step()]
-    return {"seconds": time.perf_counter() - start, "ended": any(ended)}
+    outputs = [output for _ in range(count) for output in engine.step()]
+    seconds = time.perf_counter() - start
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {"seconds": seconds, "tokens": tokens, "ended": any(output.finished for output in outputs)}
 
 
 def drain(engine: Any) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Each case is a vLLM engine in a process of its own (benchmarks/_vllm_worker.py);
 only one works at a time. Cases alternate within each round, load by load, and serve a load on the same core, which
 changes from load to load. Medians over the rounds are reported with their spread. Rounds differ by up to half, as other
 work on a shared host slows one, so what must agree within a few percent is compared step by step: two engines serve
-the same load at once and run eight steps each by turns; the trimmed mean of their ratios has a 95 % interval.
+the same load at once and run eight steps each by turns; the trimmed mean of their ratios has a 95 % interval. Where K
+differs, it is the ratio of the time for a token.
 Weights are random and acceptance is synthetic, except in the group ``greedy``.
 
 Groups: ``main`` (EAGLE-3, K=3, 256 requests: vLLM by itself, with --max-cudagraph-capture-size 1024, and under plans
@@ -33,14 +34,14 @@ from typing import Any
 import attrs
 from _bench import CONSOLE, finish, parser, table, verdict
 from _model_configs import CONFIGS
-from _paired import paired_cost, paired_steps
-from _vllm_cases import Case, Group, groups
+from _paired import paired_cost, paired_steps, paired_token_cost
+from _vllm_cases import TUNED, Case, Group, groups
 
 from capture_planner.codec import Document, dumps
 from capture_planner.engines import find_engine
 from capture_planner.records.profile import Profile
 
-COMPARED_TOKENS, COMPARED_RUNS = 384, 5
+COMPARED_TOKENS, COMPARED_RUNS, RATED_RUNS = 384, 5, 3
 """Where steps of two engines are compared: tokens of a request, which 256 requests have room for, and repetitions."""
 WORKER = Path(__file__).with_name("_vllm_worker.py")
 
@@ -151,8 +152,19 @@ def measure(
             results[group.pair[0]]["steps_compared"] = {"with": group.pair[1], "loads": compared}
             for load in loads:
                 request = {**_load(group, load, COMPARED_TOKENS), "core": next(cores)}
-                compared[load] = paired_cost(paired_steps(one, other, request, COMPARED_RUNS))
+                blocks = paired_steps(one, other, request, COMPARED_RUNS)
+                compared[load] = paired_cost([(first["seconds"], second["seconds"]) for first, second in blocks])
             yield results
+        if group.rated in by_name:
+            one, rated = by_name[group.rated], dict[str, dict[int, Any]]()
+            results[group.rated]["tokens_compared"] = rated
+            for load, (name, other) in itertools.product(loads, by_name.items()):
+                if other is not one:
+                    request = {**_load(group, load, COMPARED_TOKENS), "core": next(cores)}
+                    # Small loads accept few drafts a run, whose number varies.
+                    blocks = paired_steps(one, other, request, max(RATED_RUNS, 16 // load))
+                    rated.setdefault(name, {})[load] = paired_token_cost(blocks)
+                    yield results
         if group.dispatch:
             core = next(cores)
             for engine in engines:
@@ -261,31 +273,30 @@ def targets_of(
         first, *others = outputs.values()
         targets[f"greedy: equal tokens ({', '.join(outputs)})"] = all(other == first for other in others)
     if group == "schedule":
-        targets |= dict(schedule_targets(short))
+        targets |= dict(schedule_targets(results[TUNED]["tokens_compared"]))
     return targets
 
 
-def schedule_targets(short: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield how the chosen schedule does against the best fixed K and adaptive verification, over best rounds.
+def schedule_targets(compared: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> Iterator[tuple[str, bool]]:
+    """Yield how the chosen schedule does against the best fixed K and adaptive verification.
 
-    All loads together: the time of the same tokens for each request, at every load.
+    All loads together: the mean of the loads' ratios, where the best fixed K gains least.
+
+    :param compared: by which share the schedule takes longer for a token, by case and load.
     """
-    tuned = "plan, schedule"
-    fixed = [name for name in short if name.startswith("plan, K=")]
-
-    def rate(name: str, load: int) -> float:
-        return short[name][load]["tokens_per_second"][2]  # type: ignore[no-any-return]
-
-    def seconds(name: str) -> float:
-        return sum((load / rate(name, load) for load in short[tuned]), 0.0)
-
-    for name in (min(fixed, key=seconds), *(name for name in short if "adaptive" in name and short[name])):
-        gain = seconds(name) / seconds(tuned)
-        yield f"schedule: all loads, at least 1.0x {name} ({gain:.3f})", gain >= 1.0
-    for load in short[tuned]:
-        best = max(fixed, key=lambda name: rate(name, load))
-        share = rate(tuned, load) / rate(best, load)
-        yield f"schedule: {load} requests, at least 0.98x {best}, the best there ({share:.3f})", share >= 0.98
+    speeds = {
+        name: {load: 1 / (1 + figure["cost"]) for load, figure in loads.items()} for name, loads in compared.items()
+    }
+    overall = {name: statistics.geometric_mean(loads.values()) for name, loads in speeds.items()}
+    fixed = [name for name in overall if name.startswith("plan, K=")]
+    for name in (min(fixed, key=overall.__getitem__), *(name for name in overall if "adaptive" in name)):
+        yield f"schedule: all loads, at least 1.0x {name} ({overall[name]:.3f})", overall[name] >= 1.0
+    for load in speeds[fixed[0]]:
+        best = min(fixed, key=lambda name: speeds[name][load])
+        share, figure = speeds[best][load], compared[best][load]
+        high, low = (1 / (1 + cost) for cost in figure["interval"])
+        text = f"{share:.3f}; 95 %: {low:.3f} to {high:.3f}"
+        yield f"schedule: {load} requests, at least 0.98x {best}, the best there ({text})", share >= 0.98
 
 
 def main() -> int:

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import attrs
 import click
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
-from capture_planner import codec, engines
+from capture_planner import codec
 from capture_planner.codec import Document, dumps_json, plain
 from capture_planner.codec import shipped as catalog
-from capture_planner.engines.emulation import Emulation
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
@@ -75,6 +75,8 @@ class ChosenMachine:
 
     environment: Environment
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """That the machine was not named, where answers depend on it."""
 
 
 def show_notes(notes: Iterable[str]) -> None:
@@ -90,19 +92,11 @@ def machine_named(
     in_name = catalog.environment_of_output(output)
     if name is not None and in_name not in (None, name):
         notes: tuple[str, ...] = (f"{output} is named for {in_name}, but the plan is for {name}",)
-    elif name is None and in_name is None:
-        notes = (f"no --environment given; using {default}",)
     else:
         notes = ()
+    assumed = (f"no --environment given; using {default}",) if name is None and in_name is None else ()
     chosen = in_name or default if name is None else name
-    return ChosenMachine(catalog.find_environment(chosen), notes)
-
-
-def emulated(name: str, flags: Sequence[str], machine: ChosenMachine) -> Emulation:
-    """Emulate an engine, and note the machine and what the emulation had to assume."""
-    emulation = engines.emulate(name, flags, machine.environment)
-    show_notes((*machine.notes, *emulation.notes))
-    return emulation
+    return ChosenMachine(catalog.find_environment(chosen), notes, assumed)
 
 
 def read_document(path: str) -> Document:
@@ -130,7 +124,7 @@ def plan_of(document: Document, environment: str | None, default: str = catalog.
 def plan_document(document: Document, machine: ChosenMachine) -> Plan:
     """Plan a spec; problems that planning finds have their place in the file too."""
     spec = document.load(Spec)
-    show_notes(machine.notes)
+    show_notes((*machine.notes, *machine.assumptions))
     try:
         measurements = codec.load_measurements(document)
         if measurements is not None:
@@ -144,12 +138,19 @@ def plan_document(document: Document, machine: ChosenMachine) -> Plan:
         raise InvalidDocument(document.place(error.problems)) from None
 
 
-def emit(form: str, value: Callable[[], Any], text: Callable[[], RenderableType]) -> None:
-    """Print a value as JSON, or what people are shown of it."""
+def emit(
+    form: str, value: Callable[[], Any], text: Callable[[], RenderableType], assumptions: Sequence[str] | None = None
+) -> None:
+    """Print a value as JSON, or what people are shown of it.
+
+    :param assumptions: what an answer rests on: its first lines, and ``assumptions`` in JSON. None: a record, which has
+        no such field.
+    """
     if form == "json":
-        click.echo(to_json(value()))
+        first = {} if assumptions is None else {"assumptions": list(assumptions)}
+        click.echo(to_json(first | plain(value()) if first else value()))
     else:
-        show_text(text())
+        show_text(Group(*(Text(f"assumption: {each}", style="yellow") for each in assumptions or ()), text()))
 
 
 def to_json(value: Any) -> str:

@@ -10,10 +10,10 @@ import click
 
 from capture_planner.analysis.trace import read_trace
 from capture_planner.cli import options
-from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document, show_notes
+from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
-from capture_planner.engines import emulate, engines
+from capture_planner.engines import emulate, engines, is_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.observed import emulation_of
 from capture_planner.engines.parsing import near
@@ -34,6 +34,7 @@ from capture_planner.report.side_by_side import side_by_side_table
     help="CSV of arrival times, prompt and output lengths: count its batches instead of all admissible ones.",
 )
 @options.environment
+@options.download
 @options.formats()
 def compare(a: str, b: str, traffic: Path | None, environment: str | None, form: str) -> None:
     """Compare two deployments side by side: graphs, covered batches, and padding.
@@ -54,11 +55,11 @@ def compare(a: str, b: str, traffic: Path | None, environment: str | None, form:
         each or _deployment(letter, argument, document, machine.environment)
         for letter, argument, document, each in zip("AB", (a, b), documents, loaded, strict=True)
     )
-    planned = machine.notes if None in loaded else ()
-    emulations = (side for side, each in zip((left, right), loaded, strict=True) if each is None)
-    show_notes((*planned, *(note for each in emulations if isinstance(each, Emulation) for note in each.notes)))
+    assumptions = machine.assumptions if None in loaded else ()
+    for letter, side in (("A", left), ("B", right)):
+        assumptions += tuple(f"{letter}: {each}" for each in (side.assumptions if isinstance(side, Emulation) else ()))
     compared = side_by_side(left, right, requests, names=(a, b))
-    emit(form, lambda: compared, partial(side_by_side_table, compared))
+    emit(form, lambda: compared, partial(side_by_side_table, compared), assumptions)
 
 
 def _loaded(document: Document | None) -> Plan | Emulation | None:
@@ -71,7 +72,7 @@ def _loaded(document: Document | None) -> Plan | Emulation | None:
 def _document(letter: str, argument: str) -> Document | None:
     """Read a plan or a spec; None for the command line of an engine."""
     word = (argument.split(maxsplit=1) or [""])[0]
-    if word in engines():
+    if is_engine(word):
         return None
     if argument != "-" and (not argument.strip() or not Path(argument).exists()):
         aliases = {alias: name for name, item in engines().items() for alias in item.value.aliases}

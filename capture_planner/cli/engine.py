@@ -7,14 +7,16 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import IO
 
+import attrs
 import click
 
 from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, OwnOptions, emit, emulated, machine_named
+from capture_planner.cli.common import FINDINGS, OwnOptions, emit, machine_named, show_notes
 from capture_planner.cli.jsonl import answer_line, read_batches
-from capture_planner.engines import INSTALL, engines, find_engine
+from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_engine
 from capture_planner.engines.check import check
+from capture_planner.engines.engine import Engine
 from capture_planner.engines.walk import why_inadmissible
 from capture_planner.report.engine import emulation_table, findings_text
 
@@ -28,7 +30,8 @@ class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return "|".join(engines()) or "ENGINE"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return find_engine(value).name
+        find_engine(value)
+        return value
 
 
 class FileOrEngineCommand(OwnOptions):
@@ -42,7 +45,7 @@ class EngineCommand(OwnOptions):
     """A command about one engine; its help lists the flags of the engine that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_NAMED] = next((word for word in args if word in engines()), None)
+        ctx.meta[_NAMED] = next((word for word in args if is_engine(word)), None)
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -54,7 +57,7 @@ class EngineCommand(OwnOptions):
                     return
                 formatter.write_dl(
                     [
-                        (each, f"release {item.value.version}, from {item.distribution} {item.version}")
+                        (each, f"{_releases(item.value)}, from {item.distribution} {item.version}")
                         for each, item in engines().items()
                     ]
                 )
@@ -64,6 +67,11 @@ class EngineCommand(OwnOptions):
             return
         with formatter.section(f"Flags of {name} that affect graphs; its other flags are accepted"):
             formatter.write_dl(list(find_engine(name).flags.items()))
+
+
+def _releases(engine: Engine) -> str:
+    older = ", ".join(f"{engine.name}=={each.version}" for each in engine.older)
+    return f"release {engine.version}" + (f"; name {older} for an older one" if older else "")
 
 
 _NAMED = f"{__name__}.named"
@@ -78,6 +86,7 @@ environment_option = click.option(
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches
 @environment_option
+@options.download
 @options.formats()
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
@@ -85,14 +94,18 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. Lines and
     answers of --batches are as in explain: what the engine's own dispatcher would answer.
     """
-    emulation = emulated(name, flags, machine_named(environment))
+    machine = machine_named(environment)
+    emulation = emulate(name, flags, machine.environment)
+    assumptions = (*machine.assumptions, *emulation.assumptions)
     if batches is not None:
+        show_notes(assumptions)
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
             never = why_inadmissible(batch, emulation)
             line = answer_line(batch, emulation.dispatch(batch))
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return
-    emit(form, lambda: emulation, partial(emulation_table, emulation))
+    emulation = attrs.evolve(emulation, assumptions=assumptions)
+    emit(form, lambda: emulation, partial(emulation_table, emulation), assumptions)
 
 
 def check_engine(
@@ -101,8 +114,10 @@ def check_engine(
     """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings."""
     if form not in ("text", "json"):
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
-    emulation = emulated(name, flags, machine_named(environment))
-    findings = tuple(each for each in check(emulation) if each.rule.code not in ignore)
-    emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings))
+    machine = machine_named(environment)
+    emulation = emulate(name, flags, machine.environment)
+    findings = tuple(each for each in check(emulation, find_engine(name)) if each.rule.code not in ignore)
+    assumptions = (*machine.assumptions, *emulation.assumptions)
+    emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)
     if any(strict or each.severity is not Severity.NOTE for each in findings):
         click.get_current_context().exit(FINDINGS)

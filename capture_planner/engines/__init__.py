@@ -18,7 +18,7 @@ from capture_planner.errors import EngineError, FlagError, InvalidValue
 from capture_planner.plugins.discovery import Implementation, duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records.environment import Environment
 
-__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "load_engines", "own_words"]
+__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "is_engine", "load_engines", "own_words"]
 
 INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
 
@@ -52,12 +52,26 @@ def engines() -> Mapping[str, Implementation]:
     return load_engines()
 
 
+def is_engine(word: str) -> bool:
+    """Say whether a word names an installed engine, with or without a release: ``vllm``, ``vllm==0.32``."""
+    return word.partition("==")[0] in engines()
+
+
 def find_engine(name: str) -> Engine:
-    """Return an installed engine; raises ``EngineError`` for an unknown name, with what is installed."""
-    if name not in engines():
-        raise EngineError(f"{unknown('engine', name, engines())}; {INSTALL}")
-    engine: Engine = engines()[name].value
-    return engine
+    """Return an installed engine, of the release that ``vllm==0.32`` names, or else the newest that is emulated.
+
+    Raises ``EngineError`` for an unknown name, with what is installed, and for a release that is not emulated.
+    """
+    base, pinned, release = name.partition("==")
+    if base not in engines():
+        raise EngineError(f"{unknown('engine', base, engines())}; {INSTALL}")
+    engine: Engine = engines()[base].value
+    every = (engine, *engine.older)
+    for each in every:
+        if not pinned or f"{each.version}.".startswith(f"{release}."):
+            return each
+    known = " and ".join(each.version for each in every)
+    raise EngineError(f"{base} {release} is not emulated, {known} {'is' if len(every) == 1 else 'are'}")
 
 
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:

@@ -12,6 +12,7 @@ import attrs
 
 from capture_planner.analysis.lint.core import BaseRule, BugClass, CheckT, Severity, register_in
 from capture_planner.engines import find_engine
+from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.walk import BatchAnswer, Run, runs, walk
@@ -222,6 +223,20 @@ def mode_lowered(subject: CheckInput) -> Iterator[Diagnosis]:
         if before is not None and after is not None and after < before:
             message = f"{decision.role}: {before.value} became {after.value}: {decision.message}"
             yield Diagnosis(decision.role, message, fix=subject.engine.fixes.lowered(subject.emulation, decision))
+
+
+@rule("EN007", Severity.WARNING, BugClass.G, "vllm#20436")
+def model_unknown(subject: CheckInput) -> Iterator[Diagnosis]:
+    """The facts of a model are not here, and what is said of its graphs rests on assumptions.
+
+    A model that is taken for a known one of its family is a note: most likely it has that one's dimensions.
+    """
+    sources = {setting.source for setting in subject.emulation.settings if setting.name.endswith("model_facts")}
+    if not sources & {ASSUMED, FAMILY, KNOWN}:
+        return
+    for sentence in subject.emulation.assumptions:
+        says, _, fix = sentence.rpartition("; ")
+        yield Diagnosis(Role.TARGET, says, fix=fix, severity=None if ASSUMED in sources else Severity.NOTE)
 
 
 HEAVY_RATIO, HEAVY_TOKENS = 2, 32

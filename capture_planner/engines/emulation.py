@@ -54,7 +54,7 @@ class Setting:
     """Plain data: a number, a text, a list, None."""
     source: str
     """``flag``, ``file``, ``default``, or the rule that rewrote it; of what the model decides, where its facts
-    come from: ``model``, ``known`` or ``assumed``."""
+    come from: ``model``, ``cache``, ``known``, ``family`` or ``assumed``."""
 
 
 class Decisions(list[Decision]):
@@ -123,8 +123,9 @@ class Emulation:
     """The passes of draft decodes, where they are not one token of each request, k - 1 times."""
     lora: Lora | None = None
     parallel: Parallel = attrs.Factory(Parallel)
-    notes: tuple[str, ...] = ()
-    """For each model without facts: what is assumed, which results depend on it, and what to do."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
+    where the emulation is exact."""
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:

@@ -60,7 +60,7 @@ class Engine:
 
     Exact or not at all: raises ``FlagError`` with one ``Problem`` for each flag that the engine refuses, and
     its subclass ``NotEmulated`` for flags that the engine may accept and whose graphs are not known here.
-    Where a fact about the model is missing, ``Emulation.notes`` states the assumption."""
+    Where a fact about the model is missing, ``Emulation.assumptions`` states what is assumed."""
     export: Callable[[Plan], Export]
     """From a plan to the flags that come closest to it, and what they lose. The result is not proved yet:
     ``engines.export.prove`` emulates it and compares every batch. Raises ``DispatchError`` for a plan without a
@@ -85,5 +85,7 @@ class Engine:
     """Names of an attention backend: that of its plugin here, and the engine's own."""
     variables: str | None = None
     """Prefix of the engine's environment variables, where any of them matters for graphs."""
+    older: tuple[Engine, ...] = ()
+    """Older releases that are emulated too, newest first: ``NAME==VERSION`` on the command line."""
     aliases: tuple[str, ...] = ()
     """Other names of the engine and of its program, for suggestions."""

@@ -44,7 +44,7 @@ def emulation_of(observation: Observation) -> Emulation:
         drafts=drafts,
         lora=observation.lora,
         parallel=observation.parallel,
-        notes=observation.notes,
+        assumptions=observation.notes,
     )
 
 

@@ -94,7 +94,7 @@ def not_json(text: str, error: json.JSONDecodeError) -> argparse.ArgumentTypeErr
 class Parser(argparse.ArgumentParser):
     """A parser that raises ``FlagError`` where ``argparse`` would print its usage and exit."""
 
-    engine: ClassVar[str]
+    engine: str
     """The engine's name and release, as in a sentence."""
     wanted: ClassVar[Mapping[str, str]]
     """What to give, by the name of the type that an argument was none of."""

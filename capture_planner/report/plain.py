@@ -70,6 +70,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
     return {
         "engine": emulation.engine,
         "version": emulation.version,
+        "assumptions": plain(emulation.assumptions),
         "sizes": plain(emulation.sizes),
         "graphs": plain(emulation.graphs),
         "mode": plain(emulation.modes),
@@ -78,7 +79,6 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
             for fields in map(plain_fields, emulation.decisions)
         ],
         "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
-        "notes": plain(emulation.notes),
         "batches": [
             plain_some(run.batch, "role", "kind", "query_len", "active_loras")
             | {"first": run.first, "last": run.last, "mode": mode.value, "reason": plain(reason)}

@@ -257,7 +257,7 @@ def test_an_empty_environment_is_none(call: Run, command: tuple[str, ...]) -> No
     """It is not the default one."""
     ran = call(*command, "--environment", "")
     assert ran.code == 1
-    assert "names no machine; shipped are a100" in ran.err
+    assert "names no machine; shipped are a10, a100" in ran.err
 
 
 def test_deployments_are_put_side_by_side(call: Run) -> None:
@@ -314,23 +314,27 @@ def test_a_locked_plan_is_not_written_over(call: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "flag"), [("vllm", "--model"), ("sglang", "--model-path")])
-def test_what_is_assumed_of_a_model_goes_to_standard_error(call: Run, name: str, flag: str) -> None:
-    """One line on what rests on it and what to do, in every command; documents stay documents."""
+def test_what_is_assumed_comes_first(call: Run, name: str, flag: str) -> None:
+    """It is the first line of text and a list in JSON, in every command; nothing is left for standard error."""
     command = (name, flag, "some/model")
     shown = call("engine", *command, *H100, "--format", "json")
-    (note,) = shown.data["notes"]
-    assert shown.err == f"note: {note}\n"
-    assert "folder with its config.json" in note
+    (assumption,) = shown.data["assumptions"]
+    assert shown.err == ""
+    assert "folder with its config.json" in assumption
     checked = call("check", "--engine", *command, *H100, "--format", "json")
-    assert (checked.err, list(json.loads(checked.out))) == (shown.err, ["findings"])
-    assert f"note: {note}" not in call("engine", *command, *H100).out
+    assert (checked.err, list(json.loads(checked.out))) == ("", ["assumptions", "findings"])
+    assert json.loads(checked.out)["assumptions"] == [assumption]
+    for words in (("engine",), ("check", "--engine")):
+        text = " ".join(call(*words, *command, *H100).out.split())
+        assert text.startswith(f"assumption: {assumption}")
     sides = call("compare", " ".join(command), f"{name} {flag} Qwen/Qwen3-8B", *H100, "--format", "json")
-    assert sides.err == shown.err
-    assert sides.data
+    assert (sides.err, sides.data["assumptions"]) == ("", [f"A: {assumption}"])
+    unnamed = call("engine", *command, "--format", "json")
+    assert unnamed.data["assumptions"] == ["no --environment given; using h100", assumption]
 
 
 @pytest.mark.parametrize("command", [("vllm", "Qwen/Qwen3-8B"), ("vllm",), ("tensorrt-llm", "some/model")])
 def test_nothing_is_said_where_nothing_is_assumed(call: Run, command: tuple[str, ...]) -> None:
     """A known model, the one that vLLM takes by itself, and an engine whose graphs no model decides."""
     ran = call("engine", *command, *H100, "--format", "json")
-    assert (ran.err, ran.data["notes"]) == ("", [])
+    assert (ran.err, ran.data["assumptions"]) == ("", [])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import vllm_in_process
-from _paired import paired_cost
+from _paired import paired_cost, paired_token_cost
 from _vllm_cases import groups
 
 from capture_planner.codec import dumps
@@ -33,7 +33,7 @@ for number, line in enumerate(sys.stdin):
         left, answer = 3, {}
     elif "steps" in request:
         left -= 1
-        answer = {"seconds": SLOW if plan else 1.0, "ended": left == 0}
+        answer = {"seconds": SLOW if plan else 1.0, "tokens": 8, "ended": left == 0}
     elif "device" in request:
         answer = {"device_ms": {"target": {"200": 4.9, "37": 2.0}}}
     else:
@@ -130,14 +130,14 @@ def test_group_of_schedules_needs_a_profile(run, tmp_path, capsys):
 
 def test_schedule_is_compared_with_the_fixed_length_that_is_best_over_all_loads():
     """And at each load with the best one there, for which 2 % are allowed."""
-    rates = {"plan, K=1": (10, 100), "plan, K=3": (30, 60), "plan, schedule": (29.5, 97)}
-    short = {
-        name: {load: {"tokens_per_second": [rate, rate, rate]} for load, rate in zip((1, 100), row, strict=True)}
-        for name, row in rates.items()
-    } | {"vLLM, adaptive verification": {}}
-    found = dict(vllm_in_process.schedule_targets(short))
-    assert list(found.values()) == [True, True, False]
-    assert next(iter(found)).startswith("schedule: all loads, at least 1.0x plan, K=1")
+    costs = {"plan, K=1": (-0.5, 0.03), "plan, K=3": (0.01, -0.4), "vLLM, adaptive verification": (0.0, 0.01)}
+    compared = {
+        name: {load: {"cost": cost, "interval": [cost, cost]} for load, cost in zip((1, 100), row, strict=True)}
+        for name, row in costs.items()
+    }
+    found = dict(vllm_in_process.schedule_targets(compared))
+    assert list(found.values()) == [True, False, True, False]
+    assert next(iter(found)).startswith("schedule: all loads, at least 1.0x plan, K=3 (1.285)")
 
 
 def test_every_plan_fits_the_limits_that_its_engine_is_given(tmp_path):
@@ -162,7 +162,17 @@ def test_paired_cost_is_free_of_drift_and_bursts():
         host = 1 + turn / 1000
         noise = [1 + draw.gauss(0, 0.03) + (draw.random() < 0.1) * draw.random() for _ in range(2)]
         pairs.append((1.004 * host * noise[0], host * noise[1]))
-    found = paired_cost(pairs, resamples=200)
-    low, high = found["interval"]
+    low, high = paired_cost(pairs, resamples=200)["interval"]
     assert low < 0.004 < high
+    assert high - low < 0.01
+    # Steps that yield 2.8 and 2.5 tokens a request in the mean, by chance.
+    blocks = [
+        tuple(
+            {"seconds": seconds, "tokens": sum(draw.choices((1, 2, 3, 4), (1, 1, 1, more), k=64))}
+            for seconds, more in zip(pair, (2, 1), strict=True)
+        )
+        for pair in pairs
+    ]
+    low, high = paired_token_cost(blocks, resamples=200)["interval"]
+    assert low < 1.004 * 2.5 / 2.8 - 1 < high
     assert high - low < 0.01

@@ -81,7 +81,11 @@ def test_drafter_of_the_target_itself_needs_no_name():
     plan = codec.load_plan(next(path for path in PLANS if path.stem.startswith("deepseek-v3-mtp")))
     assert plan.speculative.method is Method.MTP
     words = launch_vllm(plan, [plan.model.name]).arguments
-    assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 1}
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+        "attention_backend": "FLASH_ATTN_MLA",
+    }
     deployed = ["--speculative-config", '{"method": "deepseek_mtp", "num_speculative_tokens": 1}']
     assert "--speculative-config" not in launch_vllm(plan, [plan.model.name, *deployed]).arguments
 

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.forecast import forecast
 from capture_planner.errors import PlanningError
-from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.sizing.allocation import SizeGroup, allocate
 from capture_planner.planning.sizing.program import LadderProblem, LadderProgram
 from capture_planner.planning.sizing.worst import least_worst
 from capture_planner.records._base import replace
-from capture_planner.records.spec import Budget
 from capture_planner.testing import deployments
 
 small = st.integers(0, 6)
@@ -184,7 +182,7 @@ def test_the_forecast_is_what_the_dispatcher_gives(inputs):
     assert plan.forecast.graphs == plan.num_graphs
     assert plan.forecast.mean_step_ms == pytest.approx(judged.mean_step_ms, rel=1e-5)
     assert plan.forecast.eager_share == pytest.approx(judged.eager_share, abs=1e-5)
-    assert plan.forecast.regret == pytest.approx(judged.regret, abs=1e-5)
+    assert plan.forecast.regret == pytest.approx(judged.regret, rel=1e-5, abs=1e-5)
     assert judged.percentile(100) >= judged.percentile(50) >= judged.times[0][0]
 
 
@@ -220,17 +218,3 @@ def test_ratio_of_a_fraction_is_exact():
     problem = LadderProblem.of([1, 2], [2, 3], [1, 1], [9, 9], 2)
     assert problem.within(Fraction(3, 2)) == (1,)
     assert problem.within(Fraction(3, 2) - Fraction(1, 10**9)) == (0, 1)
-
-
-@given(deployments(max_reqs=16, max_tokens=128, measured=True))
-def test_eager_times_that_no_decode_needs_decide_nothing(inputs):
-    """An engine whose graphs serve every draft decode has no eager times of them; sizes are the same without."""
-    assume(Role.DRAFT_DECODE in inputs.spec.active_roles)
-    unbounded = attrs.evolve(inputs, spec=replace(inputs.spec, budget=Budget()))
-    profile = inputs.measurements.profile
-    served = tuple(c for c in profile.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
-    without = attrs.evolve(inputs.measurements, profile=replace(profile, curves=served))
-    plan = plan_of(unbounded)
-    assume(Role.DRAFT_DECODE in plan.planned and plan.role(Role.DRAFT_DECODE).entries)
-    again = plan_of(attrs.evolve(unbounded, measurements=without))
-    assert [role.entries for role in again.roles] == [role.entries for role in plan.roles]

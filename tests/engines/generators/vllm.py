@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.codec.shipped import shipped_environments
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner_vllm.settings import RunnerVersion, VllmSettings
@@ -21,7 +22,7 @@ from engines.generators.vllm_models import write_models
 
 __all__ = ["ENVIRONMENTS", "Case", "answer_of", "batches", "cases", "write_models"]
 
-ENVIRONMENTS = ("h100", "h200", "a100", "b200", "l40s", "t4")
+ENVIRONMENTS = tuple(name for name in shipped_environments() if name != "cpu")
 
 
 @attrs.frozen(kw_only=True)

@@ -176,6 +176,8 @@ class _V2:
             setattr(drafter, name, anything.Tensor())
         drafter.vllm_config, drafter.device = self.config, None
         drafter.vllm_config.model_config = SimpleNamespace(max_model_len=1 << 20)
+        # An attribute before 0.33, and then a property of the configuration.
+        vars(drafter)["max_model_len"] = 1 << 20
         drafter.speculative_config = self.speculative
         drafter.num_speculative_steps = self.found.num_speculative_tokens
         drafter.max_num_reqs = self.found.max_num_seqs
@@ -377,6 +379,8 @@ class _V2:
     def _step(self, step: Sequence[tuple[Rows, int]]) -> list[list[list[Any]]]:
         group = standins.Group()
         self.ranks.get_dp_group = lambda: group
+        # Before 0.33 the ranks reduce through torch, over the group's CPU half.
+        self.ranks.dist = SimpleNamespace(all_reduce=lambda tensor, group: group.cpu_all_reduce_(tensor))
         self.dp_size = len(step)
         for self.dp_rank, (rows, loras) in enumerate(step):
             try:

@@ -25,6 +25,10 @@ class Group:
         self.said: list[torch.Tensor] = []
         self.total: torch.Tensor | None = None
 
+    @property
+    def cpu_group(self) -> Group:
+        return self
+
     def cpu_all_reduce_(self, tensor: torch.Tensor) -> None:
         if self.total is None:
             self.said.append(tensor.clone())

@@ -96,16 +96,18 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         # SGLang counts the bare model among its adapters; ours come with one more for such rows.
         lora=Lora(max_active=max(args.max_loras_per_batch - 1, 1)) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
-        notes=_notes(r),
+        assumptions=_assumptions(r),
     )
 
 
-def _notes(r: Startup) -> tuple[str, ...]:
+def _assumptions(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
-    if r.model.source != ASSUMED:
-        return ()
-    rest = "attention_backend" if r.args.context_length else "context_length, attention_backend"
-    return (checkpoints.note(r.named, COUNTS_AS, f"{rest} and which graphs there are rest on it"),)
+    results = "attention_backend" if r.args.context_length else "context_length, attention_backend"
+    results += " and which graphs there are"
+    if r.model.source == ASSUMED:
+        return (checkpoints.assumed(r.named, COUNTS_AS, results),)
+    like = r.model.like
+    return () if like is None else (checkpoints.taken_for(r.args.model_path, like, results),)
 
 
 def _speculative(r: Startup) -> Speculative | None:
@@ -133,7 +135,9 @@ def _settings(r: Startup, pool: int) -> tuple[Setting, ...]:
 
     return (
         setting("model_path", r.args.model_path, ASSUMED),
-        setting("model_facts", checkpoints.says(r.model.source, "an ordinary text decoder"), r.model.source),
+        setting(
+            "model_facts", checkpoints.says(r.model.source, "an ordinary text decoder", r.model.like), r.model.source
+        ),
         setting("context_length", capture.context(r), r.model.source),
         *(setting(name, getattr(r.args, name)) for name in _SHOWN.split()),
         *(

@@ -21,6 +21,7 @@ class TensorRTLLMFixes(Fixes):
         "EN004": "give cuda_graph_config.batch_sizes that max_num_tokens admits",
         "EN005": "remove the option that rules it out",
         "EN006": "add sizes between to cuda_graph_config.batch_sizes",
+        "EN007": "nothing to do: no graph depends on the model",
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:

@@ -41,6 +41,7 @@ class VllmFixes(Fixes):
         "EN005": "name a backend that supports it with --attention-backend, or request the mode that is left "
         "with -cc.cudagraph_mode",
         "EN006": "add sizes between to --cudagraph-capture-sizes",
+        "EN007": "name a folder with the config.json of the model, or fetch that with --download",
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:

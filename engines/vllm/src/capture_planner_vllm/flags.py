@@ -22,6 +22,7 @@ from capture_planner.engines.parsing import Parser, as_words, not_json, refusal
 from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import FlagError
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import followed, minor
 from capture_planner_vllm.tables import flag_table, rules
 
 _THOUSANDS = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -101,7 +102,7 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
             variables[name] = value
         elif name in rules()["renamed_variables"]:
             replacement = rules()["renamed_variables"][name]
-            raise refusal(name, "vLLM 0.33 no longer reads this variable", f"use {replacement}")
+            raise refusal(name, f"vLLM {minor()} no longer reads this variable", f"use {replacement}")
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"leave it out{f', or set {near[0]}' if near else ''}"
@@ -280,15 +281,18 @@ class _Switch(argparse.Action):
 
 
 class ServeParser(Parser):
-    engine = "vLLM 0.33"
     wanted: ClassVar = {name: remedy for _, name, remedy in _KINDS.values()}
     renamed: ClassVar = rules()["renamed_flags"]
     placing = "give one model, then flags; a switch takes no value"
 
+    def __init__(self) -> None:
+        super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
+        self.engine = f"vLLM {minor()}"
+
 
 @cache
-def _parser() -> ServeParser:
-    parser = ServeParser(add_help=False, argument_default=argparse.SUPPRESS)
+def _parser(release: str) -> ServeParser:
+    parser = ServeParser()
     parser.add_argument("model_tag", nargs="?")
     for dest, entry in flag_table().items():
         kind, names = entry["kind"], entry["names"]
@@ -313,9 +317,9 @@ def _parser() -> ServeParser:
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    namespace, unknown = _parser().parse_known_args(_undotted(_spelled(words)))
+    namespace, unknown = _parser(followed()).parse_known_args(_undotted(_spelled(words)))
     if unknown:
-        raise FlagError(_parser().strangers(unknown))
+        raise FlagError(_parser(followed()).strangers(unknown))
     return _folded(dict(vars(namespace)))
 
 

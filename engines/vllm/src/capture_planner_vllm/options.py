@@ -16,6 +16,7 @@ from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import DEFAULT_MODEL, read_model
 from capture_planner_vllm.parts import ALL_MODES, COMPILE, Part, whole_number
 from capture_planner_vllm.precision import cache_dtype, check_quantization, model_dtype
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.speculation import speculation
 from capture_planner_vllm.tables import names
 from capture_planner_vllm.unemulated import check_emulated
@@ -167,9 +168,10 @@ class ServeOptions:
     def _batch_defaults(self) -> tuple[int, int]:
         """Return the tokens and requests that ``vllm serve`` starts from on this device."""
         device = self.environment.device
+        small = device.sm == (12, 1) and has("gb10-budgets")
         if device.memory >= 160 * GiB:
             return 16384, 1024
-        if device.memory >= 70 * GiB and "a100" not in device.name.lower() and device.sm != (12, 1):
+        if device.memory >= 70 * GiB and "a100" not in device.name.lower() and not small:
             return 8192, 1024
         return 2048, 256
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from capture_planner.engines.parsing import NUMBERS, did_you_mean, listed, refusal
+from capture_planner_vllm.releases import minor
 from capture_planner_vllm.tables import names
 
 COMPILE = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
@@ -22,7 +23,7 @@ class Part:
         self.flag, self.given = flag, dict(value or {})
         for key in self.given:
             if key not in names()[kind]:
-                raise self.refuse(key, "vLLM 0.33 has no such field", did_you_mean(key, names()[kind]))
+                raise self.refuse(key, f"vLLM {minor()} has no such field", did_you_mean(key, names()[kind]))
 
     def refuse(self, key: str, reason: str, remedy: str = "") -> Exception:
         return refusal(self.flag, reason, remedy, key)

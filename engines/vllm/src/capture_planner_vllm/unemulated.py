@@ -27,8 +27,8 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
     if line.get("runner") == "generate" and line.get("convert", "auto") not in ("auto", "none"):
         raise _error("convert")
     if model.odd is not None:
-        remedy = "name another decoder; a name that is not a local folder counts as a dense decoder"
-        raise not_emulated("--model", model.odd, remedy)
+        remedy = "observe the engine itself, or name another model"
+        raise not_emulated("--model", f"{model.name} has {model.odd}", remedy)
 
 
 def _error(name: str, *inside: str, remedy: str = "leave it out") -> NotEmulated:
