@@ -24,7 +24,8 @@ PLANS = sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
 
 def command_for(plan):
     """What a user gives: the model, and the drafter where a plan does not name it."""
-    speculation = export_vllm(plan).settings.get("speculative-config", {})
+    speculation = dict(export_vllm(plan).settings.get("speculative-config", {}))
+    speculation.pop("attention_backend", None)
     if speculation.get("model") != DRAFT_MODEL:
         return [plan.model.name]
     return [plan.model.name, "--speculative-config", json.dumps({**speculation, "model": "x/drafter"})]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from fractions import Fraction
+from functools import cache
 
 import attrs
 
@@ -11,7 +13,7 @@ from capture_planner.engines.export.proof import Emulate, emulated, prove
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
-RATIOS = tuple(Fraction(part, 8) for part in (10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256, 512))
+RATIOS = tuple(Fraction(part, 8) for part in (*range(9, 17), *range(18, 33, 2), 40, 48, 64, 96, 128, 256, 512))
 """Worst padded/real ratios that are tried, the least first."""
 
 
@@ -30,13 +32,21 @@ def within_budget(export: Export, plan: Plan, emulate: Emulate) -> Export:
     coarser = export.coarser
     if coarser is None:
         return _lost(export, plan, f"{says}; give fewer sizes")
-    for ratio in RATIOS:
+
+    @cache
+    def thinned(ratio: Fraction) -> tuple[Export, int]:
         other = coarser(ratio)
         # What the first proof left out stays out.
-        other = attrs.evolve(other, settings={k: v for k, v in other.settings.items() if k in export.settings})
-        graphs = len(emulated(other, plan.environment, emulate).graphs)
-        if graphs <= allowed or ratio == RATIOS[-1]:
-            break
+        settings = {name: value for name, value in other.settings.items() if name in export.settings}
+        if export.drafter_backend is None and other.drafter_backend is not None:
+            flag, key = other.drafter_backend
+            settings |= {flag: {name: value for name, value in settings.get(flag, {}).items() if name != key}}
+        other = attrs.evolve(other, settings=settings)
+        return other, len(emulated(other, plan.environment, emulate).graphs)
+
+    least = bisect_left(RATIOS, True, key=lambda ratio: thinned(ratio)[1] <= allowed)
+    ratio = RATIOS[min(least, len(RATIOS) - 1)]
+    other, graphs = thinned(ratio)
     sizes = f"{len(other.sizes)} sizes instead of {len(export.sizes)}"
     says = (
         f"{limit} allows {counted(allowed, 'graph')}, and {export.engine} would capture {captured} with the sizes of "

@@ -69,7 +69,7 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
 def _without_drafter_backend(export: Export, plan: Plan, error: FlagError) -> Export | None:
     """Return the export without the drafter's backend, where the engine refuses that and nothing else."""
     flag, key = export.drafter_backend or ("", "")
-    others = any(problem.path[:2] != (f"--{flag}", key) for problem in error.problems)
+    others = any(problem.path[:1] != (f"--{flag}",) for problem in error.problems)
     if others or key not in export.settings.get(flag, {}):
         return None
     value = {name: item for name, item in export.settings[flag].items() if name != key}
