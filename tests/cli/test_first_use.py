@@ -277,3 +277,26 @@ def test_the_schema_serves_an_editor(run: Run, deployment: str) -> None:
     spec = YAML(typ="safe", pure=True).load(DEPLOYMENT)
     assert not list(schema.iter_errors(spec))
     assert list(schema.iter_errors({**spec, "tensor_parallel_size": 4}))
+
+
+def test_the_workflow_of_the_how_to_page_checks_every_pair(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command, as a shell would expand it, on plans and specs that are named as the page says."""
+    page = (Path(__file__).parents[2] / "docs/howto/check-in-ci.md").read_text("utf-8")
+    block = re.search(r"<!-- file: capture-plans.yml -->\n```yaml\n(.*?)```", page, re.S)
+    assert block is not None
+    steps = YAML(typ="safe", pure=True).load(block[1])["jobs"]["plans"]["steps"]
+    (command,) = (step["run"] for step in steps if step.get("run", "").startswith("capture-planner check"))
+    for name in ("own/specs", "own/plans"):
+        Path(name).mkdir(parents=True)
+    monkeypatch.chdir("own")
+    for reqs in (64, 128):
+        Path(sizes_of(reqs)).rename(f"specs/e{reqs}.yaml")
+        run("plan", f"specs/e{reqs}.yaml", "-o", f"plans/e{reqs}.h200.yaml")
+    files = sorted(map(str, Path("plans").glob("*.yaml")))
+    words = [word for each in command.split()[1:] for word in (files if each == "plans/*.yaml" else [each])]
+    assert run(*words).code == 0
+    edited("specs/e64.yaml", "specs/e64.yaml", ("max_num_reqs: 64", "max_num_reqs: 96"))
+    ran = run(*words)
+    assert (ran.code, ran.out.startswith("::error file=specs/e64.yaml,line=3,")) == (2, True)
