@@ -15,8 +15,10 @@ from capture_planner.codec import entry_rows as rows
 from capture_planner.codec import format_bytes, label, to_data
 from capture_planner.modes import Role
 from capture_planner.records._base import grouped, key_of
+from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import SPEC_FIELDS, Forecast, GroupPlan, Plan, RolePlan
+from capture_planner.records.text import rounded_bytes
 
 
 @attrs.frozen
@@ -201,11 +203,18 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
     if old.support.level is not new.support.level:
         yield f"support {old.support.level.name} became {new.support.level.name}"
     elif old.support != new.support:
-        yield "support has another reason or cap"
+        caps = (
+            ""
+            if _caps(old.support) == _caps(new.support)
+            else f", caps {_caps(old.support)} became {_caps(new.support)}"
+        )
+        yield f"support {new.support.level.name} now because: {new.support.reason}{caps}"
     for name in ("device", "pinned"):
         before, after = getattr(old.workspace, name), getattr(new.workspace, name)
         if before != after:
-            yield f"{name} workspace {format_bytes(before)} became {format_bytes(after)}"
+            texts = [rounded_bytes(size) for size in (before, after)]
+            old_size, new_size = texts if texts[0] != texts[1] else map(format_bytes, (before, after))
+            yield f"{name} workspace {old_size} became {new_size}"
     pads, padded = ({field.name: field for field in group.padding.fields} for group in (new, old))
     for word, names in (
         ("also pads", pads.keys() - padded.keys()),
@@ -214,6 +223,11 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
     ):
         if names:
             yield f"{word} {', '.join(sorted(names))}"
+
+
+def _caps(support: Support) -> str:
+    caps = {"graphs": support.max_graphs, "requests": support.max_num_reqs}
+    return ", ".join(f"{most} {name}" for name, most in caps.items() if most is not None) or "none"
 
 
 def _fingerprints(old: Plan, new: Plan) -> Iterator[Change]:

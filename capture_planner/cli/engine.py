@@ -76,26 +76,25 @@ def _releases(engine: Engine) -> str:
 
 _NAMED = f"{__name__}.named"
 
-environment_option = click.option(
-    "--environment", metavar="NAME|FILE", help="Machine: a shipped environment or an environment file."
-)
-
 
 @click.command(cls=EngineCommand, short_help="Show what an engine captures with its own flags.")
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches
-@environment_option
+@options.environment
 @options.download
 @options.formats()
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
 
-    FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. Lines and
-    answers of --batches are as in explain: what the engine's own dispatcher would answer.
+    FLAGS are the engine's, as its server takes them, or a whole command line: with docker run or mpirun in
+    front, in quotes, or as the file of a script or a service; - reads it from standard input. Neither the engine
+    nor a GPU is needed. Lines and answers of --batches are as in explain: what the engine's own dispatcher would
+    answer.
     """
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
+    show_notes(emulation.notes)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     if batches is not None:
         show_notes(assumptions)
@@ -116,6 +115,7 @@ def check_engine(
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
+    show_notes(emulation.notes)
     findings = tuple(each for each in check(emulation, find_engine(name)) if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)

@@ -13,7 +13,7 @@ from capture_planner import codec
 from capture_planner.cli.common import ChosenMachine, machine_named, plan_document, read_document
 from capture_planner.cli.traffic import reading_bar
 from capture_planner.codec import shipped as catalog
-from capture_planner.engines import emulate, engines, find_engine, is_engine, own_words
+from capture_planner.engines import emulate, engines, find_engine, is_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.launch import leading_variables, started
@@ -97,7 +97,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
             notes=machine.assumptions,
             derive=lambda like: spec_of(today, engine, like),
             engine=engine,
-            words=tuple(own_words(engine, words[1:])),
+            words=today.command,
         )
     if len(words) > 1:
         raise click.UsageError(

@@ -152,7 +152,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     """
 
     def missing(answer: BatchAnswer) -> bool:
-        return answer.misses_graph
+        return answer.misses_graph and answer.answer.reason is not Reason.SPLIT
 
     for role, selected in subject.by_role(missing):
         first, count = selected[0].answers[0], _count(selected)
@@ -257,3 +257,22 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
         message = f"{role}: {_in_words(selected)} are padded to more than twice their tokens, {padded}"
         fix = subject.engine.fixes.padded(subject.emulation, selected[0])
         yield Diagnosis(role, message, _count(selected), fix, concerns=heavy)
+
+
+@rule("EN008", Severity.WARNING, BugClass.A, "vllm#50738", "sglang#7042")
+def microbatches_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
+    """Batches run eager because of overlapping microbatches, although a graph of their size is captured.
+
+    The engine splits a batch that has no graph in parts, or has only a graph in parts of one that it does not split.
+    Of batches with prompts it is a note: they are split for the overlap, which is worth more than a graph.
+    """
+
+    def split(answer: BatchAnswer) -> bool:
+        return answer.answer.reason is Reason.SPLIT and answer.best is not None
+
+    for role, selected in subject.by_role(split):
+        decodes = [run for run in selected if run.batch.kind is Kind.DECODE]
+        severity = None if decodes else Severity.NOTE
+        message = f"{role}: {_in_words(selected)} run eager, because microbatches overlap"
+        fix = subject.engine.fixes.split(subject.emulation, selected)
+        yield Diagnosis(role, message, _count(selected), fix, severity, split)

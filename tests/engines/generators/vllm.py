@@ -127,7 +127,9 @@ def answer_of(settings: VllmSettings) -> dict[str, Any]:
         draft = [[settings.query_len, settings.draft_prefill_mode.value]]
         if settings.draft_decode_mode is not None:
             draft.append([1, settings.draft_decode_mode.value])
-    return {
+    overlap = settings.overlap
+    split = {} if overlap is None else {"overlap": list(attrs.astuple(overlap))}
+    return split | {
         "runner": settings.runner.value,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,

@@ -217,6 +217,10 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
             "compile": compilation.mode.name,
             "async": bool(scheduler.async_scheduling),
         }
+        ranks = config.parallel_config
+        if ranks.use_ubatching and ranks.data_parallel_size > 1:
+            thresholds = (ranks.dbo_decode_token_threshold, ranks.dbo_prefill_token_threshold)
+            found["overlap"] = [ranks.num_ubatches, *thresholds]
         from vllm.config import set_current_vllm_config
         from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 

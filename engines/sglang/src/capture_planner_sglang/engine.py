@@ -29,7 +29,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_sglang import capture, graph_rules, rules
 from capture_planner_sglang.export import BACKENDS, export_sglang
 from capture_planner_sglang.fixes import SglangFixes
-from capture_planner_sglang.flags import FLAGS, name_of, parse
+from capture_planner_sglang.flags import FLAGS, HISTORY, UNEMULATED_VARIABLES, name_of, parse
 from capture_planner_sglang.launch import launch
 from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Startup, read_model
 from capture_planner_sglang.rules import EAGLE_FAMILY
@@ -156,9 +156,11 @@ ENGINE = Engine(
     export=export_sglang,
     launch=launch,
     flags=FLAGS,
-    programs=("sglang serve", "serve", "python -m sglang.launch_server"),
+    programs=("sglang serve", "python -m sglang.launch_server", "serve"),
     limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),
     backends=tuple(BACKENDS.items()),
+    unemulated_variables=UNEMULATED_VARIABLES,
+    history=HISTORY,
     fixes=SglangFixes(),
     skips_wide_padding=True,
 )

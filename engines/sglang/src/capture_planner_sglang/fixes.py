@@ -23,6 +23,7 @@ class SglangFixes(Fixes):
         "EN005": "name a backend that supports it with --attention-backend",
         "EN006": "add sizes between to --cuda-graph-bs-decode or --cuda-graph-bs-prefill",
         "EN007": "name a folder with the config.json of the model, or fetch that with --download",
+        "EN008": "nothing to do: no batch is split here",
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:

@@ -99,6 +99,7 @@ def final_settings(config: Configuration) -> VllmSettings:
         max_loras=loras,
         specialize_lora=specialize,
         compilation=COMPILE[config.compile or 0],
+        overlap=config.overlap if config.data > 1 else None,
         async_scheduling=config.asynchronous,
         backend=backend,
     )

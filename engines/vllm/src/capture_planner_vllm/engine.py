@@ -22,8 +22,9 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import BACKENDS, LATENT_BACKENDS, export_vllm
+from capture_planner_vllm.families import check_families, shown_families
 from capture_planner_vllm.fixes import VllmFixes
-from capture_planner_vllm.flags import name_of, read
+from capture_planner_vllm.flags import HISTORY, name_of, read
 from capture_planner_vllm.launch import launch_vllm
 from capture_planner_vllm.managers import managers
 from capture_planner_vllm.model import COUNTS_AS, ModelFacts
@@ -53,9 +54,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     if captures and settings.sizes and settings.sizes[0] < 1:
         message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
         raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
-    if captures and configuration.ubatching and configuration.data > 1:
-        subject = "data-parallel ranks that split a batch also have a graph of both halves"
-        raise not_emulated("--enable-dbo", subject, "leave it out, or emulate one rank")
+    check_families(settings)
     speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",
@@ -167,6 +166,7 @@ def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Settin
     if spec is not None and spec.has_draft_cache and spec.model is not model:
         facts = checkpoints.says(spec.model.source, "a dense decoder", spec.model.like)
         values["draft_model_facts"] = (facts, spec.model.source)
+    values |= dict(shown_families(settings, configuration))
     if settings.max_loras:
         values["max_loras"] = by_flag("max_loras", settings.max_loras)
         values["lora_cases"] = by_flag("specialize_active_lora", list(settings.lora_cases))
@@ -201,10 +201,17 @@ _NEWEST = Engine(
     export=export_vllm,
     launch=launch_vllm,
     flags=FLAGS,
-    programs=("vllm serve", "serve", "python -m vllm.entrypoints.openai.api_server"),
+    programs=(
+        "vllm serve",
+        "python -m vllm.entrypoints.cli.main serve",
+        "python -m vllm.entrypoints.openai.api_server",
+        "python -m vllm.entrypoints.api_server",
+        "serve",
+    ),
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
     backends=(*BACKENDS.items(), *LATENT_BACKENDS.items()),
-    variables="VLLM_",
+    unemulated_variables=rules()["unemulated_variables"],
+    history=HISTORY,
     fixes=VllmFixes(),
     sizes_in_tokens=True,
 )

@@ -55,3 +55,8 @@ def names() -> dict[str, list[str]]:
 def rules() -> dict[str, Any]:
     """Return the emulation's own tables: flags with their help, and what is ignored or not emulated."""
     return _load("rules.json")
+
+
+def older() -> dict[str, Any]:
+    """Return what older releases called differently, and what they do differently by default."""
+    return _load("history.json")
