@@ -64,6 +64,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/measured": ("planning/test_judging.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/measured_schedule": _SCHEDULES,
     "planning/planner": _PLANS,
+    "planning/price": ("planning/test_price.py",),
     "planning/role": _PLANS,
     "planning/steps": ("planning/test_steps.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/waivers": _PLANS,

@@ -203,12 +203,9 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
     if old.support.level is not new.support.level:
         yield f"support {old.support.level.name} became {new.support.level.name}"
     elif old.support != new.support:
-        caps = (
-            ""
-            if _caps(old.support) == _caps(new.support)
-            else f", caps {_caps(old.support)} became {_caps(new.support)}"
-        )
-        yield f"support {new.support.level.name} now because: {new.support.reason}{caps}"
+        was, now = _caps(old.support), _caps(new.support)
+        caps = "" if was == now else f", caps {was} became {now}"
+        yield f"support {new.support.level.name} now because: {new.support.reason.rstrip('.')}{caps}"
     for name in ("device", "pinned"):
         before, after = getattr(old.workspace, name), getattr(new.workspace, name)
         if before != after:
