@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-_PLANNED = ("planning/test_planner.py", "test_locked_plans.py")
+_LOCKED = "test_locked_plans.py::test_a_locked_plan_is_what_its_spec_gives_to_the_byte"
+_PLANNED = ("planning/test_planner.py", _LOCKED)
 _POLICIES = ("planning/sizing/test_policies.py", "property/test_regressions.py", "planning/test_planner.py")
 _BUDGET = ("planning/sizing/test_budget.py", *_PLANNED)
 _MODES = ("planning/test_resolve.py", "property/test_law6_resolution.py", "planning/test_planner.py")
 _PLANS = (
     "planning/test_planner.py",
-    "test_locked_plans.py",
+    _LOCKED,
     "property/test_law1_coverage.py",
     "property/test_law2_shape_algebra.py",
     "property/test_law4_reachability.py",
@@ -21,7 +22,6 @@ _MEASURED = (
     "planning/test_measured_schedule.py",
 )
 _PROGRAMS = ("property/test_law13_whole_plans.py", "property/test_law13_measured.py")
-_SCHEDULES = ("planning/test_draft_lengths.py", "planning/test_measured_schedule.py")
 _PADDED = (
     "runtime/test_fields.py",
     "runtime/test_padding.py",
@@ -41,12 +41,12 @@ _CASES = (
 )
 TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/minimax": ("planning/sizing/test_minimax.py", "planning/sizing/test_budget.py", *_POLICIES),
-    "planning/sizing/policies": (*_POLICIES, "test_locked_plans.py"),
+    "planning/sizing/policies": (*_POLICIES, _LOCKED),
     "planning/sizing/budget": _BUDGET,
     "planning/sizing/engine_lists": ("planning/sizing/test_engine_lists.py", "planning/sizing/test_policies.py"),
     "planning/sizing/ladder": _BUDGET,
     "planning/sizing/subsets": ("planning/sizing/test_subsets.py",),
-    "planning/sizing/program": _PROGRAMS,
+    "planning/sizing/program": ("planning/sizing/test_program.py", *_PROGRAMS),
     "planning/sizing/allocation": _PROGRAMS,
     "planning/sizing/worst": _PROGRAMS,
     "planning/sizing/smoothing": ("planning/sizing/test_smoothing.py",),
@@ -58,11 +58,16 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/costs": ("planning/test_costs.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/coverage": _MEASURED,
     "planning/demand": ("planning/test_demand.py", *_MEASURED),
-    "planning/draft_lengths": _SCHEDULES,
+    "planning/draft_lengths": ("planning/test_draft_lengths.py", "planning/test_measured_schedule.py"),
     "planning/groups": (*_BUDGET, *_MEASURED),
     "planning/judging": ("planning/test_judging.py", *_MEASURED),
-    "planning/measured": ("planning/test_judging.py", *_MEASURED, "engines/test_tuning.py"),
-    "planning/measured_schedule": _SCHEDULES,
+    "planning/measured": (
+        "planning/test_measured.py",
+        "planning/test_judging.py",
+        *_MEASURED,
+        "engines/test_tuning.py",
+    ),
+    "planning/measured_schedule": ("planning/test_schedule_times.py", "planning/test_measured_schedule.py"),
     "planning/planner": _PLANS,
     "planning/price": ("planning/test_price.py",),
     "planning/role": _PLANS,

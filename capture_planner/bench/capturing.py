@@ -26,6 +26,7 @@ from capture_planner.records.text import counted
 from capture_planner.runtime.capture import begin
 from capture_planner.runtime.graphs.cuda import CudaPool
 from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.leftover import Leftover
 from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.runner import Runner
@@ -44,6 +45,7 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
     return CaptureFigure(
         graphs=rig.plan.num_graphs,
         first_seconds=first.seconds,
+        first_driver=first.driver,
         ours=_median(ours) if ours else first,
         bare=_median(bare) if bare else None,
         captured=captured,
@@ -150,7 +152,7 @@ class BareGraph:
     parts: list[torch.cuda.CUDAGraph] = attrs.Factory(list)
     memory: int = 0
     alone: int = 0
-    leftover: int = 0
+    leftover: Leftover = attrs.Factory(Leftover)
 
     @property
     def pieces(self) -> int:

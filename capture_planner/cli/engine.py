@@ -116,7 +116,8 @@ def check_engine(
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
     show_notes(emulation.notes)
-    findings = tuple(each for each in check(emulation, find_engine(name)) if each.rule.code not in ignore)
+    found = check(emulation, find_engine(name), machine.environment)
+    findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)
     if any(strict or each.severity is not Severity.NOTE for each in findings):

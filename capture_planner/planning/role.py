@@ -158,7 +158,7 @@ class RoleInProgress:
             return (DecodeFamily(query_len=1, draft_steps=None, requests=domain),)
         message = (
             "every draft backend refreshes its metadata inside the graph, so one graph holds all draft decodes of a "
-            f"step: {_chains(self.families)}, by the schedule"
+            f"step: {_chains(self.families)}"
         )
         self.decide("draft-chain", "single steps", _chains(self.families), message)
         return tuple(
