@@ -278,7 +278,7 @@ def microbatches_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         yield Diagnosis(role, message, _count(selected), fix, severity, split)
 
 
-@rule("EN009", Severity.WARNING, BugClass.A, "vllm#35963", "vllm-omni#7650")
+@rule("EN009", Severity.WARNING, BugClass.A, "vllm#35963", "vllm-project/vllm-omni#7650")
 def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
     """Graphs of the encoder are asked for, and images run it eager, without a word in the log.
 

@@ -71,6 +71,8 @@ def cases(count: int, seed: int, wild: float = 0.03) -> Iterator[Case]:
             variables.append(("VLLM_USE_V2_MODEL_RUNNER", random_.choice("01")))
         if random_.random() < 0.05:
             variables.append(("VLLM_USE_BREAKABLE_CUDAGRAPH", random_.choice("01")))
+        if random_.random() < 0.03:
+            variables.append(("VLLM_ALLOW_LONG_MAX_MODEL_LEN", random_.choice("01")))
         file = ""
         if random_.random() < 0.06:
             file = drawn.config_file()

@@ -22,7 +22,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import BACKENDS, LATENT_BACKENDS, export_vllm
-from capture_planner_vllm.families import check_families, encoder_graphs, shown_families
+from capture_planner_vllm.families import check_families, encoder_graphs, note_stages, shown_families
 from capture_planner_vllm.fixes import VllmFixes
 from capture_planner_vllm.flags import HISTORY, name_of, read
 from capture_planner_vllm.launch import launch_vllm
@@ -56,6 +56,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
         raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
     check_families(settings)
+    note_stages(configuration)
     speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",

@@ -61,6 +61,19 @@ def encoder_graphs(settings: VllmSettings, configuration: Configuration) -> tupl
     return (options.graphs(min(settings.max_num_batched_tokens, settings.max_model_len)),)
 
 
+def note_stages(configuration: Configuration) -> None:
+    """Note which of the graphs each pipeline stage has, where there are several."""
+    stages = configuration.pipeline
+    if stages > 1:
+        says = f"each of {stages} pipeline stages captures the target's graphs, of its own layers"
+        others = {
+            "the drafter's are the last stage's": configuration.spec,
+            "the encoder runs on the first": configuration.encoder.asked,
+        }
+        says = "; ".join([says, *(text for text, present in others.items() if present)])
+        configuration.note("stages", 1, stages, says)
+
+
 def shown_families(settings: VllmSettings, configuration: Configuration) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Yield the settings of each family that the engine has graphs of, with their sources."""
     line, overlap = configuration.line, settings.overlap
