@@ -160,8 +160,7 @@ def _spelled(words: Sequence[str]) -> list[str]:
         elif word == "-O" and index + 1 < len(words) and words[index + 1] in _LEVELS:
             spelled.append("--optimization-level")
         else:
-            older = words[index - 1 : index] == ["-O"] and word not in _LEVELS
-            spelled.append(translated(word) if older else word)
+            spelled.append(translated(word) if spelled[-1:] == ["-O"] else word)
     return spelled
 
 
