@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
 
 from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.engines.export.export import Export
 from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
+from capture_planner.engines.remedies import FlagChange, appended
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
@@ -22,6 +24,17 @@ class Fixes:
 
     general: ClassVar[Mapping[str, str]] = {}
     """For each rule of ``check``, by code, what to set in general."""
+
+    def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
+        """Yield changes of the command line that may remove a finding, the one to prefer first.
+
+        ``check`` emulates them and advises what removes it. A finding without such a change is a note.
+        """
+        return iter(())
+
+    def applied(self, command: Sequence[str], change: FlagChange) -> list[str]:
+        """Return the command line with a change: the flags replace what it says."""
+        return appended(command, change)
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         """EN001: ``runs`` are decodes without a graph, all of one role."""
@@ -45,6 +58,10 @@ class Fixes:
 
     def padded(self, emulation: Emulation, run: Run) -> str:
         """EN006: the batches of ``run`` are padded to more than twice their tokens."""
+        return ""
+
+    def encoder(self, emulation: Emulation, encoder: EncoderGraphs | None) -> str:
+        """EN009: images run eager beyond the budgets of ``encoder``, or, without one, all of them."""
         return ""
 
     def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
