@@ -112,6 +112,22 @@ def test_the_program_finds_the_least_cost_for_every_number_of_sizes(raw):
     assert problem.every_size == min(map(problem.cost, tables(problem)))
 
 
+@given(raw_ladders(), st.data())
+def test_the_worst_ratio_is_that_of_some_size(raw, data):
+    """Law 13, regret: each size's time where it is served, or its eager time, to its own; a time of nothing is one."""
+    sizes, times, weights, eager, least_top = raw
+    times = [time - data.draw(st.integers(0, 1)) for time in times]
+    problem = LadderProblem.of(sizes, times, weights, eager, least_top)
+    for chosen in tables(problem):
+        ratios = [Fraction(1)]
+        for index, own in enumerate(problem.times):
+            serving = [problem.times[other] for other in chosen if other >= index]
+            ratios.append(Fraction(serving[0] if serving else problem.eager[index], max(own, 1)))
+        assert problem.worst(chosen) == max(ratios)
+    ratios = [Fraction(each, max(own, 1)) for each, own in zip(problem.eager, problem.times, strict=True)]
+    assert problem.eager_ratio == max(ratios)
+
+
 @given(raw_ladders(), st.fractions(1, 6))
 def test_the_fewest_sizes_within_a_ratio(raw, ratio):
     """Law 13, regret: the fewest sizes by brute force, and the smallest of those."""
@@ -121,6 +137,7 @@ def test_the_fewest_sizes_within_a_ratio(raw, ratio):
     assert problem.within(ratio) == min(near, key=lambda chosen: (len(chosen), chosen[::-1]))
 
 
+@settings(max_examples=max(settings.default.max_examples, 50))
 @given(st.data(), st.integers(1, 3))
 def test_no_table_within_the_bounds_costs_less(data, count):
     """Law 13, all groups together: equal to brute force; of equal costs the fewest sizes."""
