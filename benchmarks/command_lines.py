@@ -1,7 +1,7 @@
 """Command lines that people run: how each is answered, and how long the command takes with its start.
 
 FILE has a JSON object a line: ``engine``, ``command``, the line as it was published, and, where known, ``id``,
-``environment`` and ``files``, a text by name for what the line names beside it. Each line is given to
+``environment`` and ``files``, a text by name for the files that the line names. Each line is given to
 ``capture-planner engine`` in quotes, in a process of its own; seconds are the processor's, its start included. Results
 have no command and no file.
 

@@ -65,6 +65,20 @@ def test_programs_stand_with_folders_and_versions(program):
 
 
 SERVICES = {
+    "arrays": """
+ARGS=(
+  --model Qwen/Qwen3-8B  # the model
+)
+ARGS+=(--max-num-seqs "$SEQS")
+export VLLM_USE_V2_MODEL_RUNNER=0
+SEQS=16
+vllm serve "${ARGS[@]}"
+""",
+    "split": """
+OPTIONS="--max-num-seqs 16"
+$ VLLM_USE_V2_MODEL_RUNNER=0 vllm serve --model Qwen/Qwen3-8B \\
+> $OPTIONS
+""",
     "compose": """
 services:
   db: {image: postgres}
