@@ -143,8 +143,8 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
                 hidden[row] = drafter.mixed(attention, hidden[row : row + 1])[0]
             if within:
                 # Rows past the model's end write the null slot, and count as padding.
-                ids = proposed[within, number - 1].cpu().numpy()
-                hidden[within] = coupled_rows(stage, drafter, hidden[within], ids)
+                read = proposed[within, number - 1].cpu().numpy()
+                hidden[within] = coupled_rows(stage, drafter, hidden[within], read)
             drafts = proposed[within, number]
             if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
                 raise rows_check.violation(f"draft {number + 1} is not the likeliest token of its row")

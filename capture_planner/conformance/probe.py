@@ -264,7 +264,7 @@ class ProbeDrafter(_Probe):
             of_rows = attrs.evolve(of_rows, coupled=False)
         super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed)
         self.kind, self.windows = kind, tables.shape.windows
-        self.aux_layers = (0,) if kind.reads_aux else ()
+        self.aux_layers: tuple[int, ...] = (0,) if kind.reads_aux else ()
         self.mask_token = MASK_TOKEN
         mask = torch.randn(self.hidden_size, generator=torch.Generator().manual_seed(seed + 1))
         self.register_buffer("mask", mask.to(self.head))
@@ -290,7 +290,7 @@ class ProbeDrafter(_Probe):
     def mixed(self, attention: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return what a row becomes of its attention ``[T, layers * width]`` and of what it was given."""
         if attention.shape[1] > self.hidden_size:  # more layers than the target's: all of them count
-            attention = torch.stack(attention.split(self.hidden_size, dim=1)).mean(0)
+            attention = attention.view(len(attention), -1, self.hidden_size).mean(1)
         times = -(-self.hidden_size // attention.shape[1])
         own = attention.repeat(1, times)[:, : self.hidden_size]
         return (own + hidden) * 0.5 if self.kind.reads_states else own

@@ -32,8 +32,8 @@ class VllmExecutor:
         self._role, self._attention = reservation.role, reservation.attention
         if self._attention.kv_dtype is not self._attention.dtype:
             raise BackendError(
-                f"vLLM's {engine}, {reservation.role.value}: a KV cache of {self._attention.kv_dtype.value} needs vLLM's "
-                f"scales, which the runner does not write; leave kv_dtype out"
+                f"vLLM's {engine}, {reservation.role.value}: a KV cache of {self._attention.kv_dtype.value} needs "
+                "vLLM's scales, which the runner does not write; leave kv_dtype out"
             )
         self._zeroes, self._frozen = zeroes, frozen
         self._caches = {}
