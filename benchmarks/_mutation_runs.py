@@ -23,23 +23,35 @@ from _mutation_tests import TESTS
 
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist")
 MEMORY = 6 << 30
-"""Address space of a test run, in bytes: a mutant may ask for any amount."""
+"""Address space that a test run may take, in bytes: a mutant may ask for any amount."""
 
 Outcomes = dict[tuple[str, str, int], str]
 """By a mutant's module, operator and occurrence: killed, timeout or survived."""
 
 
-class Copy:
-    """A copy of the tree, compiled, with a server that runs its tests."""
+def _sources() -> list[str]:
+    """Return the folders of the core and of the plugins."""
+    return [PACKAGE, *(str(path.relative_to(ROOT)) for path in ROOT.glob("*/*/src"))]
 
-    def __init__(self, folder: Path) -> None:
-        """Copy the checkout, and compile it so that a change of the same size and second is still noticed."""
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        sources = [PACKAGE, *(str(path.relative_to(ROOT)) for path in ROOT.glob("*/*/src"))]
-        compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *sources]
-        subprocess.run(compiled, cwd=folder, check=True)
-        path = os.pathsep.join(str(folder / source) for source in (".", *sources[1:]))
-        environment = os.environ | {"HYPOTHESIS_PROFILE": "mutation", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+
+def compiled(folder: Path) -> Path:
+    """Copy the tree, and compile it so that a change of the same size and second is still noticed."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    command = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *_sources()]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+class Copy:
+    """A copy of the tree, with a server that runs its tests."""
+
+    def __init__(self, tree: Path, folder: Path) -> None:
+        """Copy a compiled tree. Its modules come before installed ones, and no GPU is used."""
+        shutil.copytree(tree, folder)
+        before = filter(None, [os.environ.get("PYTHONPATH")])
+        path = os.pathsep.join([*(str(folder / source) for source in (".", *_sources()[1:])), *before])
+        changes = {"CUDA_VISIBLE_DEVICES": "", "HYPOTHESIS_PROFILE": "mutation", "PYTHONHASHSEED": "0"}
+        environment = os.environ | changes | {"PYTHONPATH": path}
         environment = {name: text for name, text in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
         where = [sys.executable, "-c", f"import {PACKAGE}; print({PACKAGE}.__file__)"]
         location = subprocess.check_output(where, cwd=folder.parent, env=environment, text=True).strip()
@@ -69,13 +81,14 @@ class Copy:
         end = json.loads(self._server.stdout.readline())
         return end["status"], end["seconds"]
 
-    def limit(self, module: str) -> int:
-        """Return the limit of a module's tests, in seconds of the processor; they must pass."""
+    def limit(self, module: str) -> int | None:
+        """Return the limit of a module's tests, in seconds of the processor; None: they fail without any mutation."""
         status, seconds = self.run(module, 600)
-        if status:
-            output = self.log.read_text(encoding="utf-8")
-            raise SystemExit(f"the tests of {module} fail without any mutation:\n{output}")
-        return round(3 + 2 * seconds)
+        if not status:
+            return round(3 + 2 * seconds)
+        CONSOLE.print(f"the tests of {module} fail without any mutation:", markup=False)
+        CONSOLE.print(self.log.read_text(encoding="utf-8")[-3000:], markup=False)
+        return None
 
     def tried(self, mutant: Mutant, limit: int) -> tuple[str, float]:
         """Return what became of a mutant: survived, killed or timeout; and the seconds of the processor."""
@@ -99,6 +112,8 @@ class Campaign:
     def __init__(self, pending: Mapping[str, Sequence[Mutant]], written: Callable[[Outcomes], None]) -> None:
         """``written`` is called with all outcomes after each minute."""
         self.outcomes: Outcomes = {}
+        self.failing: tuple[str, ...] = ()
+        """The modules of which nothing is tested, since their tests fail without any mutation."""
         self._pending = {module: deque(group) for module, group in pending.items() if group}
         self._spent = dict.fromkeys(self._pending, 0.0)
         self._limits: dict[str, int] = {}
@@ -109,7 +124,8 @@ class Campaign:
     def run(self, jobs: int, end: float) -> None:
         """Test ``jobs`` mutants at a time until none is left, or until a time after which none is begun."""
         with tempfile.TemporaryDirectory(prefix="mutation-") as folder, ThreadPoolExecutor(jobs) as pool:
-            copies = [Copy(Path(folder) / str(index)) for index in range(jobs)]
+            tree = compiled(Path(folder) / "tree")
+            copies = list(pool.map(lambda index: Copy(tree, Path(folder) / str(index)), range(jobs)))
             try:
                 self._limit(copies, pool)
                 for worker in [pool.submit(self._work, copy, end) for copy in copies]:
@@ -125,7 +141,7 @@ class Campaign:
         for copy in copies:
             free.put(copy)
 
-        def one(module: str) -> int:
+        def one(module: str) -> int | None:
             copy = free.get()
             try:
                 return copy.limit(module)
@@ -133,7 +149,10 @@ class Campaign:
                 free.put(copy)
 
         limits = dict(zip(suites, pool.map(one, suites.values()), strict=True))
-        self._limits = {module: limits[TESTS[module]] for module in self._pending}
+        of = {module: limits[TESTS[module]] for module in self._pending}
+        self._limits = {module: limit for module, limit in of.items() if limit is not None}
+        self.failing = tuple(module for module in of if module not in self._limits)
+        self._pending = {module: self._pending[module] for module in self._limits}
         for module, limit in self._limits.items():
             CONSOLE.print(f"{module}: at most {limit} s of the processor per mutant")
 

@@ -16,17 +16,19 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 
 LIBRARIES = ("attrs", "cattrs", "hypothesis.strategies", "pluggy", "pytest", "rich.console", "ruamel.yaml", "torch")
 
 
 def tests(names: list[str], limits: dict[str, int], log: str) -> int:
-    """Run tests in this process, which is a fork, within its limits."""
+    """Run tests in this process, which is a fork, within its limits: memory in addition to what is mapped."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory"],) * 2)
+    mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + limits["memory"],) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (limits["seconds"], limits["seconds"] + 1))
     pytest = importlib.import_module("pytest")
     return int(

@@ -6,13 +6,21 @@ _PLANNED = ("planning/test_planner.py", "test_locked_plans.py")
 _POLICIES = ("planning/sizing/test_policies.py", "property/test_regressions.py", "planning/test_planner.py")
 _BUDGET = ("planning/sizing/test_budget.py", *_PLANNED)
 _MODES = ("planning/test_resolve.py", "property/test_law6_resolution.py", "planning/test_planner.py")
+_PLANS = (
+    "planning/test_planner.py",
+    "test_locked_plans.py",
+    "property/test_law1_coverage.py",
+    "property/test_law2_shape_algebra.py",
+    "property/test_law4_reachability.py",
+    "planning/test_state_pool.py",
+)
 _MEASURED = (
     "property/test_law13_whole_plans.py",
     "property/test_law13_measured.py",
     "property/test_law13_many_kinds.py",
     "planning/test_measured_schedule.py",
 )
-_PROGRAMS = ("property/test_law13_measured.py", "property/test_law13_whole_plans.py")
+_PROGRAMS = ("property/test_law13_whole_plans.py", "property/test_law13_measured.py")
 _SCHEDULES = ("planning/test_draft_lengths.py", "planning/test_measured_schedule.py")
 _PADDED = (
     "runtime/test_fields.py",
@@ -21,11 +29,15 @@ _PADDED = (
     "property/test_law9_inert_padding.py",
     "property/test_law10_frozen.py",
 )
+_BACKENDS = "gallery/test_gallery_backends.py::test_it_is_caught_in_its_case"
+_RUNNERS = "gallery/test_gallery_runners.py::test_it_is_caught_in_its_case"
 _CASES = (
-    "gallery/test_gallery_runners.py::test_it_is_caught_in_its_case",
+    _BACKENDS,
     "conformance/test_scene.py",
+    _RUNNERS,
+    "conformance/test_capture_attack.py",
+    "conformance/test_causes.py",
     "conformance/test_conformance.py",
-    "gallery/test_gallery_backends.py",
 )
 TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/minimax": ("planning/sizing/test_minimax.py", "planning/sizing/test_budget.py", *_POLICIES),
@@ -41,17 +53,22 @@ TESTS: dict[str, tuple[str, ...]] = {
     "modes": ("test_modes.py", *_MODES),
     "planning/resolve": _MODES,
     "planning/answers": _MEASURED,
-    "planning/bounds": _MEASURED,
+    "planning/bounds": ("planning/test_bounds.py", *_MEASURED),
     "planning/budgeted": (*_MEASURED, *_BUDGET),
-    "planning/costs": (*_MEASURED, "engines/test_tuning.py"),
+    "planning/costs": ("planning/test_costs.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/coverage": _MEASURED,
-    "planning/demand": _MEASURED,
+    "planning/demand": ("planning/test_demand.py", *_MEASURED),
     "planning/draft_lengths": _SCHEDULES,
     "planning/groups": (*_BUDGET, *_MEASURED),
-    "planning/judging": _MEASURED,
-    "planning/measured": _MEASURED,
+    "planning/judging": ("planning/test_judging.py", *_MEASURED),
+    "planning/measured": ("planning/test_judging.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/measured_schedule": _SCHEDULES,
-    "planning/steps": (*_MEASURED, "engines/test_tuning.py"),
+    "planning/planner": _PLANS,
+    "planning/role": _PLANS,
+    "planning/steps": ("planning/test_steps.py", *_MEASURED, "engines/test_tuning.py"),
+    "planning/waivers": _PLANS,
+    "planning/from_config": ("cli/test_init.py",),
+    "records/batch_space": ("records/test_batch_space.py", *_PLANS),
     "dispatch/dispatcher": (
         "dispatch/test_dispatcher.py",
         "property/test_regressions.py",
@@ -59,26 +76,26 @@ TESTS: dict[str, tuple[str, ...]] = {
         "property/test_law1_coverage.py",
     ),
     "runtime/execution/fields": _PADDED,
+    "runtime/execution/fused": ("runtime/test_fused_padding.py",),
     "runtime/execution/guards": ("runtime/test_guards.py", "property/test_law10_frozen.py", *_PADDED),
     "runtime/execution/padding": _PADDED,
-    "conformance/adapter_rows": _CASES,
+    "conformance/adapter_rows": ("gallery/test_gallery_adapters.py", *_CASES),
     "conformance/audit": ("conformance/test_conformance.py",),
     "conformance/canaries": _CASES,
-    "conformance/capture_attack": ("conformance/test_capture_attack.py", *_CASES),
+    "conformance/causes": ("conformance/test_causes.py", *_CASES),
+    "conformance/capture_attack": ("conformance/test_capture_attack.py", _RUNNERS, *_CASES),
     "conformance/classification": _CASES,
-    "conformance/declaration_checks": ("conformance/test_conformance.py", "gallery/test_gallery_backends.py"),
+    "conformance/declaration_checks": ("conformance/test_conformance.py", _BACKENDS),
     "conformance/forward_checks": _CASES,
     "conformance/garbage": _CASES,
+    "conformance/private": ("conformance/test_causes.py", *_CASES),
     "conformance/rank_agreement": ("gallery/test_gallery_plans.py",),
-    "conformance/reference_dispatch": (
-        "conformance/test_scene.py",
-        "gallery/test_gallery_plans.py",
-        "gallery/test_gallery_runners.py::test_it_is_caught_in_its_case",
-    ),
+    "conformance/reference_dispatch": ("conformance/test_scene.py", "gallery/test_gallery_plans.py", _RUNNERS),
     "conformance/scene_batch": _CASES,
     "conformance/served_rows": _CASES,
     "conformance/shapes": ("conformance/test_scene.py", "conformance/test_conformance.py"),
     "conformance/steps": _CASES,
     "conformance/tampering": ("conformance/test_conformance.py", *_CASES),
     "conformance/watch": _CASES,
+    "conformance/widening": ("conformance/test_causes.py", *_CASES),
 }

@@ -73,7 +73,9 @@ SPEC = Spec(model=SHAPE, limits=Limits(max_num_reqs=4, max_num_tokens=16), backe
 CPU = torch.device("cpu")
 
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "socket.getaddrinfo")
-_CODE = tuple({os.path.realpath(str(each)) for each in (ROOT, sys.prefix, sys.base_prefix, *site.getsitepackages())})
+# Folders that pip --target filled are on the path alone.
+_INSTALLED = [*site.getsitepackages(), *(each for each in sys.path if each and any(Path(each).glob("*.dist-info")))]
+_CODE = tuple({os.path.realpath(str(each)) for each in (ROOT, sys.prefix, sys.base_prefix, *_INSTALLED)})
 _SYSTEM = (
     "/dev/null",
     "/dev/full",

@@ -206,6 +206,8 @@ def main() -> int:
     campaign = Campaign(pending, written)
     if any(pending.values()):
         campaign.run(options.jobs, end)
+    for module in campaign.failing:
+        CONSOLE.print(f"{module}: not tested, since its tests fail without any mutation")
     result = results(options, samples, campaign.outcomes)
     summary = table("mutants", "module", "mutants", "tested", "killed", "timed out", "survived", "noticed", "target")
     for module, row in result["modules"].items():
@@ -218,7 +220,7 @@ def main() -> int:
     for target, holds in result["targets"].items():
         CONSOLE.print(f"{target}: {verdict(holds)}")
     finish(options, result)
-    return 0 if all(result["targets"].values()) else 1
+    return 0 if all(result["targets"].values()) and not campaign.failing else 1
 
 
 if __name__ == "__main__":

@@ -136,6 +136,8 @@ class Reason(enum.StrEnum):
     """The limits or the schedule do not admit the batch."""
     SHADOWED = "shadowed"
     """A captured graph could serve it, but the engine's dispatcher does not find it."""
+    SPLIT = "split"
+    """The engine splits it into microbatches, and has no graph of those (vLLM's dual batch overlap)."""
     UNCOVERED = "uncovered"
     """Neither an entry nor a waiver; ``check`` reports it as CP001."""
     UNKNOWN = "unknown"

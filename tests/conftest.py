@@ -26,6 +26,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -94,6 +95,17 @@ def call(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[by
         return CommandResult(end.value.code, out, err)
 
     return called
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of Hugging Face's cache in all tests, which is empty: answers depend on what is in it."""
+    constants = importlib.import_module("huggingface_hub.constants") if find_spec("huggingface_hub") else None
+    place = tmp_path_factory.mktemp("hub")
+    with pytest.MonkeyPatch.context() as patch:
+        if constants is not None:
+            patch.setattr(constants, "HF_HUB_CACHE", str(place))
+        yield place
 
 
 @pytest.fixture

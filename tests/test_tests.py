@@ -1,12 +1,15 @@
-"""The tests themselves: none ends early in silence."""
+"""The tests themselves: none ends early in silence, and mutation testing has those of each module."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _mutation_tests import TESTS
 
-FILES = sorted(Path(__file__).parent.rglob("test_*.py"))
+TREE = Path(__file__).parent
+FILES = sorted(TREE.rglob("test_*.py"))
+CORE = TREE.parent / "capture_planner"
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -29,3 +32,19 @@ def test_no_test_returns_early(path: Path) -> None:
         if isinstance(node, ast.Return) and node.value is None
     ]
     assert early == []
+
+
+@pytest.mark.parametrize("folder", ["planning", "planning/sizing", "dispatch"])
+def test_mutation_testing_has_every_module_that_decides(folder: str) -> None:
+    """A new module is mutated as those next to it."""
+    modules = {f"{folder}/{path.stem}" for path in (CORE / folder).glob("*.py") if path.stem != "__init__"}
+    assert modules <= set(TESTS)
+
+
+@pytest.mark.parametrize("module", sorted(TESTS))
+def test_mutation_testing_has_modules_and_tests_that_exist(module: str) -> None:
+    """A file, or a test in one."""
+    assert (CORE / f"{module}.py").is_file()
+    for name in TESTS[module]:
+        path, _, test = name.partition("::")
+        assert f"def {test}" in (TREE / path).read_text("utf-8")

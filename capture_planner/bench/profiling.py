@@ -33,6 +33,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
+from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
@@ -76,7 +77,8 @@ class Findings:
     times: dict[Family, dict[int, Timing]]
     milliseconds: dict[Family, dict[int, float]]
     """The medians of ``times``."""
-    captures: list[list[GraphCapture]] = attrs.Factory(list)
+    captures: list[list[tuple[GraphCapture, float]]] = attrs.Factory(list)
+    """The graphs of each capture, with the seconds that compiling kernels took of each."""
     """What was captured together, in order."""
     steps: list[float] = attrs.Factory(list)
     """Seconds of steps apart from their passes."""
@@ -198,8 +200,16 @@ def _together(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, conte
     most = rig.plan.limits.max_num_reqs
     graphs = [(family[0], entry_of(family, size, most)) for family, size in batch if family[1] is not GraphMode.NONE]
     with rig.runner(plan_with(rig.plan, rig.registry, graphs)) as runner:
-        runner.capture(progress=lambda graph: deadline.show(f"capture {graph.role.value} {graph.entry}"))
-        findings.captures.append(list(runner.session.captured))
+        shares = list[float]()
+        with compiled_seconds() as seconds:
+
+            def captured(graph: GraphCapture) -> None:
+                deadline.show(f"capture {graph.role.value} {graph.entry}")
+                shares.append(sum(seconds))
+                seconds.clear()
+
+            runner.capture(progress=captured)
+        findings.captures.append([*zip(runner.session.captured, shares, strict=True)])
         lost = {(graph.role, graph.entry) for graph in runner.session.captured if graph.waiver is not None}
         for family, size in batch:
             name = f"{family_name(*family)} of {size}"
@@ -240,12 +250,15 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
     """Return the record of what was found."""
     here = host.this_environment("here")
     times = in_tokens(findings.times)
-    captures = [[_sample(graph) for graph in group if graph.waiver is None] for group in findings.captures]
+    captures = [
+        [_sample(graph, compiled) for graph, compiled in group if graph.waiver is None] for group in findings.captures
+    ]
     fit = fit_graphs([group for group in captures if group])
     used = sorted({group.backend for role in rig.plan.roles for group in role.groups})
     notes = [
         *findings.notes,
         *(f"{absent.figure}: {absent.says}" for absent in rig.absent),
+        *_compiled(sum(compiled for group in findings.captures for _, compiled in group)),
         *open_gaps(findings.times),
         *time_notes(times),
         f"the model is {rig.model.name}",
@@ -275,11 +288,16 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
     )
 
 
-def _sample(graph: GraphCapture) -> GraphSample:
+def _compiled(seconds: float) -> Iterator[str]:
+    if seconds:
+        yield f"compiling kernels took {seconds:.2f} s of the captures; a start that finds them in the cache does not"
+
+
+def _sample(graph: GraphCapture, compiled: float) -> GraphSample:
     return GraphSample(
         family=entry_family(graph.role, graph.entry),
         tokens=graph.entry.num_tokens,
-        seconds=graph.seconds,
+        seconds=max(0.0, graph.seconds - compiled),
         mib=graph.memory / MIB,
         alone_mib=graph.alone / MIB,
         driver_mib=graph.driver / MIB,

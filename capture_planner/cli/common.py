@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -277,11 +276,20 @@ class OwnOptions(click.Command):
             for name in (*option.opts, *option.secondary_opts)
             if name.startswith("--") or name in self.own_short
         }
-        own, rest = split_words(args, takes_value)
-        for word, value in pairwise(rest):
-            if word == "-e" and (value in catalog.shipped_environments() or value.endswith((".yaml", ".yml"))):
-                raise click.UsageError(f"-e {value}: short flags are the engine's here; give --environment {value}.")
+        own, rest = split_words(list(_environment_named(args)), takes_value)
         return super().parse_args(ctx, [*own, "--", *rest])
+
+
+def _environment_named(args: Sequence[str]) -> Iterator[str]:
+    """Yield the words with our ``-e`` written out: one that sets no variable, and is not a container's."""
+    contained = False
+    for word, value in zip(args, (*args[1:], "="), strict=True):
+        contained = contained or word in _TAKE_VARIABLES
+        yield "--environment" if word == "-e" and "=" not in value and not contained else word
+
+
+_TAKE_VARIABLES = ("docker", "podman", "nerdctl")
+"""Programs whose ``-e`` sets a variable, also without a value."""
 
 
 def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:

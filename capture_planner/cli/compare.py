@@ -13,7 +13,7 @@ from capture_planner.cli import options
 from capture_planner.cli.common import ChosenMachine, emit, machine_named, plan_document, read_document
 from capture_planner.cli.options import FILE
 from capture_planner.codec import Document
-from capture_planner.engines import emulate, engines
+from capture_planner.engines import emulate, engines, is_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.observed import emulation_of
 from capture_planner.engines.parsing import near
@@ -34,6 +34,7 @@ from capture_planner.report.side_by_side import side_by_side_table
     help="CSV of arrival times, prompt and output lengths: count its batches instead of all admissible ones.",
 )
 @options.environment
+@options.download
 @options.formats()
 def compare(a: str, b: str, traffic: Path | None, environment: str | None, form: str) -> None:
     """Compare two deployments side by side: graphs, covered batches, and padding.
@@ -71,7 +72,7 @@ def _loaded(document: Document | None) -> Plan | Emulation | None:
 def _document(letter: str, argument: str) -> Document | None:
     """Read a plan or a spec; None for the command line of an engine."""
     word = (argument.split(maxsplit=1) or [""])[0]
-    if word in engines():
+    if is_engine(word):
         return None
     if argument != "-" and (not argument.strip() or not Path(argument).exists()):
         aliases = {alias: name for name, item in engines().items() for alias in item.value.aliases}

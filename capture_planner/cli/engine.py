@@ -14,8 +14,9 @@ from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
 from capture_planner.cli.common import FINDINGS, OwnOptions, emit, machine_named, show_notes
 from capture_planner.cli.jsonl import answer_line, read_batches
-from capture_planner.engines import INSTALL, emulate, engines, find_engine
+from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_engine
 from capture_planner.engines.check import check
+from capture_planner.engines.engine import Engine
 from capture_planner.engines.walk import why_inadmissible
 from capture_planner.report.engine import emulation_table, findings_text
 
@@ -29,7 +30,8 @@ class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return "|".join(engines()) or "ENGINE"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return find_engine(value).name
+        find_engine(value)
+        return value
 
 
 class FileOrEngineCommand(OwnOptions):
@@ -43,7 +45,7 @@ class EngineCommand(OwnOptions):
     """A command about one engine; its help lists the flags of the engine that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_NAMED] = next((word for word in args if word in engines()), None)
+        ctx.meta[_NAMED] = next((word for word in args if is_engine(word)), None)
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -55,7 +57,7 @@ class EngineCommand(OwnOptions):
                     return
                 formatter.write_dl(
                     [
-                        (each, f"release {item.value.version}, from {item.distribution} {item.version}")
+                        (each, f"{_releases(item.value)}, from {item.distribution} {item.version}")
                         for each, item in engines().items()
                     ]
                 )
@@ -67,27 +69,32 @@ class EngineCommand(OwnOptions):
             formatter.write_dl(list(find_engine(name).flags.items()))
 
 
-_NAMED = f"{__name__}.named"
+def _releases(engine: Engine) -> str:
+    older = ", ".join(f"{engine.name}=={each.version}" for each in engine.older)
+    return f"release {engine.version}" + (f"; name {older} for an older one" if older else "")
 
-environment_option = click.option(
-    "--environment", metavar="NAME|FILE", help="Machine: a shipped environment or an environment file."
-)
+
+_NAMED = f"{__name__}.named"
 
 
 @click.command(cls=EngineCommand, short_help="Show what an engine captures with its own flags.")
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches
-@environment_option
+@options.environment
+@options.download
 @options.formats()
 def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
 
-    FLAGS are the engine's, as its server takes them. Neither the engine nor a GPU is needed. Lines and
-    answers of --batches are as in explain: what the engine's own dispatcher would answer.
+    FLAGS are the engine's, as its server takes them, or a whole command line: with docker run or mpirun in
+    front, in quotes, or as the file of a script or a service; - reads it from standard input. Neither the engine
+    nor a GPU is needed. Lines and answers of --batches are as in explain: what the engine's own dispatcher would
+    answer.
     """
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
+    show_notes(emulation.notes)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     if batches is not None:
         show_notes(assumptions)
@@ -106,7 +113,8 @@ def check_engine(name: str, flags: Sequence[str], environment: str | None, form:
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
-    findings = check(emulation)
+    show_notes(emulation.notes)
+    findings = check(emulation, find_engine(name))
     assumptions = (*machine.assumptions, *emulation.assumptions)
     emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)
     if any(strict or each.severity is not Severity.NOTE for each in findings):

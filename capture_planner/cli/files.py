@@ -171,6 +171,7 @@ def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | No
 @click.option("--observation", metavar="FILE", help="Also report where an engine did not follow each plan.")
 @flag("--strict", "Count notes as findings.")
 @options.environment
+@options.download
 @options.formats("text", "json", "github", "sarif")
 def check(
     files: tuple[str, ...],

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from capture_planner import codec
+from capture_planner.codec import hub
 from capture_planner.errors import InvalidValue
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,6 +46,20 @@ model = click.option(
     type=FILE,
     help="Folder or config.json of a Hugging Face causal model; without weights, they are random. "
     "Default: a Llama of the plan's dimensions with random weights.",
+)
+
+
+def _fetch(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        context.with_resource(hub.fetching())
+
+
+download = click.option(
+    "--download",
+    is_flag=True,
+    expose_value=False,
+    callback=_fetch,
+    help="Fetch the config.json of a model that is neither here nor in Hugging Face's cache; never its weights.",
 )
 seed = option("--seed", type=click.IntRange(0, (1 << 62) - 1), default=0, help="Random seed.")
 threads = option(

@@ -24,7 +24,7 @@ from capture_planner.cli.tune_inputs import (
     load_of,
     subject_of,
 )
-from capture_planner.engines import engines
+from capture_planner.engines import engines, is_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.tuning.launching import LaunchLine, launch_line
 from capture_planner.engines.tuning.tune import Tuning, TuningBounds
@@ -58,7 +58,7 @@ class TuneCommand(OwnOptions):
     own_short = ("-h", "-o")
 
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
-        return any(word in engines() for word in args)
+        return any(is_engine(word) for word in args)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args = [word for each in args for word in command_words(each)]
@@ -101,6 +101,7 @@ def _objective(text: str) -> str:
 @click.option("-o", "--output", type=FILE, metavar="FOLDER", help="Write spec, plan and launch line into this folder.")
 @click.option("--page", type=FILE, metavar="FILE", help="Write the comparison as an HTML page with plots.")
 @options.environment
+@options.download
 @options.formats()
 def tune(words: tuple[str, ...], output: Path | None, page: Path | None, form: str, **values: Any) -> None:
     """Choose capture sizes by traffic and a profile, and compare them with what is captured today.
@@ -257,7 +258,7 @@ def _assumed(tuning: Tuning, costs: Costs, today: Emulation, accepted: float | N
         yield f"the profile does not state its spread; it is taken to be {SPREAD:.0%}"
     if tuning.today is not None and tuning.today.unknown:
         yield f"{tuning.today.unknown:,} steps count as eager today: the observation has no answer for their batches"
-    if not costs.profile.apart(1):
+    if not costs.profile.step(1, 0.0):
         yield "the profile has no time of a step apart from its passes; shares of a step are shares of its passes"
     if today.lora is not None:
         yield "neither traffic nor profile says what adapters are active; steps count as those without any"

@@ -13,7 +13,7 @@ from capture_planner import codec
 from capture_planner.cli.common import ChosenMachine, machine_named, plan_document, read_document
 from capture_planner.cli.traffic import reading_bar
 from capture_planner.codec import shipped as catalog
-from capture_planner.engines import emulate, engines, find_engine, own_words
+from capture_planner.engines import emulate, engines, find_engine, is_engine
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.launch import leading_variables, started
@@ -53,7 +53,7 @@ def command_words(word: str) -> list[str]:
         words = shlex.split(word) if len(word.split()) > 1 else []
     except ValueError:  # Text with a quote in it, as of a flag.
         return [word]
-    if words and words[0] in engines():
+    if words and is_engine(words[0]):
         return words
     program = started(words[leading_variables(words) :], map(find_engine, engines()))
     return [word] if program is None else [program[0].name, *words]
@@ -86,10 +86,10 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
     """
     if not words:
         raise click.UsageError("Missing argument 'ENGINE FLAGS... | SPEC | OBSERVATION'.")
-    if words[0] in engines():
+    if is_engine(words[0]):
         machine = _machine(environment, profile)
         engine = find_engine(words[0])
-        today = emulate(engine.name, words[1:], machine.environment)
+        today = emulate(words[0], words[1:], machine.environment)
         return TuneSubject(
             name=f"{engine.name} {engine.version}",
             today=today,
@@ -97,7 +97,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
             notes=machine.assumptions,
             derive=lambda like: spec_of(today, engine, like),
             engine=engine,
-            words=tuple(own_words(engine, words[1:])),
+            words=today.command,
         )
     if len(words) > 1:
         raise click.UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def _distance(profile: Profile, model: Model, factor: float) -> str:
 
 
 def find_environment(name: str) -> Environment:
-    """Return a shipped environment by its name, or any environment by its file.
+    """Return a shipped environment by its name, in any case and with any separators, or any environment by its file.
 
     Raises ``CapturePlannerError`` where it is neither or empty, ``InvalidDocument`` where the file is wrong.
     """
@@ -127,9 +127,36 @@ def find_environment(name: str) -> Environment:
         return codec.load_environment(shipped[name])
     if Path(name).suffix or Path(name).exists():
         return codec.load_environment(name)
-    near = difflib.get_close_matches(name, shipped, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ";"
+    spelled = {_plain(each): each for each in shipped}
+    if _plain(name) in spelled:
+        return codec.load_environment(shipped[spelled[_plain(name)]])
+    meant = [each for plain, each in spelled.items() if _is_slip(_plain(name), plain)]
+    hint = f"; did you mean {meant[0]}?" if len(meant) == 1 else ";"
     raise CapturePlannerError(f"no environment is named {name!r}{hint} {choices}")
+
+
+_OTHER_GPUS = frozenset({"a1000", "rtx500"})
+"""GPUs that do not ship and whose names are one slip from one that does (RTX A1000, RTX 500 Ada)."""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name).lower()
+
+
+def _is_slip(typed: str, name: str) -> bool:
+    """Whether a name was typed with one character left out, twice, or swapped with the next.
+
+    Another character makes the name of another GPU, now or next year: h20, h800 and gb200 are no h200.
+    """
+    if len(typed) < 2 or typed in _OTHER_GPUS:
+        return False
+    for at in range(len(name)):
+        left_out = name[:at] + name[at + 1 :]
+        twice = name[: at + 1] + name[at:]
+        swapped = name[:at] + name[at : at + 2][::-1] + name[at + 2 :]
+        if typed in (left_out, twice, swapped):
+            return True
+    return False
 
 
 def environment_of_output(output: str | None) -> str | None:

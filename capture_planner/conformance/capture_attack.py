@@ -23,6 +23,7 @@ from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.runtime.capture import Work
 from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
+from capture_planner.runtime.graphs.leftover import Leftover
 from capture_planner.runtime.graphs.reading import Reading
 
 Key = tuple[Role, Entry | None]
@@ -70,7 +71,7 @@ class WatchedGraph:
         return self.graph.alone
 
     @property
-    def leftover(self) -> int:
+    def leftover(self) -> Leftover:
         """As of the graph."""
         return self.graph.leftover
 
@@ -102,8 +103,8 @@ class WatchedGraphs:
     def __init__(self, beneath: Grapher, attack: CaptureAttack) -> None:
         self.replays: list[Key] = []
         """Which graphs were replayed, in order."""
-        self.leftovers: dict[Key, int] = {}
-        """Bytes that outlived the capture of a graph, where there are any."""
+        self.leftovers: dict[Key, Leftover] = {}
+        """What outlived the capture of a graph, where anything did."""
         self.broken: Key | None = None
         """The capture that the suite broke off."""
         self._beneath, self._attack = beneath, attack
@@ -155,7 +156,7 @@ class WatchedGraphs:
         """Capture, and take note of what outlives it."""
         graph = self._beneath.capture(forward, pool)
         assert self._key is not None, "a forward attends"
-        if graph.leftover:
+        if graph.leftover.size:
             self.leftovers[self._key] = graph.leftover
         return WatchedGraph(graph=graph, key=self._key, on_replay=self._note)
 

@@ -119,10 +119,10 @@ class Stage(AbstractContextManager["Stage"]):
         if not attack.breaks or (self._broke_off() and not attack.stays_eager):
             with self.graphs.session():
                 self.runner.capture(order=attack.arranged)
-        for (role, entry), size in self.graphs.leftovers.items():
+        for (role, entry), left in self.graphs.leftovers.items():
             raise Check.BORN.violation(
-                f"{size:,} bytes that the capture made are kept after it, where the next replay overwrites them; "
-                "make what lasts in reserve",
+                f"{left.size:,} bytes that the capture made are kept after it, by {', '.join(left.holders[:3])}, where "
+                "the next replay overwrites them; make what lasts in reserve",
                 role=role,
                 entry=entry,
             )

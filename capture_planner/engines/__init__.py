@@ -6,7 +6,6 @@ Needs neither the engine nor a GPU. Each engine is a plugin: a distribution whos
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -14,11 +13,12 @@ import attrs
 from capture_planner.engines import hookspecs
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
+from capture_planner.engines.pasted.reading import LineReading, read_line, with_unset
 from capture_planner.errors import EngineError, FlagError, InvalidValue
 from capture_planner.plugins.discovery import Implementation, duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records.environment import Environment
 
-__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "load_engines", "own_words"]
+__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "is_engine", "load_engines", "read"]
 
 INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
 
@@ -52,25 +52,47 @@ def engines() -> Mapping[str, Implementation]:
     return load_engines()
 
 
+def is_engine(word: str) -> bool:
+    """Say whether a word names an installed engine, with or without a release: ``vllm``, ``vllm==0.32``."""
+    return word.partition("==")[0] in engines()
+
+
 def find_engine(name: str) -> Engine:
-    """Return an installed engine; raises ``EngineError`` for an unknown name, with what is installed."""
-    if name not in engines():
-        raise EngineError(f"{unknown('engine', name, engines())}; {INSTALL}")
-    engine: Engine = engines()[name].value
-    return engine
+    """Return an installed engine, of the release that ``vllm==0.32`` names, or else the newest that is emulated.
+
+    Raises ``EngineError`` for an unknown name, with what is installed, and for a release that is not emulated.
+    """
+    base, pinned, release = name.partition("==")
+    if base not in engines():
+        raise EngineError(f"{unknown('engine', base, engines())}; {INSTALL}")
+    engine: Engine = engines()[base].value
+    every = (engine, *engine.older)
+    for each in every:
+        if not pinned or f"{each.version}.".startswith(f"{release}."):
+            return each
+    known = " and ".join(each.version for each in every)
+    raise EngineError(f"{base} {release} is not emulated, {known} {'is' if len(every) == 1 else 'are'}")
+
+
+def read(name: str, words: Sequence[str]) -> LineReading:
+    """Return an engine's words in a command line as people paste it: in a container's, a script's, or in quotes.
+
+    Raises ``FlagError`` where no command in it starts the engine, or several do.
+    """
+    engine = find_engine(name)
+    return read_line(engine, words, [item.value for each, item in engines().items() if each != engine.name])
 
 
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:
     """Emulate an engine with its own flags on a machine; raises ``FlagError`` for flags that it refuses.
 
-    A whole command line will do: ``flags`` may begin with environment variables and the program's name. Of
-    the variables only the engine's own matter.
+    A whole command line will do, and whatever ``read`` takes.
     """
-    engine = find_engine(name)
+    engine, line = find_engine(name), read(name, flags)
     try:
-        return engine.emulate(own_words(engine, flags), environment)
-    except FlagError:
-        raise
+        emulation = engine.emulate(line.words, environment)
+    except FlagError as error:
+        raise with_unset(error, line.words) from None
     except InvalidValue as error:
         requests, tokens, drafts = engine.limits
         places = {"max_num_reqs": requests, "max_num_tokens": tokens, "num_tokens": drafts}
@@ -83,20 +105,6 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
             )
             for problem in error.problems
         ) from None
-
-
-def own_words(engine: Engine, command: Sequence[str]) -> list[str]:
-    """Return the flags of a whole command line, behind the variables that are the engine's own."""
-    words, variables = list(command), []
-    while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0], re.DOTALL):
-        variable = words.pop(0)
-        if engine.variables is not None and variable.startswith(engine.variables):
-            variables.append(variable)
-    if words and re.fullmatch(r"(?:\S*/)?python[\d.]*", words[0]):
-        words[0] = "python"
-    for program in engine.programs:
-        parts = program.split()
-        if words[: len(parts)] == parts:
-            words = words[len(parts) :]
-            break
-    return [*variables, *words]
+    return attrs.evolve(
+        emulation, assumptions=(*line.assumptions, *emulation.assumptions), notes=(*line.notes, *emulation.notes)
+    )

@@ -12,6 +12,7 @@ import attrs
 
 from capture_planner.analysis.lint.core import BaseRule, BugClass, CheckT, Severity, register_in
 from capture_planner.engines import find_engine
+from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.walk import BatchAnswer, Run, runs, walk
@@ -151,7 +152,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
     """
 
     def missing(answer: BatchAnswer) -> bool:
-        return answer.misses_graph
+        return answer.misses_graph and answer.answer.reason is not Reason.SPLIT
 
     for role, selected in subject.by_role(missing):
         first, count = selected[0].answers[0], _count(selected)
@@ -224,6 +225,20 @@ def mode_lowered(subject: CheckInput) -> Iterator[Diagnosis]:
             yield Diagnosis(decision.role, message, fix=subject.engine.fixes.lowered(subject.emulation, decision))
 
 
+@rule("EN007", Severity.WARNING, BugClass.G, "vllm#20436")
+def model_unknown(subject: CheckInput) -> Iterator[Diagnosis]:
+    """The facts of a model are not here, and what is said of its graphs rests on assumptions.
+
+    A model that is taken for a known one of its family is a note: most likely it has that one's dimensions.
+    """
+    sources = {setting.source for setting in subject.emulation.settings if setting.name.endswith("model_facts")}
+    if not sources & {ASSUMED, FAMILY, KNOWN}:
+        return
+    for sentence in subject.emulation.assumptions:
+        says, _, fix = sentence.rpartition("; ")
+        yield Diagnosis(Role.TARGET, says, fix=fix, severity=None if ASSUMED in sources else Severity.NOTE)
+
+
 HEAVY_RATIO, HEAVY_TOKENS = 2, 32
 
 
@@ -242,3 +257,22 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
         message = f"{role}: {_in_words(selected)} are padded to more than twice their tokens, {padded}"
         fix = subject.engine.fixes.padded(subject.emulation, selected[0])
         yield Diagnosis(role, message, _count(selected), fix, concerns=heavy)
+
+
+@rule("EN008", Severity.WARNING, BugClass.A, "vllm#50738", "sglang#7042")
+def microbatches_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
+    """Batches run eager because of overlapping microbatches, although a graph of their size is captured.
+
+    The engine splits a batch that has no graph in parts, or has only a graph in parts of one that it does not split.
+    Of batches with prompts it is a note: they are split for the overlap, which is worth more than a graph.
+    """
+
+    def split(answer: BatchAnswer) -> bool:
+        return answer.answer.reason is Reason.SPLIT and answer.best is not None
+
+    for role, selected in subject.by_role(split):
+        decodes = [run for run in selected if run.batch.kind is Kind.DECODE]
+        severity = None if decodes else Severity.NOTE
+        message = f"{role}: {_in_words(selected)} run eager, because microbatches overlap"
+        fix = subject.engine.fixes.split(subject.emulation, selected)
+        yield Diagnosis(role, message, _count(selected), fix, severity, split)

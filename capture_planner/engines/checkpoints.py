@@ -1,13 +1,15 @@
-"""What is known of a model by the name that an engine is given: its own config.json, a known one, or nothing.
+"""What is known of a model by the name that an engine is given, and what is assumed of the others.
 
-Nothing is downloaded. ``known_models.json`` has for each of the models that are served most the fields of its
-public ``config.json`` that the engines' rules read, and where they were found.
+Facts come, in this order, from the model's own folder, from Hugging Face's local cache, and from ``known_models.json``:
+for each of the models that are served most the fields of its public ``config.json`` that the engines' rules read, and
+where they were found. A name that differs from a known one only by its owner, its folder, or by endings such as
+``-FP8`` or ``-Instruct`` is taken for that model, which is an assumption.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -16,11 +18,19 @@ from typing import Any
 
 import attrs
 
-FOLDER, KNOWN, ASSUMED = "model", "known", "assumed"
-"""Where facts come from, as settings say it: the model's own folder, the list of known models, or nowhere."""
+from capture_planner.codec import hub
 
+FOLDER, CACHE, KNOWN, FAMILY, ASSUMED = "model", "cache", "known", "family", "assumed"
+"""Where facts come from, as settings say it: the model's own folder, Hugging Face's cache, the list of known models,
+a known model of the same family, or nowhere."""
 
 _NO_MODEL = (".yaml", ".yml", ".json", ".jsonl", ".csv")
+_CONFIG, _QUANTIZATION = "config.json", "hf_quant_config.json"
+_ENDING = re.compile(
+    r"[-_.](hf|it|instruct|chat|base|thinking|preview|latest|\d{4}|v\d|bf16|fp16|fp8|fp4|nvfp4|mxfp4|mxfp8|int4|int8|"
+    r"w\d+a\d+|awq|gptq|bnb|[48]-?bit|quantized|dynamic|static|block|per-?tensor|autoround)$"
+)
+"""Endings of names that leave a model's architecture and dimensions as they are: tuning, dates, quantization."""
 
 
 @attrs.frozen
@@ -30,6 +40,8 @@ class Checkpoint:
     name: str
     source: str
     config: Mapping[str, Any]
+    like: str | None = None
+    """The known model that it is taken for, where ``source`` is ``family``."""
 
     @property
     def text(self) -> Mapping[str, Any]:
@@ -46,49 +58,96 @@ class Checkpoint:
 
 
 def find(name: str) -> Checkpoint:
-    """Return what is known of a model; a folder wins over a known model of that name.
+    """Return what is known of a model: its own folder wins over the cache, and that over the list of known models.
 
     A plan or another file of text is no model, whether it is there or not. Raises ``OSError`` for that, and for a
-    folder without a ``config.json`` that can be read, ``ValueError`` where it is no JSON object.
+    folder without a ``config.json`` that can be read, ``ValueError`` where it is no JSON object. Inside
+    ``codec.hub.fetching`` the ``config.json`` of a name is fetched where it is not here; raises
+    ``CapturePlannerError`` where that fails.
     """
     if Path(name).is_dir():
-        text = (Path(name) / "config.json").read_text(encoding="utf-8")
-        try:
-            config = json.loads(text)
-        except RecursionError:
-            raise ValueError("nested too deep") from None
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-        return Checkpoint(name, FOLDER, config)
+        return Checkpoint(name, FOLDER, _read(Path(name) / _CONFIG, Path(name) / _QUANTIZATION))
     if Path(name).suffix in _NO_MODEL:
         raise FileNotFoundError(name)
+    cached = hub.find(name, _CONFIG)
+    if cached is not None:
+        return Checkpoint(name, CACHE, _read(cached, hub.find(name, _QUANTIZATION)))
     if name in known():
         return Checkpoint(name, KNOWN, known()[name])
-    return Checkpoint(name, ASSUMED, {})
+    return _of_family(name) or Checkpoint(name, ASSUMED, {})
+
+
+def _read(path: Path, quantization: Path | None) -> dict[str, Any]:
+    """Read a ``config.json``, and the other file that older checkpoints of ModelOpt have."""
+    config = _object(path)
+    if quantization is None or not quantization.is_file() or config.get("quantization_config") is not None:
+        return config
+    return config | {"quantization_config": _object(quantization)}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(config, dict):
+        raise ValueError("not a JSON object")
+    return config
 
 
 @cache
 def known() -> Mapping[str, Mapping[str, Any]]:
     """Return the fields of each known model's ``config.json`` by its public name."""
     text = (resources.files(__package__) / "known_models.json").read_text(encoding="utf-8")
-    return {name: entry["config"] for name, entry in json.loads(text).items()}
+    return {
+        each: entry["config"] for name, entry in json.loads(text).items() for each in (name, *entry.get("also", ()))
+    }
 
 
-def says(source: str, stands_for: str) -> str:
+@cache
+def _by_last_part() -> Mapping[str, str]:
+    """Return the known models by the last parts of their names; of two alike, the one with the shorter owner."""
+    return {name.rpartition("/")[2].lower(): name for name in sorted(known(), key=len, reverse=True)}
+
+
+def _of_family(name: str) -> Checkpoint | None:
+    """Return the known model that a name differs from by its owner and its endings only."""
+    rest = last = name.rstrip("/").rpartition("/")[2].lower()
+    while rest not in _by_last_part():
+        ending = _ENDING.search(rest)
+        if ending is None:
+            return None
+        rest = rest[: ending.start()]
+    like = _by_last_part()[rest]
+    # What another ending says of the weights is not what the known model's file does.
+    lost = () if rest == last else ("quantization_config",)
+    return Checkpoint(name, FAMILY, {key: value for key, value in known()[like].items() if key not in lost}, like)
+
+
+def says(source: str, stands_for: str, like: str | None = None) -> str:
     """Return in words what facts are, as the settings show it."""
-    return {FOLDER: "config.json", KNOWN: "its public config.json"}.get(source, stands_for)
+    own = dict.fromkeys((FOLDER, CACHE), _CONFIG) | {KNOWN: f"its public {_CONFIG}"}
+    return own.get(source, f"the public {_CONFIG} of {like}" if like else stands_for)
 
 
 def assumption(name: str | None, counts_as: str) -> str:
     """Return the clause that says what a model without facts counts as; ``name`` is None where none was named."""
     if name is None:
         return f"no model was named, and {counts_as} is taken"
-    spelled = {each.lower(): each for each in known()}
-    near = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.85)
-    known_as = f" ({spelled[near[0]]} is one)" if near else ""
-    return f"{name} is no local folder and no known model{known_as}, and counts as {counts_as}"
+    return f"{name} is unknown here (no folder, not in Hugging Face's cache, no known name) and counts as {counts_as}"
 
 
-def note(name: str | None, counts_as: str, results: str) -> str:
-    """Return what the user should know of such a model: what it counts as, what rests on it, what to do."""
-    return f"{assumption(name, counts_as)}; {results}; name a folder with its config.json"
+def assumed(name: str | None, counts_as: str, results: str) -> str:
+    """Return the sentence about a model without facts: what it counts as, what rests on it, what to do."""
+    return f"{assumption(name, counts_as)}; {results} rest on that; {remedy(name)}"
+
+
+def taken_for(name: str, like: str, results: str) -> str:
+    """Return the sentence about a model that counts as a known one of its family."""
+    return f"{name} is taken for {like} by its name; {results} rest on that; {remedy(name)}"
+
+
+def remedy(name: str | None) -> str:
+    """Return what to do about a model whose facts are not here."""
+    fetch = ", or fetch that with --download" if name is not None and hub.is_name(name) else ""
+    return f"name a folder with its config.json{fetch}"

@@ -29,6 +29,8 @@ class CapturedGraph:
     entry: Entry
     max_query_len: int | None = None
     """Set where a graph serves any mix of decodes up to so many tokens each: vLLM's varlen graphs."""
+    microbatches: int = 1
+    """Parts of a batch that overlap in the graph; it serves only batches that the engine splits in so many."""
     prompts_only: bool = attrs.field(default=False, eq=False)
     """Whether decodes never run on it: SGLang's graphs of prefills."""
 
@@ -54,7 +56,7 @@ class Setting:
     """Plain data: a number, a text, a list, None."""
     source: str
     """``flag``, ``file``, ``default``, or the rule that rewrote it; of what the model decides, where its facts
-    come from: ``model``, ``known`` or ``assumed``."""
+    come from: ``model``, ``cache``, ``known``, ``family`` or ``assumed``."""
 
 
 class Decisions(list[Decision]):
@@ -126,6 +128,8 @@ class Emulation:
     assumptions: tuple[str, ...] = ()
     """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
     where the emulation is exact."""
+    notes: tuple[str, ...] = ()
+    """What of the command line decides nothing and was skipped."""
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:

@@ -9,6 +9,7 @@ import attrs
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export.export import Export
+from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
@@ -44,6 +45,10 @@ class Fixes:
 
     def padded(self, emulation: Emulation, run: Run) -> str:
         """EN006: the batches of ``run`` are padded to more than twice their tokens."""
+        return ""
+
+    def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+        """EN008: the batches of ``runs``, all of one role, run eager because microbatches overlap."""
         return ""
 
 
@@ -83,7 +88,12 @@ class Engine:
     """Whether the engine runs a mixed batch eager on purpose where its graph would pad it far."""
     backends: tuple[tuple[str, str], ...] = ()
     """Names of an attention backend: that of its plugin here, and the engine's own."""
-    variables: str | None = None
-    """Prefix of the engine's environment variables, where any of them matters for graphs."""
+    unemulated_variables: Mapping[str, Sequence[str]] = attrs.Factory(dict)
+    """Variables of the environment that can change graphs and are not emulated, each with the values that do not. Those
+    that are emulated are among ``flags``; all others decide nothing."""
+    history: History = attrs.Factory(History)
+    """What older releases called differently, and do differently by default."""
+    older: tuple[Engine, ...] = ()
+    """Older releases that are emulated too, newest first: ``NAME==VERSION`` on the command line."""
     aliases: tuple[str, ...] = ()
     """Other names of the engine and of its program, for suggestions."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
+from capture_planner.engines.history import History
 from capture_planner.errors import FlagError, NotEmulated, Problem
 
 REMEDY = "; "
@@ -29,12 +29,53 @@ def unfollowed(flag: str, reason: str, remedy: str = "", *inside: str | int) -> 
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is nearest, whatever its dashes and underscores; empty where none is near."""
-    spelled = {_plain(each): each for each in known}
+    """Return the known name of which a name is a slip of the keyboard; empty where none is.
+
+    Dashes and underscores count alike. Only a letter or two of a word may be wrong, missing or swapped, and no digit:
+    names that merely look alike mean something else.
+    """
     plain = _plain(name)
-    found = difflib.get_close_matches(plain, spelled, n=1, cutoff=0.7)
-    longer = sorted((each for each in spelled if each.startswith(f"{plain}-")), key=len)
-    return spelled[(found or longer)[0]] if found or longer else ""
+    slips = ((_slips(plain, _plain(each)), each) for each in known)
+    return min((slip for slip in slips if slip[0] is not None), default=(0, ""))[1]
+
+
+def _slips(one: str, other: str) -> int | None:
+    """Return how many letters differ between two names; None where they are no slip of each other."""
+    if one.replace("-", "") == other.replace("-", ""):
+        return 0
+    ours, theirs = one.split("-"), other.split("-")
+    pairs = zip(ours, theirs, strict=True) if len(ours) == len(theirs) else [(one, other)]
+    total = 0
+    for left, right in pairs:
+        if left == right:
+            continue
+        if abs(len(left) - len(right)) > 2:
+            return None
+        slips = _distance(left, right) if re.sub(r"\D", "", left) == re.sub(r"\D", "", right) else 9
+        if slips > (1 if min(len(left), len(right)) < 7 else 2) and not _shortens(left, right):
+            return None
+        total += slips
+    return total if total <= 2 else None
+
+
+def _shortens(short: str, word: str) -> bool:
+    """Say whether most of a word's letters are in the short one, in their order: ``toks`` of ``tokens``."""
+    rest = iter(word)
+    return short[:1] == word[:1] and 3 * len(short) >= 2 * len(word) and all(letter in rest for letter in short)
+
+
+def _distance(one: str, other: str) -> int:
+    """Return the number of letters to add, drop, change or swap with the next, which turn a word into another."""
+    rows = [list(range(len(other) + 1))]
+    for i, left in enumerate(one, 1):
+        row = [i]
+        for j, right in enumerate(other, 1):
+            least = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (left != right))
+            if i > 1 and j > 1 and left == other[j - 2] and one[i - 2] == right:
+                least = min(least, rows[-2][j - 2] + 1)
+            row.append(least)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "leave it out") -> str:
@@ -94,14 +135,20 @@ def not_json(text: str, error: json.JSONDecodeError) -> argparse.ArgumentTypeErr
 class Parser(argparse.ArgumentParser):
     """A parser that raises ``FlagError`` where ``argparse`` would print its usage and exit."""
 
-    engine: ClassVar[str]
+    engine: str
     """The engine's name and release, as in a sentence."""
     wanted: ClassVar[Mapping[str, str]]
     """What to give, by the name of the type that an argument was none of."""
     placing: ClassVar[str]
     """What to do about a word that belongs to no flag."""
-    renamed: ClassVar[Mapping[str, str]]
+    history: ClassVar[History]
     """Flags of older releases and of other engines, with what to write here."""
+
+    def refuse_gone(self, words: Sequence[str]) -> None:
+        """Raise ``FlagError`` with every flag among words that the release has no more, and what it is called now."""
+        problems = self.history.gone(words, self.engine)
+        if problems:
+            raise FlagError(problems)
 
     def error(self, message: str) -> NoReturn:
         """Raise ``FlagError`` with the flag, the parser's reason, and what to write in place of it."""
@@ -111,8 +158,7 @@ class Parser(argparse.ArgumentParser):
             flag, _, fitting = message.removeprefix("ambiguous option: ").partition(" could match ")
             flag = flag.partition("=")[0]
             says = f"{self.engine}'s parser stops: it is ambiguous, short for {fitting}"
-            remedy = f"give {self.renamed[flag]}" if flag in self.renamed else "write one of them out"
-            raise refusal(flag, says, remedy)
+            raise refusal(flag, says, "write one of them out")
         flag, _, reason = message.removeprefix("argument ").partition(": ")
         if not reason:
             raise FlagError([Problem(message=f"{self.engine}'s parser stops: {message}")])
@@ -129,8 +175,10 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, flag: str) -> Problem:
         known = self._option_string_actions
-        remedy = f"give {self.renamed[flag]}" if flag in self.renamed else did_you_mean(flag, known)
-        return Problem(path=(flag,), message=f"{self.engine} has no such flag", remedy=remedy)
+        if " " in flag:
+            message = f"{self.engine} takes flag and value in one word only with = between them"
+            return Problem(path=(flag.split()[0],), message=message, remedy="write flag and value as two words")
+        return Problem(path=(flag,), message=f"{self.engine} has no such flag", remedy=did_you_mean(flag, known))
 
     def _extra(self, word: str) -> Problem:
         known = self._option_string_actions

@@ -50,6 +50,9 @@ def spec_of(emulation: Emulation, engine: Engine | None, like: Model, name: str 
         raise EngineError(f"{emulation.engine} {message}; its sizes can only be set by its own flags")
     assumptions: list[str] = []
     base = _base(emulation, like, name, assumptions)
+    if any(graph.microbatches > 1 for graph in emulation.graphs):
+        says = f"{emulation.engine} splits batches into microbatches; the plan has graphs of whole batches alone"
+        assumptions.append(says)
     wide = emulation.speculative
     if wide is not None:
         fused = any(graph.entry.draft_steps is not None for graph in emulation.graphs)

@@ -13,7 +13,6 @@ from capture_planner.measuring.staircase import Timing
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.planning.costs import Costs, Family
 from capture_planner.planning.judging import Prices
-from capture_planner.planning.steps import passes_of
 from capture_planner.records._base import replace
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.environment import Device
@@ -82,28 +81,33 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
     except PlanningError as error:
         return replace(profile, notes=(*profile.notes, f"the time of a step apart from its passes is unknown: {error}"))
     return replace(
-        profile, step_milliseconds=round(apart.intercept, 5), step_milliseconds_per_request=round(apart.slope, 6)
+        profile,
+        step_milliseconds=round(apart.intercept, 5),
+        step_milliseconds_per_request=round(apart.slope, 6),
+        drafts_overlap=observation.speculative is not None,
     )
 
 
 def _apart(observation: Observation, costs: Costs) -> Iterator[tuple[float, float]]:
-    """Yield the requests of each decode of the target whose intervals were taken, and what of it is not its passes."""
-    graphs = {role.role: [graph.entry for graph in role.graphs] for role in observation.roles}
+    """Yield the requests of each decode of the target whose intervals were taken, and what is not the target's pass.
+
+    An engine waits for the tokens of the target, and the device for the engine: the drafter runs in between.
+    """
     prices = Prices(costs, observation, {role.role: role.mode for role in observation.roles})
     target = next((role for role in observation.roles if role.role is Role.TARGET), None)
-    for count in () if target is None else target.batches:
+    if target is None:
+        return
+    for count in target.batches:
         if not count.interval or not count.past_prompt or count.query_len is None or count.active_loras:
             continue
-        spent = 0.0
-        for batch, repeats in passes_of(count.batch(Role.TARGET), observation):
-            fitting = (
-                entry
-                for entry in graphs.get(batch.role, ())
-                if entry.query_len in (None, batch.uniform_query_len) and entry.num_tokens >= batch.num_tokens
-            )
-            own_first = min(fitting, key=lambda entry: (entry.query_len is None, entry.num_tokens), default=None)
-            spent += prices.of(batch, own_first, repeats)
-        yield float(count.num_reqs), count.interval - spent
+        batch = count.batch(Role.TARGET)
+        fitting = (
+            graph.entry
+            for graph in target.graphs
+            if graph.entry.query_len in (None, batch.uniform_query_len) and graph.entry.num_tokens >= batch.num_tokens
+        )
+        own_first = min(fitting, key=lambda entry: (entry.query_len is None, entry.num_tokens), default=None)
+        yield float(count.num_reqs), count.interval - prices.of(batch, own_first, 1)
 
 
 def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[Point]:

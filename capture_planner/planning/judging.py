@@ -59,13 +59,15 @@ def judge(answer: Answer, steps: Steps, costs: Costs, deployment: Deployment, mo
     spent = every = 0.0
     eager = 0
     for batch, count in steps.counts.items():
-        own = best = costs.profile.apart(batch.num_reqs)
-        is_eager = False
+        passes, is_eager = [], False
         for each, repeats in passes_of(batch, deployment):
             entry = answer(each)
             is_eager |= entry is None
-            own += prices.of(each, entry, repeats)
-            best += prices.with_every_size(each, repeats, fused=entry is not None and entry.draft_steps is not None)
+            fused = entry is not None and entry.draft_steps is not None
+            passes.append((prices.of(each, entry, repeats), prices.with_every_size(each, repeats, fused=fused)))
+        (target, best_target), *drafting = passes
+        own = costs.profile.step(batch.num_reqs, target, sum((each for each, _ in drafting), 0.0))
+        best = costs.profile.step(batch.num_reqs, best_target, sum((each for _, each in drafting), 0.0))
         spent, every = spent + own * count, every + best * count
         times[own] = times.get(own, 0) + count
         eager += count * is_eager

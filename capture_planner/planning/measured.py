@@ -62,7 +62,7 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
     :raises PlanningError: no step of the traffic is within the limits, or the profile has no times of a role.
     """
     assert measurements.traffic is not None
-    steps = steps_of(measurements.traffic, spec)
+    profile, steps = measurements.profile, steps_of(measurements.traffic, spec)
     if not steps.total:
         message = "the traffic has no steps of the target within the limits"
         remedy = "check its requests and tokens against limits, or give traffic of this deployment"
@@ -74,10 +74,9 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
     demand = Demand(steps, spec, active)
     objective, tail = spec.sizes.objective or "mean", None
     prices = Prices(costs, spec, {working.role: working.mode for working in roles})
+    every_size = partial(_with_every_size, prices=prices, spec=spec, ladders=active)
     if objective.startswith("p"):
-        tail = steps.percentile(
-            float(objective[1:]), partial(_with_every_size, prices=prices, spec=spec, ladders=active)
-        )
+        tail = steps.percentile(float(objective[1:]), lambda batch: profile.step(batch.num_reqs, *every_size(batch)))
         demand.add_tail(tail)
     alive = [tuple(ladders[index] for index in team if ladders[index].domain) for team in teams]
     fitted = [demand.team(each) for each in alive if each]
@@ -96,8 +95,10 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
         real = judge(answers, steps, costs, spec, prices.modes).percentile(float(objective[1:]))
         notes += _about_tail(objective, steps, expected, real)
     else:
-        apart = sum(prices.of(each, None, repeats) * count for each, repeats, count in demand.unserved)
-        apart += sum(measurements.profile.apart(batch.num_reqs) * count for batch, count in steps.counts.items())
+        apart = sum((prices.of(each, None, repeats) * count for each, repeats, count in demand.unserved), 0.0)
+        for batch, count in steps.counts.items():
+            _, drafting = every_size(batch)
+            apart += (profile.step(batch.num_reqs, 0.0, drafting) - drafting) * count
         expected = table.value / (NANO * SCALE) + apart / steps.total
     return SizeChoice(
         ladders=tuple(priced),
@@ -119,13 +120,14 @@ def measured_sizes(spec: Spec, roles: Sequence[RoleInProgress], costs: Costs, me
     )
 
 
-def _with_every_size(batch: Batch, *, prices: Prices, spec: Spec, ladders: Sequence[Ladder]) -> float:
-    """Return the milliseconds of a step whose passes all have graphs of their own size."""
+def _with_every_size(batch: Batch, *, prices: Prices, spec: Spec, ladders: Sequence[Ladder]) -> tuple[float, float]:
+    """Return the milliseconds of the target's pass, and of the drafter's, all on graphs of their own size."""
     chains = {ladder.draft_steps for ladder in ladders}
-    return sum(
+    target, *drafting = (
         prices.with_every_size(each, repeats, fused=each.role is Role.DRAFT_DECODE and repeats in chains)
         for each, repeats in passes_of(batch, spec)
     )
+    return target, sum(drafting, 0.0)
 
 
 def _about_tail(objective: str, steps: Steps, expected: float, real: float) -> Iterator[str]:

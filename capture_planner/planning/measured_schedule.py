@@ -206,7 +206,7 @@ def _lengths(
         counts = range(1, min(most, room // (1 + k + speculative.extra_slots)) + 1)
         if not counts:
             continue
-        padded, exact, graphs = [0.0] * len(counts), [costs.profile.apart(count) for count in counts], 0
+        padded, exact, drafting, graphs = *([0.0] * len(counts) for _ in range(3)), 0
         for (role, mode, query_len, steps), times in _passes(modes, speculative, k):
             width = 1 if role is Role.DRAFT_DECODE else 1 + k + speculative.extra_slots * role.is_drafter
             captured = modes[role].is_separate
@@ -215,7 +215,12 @@ def _lengths(
             curve = costs.eager(role, query_len) if mode is GraphMode.NONE else costs.graph(family)
             target = padded if captured else exact
             for index, count in enumerate(counts):
-                target[index] += times * curve(count * width)
+                milliseconds = times * curve(count * width)
+                target[index] += milliseconds
+                drafting[index] += milliseconds * role.is_drafter
+        for index, count in enumerate(counts):
+            # Padding of hidden drafts counts as if it were not hidden.
+            exact[index] += costs.profile.step(count, 0.0, drafting[index]) - drafting[index]
         lengths.append(DraftLength(k=k, tokens=tokens[k], padded=tuple(padded), exact=tuple(exact), graphs=graphs))
     return tuple(lengths)
 

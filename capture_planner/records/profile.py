@@ -105,6 +105,11 @@ class Profile:
         "time of a step apart from its passes: scheduling, sampling, copies; 0 if unknown", default=0.0
     )
     step_milliseconds_per_request: Amount = field("such time for each request of the step", default=0.0)
+    drafts_overlap: bool = field(
+        "whether drafting is within that time: the host waits for the target's tokens and prepares the next step "
+        "while the drafter runs, as vLLM's does",
+        default=False,
+    )
     spread: Amount | None = field("largest relative spread of a measured size over its repeats", default=None)
     notes: tuple[str, ...] = field("what could not be measured, in sentences", default=())
 
@@ -112,9 +117,14 @@ class Profile:
         for items, listed in (("curves", self.curves), ("graphs", self.graphs)):
             refuse_duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
 
-    def apart(self, num_reqs: int) -> float:
-        """Return the milliseconds of a step of ``num_reqs`` requests apart from its passes."""
-        return self.step_milliseconds + self.step_milliseconds_per_request * num_reqs
+    def step(self, num_reqs: int, target: float, drafting: float = 0.0) -> float:
+        """Return the milliseconds of a step of ``num_reqs`` requests.
+
+        :param target: milliseconds of the target's pass.
+        :param drafting: milliseconds of the drafter's passes.
+        """
+        apart = self.step_milliseconds + self.step_milliseconds_per_request * num_reqs
+        return target + (max(apart, drafting) if self.drafts_overlap else apart + drafting)
 
 
 def family_name(role: Role, mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:

@@ -86,9 +86,10 @@ def backends_table(backends: Sequence[BackendSupport], *, reasons: bool) -> Rend
         rows = ((one.name, one.version, each.role, each.group, each.level.name, each.reason) for one, each in groups)
         return table_of("backend", "version", "role", "group", "support", "because", rows=rows)
     environments = list(dict.fromkeys(s.environment for backend in backends for s in backend.support))
-    table = table_of("backend", "version", *environments)
-    for backend in backends:
-        levels = (min(s.level for s in backend.support if s.environment == environment) for environment in environments)
-        table.add_row(backend.name, backend.version, *(_SHORT[level] for level in levels))
+    table = table_of("environment", *(backend.name for backend in backends))
+    table.add_row("version", *(backend.version for backend in backends))
+    for environment in environments:
+        levels = (min(s.level for s in backend.support if s.environment == environment) for backend in backends)
+        table.add_row(environment, *(_SHORT[level] for level in levels))
     legend = ", ".join(f"{short} = {level.name}" for level, short in _SHORT.items())
     return Group(table, Text(f"\n{legend}; add --environment NAME for the reasons", style="dim"))

@@ -57,6 +57,7 @@ def _of(graph: CapturedGraph) -> str:
     if graph.max_query_len is not None:
         return f"decodes of 1 to {graph.max_query_len}"
     text = f"decodes of {entry.query_len}" if entry.query_len else "any batch"
+    text += f", in {graph.microbatches} microbatches" if graph.microbatches > 1 else ""
     return text + (f", chain of {entry.draft_steps}" if entry.draft_steps else "")
 
 

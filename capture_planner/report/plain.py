@@ -71,6 +71,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "engine": emulation.engine,
         "version": emulation.version,
         "assumptions": plain(emulation.assumptions),
+        "notes": plain(emulation.notes),
         "sizes": plain(emulation.sizes),
         "graphs": plain(emulation.graphs),
         "mode": plain(emulation.modes),

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import cli
+from capture_planner.codec.shipped import shipped_environments
 from support.commands import PLAN, SPEC, TINY, TINY_PLAN, Run, edited
 
 ROOT = Path(__file__).parent.parent.parent
@@ -205,9 +206,9 @@ def test_a_newer_file_names_the_remedy(run: Run) -> None:
 def test_backends(run: Run) -> None:
     ran = run("backends")
     assert ran.code == 0
-    assert ran.out.split()[:4] == ["backend", "version", "a100", "b200"]
-    for name in ("flash_attention", "flashinfer", "reference"):
-        assert name in ran.out
+    head, _version, *rows = ran.out.splitlines()
+    assert [name in head for name in ("environment", "flash_attention", "flashinfer", "reference")] == [True] * 4
+    assert [row.split()[0] for row in rows[: len(shipped_environments())]] == list(shipped_environments())
 
 
 def test_backends_with_reasons(run: Run) -> None:

@@ -112,7 +112,7 @@ def test_a_table_is_loaded_in_place():
     assert not torch.equal(tables.by_token, before)
 
 
-@pytest.mark.parametrize("num_reqs", [0, 1, 5])
+@pytest.mark.parametrize("num_reqs", [-1, 0, 1, 5])
 def test_the_scan_sends_no_impossible_batch_to_a_graph(num_reqs):
     """As many tokens as requests at least, and one request at least."""
     from capture_planner.conformance.scene import Scene
@@ -124,3 +124,4 @@ def test_the_scan_sends_no_impossible_batch_to_a_graph(num_reqs):
     made = plan(Scene(shape=SMALL[0]).spec("reference"), CPU, registry.load_backends())
     batch = Batch(role=Role.TARGET, num_reqs=num_reqs, num_tokens=max(num_reqs - 1, 0))
     assert cheapest(made, batch) is None
+    assert cheapest(made, Batch(role=Role.TARGET, num_reqs=1, num_tokens=1, active_loras=-1)) is None

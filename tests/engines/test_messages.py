@@ -1,6 +1,8 @@
 """What a person reads who typed something wrong: where it is, what was wrong, and what to give."""
 
+import contextlib
 import json
+import shlex
 
 import pytest
 from hypothesis import assume, given
@@ -24,11 +26,8 @@ KNOWN = {
     "tensorrt-llm": set(tensorrt_llm.ACCEPTED),
 }
 """Every flag that each engine takes."""
-RENAMED = {
-    "vllm": vllm.ServeParser.renamed,
-    "sglang": sglang.SglangParser.renamed,
-    "tensorrt-llm": tensorrt_llm.OPTIONS["renamed_flags"],
-}
+OLD = {"vllm": vllm.HISTORY, "sglang": sglang.HISTORY, "tensorrt-llm": tensorrt_llm.HISTORY}
+"""Flags of older releases and of other engines."""
 
 
 def problems(engine, *words):
@@ -36,6 +35,14 @@ def problems(engine, *words):
     with pytest.raises(FlagError) as error:
         emulate(engine, words, H100)
     return error.value.problems
+
+
+def wrong(engine, *words):
+    """Return what is wrong with a command line, if anything is."""
+    with contextlib.suppress(FlagError):
+        emulate(engine, words, H100)
+        return ()
+    return problems(engine, *words)
 
 
 def drafts(**more):
@@ -55,7 +62,7 @@ WRONG = [
     ("vllm", "--cudagraph-capture-sizes [1,2,4]", "--cudagraph-capture-sizes", "give them apart: 1 2 4"),
     ("vllm", ["--cudagraph-capture-sizes", "1 2 4"], "--cudagraph-capture-sizes", "apart: 1 2 4"),
     ("vllm", ["--max-num-seqs", "6 4"], "--max-num-seqs", "give one number"),
-    ("vllm", "--cuda-graph-sizes 1 2", "--cuda-graph-sizes", "give --cudagraph-capture-sizes"),
+    ("vllm", "m -cc.cudagraph_sizes=[1,2]", "cudagraph_sizes", 'give "cudagraph_capture_sizes": [1, 2]'),
     ("vllm", "--tp-size 2", "--tp-size", "give --tensor-parallel-size"),
     ("vllm", ["-sc", drafts(method="eagel3")], "method", "did you mean eagle3?"),
     ("vllm", ["-sc", drafts(num_speculative_tokens=0)], "num_speculative_tokens", "give 1 or more"),
@@ -72,19 +79,14 @@ WRONG = [
     ("vllm", "--enforce-eager=true", "--enforce-eager", "without a value"),
     ("vllm", "m --enforce-eager true", "true", "a switch takes no value"),
     ("vllm", "m \u2013max-num-seqs 3", "\u2013max-num-seqs", "two plain dashes"),
-    ("vllm", ["--max-num-seqs 64"], "--max-num-seqs", "as two words"),
-    ("vllm", ["--max-num-seqs = 64"], "--max-num-seqs", "as two words"),
+    ("vllm", ["m", "--max-num-seqs 64"], "--max-num-seqs", "as two words"),
+    ("vllm", ["--max-num-seqs = 64"], "--max-num-seqs", "without spaces around ="),
     ("vllm", "--max-num-seqs = 64", "--max-num-seqs", "without spaces around ="),
     ("vllm", "-cc.cudagraph_capture_sizes=1,2,4", "cudagraph_capture_sizes", "write [1, 2, 4]"),
     ("vllm", "m max-num-seqs 3", "max-num-seqs", "two plain dashes"),
     ("sglang", "--max-running-requets 4", "--max-running-requets", "did you mean --max-running-requests?"),
     ("sglang", "--max_running_requests 4", "--max_running_requests", "did you mean --max-running-requests?"),
     ("sglang", "--max-num-seqs 4", "--max-num-seqs", "give --max-running-requests"),
-    ("sglang", "--cuda-graph-bs 1 2", "--cuda-graph-bs", "give --cuda-graph-bs-decode"),
-    ("sglang", "--cuda-graph-bs 1 2", "--cuda-graph-bs", "or --cuda-graph-bs-prefill"),
-    ("sglang", "--cuda-graph-max-bs 8", "--cuda-graph-max-bs", "give --cuda-graph-max-bs-decode"),
-    ("sglang", "--cuda-graph-max-bs 8", "--cuda-graph-max-bs", "or --cuda-graph-max-bs-prefill"),
-    ("sglang", "--disable-piecewise-cuda-graph", "--disable-piecewise-cuda-graph", "--disable-prefill-cuda"),
     ("sglang", "--cuda-graph-bs-decode 1,2,4", "--cuda-graph-bs-decode", "give them apart: 1 2 4"),
     ("sglang", "--cuda-graph-max-bs-decode 0", "--cuda-graph-max-bs-decode", "give 1 or more"),
     ("sglang", "--max-running-requests 0", "--max-running-requests", "give 1 or more"),
@@ -97,7 +99,6 @@ WRONG = [
     ("sglang", ["--cuda-graph-config", '{"decode": {"bs": "1"}}'], "--cuda-graph-config", "as in [1, 2, 4]"),
     ("sglang", ["--cuda-graph-config", '{"decode": {"bs": []}}'], "--cuda-graph-config", "leave bs out"),
     ("sglang", ["--speculative-algorithm", ""], "--speculative-algorithm", "'' is unknown"),
-    ("sglang", ["--tp 3"], "--tp", "did you mean --tp-size?"),
     ("sglang", "--device cpu", "--device", "give cuda"),
     ("sglang", "--page-size 0", "--page-size", "give 1 or more"),
     ("sglang", "--tp-size 0", "--tp-size", "give 1 or more"),
@@ -106,7 +107,7 @@ WRONG = [
     ("sglang", "some/model", "some/model", "--model-path MODEL"),
     ("sglang", "--disable-cuda-graph=true", "--disable-cuda-graph", "without a value"),
     ("tensorrt-llm", "--max-batch-size 4", "--max-batch-size", "did you mean --max_batch_size?"),
-    ("tensorrt-llm", "--tp 4", "--tp", "did you mean --tp_size?"),
+    ("tensorrt-llm", "--tp 4", "--tp", "give --tp_size 4"),
     ("tensorrt-llm", "--max-num-seqs 4", "--max-num-seqs", "give --max_batch_size"),
     ("tensorrt-llm", "--cuda_graph_config {}", "--cuda_graph_config", "give --config FILE"),
     ("tensorrt-llm", "--max_batch_size", "--max_batch_size", "give its value"),
@@ -202,15 +203,69 @@ def test_misspelled_flag_suggests_a_real_one(drawn, data):
     assert found in KNOWN[engine]
     if slip.replace("_", "-") == flag.replace("_", "-"):
         assert found.replace("_", "-") == flag.replace("_", "-")
-    (problem,) = problems(engine, f"{slip}=1")
-    assert problem.remedy in (f"did you mean {found}?", f"give {RENAMED[engine].get(slip)}")
+    problem, *_ = problems(engine, *FRONT[engine], f"{slip}=1")
+    assert slip in OLD[engine].flags or problem.remedy == f"did you mean {found}?"
 
 
-@pytest.mark.parametrize("engine", engines())
-def test_renamed_flags_suggest_a_real_one(engine):
-    """What is given in place of an old or foreign flag is one of the engine's, and the old one is not."""
-    for old, new in RENAMED[engine].items():
-        assert old not in KNOWN[engine]
-        named = [word.strip(",") for word in new.split() if word.startswith("--")]
-        assert named
-        assert set(named) <= KNOWN[engine]
+OLD_ROWS = sorted((engine, name) for engine, history in OLD.items() for name in history.flags)
+
+
+@pytest.mark.parametrize("engine", OLD)
+def test_flags_that_are_gone_have_a_remedy_that_the_engine_takes(engine):
+    """What is given in place of an old or foreign flag is the engine's, with the value, and the old one is not."""
+    for name, old in OLD[engine].flags.items():
+        assert name not in KNOWN[engine]
+        problem, *age = problems(engine, *FRONT[engine], name, "7")
+        assert problem.path == (name,)
+        assert [each.path for each in age] == [()] * (old.until is not None)
+        new = problem.remedy.removeprefix("give ").partition(": ")[0]
+        flags = [word.partition("=")[0].partition(".")[0] for word in new.split() if word.startswith("-")]
+        assert new.startswith("leave it out") or (flags and set(flags) <= KNOWN[engine])
+
+
+@given(st.sampled_from([row for row in OLD_ROWS if "FILE" not in OLD[row[0]].flags[row[1]].now]), st.integers(1, 64))
+def test_a_remedy_followed_word_for_word_removes_the_problem(row, value):
+    """The flag is gone from what is wrong with the line, whatever else is."""
+    engine, name = row
+    problem, *_ = problems(engine, *FRONT[engine], name, str(value))
+    new = problem.remedy.removeprefix("give ").partition(": ")[0]
+    words = [] if new.startswith("leave it out") else shlex.split(new)
+    assert name not in words
+    left = "".join(str(each) for each in wrong(engine, *FRONT[engine], *words))
+    assert "has no such" not in left
+    assert f"{name}:" not in left
+
+
+GONE = [
+    ("vllm", ["-O", '{"full_cuda_graph": true}'], ["""give --compilation-config '{"cudagraph_mode": "FULL"}'"""]),
+    ("vllm", ["-O", "7"], ["""give --compilation-config '{"mode": 7}'"""]),
+    ("vllm", ["--cuda-graph-sizes", "2048"], ["give --max-cudagraph-capture-size 2048"]),
+    ("vllm", ["--cuda-graph-sizes", "1", "2"], ["give --cudagraph-capture-sizes 1 2"]),
+    ("vllm", ["--cudagraph-mode", "FULL"], ["give -cc.cudagraph_mode=FULL"]),
+    ("vllm", ["--max-model-seqs", "4"], ["give --max-num-seqs 4"]),
+    ("vllm", ["-cc", '{"use_inductor": false}'], ['give "backend": "eager"']),
+    ("vllm", ["-cc", '{"level": 3}'], ['give "mode": 3']),
+    ("vllm", ["-cc", '{"full_cuda_graph": true}'], ['give "cudagraph_mode": "FULL"']),
+    ("vllm", ["--task", "embed", "--enable-reasoning"], ["give --convert embed", "leave it out"]),
+    ("vllm", ["VLLM_ATTENTION_BACKEND=FLASHINFER"], ["give --attention-backend FLASHINFER"]),
+    ("sglang", ["--cuda-graph-bs", "1", "2"], ["give --cuda-graph-bs-decode 1 2"]),
+    ("sglang", ["--cuda-graph-max-bs", "8"], ["give --cuda-graph-max-bs-decode 8"]),
+    ("sglang", ["--speculative-draft", "x/y"], ["give --speculative-draft-model-path x/y"]),
+    ("sglang", ["--enable-deepep-moe"], ["give --moe-a2a-backend deepep"]),
+    ("sglang", ["--disable-piecewise-cuda-graph"], ["give --cuda-graph-backend-prefill disabled"]),
+]
+
+
+@pytest.mark.parametrize(("engine", "words", "remedies"), GONE)
+def test_a_flag_of_an_older_release_keeps_its_meaning(engine, words, remedies):
+    """Its value stands in what to write now, all of a line at once."""
+    variables = [word for word in words if word.startswith("VLLM_")]
+    found = problems(engine, *variables, *FRONT[engine], *(word for word in words if word not in variables))
+    pairs = zip((each.remedy for each in found if each.path), remedies, strict=True)
+    assert all(given.startswith(wanted) for given, wanted in pairs)
+
+
+def test_the_age_of_a_line_says_what_that_release_does_otherwise():
+    """The oldest of its flags decides."""
+    *_, age = problems("vllm", "m", "--cuda-graph-sizes", "8", "--use-v2-block-manager")
+    assert age.message.startswith("the line is for release 0.9.2 or older, where by default the mode is PIECEWISE")

@@ -47,12 +47,15 @@ SLOW = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_findings_are_those_of_the_engine_that_was_observed(name: str) -> None:
-    """Whatever is found about an engine's flags is found in what it was seen to do, with the same fix."""
+    """Whatever is found about an engine's flags is found in what it was seen to do, with the same fix.
+
+    But for what is assumed of the model: an engine knows its own.
+    """
     emulation = emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
     observed = [each for each in check_observation(observation_of(emulation)) if each.rule.code.startswith("EN")]
     expected = check(attrs.evolve(emulation, asked_sizes=()))
     assert [(each.rule.code, each.diagnosis.message, each.fix) for each in observed] == [
-        (each.rule.code, each.diagnosis.message, each.fix) for each in expected
+        (each.rule.code, each.diagnosis.message, each.fix) for each in expected if each.rule.code != "EN007"
     ]
 
 

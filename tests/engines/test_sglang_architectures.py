@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from capture_planner.engines import checkpoints
-from capture_planner.errors import FlagError
+from capture_planner.errors import FlagError, NotEmulated
 from capture_planner_sglang.engine import emulate
 from capture_planner_sglang.resolution import architectures
 from engines.generators import sglang as drawing
@@ -68,13 +68,15 @@ def test_unknown_architectures_are_refused(tmp_path: Path, names: list[str] | No
         emulate(["--model-path", str(tmp_path)], H100)
 
 
-@pytest.mark.parametrize("name", sorted(checkpoints.known()))
-def test_known_models_have_emulated_architectures(name: str) -> None:
-    """No known model with heads of its own is refused."""
-    config = checkpoints.known()[name]
-    if "kv_lora_rank" not in config:
-        assert set(config["architectures"]) <= architectures()["followed"]
+@pytest.mark.parametrize("architecture", sorted({c["architectures"][0] for c in checkpoints.known().values()}))
+def test_known_models_are_those_of_their_architectures(architecture: str) -> None:
+    """A name is answered where a folder of its architecture is, and refused as not emulated where that is."""
+    name = next(name for name, config in checkpoints.known().items() if config["architectures"] == [architecture])
+    if architecture in architectures()["followed"]:
         assert emulate(["--model-path", name], H100).graphs
+    else:
+        with pytest.raises(NotEmulated, match="rules for graphs are not emulated"):
+            emulate(["--model-path", name], H100)
 
 
 def test_opt_has_no_prefill_graphs() -> None:

@@ -127,7 +127,7 @@ def test_command_line_overrides_config_file(tmp_path):
         (["--max-num-seqs", "many"], "--max-num-seqs", "whole number"),
         (["-cc", "{"], "--compilation-config", "vLLM"),
         (["-cc.cudagraph_mode=FULLEST"], "--compilation-config", "give one of"),
-        (["-cc.cudagraph_sizes=[1]"], "--compilation-config", "did you mean"),
+        (["-cc.cudagraph_sizes=[1]"], "--compilation-config", "cudagraph_capture_sizes"),
         (["-cc.cudagraph_capture_sizes=[]"], "--cudagraph-capture-sizes", "at least one"),
         (["-O7"], "--optimization-level", "0, 1, 2 or 3"),
         (["-sc", '{"method": "guess", "num_speculative_tokens": 2}'], "--speculative-config", "no method"),

@@ -8,10 +8,12 @@ import pytest
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner_vllm.engine import FLAGS, resolve
+from capture_planner_vllm.releases import following, releases
 from capture_planner_vllm.tables import flag_table, rules
 from engines.generators.vllm import Case, answer_of, write_models
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm_config.json").read_text())
+FILES = Path(__file__).parent / "golden"
+GOLDEN = json.loads((FILES / "vllm_config.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,20 @@ def test_golden_settings_are_the_engines(part, models):
 
     Where vLLM refuses a value that has no effect on graphs, the answer is vLLM's without the flag.
     """
-    for entry in GOLDEN[part::6]:
+    _hold_to(GOLDEN[part::6], models)
+
+
+@pytest.mark.parametrize("release", releases()[1:])
+def test_older_release_settings_are_the_engines(release, models):
+    """An older release answers as its own code did, where the newest answers otherwise."""
+    entries = json.loads((FILES / f"vllm_config-{release}.json").read_text())
+    assert len(entries) >= 50
+    with following(release):
+        _hold_to(entries, models)
+
+
+def _hold_to(entries, models):
+    for entry in entries:
         case, expected = Case.of(entry), entry["answer"]
         environment = find_environment(case.environment)
         if "refused" in expected and "ignored" not in expected:

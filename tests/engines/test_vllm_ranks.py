@@ -1,10 +1,13 @@
 """How the data-parallel ranks of vLLM's model runner V1 agree, and what overlap of batches does."""
 
+import re
+
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
+from capture_planner.engines.check import check
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner_vllm.engine import emulate, resolve
@@ -51,14 +54,45 @@ def test_overlap_on_one_rank_changes_nothing():
     assert "overlap" in {decision.rule for decision in found.decisions}
 
 
-@pytest.mark.parametrize("runner", ["0", "1"])
-def test_overlap_on_several_ranks_is_not_emulated(runner):
-    """Several ranks would have graphs of split batches; their settings are known, their graphs refused."""
-    words = [f"VLLM_USE_V2_MODEL_RUNNER={runner}", "m", "-dp", "2", *OVERLAP]
+@pytest.mark.parametrize(
+    "flags", [["-cc.cudagraph_mode=FULL", "--attention-backend", "FLASH_ATTN"], ["--enable-lora"]], ids=["full", "lora"]
+)
+def test_overlap_of_v1_with_graphs_made_while_it_serves_is_not_emulated(flags):
+    """V1 keeps one graph of microbatches a size, and captures those of FULL mixed batches when it meets them."""
+    words = ["VLLM_USE_V2_MODEL_RUNNER=0", "m", "-dp", "2", *OVERLAP, *flags]
     assert resolve(words, H100)[0].sizes
-    with pytest.raises(NotEmulated):
+    with pytest.raises(NotEmulated, match="V1"):
         emulate(words, H100)
     assert emulate([*words, "--enforce-eager"], H100).graphs == ()
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["0", "1"]),
+    st.integers(2, 80),
+    st.integers(2, 300),
+    st.sampled_from(["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"]),
+    st.integers(1, 100),
+)
+def test_following_en008_removes_it(runner, decodes, prompts, mode, seqs):
+    """Its thresholds, given word for word, leave no batch without a graph that is captured."""
+    words = [f"VLLM_USE_V2_MODEL_RUNNER={runner}", "m", "-dp", "2", *OVERLAP, f"-cc.cudagraph_mode={mode}"]
+    words += ["--max-num-seqs", str(seqs), "--max-num-batched-tokens", "2048"]
+    words += ["--dbo-decode-token-threshold", str(decodes), "--dbo-prefill-token-threshold", str(prompts)]
+    found = [each for each in check(emulate(words, H100)) if each.rule.code == "EN008"]
+    for each in found:
+        for flag, tokens in re.findall(r"(--dbo-[a-z-]+) (\d+)", each.fix):
+            words += [flag, tokens]
+    assert [each for each in check(emulate(words, H100)) if each.rule.code == "EN008"] == []
+    event(f"{len(found)} findings")
+
+
+def test_thresholds_below_the_microbatches_are_refused():
+    """A batch has at least one token for each of its parts."""
+    for flag in ("--dbo-decode-token-threshold", "--dbo-prefill-token-threshold"):
+        with pytest.raises(FlagError, match="2 microbatches"):
+            resolve(["m", *OVERLAP, flag, "1"], H100)
+        assert resolve(["m", flag, "1"], H100)[0].overlap is None
 
 
 def test_negative_ubatch_size_is_refused():

@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     before = campaign.finished(options.resume) if options.resume else {}
     done = [before[search] for search in todo if search in before]
-    left = [search for search in todo if search not in before]
-    results = [*done, *_run(left, options)]
+    results = [*done, *_run(campaign.remaining(todo, before), options)]
     data = campaign.campaign_data(results, todo, time.perf_counter() - started)
     click.echo("\n".join(_as_json(data) if options.format == "json" else _report(data, options)))
     bench.finish(options, data, name="gallery")
@@ -87,7 +86,10 @@ def _parser(bench: Any) -> argparse.ArgumentParser:
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seconds", type=float, metavar="N", help="stop after so long, with what is finished")
     parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="append each result to FILE, and leave out those that it has"
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="append each result to FILE, and report those that it has instead of repeating them",
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print the result")
     return parser

@@ -10,7 +10,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,13 @@ def searches(
     for name in healthy() if with_healthy else ():
         for seed in seeds[:1] if name.startswith("plan ") else seeds:
             yield Search(name=name, seed=seed, profile=profile, healthy=True)
+
+
+def remaining(todo: Sequence[Search], done: Container[Search]) -> list[Search]:
+    """Return the searches that are left: mutants before what is healthy, and first those that lack the fewest seeds."""
+    left = [search for search in todo if search not in done]
+    lacking = Counter(search.name for search in left)
+    return sorted(left, key=lambda search: (search.healthy, lacking[search.name]))
 
 
 def finished(path: Path) -> dict[Search, Result]:

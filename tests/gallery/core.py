@@ -61,11 +61,14 @@ class Mutant:
 
 LATE = {
     "cleared-by-the-second-graph",
+    "constants-of-the-first-capture",
     "eager-steps-not-counted",
     "eager-without-a-reason",
     "full-key-of-real-requests",
     "keeps-mask",
     "large-small-large",
+    "longest-of-batch",
+    "merge-sized-by-the-first-capture",
     "one-tile-of-requests",
     "padded-rows-unwritten",
     "padding-capped-at-twice",
@@ -73,6 +76,7 @@ LATE = {
     "plan-kept-for-a-shape",
     "planned-once-a-chain",
     "prompt-taken-for-a-decode",
+    "queries-scaled-together",
     "query-starts-fall-back",
     "ring-wraps",
     "scale-of-the-head-dimension",
@@ -83,9 +87,11 @@ LATE = {
     "sized-by-the-limits",
     "slot-mapping-stale",
     "softcap-not-captured",
+    "stale-page-indices",
     "stale-tile-counts",
     "weights-replaced",
     "workspace-born-in-a-capture",
+    "zero-filled-offsets",
 }
 """Mutants that take the suite most of the time of all: ``tox -e thorough`` and ``tox -e gallery`` search them."""
 

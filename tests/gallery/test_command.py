@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 
 import gallery
 from capture_planner.analysis.lint.core import link
+from capture_planner.conformance import DEFAULT
 from gallery import MUTANTS, campaign, named
 from gallery.__main__ import main
 
@@ -169,3 +170,14 @@ def test_campaign_stops_in_time_and_says_that_searches_are_left(command):
     _, out, _ = command("--catch", *QUICK, "--seconds", "0")
     assert "found with 0 of 0 seeds, 1 not tried\n" in out
     assert out.endswith("1 of 2 mutants found with every seed\n")
+
+
+def test_what_lacks_fewest_seeds_is_searched_first():
+    """What is healthy comes last; each search that is not done is there once."""
+    names = ["captured-to-32", "drafter-decides-for-the-target"]
+    todo = list(campaign.searches([gallery.named(name) for name in names], range(4), DEFAULT, with_healthy=True))
+    done = {search for search in todo if search.name == names[1] and search.seed < 3}
+    left = campaign.remaining(todo, done)
+    assert [search.name for search in left[:5]] == [names[1], *[names[0]] * 4]
+    assert all(search.healthy for search in left[5:])
+    assert {*left} == {*todo} - done

@@ -8,7 +8,9 @@ import pytest
 from capture_planner import conformance
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.conformance import Case, Scene, Shape
+from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.scene import Arrive, Reload, RunBatch, Step
+from capture_planner.modes import GraphMode
 from capture_planner.records.backend import Backend
 from gallery.backends import MUTANTS
 from gallery.core import LATE, Mutant, detect
@@ -60,11 +62,31 @@ ONE, TWO = RunBatch(rows=((0, 1, 0),)), RunBatch(rows=((0, 1, 0), (1, 1, 0)))
 
 def case(*steps: Step, requests: int = 1, past: int = 3, shape: Shape = LONG, **scene: object) -> Case:
     """Requests that are past their prompt, and what is done with them."""
-    of = Scene(shape=shape, num_reqs=max(2, requests), num_tokens=24, size_reqs=(max(2, requests),), **scene)  # type: ignore[arg-type]
-    return Case(scene=of, steps=(*(Arrive(prompt=past, computed=past),) * requests, *steps))
+    most = max(2, requests)
+    known = {"shape": shape, "num_reqs": most, "num_tokens": 24, "size_reqs": (most,)}
+    return Case(
+        scene=Scene(**known | scene),  # type: ignore[arg-type]
+        steps=(*(Arrive(prompt=past, computed=past),) * requests, *steps),
+    )
 
 
 CASES = {
+    "merge-sized-by-the-first-capture": case(
+        RunBatch(rows=((0, 2, 0),)),
+        num_reqs=16,
+        num_tokens=48,
+        size_tokens=(48,),
+        size_reqs=(16,),
+        drafts=2,
+        schedule=((1, 15, 1), (16, 16, 2)),
+        fused=False,
+        capture=CaptureAttack(order=1),
+    ),
+    "zero-filled-offsets": case(RunBatch(rows=((0, 2, 0),)), mode=GraphMode.FULL),
+    "queries-scaled-together": case(ONE, mode=GraphMode.FULL, num_reqs=1, size_reqs=(1,), size_tokens=(2,)),
+    "stale-page-indices": case(ONE, mode=GraphMode.FULL, past=1),
+    "constants-of-the-first-capture": case(ONE),
+    "longest-of-batch": case(ONE, past=12),
     "sized-by-the-limits": case(TWO, requests=2, beyond=2),
     "one-tile-of-requests": case(RunBatch(rows=tuple((number, 1, 0) for number in range(17))), requests=17),
     "second-split-lost": case(ONE, past=100),

@@ -30,8 +30,17 @@ def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
 
 
 ALONE = RunBatch(rows=((0, 4, 0),))
-ONE = RunBatch(rows=((0, 1, 0),))
+ONE, TWO = RunBatch(rows=((0, 1, 0),)), RunBatch(rows=((0, 2, 0),))
+FULL: dict[str, object] = {"mode": GraphMode.FULL, "num_reqs": 2, "num_tokens": 2, "size_tokens": (), "size_reqs": ()}
 CASES = {
+    # One request of two tokens in a graph for two requests.
+    "idx-mapping-padded-with-zero": case(TWO, **FULL),
+    "requests-not-padded": case(TWO, **FULL),
+    "last-token-indices-stale": case(TWO, **FULL, drafts=1, fused=False),
+    "first-draft-unverified": case(Serve(requests=((1, 2, 0),)), requests=0, **FULL, drafts=1, fused=False),
+    # The last position that the model has.
+    "drafts-past-the-model": case(Arrive(prompt=1, computed=23), ONE, requests=0),
+    "outputs-made-anew": case(requests=0),
     # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
     "targets-formula-for-the-drafter": case(
         RunBatch(rows=((0, 3, 0), (1, 3, 0))), requests=2, num_reqs=2, drafts=3, schedule=((1, 1, 3), (2, 2, 2))

@@ -76,32 +76,27 @@ def test_costs_add_up_to_what_the_engine_reported():
     requests=st.sets(st.integers(1, 64), min_size=4, max_size=12),
     pauses=st.integers(0, 1),
 )
-def test_time_apart_from_passes_is_what_intervals_have_more_than_graphs(once, each, requests, pauses):
-    """A line over the requests of a decode; an interval in which the host paused for long does not count."""
+def test_time_apart_from_passes_is_what_intervals_have_more_than_the_targets_graphs(once, each, requests, pauses):
+    """A line over the requests of a decode; an interval in which the host paused for long does not count.
+
+    Drafts run in that time: the profile has the same steps, whatever drafting takes.
+    """
     observation = profiled()
     target, *drafts = observation.roles
     steps = DEPLOYMENT.speculative.num_tokens
-    decodes = {
-        role.role: [(n, graph) for n, graph in enumerate(role.graphs) if graph.entry.query_len]
-        for role in (target, *drafts)
-    }
-
-    def passes(role, tokens):
-        return min((g.milliseconds, n) for n, g in decodes[role] if g.entry.num_tokens >= tokens)
-
+    decodes = [(n, graph) for n, graph in enumerate(target.graphs) if graph.entry.query_len]
     batches = []
     for number, num_reqs in enumerate(sorted(requests)):
         tokens = num_reqs * (1 + steps)
-        spent, graph = passes(Role.TARGET, tokens)
-        spent += (
-            passes(Role.DRAFT_PREFILL, tokens)[0] + passes(Role.DRAFT_DECODE, num_reqs)[0]
-        )  # one graph has all of a step
+        spent, graph = min((g.milliseconds, n) for n, g in decodes if g.entry.num_tokens >= tokens)
         interval = spent + once + each * num_reqs + 500.0 * (number < pauses)
         shape = {"num_reqs": num_reqs, "num_tokens": tokens, "query_len": 1 + steps}
         batches.append(BatchCount(**shape, steps=9, graph=graph, interval=interval))
     profile = observed(replace(observation, roles=(replace(target, batches=tuple(batches)), *drafts)))
     for num_reqs in (1, 64):
-        assert profile.apart(num_reqs) == pytest.approx(once + each * num_reqs, abs=1e-3)
+        apart = once + each * num_reqs
+        for drafting in (0.0, 0.1, 3.0):
+            assert profile.step(num_reqs, 2.0, drafting) == pytest.approx(2.0 + max(apart, drafting), abs=1e-3)
 
 
 def test_steps_stand_in_where_graphs_were_not_timed():

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.forecast import forecast
 from capture_planner.errors import PlanningError
-from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.sizing.allocation import SizeGroup, allocate
 from capture_planner.planning.sizing.program import LadderProblem, LadderProgram
 from capture_planner.planning.sizing.worst import least_worst
 from capture_planner.records._base import replace
-from capture_planner.records.spec import Budget
 from capture_planner.testing import deployments
 
 small = st.integers(0, 6)
@@ -114,6 +112,22 @@ def test_the_program_finds_the_least_cost_for_every_number_of_sizes(raw):
     assert problem.every_size == min(map(problem.cost, tables(problem)))
 
 
+@given(raw_ladders(), st.data())
+def test_the_worst_ratio_is_that_of_some_size(raw, data):
+    """Law 13, regret: each size's time where it is served, or its eager time, to its own; a time of nothing is one."""
+    sizes, times, weights, eager, least_top = raw
+    times = [time - data.draw(st.integers(0, 1)) for time in times]
+    problem = LadderProblem.of(sizes, times, weights, eager, least_top)
+    for chosen in tables(problem):
+        ratios = [Fraction(1)]
+        for index, own in enumerate(problem.times):
+            serving = [problem.times[other] for other in chosen if other >= index]
+            ratios.append(Fraction(serving[0] if serving else problem.eager[index], max(own, 1)))
+        assert problem.worst(chosen) == max(ratios)
+    ratios = [Fraction(each, max(own, 1)) for each, own in zip(problem.eager, problem.times, strict=True)]
+    assert problem.eager_ratio == max(ratios)
+
+
 @given(raw_ladders(), st.fractions(1, 6))
 def test_the_fewest_sizes_within_a_ratio(raw, ratio):
     """Law 13, regret: the fewest sizes by brute force, and the smallest of those."""
@@ -123,6 +137,7 @@ def test_the_fewest_sizes_within_a_ratio(raw, ratio):
     assert problem.within(ratio) == min(near, key=lambda chosen: (len(chosen), chosen[::-1]))
 
 
+@settings(max_examples=max(settings.default.max_examples, 50))
 @given(st.data(), st.integers(1, 3))
 def test_no_table_within_the_bounds_costs_less(data, count):
     """Law 13, all groups together: equal to brute force; of equal costs the fewest sizes."""
@@ -184,7 +199,7 @@ def test_the_forecast_is_what_the_dispatcher_gives(inputs):
     assert plan.forecast.graphs == plan.num_graphs
     assert plan.forecast.mean_step_ms == pytest.approx(judged.mean_step_ms, rel=1e-5)
     assert plan.forecast.eager_share == pytest.approx(judged.eager_share, abs=1e-5)
-    assert plan.forecast.regret == pytest.approx(judged.regret, abs=1e-5)
+    assert plan.forecast.regret == pytest.approx(judged.regret, rel=1e-5, abs=1e-5)
     assert judged.percentile(100) >= judged.percentile(50) >= judged.times[0][0]
 
 
@@ -220,17 +235,3 @@ def test_ratio_of_a_fraction_is_exact():
     problem = LadderProblem.of([1, 2], [2, 3], [1, 1], [9, 9], 2)
     assert problem.within(Fraction(3, 2)) == (1,)
     assert problem.within(Fraction(3, 2) - Fraction(1, 10**9)) == (0, 1)
-
-
-@given(deployments(max_reqs=16, max_tokens=128, measured=True))
-def test_eager_times_that_no_decode_needs_decide_nothing(inputs):
-    """An engine whose graphs serve every draft decode has no eager times of them; sizes are the same without."""
-    assume(Role.DRAFT_DECODE in inputs.spec.active_roles)
-    unbounded = attrs.evolve(inputs, spec=replace(inputs.spec, budget=Budget()))
-    profile = inputs.measurements.profile
-    served = tuple(c for c in profile.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
-    without = attrs.evolve(inputs.measurements, profile=replace(profile, curves=served))
-    plan = plan_of(unbounded)
-    assume(Role.DRAFT_DECODE in plan.planned and plan.role(Role.DRAFT_DECODE).entries)
-    again = plan_of(attrs.evolve(unbounded, measurements=without))
-    assert [role.entries for role in again.roles] == [role.entries for role in plan.roles]

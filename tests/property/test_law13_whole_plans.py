@@ -109,8 +109,11 @@ class Problem:
         objective = self.spec.sizes.objective
         self.tail = None
         if objective.startswith("p"):
-            time = partial(_with_every_size, prices=self.prices, spec=self.spec, ladders=alive)
-            self.tail = self.steps.percentile(float(objective[1:]), time)
+            every_size = partial(_with_every_size, prices=self.prices, spec=self.spec, ladders=alive)
+            profile = self.measurements.profile
+            self.tail = self.steps.percentile(
+                float(objective[1:]), lambda batch: profile.step(batch.num_reqs, *every_size(batch))
+            )
 
     def choose(self):
         return measured_sizes(self.spec, self.roles, self.costs, self.measurements)
@@ -237,6 +240,7 @@ def problem_of(inputs):
         assume(False)
 
 
+@settings(max_examples=max(settings.default.max_examples, 60))
 @given(problems())
 def test_no_table_within_the_budget_costs_less(inputs):
     """Law 13: mean, regret and percentile of whole plans, under bounds on graphs, their kinds, memory and seconds."""
@@ -311,3 +315,16 @@ def test_no_table_has_a_lower_percentile_of_decodes(inputs, data):
     assume(math.prod(map(len, problem.choices)) <= MOST_TABLES // 10)
     assert percentile(found.ladders) == pytest.approx(min(map(percentile, problem.tables())), rel=1e-9)
     assert found.expected == pytest.approx(percentile(found.ladders), rel=1e-9)
+
+
+@given(problems())
+def test_eager_times_that_no_decode_needs_decide_nothing(inputs):
+    """An engine whose graphs serve every draft decode has no eager times of them; sizes are the same without."""
+    unbounded = attrs.evolve(inputs, spec=replace(inputs.spec, budget=Budget()))
+    profile = inputs.measurements.profile
+    curves = tuple(c for c in profile.curves if (c.role, c.mode) != (Role.DRAFT_DECODE, GraphMode.NONE))
+    without = attrs.evolve(inputs.measurements, profile=replace(profile, curves=curves))
+    _, table = problem_of(unbounded)
+    assume(any(ladder.sizes for ladder in table.ladders if ladder.role is Role.DRAFT_DECODE))
+    _, again = problem_of(attrs.evolve(unbounded, measurements=without))
+    assert [ladder.sizes for ladder in again.ladders] == [ladder.sizes for ladder in table.ladders]

@@ -141,13 +141,62 @@ def test_tensors_that_outlive_a_capture_are_counted():
         graphs.split(lambda rows, target: target.copy_(rows.flatten()), reads=(z,), writes=(out[:4],))
         out.copy_(y)
 
-    assert graphs.capture(lambda: forward([]), pool).leftover == 0
-    assert graphs.capture(lambda: forward(kept), pool).leftover == 0  # of y, a piece reads a part
-    assert graphs.capture(lambda: kept.append(x * 3), pool).leftover == x.nbytes
+    assert graphs.capture(lambda: forward([]), pool).leftover.size == 0
+    assert graphs.capture(lambda: forward(kept), pool).leftover.size == 0  # of y, a piece reads a part
+    assert graphs.capture(lambda: kept.append(x * 3), pool).leftover.size == x.nbytes
 
     def cycle():
         loop = [x * 4]
         loop.append(loop)
         out.copy_(loop[0])
 
-    assert graphs.capture(cycle, pool).leftover == 0
+    assert graphs.capture(cycle, pool).leftover.size == 0
+
+
+def test_frames_that_an_exception_keeps_are_no_leftover():
+    """As a library keeps the ImportError of its first use, with the frames of all callers."""
+    graphs, pool, x, out = RecordedGraphs(), RecordedGraphs().pool(), torch.ones(8), torch.zeros(8)
+    errors = []
+
+    def library():
+        try:
+            raise ImportError("an optional module is missing")
+        except ImportError as error:
+            errors.append(error)
+
+    def forward(deep):
+        y = (x * 2, [x * 3])
+        forward(deep - 1) if deep else library()
+        out.copy_(y[0] + y[1][0])
+
+    assert graphs.capture(lambda: forward(3), pool).leftover.size == 0
+    assert str(errors[0]) == "an optional module is missing"
+
+
+def test_leftover_names_what_holds_it():
+    """An attribute, also through containers; a generator that can go on."""
+    graphs, pool, x, out = RecordedGraphs(), RecordedGraphs().pool(), torch.ones(8), torch.zeros(8)
+
+    class Backend:
+        pass
+
+    backend = Backend()
+
+    def forward():
+        backend.workspace = x * 2
+        backend.cache = {"first": [x * 3]}
+        out.copy_(backend.workspace)
+
+    left = graphs.capture(forward, pool).leftover
+    assert left.size == 2 * x.nbytes
+    assert left.holders == ("Backend.cache", "Backend.workspace")
+
+    def steps():
+        y = x * 4
+        yield
+        out.copy_(y)
+
+    backend.steps = steps()
+    left = graphs.capture(lambda: next(backend.steps), pool).leftover
+    assert (left.size, left.holders) == (x.nbytes, ("steps",))
+    assert next(backend.steps, None) is None

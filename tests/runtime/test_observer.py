@@ -13,7 +13,7 @@ from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.options import Options
 from support.worlds import requests_of, serve, spec_of, world_of, worlds
 
-FEW = settings(max_examples=8)
+FEW = settings(max_examples=min(settings.default.max_examples // 3, 8))
 
 
 class Recorder(ForwardObserver):

@@ -63,7 +63,7 @@ def _records(annotation):
     return [found for arg in getattr(annotation, "__args__", ()) for found in _records(arg)]
 
 
-def _unseen(strategy, kind, examples=150, rounds=20, without=()):
+def _unseen(strategy, kind, examples=50, rounds=60, without=()):
     """The fields that have fewer than two values, in round after round until there are none."""
     seen, fields = defaultdict(set), set(declared(kind)) - ONE_VALUE - set(without)
     for number in range(rounds):
@@ -97,22 +97,22 @@ def test_every_field_of_an_environment_takes_part():
 
 def test_every_field_of_a_plan_takes_part():
     """The same for plans that are made by hand."""
-    assert not _unseen(arbitrary_plans(), Plan, examples=30)
+    assert not _unseen(arbitrary_plans(), Plan, examples=15)
 
 
 def test_every_field_of_an_observation_takes_part():
     """The same for observations."""
-    assert not _unseen(observations(), Observation, examples=60)
+    assert not _unseen(observations(), Observation, examples=20)
 
 
 def test_every_field_of_traffic_takes_part():
     """The same for traffic."""
-    assert not _unseen(traffics(), Traffic, examples=60)
+    assert not _unseen(traffics(), Traffic, examples=20)
 
 
 def test_every_field_of_a_profile_takes_part():
     """The same for profiles."""
-    assert not _unseen(profiles(), Profile, examples=60)
+    assert not _unseen(profiles(), Profile, examples=20)
 
 
 @given(backends())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import attrs
 
@@ -102,8 +103,11 @@ class Pricing:
             fused = entry is not None and entry.draft_steps is not None
             every = self._prices.with_every_size(each, repeats, fused=fused)
             passes.append(PassCost(each, entry, self._prices.of(each, entry, repeats), every))
-        apart = self.costs.profile.apart(batch.num_reqs)
-        own, best = (apart + sum(getattr(each, name) for each in passes) for name in ("milliseconds", "every_size"))
+        times = {False: [0.0, 0.0], True: [0.0, 0.0]}
+        for cost in passes:
+            of_role = times[cost.batch.role.is_drafter]
+            of_role[0], of_role[1] = of_role[0] + cost.milliseconds, of_role[1] + cost.every_size
+        own, best = map(partial(self.costs.profile.step, batch.num_reqs), times[False], times[True])
         return StepCost(tuple(passes), own, best, unknown)
 
     def _passes(self, batch: Batch) -> Iterator[tuple[Batch, int]]:

@@ -24,7 +24,7 @@ class LaunchLine:
 def launch_line(engine: Engine, plan: Plan, words: Sequence[str], plan_file: str) -> LaunchLine:
     """Return the ``launch`` command for an engine's own words, without the flags that contradict the plan.
 
-    :param words: variables of the engine, then the words behind its program, as ``own_words`` returns them.
+    :param words: variables of the engine, then the words behind its program, as ``Emulation.command`` has them.
     """
     if engine.launch is None:
         export = shlex.join(["capture-planner", "export", plan_file, "--to", engine.name])

@@ -166,8 +166,8 @@ def _timed(domain: Domain, time: TimeOf) -> Iterator[int]:
     """Yield the fewest sizes with which no count takes more than ``TIME_RATIO`` times its own size."""
     sizes = list(domain.needed(count for first, last in domain.intervals for count in range(first, last + 1)))
     times = [round(time(size) * 1_000_000) for size in sizes]
-    even = [0] * len(sizes)
-    problem = LadderProblem.of(sizes, times, even, even, sizes[-1])
+    # How often a count runs decides nothing here, and the largest size leaves none without a graph.
+    problem = LadderProblem.of(sizes, times, times, times, sizes[-1])
     yield from (problem.sizes[index] for index in problem.within(TIME_RATIO))
 
 

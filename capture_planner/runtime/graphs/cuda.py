@@ -22,6 +22,7 @@ from capture_planner.errors import CaptureError
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.runtime.graphs.fingerprints import fingerprint_of, load_driver
 from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.leftover import Leftover, leftover
 from capture_planner.runtime.graphs.reading import Reading
 
 
@@ -64,6 +65,10 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return made.set_(there, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class CudaPool:
     """A pool of the caching allocator, private to graphs."""
 
@@ -101,12 +106,12 @@ class CudaPool:
         for block in self._idle[1]:
             block.fill_(255)
 
-    def new_leftover(self) -> int:
-        """Return the bytes of blocks that live tensors own, without what was counted before."""
+    def new_leftover(self) -> Leftover:
+        """Return the blocks that live tensors own, without what was counted before."""
         owned = dict(self._blocks("active_allocated"))
-        new = sum(size for address, size in owned.items() if address not in self._leftover)
+        new = {address: size for address, size in owned.items() if address not in self._leftover}
         self._leftover = set(owned)
-        return new
+        return leftover(new, _address, "cuda")
 
     def _inactive(self) -> Iterator[torch.Tensor]:
         return (borrowed(address, size) for address, size in self._blocks("inactive"))
@@ -136,7 +141,7 @@ class CudaGraph:
     """Bytes of segments by which it grew its pool."""
     alone: int = 0
     """Bytes of its tensors when most of them were alive; a pool of its own rounds up to segments."""
-    leftover: int = 0
+    leftover: Leftover = attrs.Factory(Leftover)
 
     @property
     def pieces(self) -> int:
@@ -180,6 +185,21 @@ class CudaGraphs:
         self._open: CudaGraph | None = None
         self._pool: CudaPool | None = None
         self._accounts = accounts
+        self._first = self._rehearse(device)
+
+    def _rehearse(self, device: torch.device) -> CudaGraph:
+        """Capture two pieces of nothing, to be kept: what a process does once must not be in the first graph.
+
+        As long as there is a graph, torch keeps the state that its random numbers have in graphs, 1,024 bytes.
+        """
+        element = torch.zeros(1, device=device)
+
+        def forward() -> None:
+            element.zero_()
+            self.split(lambda tensor: None, (element,), ())
+            element.zero_()
+
+        return self.capture(forward, self.pool())
 
     def reading(self) -> Reading | None:
         """Wait for the device, give back what no tensor owns, and read its memory."""
@@ -227,10 +247,7 @@ class CudaGraphs:
             del graph
             raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
         if torch.cuda.memory_allocated() > alive:
-            # A cycle of objects may hold what the forward has let go.
-            gc.collect()
-            if torch.cuda.memory_allocated() > alive:
-                graph.leftover = pool.new_leftover()
+            graph.leftover = pool.new_leftover()
         pool.add(graph)
         return graph
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from capture_planner.records.fingerprint import Fingerprint
+from capture_planner.runtime.graphs.leftover import Leftover
 from capture_planner.runtime.graphs.reading import Reading
 
 
@@ -38,8 +39,8 @@ class Graph(Protocol):
         """
 
     @property
-    def leftover(self) -> int:
-        """Bytes of tensors that its forward made and that outlived the capture: the next replay overwrites them."""
+    def leftover(self) -> Leftover:
+        """Tensors that its forward made and that outlived the capture."""
 
     @property
     def pieces(self) -> int:

@@ -10,7 +10,6 @@ their place in the pool when it is over, once it is known how long each is alive
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from capture_planner.errors import CaptureError, RunError
 from capture_planner.records.fingerprint import Fingerprint, digest_of
 from capture_planner.runtime.graphs.dump import write_operators
 from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.leftover import Leftover, leftover
 from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
 
@@ -59,7 +59,7 @@ class RecordedGraph:
     memory: int
     alone: int
     pieces: int
-    leftover: int
+    leftover: Leftover
     _items: tuple[_Call | _Break, ...]
 
     def fingerprint(self) -> Fingerprint:
@@ -236,7 +236,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give each of the graph's own storages its place in the pool, and make the graph."""
         own = [(storage, storage.block) for storage in self._storages.values() if storage.is_own]
         used = [(storage, block) for storage, block in own if block is not None]
-        leftover = self._leftover()  # before lent tensors are pointed into the pool
+        left = self._leftover()  # before lent tensors are pointed into the pool
         allocation = pool.hold([block for _, block in used])
         for (storage, _), (chunk, offset) in zip(used, allocation.places, strict=True):
             storage.settle(chunk, offset)
@@ -246,17 +246,16 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory=allocation.memory,
             alone=allocation.alone,
             pieces=1 + sum(isinstance(item, _Break) for item in self._items),
-            leftover=leftover,
+            leftover=left,
             items=tuple(self._items),
         )
 
-    def _leftover(self) -> int:
-        """Return the bytes of own storages that are alive after the forward. Pieces keep the tensors that they lend."""
+    def _leftover(self) -> Leftover:
+        """Return the own storages that are alive after the forward. Pieces keep the tensors that they lend."""
         lent = {storage_key(tensor) for item in self._items if isinstance(item, _Break) for tensor, _ in item.tensors}
-        own = [storage for key, storage in self._storages.items() if storage.is_own and key not in lent]
-        if any(storage.is_alive for storage in own):
-            gc.collect()  # a cycle of objects may hold what the forward has let go
-        return sum(storage.size for storage in own if storage.is_alive)
+        own = {key: storage for key, storage in self._storages.items() if storage.is_own and key not in lent}
+        sizes = {key: storage.size for key, storage in own.items() if storage.is_alive}
+        return leftover(sizes, storage_key, "cpu") if sizes else Leftover()
 
     def _meet(self, tensor: torch.Tensor, func: Any, *, is_own: bool) -> bool:
         """Return whether the tensor's storage is new; then it is the graph's own, or stood before."""

@@ -80,6 +80,7 @@ def profiles(draw: DrawFn) -> Profile:
         base_seconds=draw(_amounts()),
         step_milliseconds=draw(_amounts()),
         step_milliseconds_per_request=draw(_amounts()),
+        drafts_overlap=draw(st.booleans()),
         spread=draw(maybe(_amounts())),
         notes=tuple(draw(st.lists(any_text(), max_size=2))),
     )

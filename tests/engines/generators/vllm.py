@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.codec.shipped import shipped_environments
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner_vllm.settings import RunnerVersion, VllmSettings
@@ -21,7 +22,7 @@ from engines.generators.vllm_models import write_models
 
 __all__ = ["ENVIRONMENTS", "Case", "answer_of", "batches", "cases", "write_models"]
 
-ENVIRONMENTS = ("h100", "h200", "a100", "b200", "l40s", "t4")
+ENVIRONMENTS = tuple(name for name in shipped_environments() if name != "cpu")
 
 
 @attrs.frozen(kw_only=True)
@@ -126,7 +127,9 @@ def answer_of(settings: VllmSettings) -> dict[str, Any]:
         draft = [[settings.query_len, settings.draft_prefill_mode.value]]
         if settings.draft_decode_mode is not None:
             draft.append([1, settings.draft_decode_mode.value])
-    return {
+    overlap = settings.overlap
+    split = {} if overlap is None else {"overlap": list(attrs.astuple(overlap))}
+    return split | {
         "runner": settings.runner.value,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,

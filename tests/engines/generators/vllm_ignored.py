@@ -32,8 +32,6 @@ IGNORED: dict[str, str] = {
     "data_parallel_size_local": _RANKS,
     "data_parallel_external_lb": _RANKS,
     "data_parallel_hybrid_lb": _RANKS,
-    "dbo_decode_token_threshold": "splitting batches over data-parallel ranks, which is not emulated",
-    "dbo_prefill_token_threshold": "splitting batches over data-parallel ranks, which is not emulated",
     "kv_transfer_config": "the role of a connector; which connectors need PIECEWISE is emulated",
     "compilation_config.custom_ops": _KERNELS,
     "compilation_config.compile_sizes": _KERNELS,

@@ -22,6 +22,7 @@ from capture_planner.records.batch import Batch
 from capture_planner_vllm import legacy, schedule
 from capture_planner_vllm.drafter import DraftDecode, draft_modes
 from capture_planner_vllm.managers import managers
+from capture_planner_vllm.overlap import Overlap
 from capture_planner_vllm.settings import DrafterKind, RunnerVersion, VllmSettings, lora_cases
 from capture_planner_vllm.table import TableManager
 from engines.generators import vllm_ranks
@@ -44,6 +45,8 @@ class Configuration:
     draft_query_len: int = 0
     draft_fused: bool = False
     varlen: bool = False
+    overlap: Overlap | None = None
+    """Every answer is then of two ranks that run the same batch."""
     max_loras: int = 0
     capture_fewer: bool = True
     """vLLM's ``cudagraph_specialize_lora``."""
@@ -89,6 +92,7 @@ class Configuration:
                 self.max_loras, self.runner, separate=self.capture_fewer, specialize=self.specialize_lora
             ),
             varlen=self.varlen,
+            overlap=self.overlap,
             max_loras=self.max_loras,
             specialize_lora=self.specialize_lora,
         )
@@ -115,8 +119,8 @@ def case(seed: int, index: int) -> Case:
     """Return the case of that number."""
     rng = random.Random(f"vllm-managers-{seed}-{index}")
     found = _configuration(rng)
-    dynamic = found.schedule is not None
-    # The engine drops a dynamic schedule under data parallelism.
+    # The engine drops a dynamic schedule under data parallelism, and splits batches only where ranks agree to.
+    dynamic = found.schedule is not None or found.overlap is not None
     return Case(
         configuration=found,
         batches=tuple(_batch(rng, found) for _ in range(12)),
@@ -213,6 +217,7 @@ def graph_row(graph: CapturedGraph) -> list[Any]:
         graph.max_query_len,
         entry.active_loras,
         entry.draft_steps,
+        graph.microbatches,
     ]
 
 
@@ -281,6 +286,13 @@ def _configuration(rng: random.Random) -> Configuration:
     if runner is RunnerVersion.V1 and mode.decode_mode is GraphMode.FULL and top < 1 + k:
         mode = GraphMode.PIECEWISE
     max_loras = rng.choice([0, 0, 0, 1, 2, 3, 4, 6, 8])
+    overlap = _overlap(rng) if rng.random() < 0.15 else None
+    if overlap is not None:
+        max_loras, tiers = 0, None
+        if runner is RunnerVersion.V2:
+            k, drafter = 0, DrafterKind.NONE
+        elif mode is GraphMode.FULL:
+            mode = GraphMode.FULL_AND_PIECEWISE
     return Configuration(
         runner=runner,
         mode=mode,
@@ -293,10 +305,17 @@ def _configuration(rng: random.Random) -> Configuration:
         draft_query_len=rng.choice([k, 1 + k]) if drafter is parallel else 0,
         draft_fused=drafter is chain and runner is RunnerVersion.V2 and rng.random() < 0.5,
         varlen=k > 0 and runner is RunnerVersion.V2 and tiers is None and rng.random() < 0.15,
+        overlap=overlap,
         max_loras=max_loras,
         capture_fewer=rng.random() < 0.8,
         specialize_lora=max_loras > 0 and rng.random() < 0.5,
     )
+
+
+def _overlap(rng: random.Random) -> Overlap:
+    parts = rng.choice([2, 2, 2, 3])
+    least = rng.choice([parts, parts, 16, 32, 100])
+    return Overlap(microbatches=parts, decode_tokens=least, prefill_tokens=rng.choice([parts, 64, 512]))
 
 
 def _tiers(rng: random.Random, reqs: int, k: int) -> tuple[tuple[int, int, int], ...]:

@@ -1,4 +1,4 @@
-"""How vLLM 0.33's data-parallel ranks agree on a shape, as a function of all ranks' batches.
+"""How vLLM's data-parallel ranks agree on a shape, as a function of all ranks' batches.
 
 The rules are those of ``vllm/v1/worker/gpu/dp_utils.py``, and for model runner V1 those of
 ``vllm/v1/worker/dp_utils.py``. Ranks that agree to skip drafts, and batches split into microbatches, are
@@ -16,6 +16,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner_vllm.drafter import DraftDecode, DraftPrefill
 from capture_planner_vllm.legacy import PaddedManager
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.table import TableManager, answered
 
 _MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
@@ -32,8 +33,8 @@ class Agreement:
     """Tokens of every request on every rank, where all are the same uniform decode."""
     eager: bool
     """Whether some rank had no graph before they spoke. False does not say that there is one."""
-    num_reqs: int
-    """The most requests on any rank, without padding."""
+    num_reqs: tuple[int, ...]
+    """For each rank, the most requests on any, without padding; before 0.33 those that its FULL graph pads to."""
 
 
 def idle(target: TableManager) -> Batch:
@@ -59,7 +60,7 @@ def agree(target: TableManager, batches: Sequence[Batch]) -> tuple[tuple[Dispatc
         num_tokens=tuple(query.num_tokens for query in queries),
         uniform=uniform,
         eager=any(answer.entry is None for answer in own),
-        num_reqs=max(query.num_reqs for query in queries),
+        num_reqs=(max(query.num_reqs for query in queries),) * len(queries),
     )
     if agreement.eager:
         return tuple(
@@ -68,19 +69,23 @@ def agree(target: TableManager, batches: Sequence[Batch]) -> tuple[tuple[Dispatc
     tokens = max(agreement.num_tokens)
     widest = [query.max_query_len for query in queries if query.max_query_len is not None]
     most = max(widest) if len(widest) == len(queries) else None
-    answers, rows = [], []
+    answers, rows, reqs = [], [], []
     for batch, query in zip(batches, queries, strict=True):
         query = attrs.evolve(query, num_tokens=tokens, uniform=uniform, max_query_len=most)
         found = target.find(query)
         answers.append(answered(found, batch, None if found is not None else Reason.RANK, tokens=tokens))
         rows.append(tokens if found is None else found.entry.num_tokens)
-    return tuple(answers), attrs.evolve(agreement, num_tokens=tuple(rows))
+        most_reqs = agreement.num_reqs[0]
+        if found is not None and found.entry.mode is GraphMode.FULL and not has("ranks-agree-on-real-requests"):
+            most_reqs = found.entry.num_reqs or most_reqs
+        reqs.append(most_reqs)
+    return tuple(answers), attrs.evolve(agreement, num_tokens=tuple(rows), num_reqs=tuple(reqs))
 
 
 def draft(manager: DraftPrefill | DraftDecode, batches: Sequence[Batch], agreement: Agreement) -> tuple[Dispatch, ...]:
     """Return each rank's answer for a pass of the drafter, after the target's ``batches``."""
     if isinstance(manager, DraftDecode):
-        return tuple(manager.at(batch, agreement.num_reqs) for batch in batches)
+        return tuple(manager.at(batch, most) for batch, most in zip(batches, agreement.num_reqs, strict=True))
     if agreement.eager:
         return tuple(answered(None, batch, manager.dispatch(batch).reason or Reason.RANK) for batch in batches)
     return tuple(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import re
 import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from capture_planner_vllm.releases import NEWEST
 from support.files import module_at
 
 _HERE = Path(__file__).parent
@@ -52,6 +54,15 @@ def sources(arguments: argparse.Namespace) -> Path:
     return folder
 
 
+def release_in(folder: Path) -> str:
+    """Return the release of unpacked sources of vLLM, from the file that its build writes."""
+    text = (folder / "vllm" / "_version.py").read_text()
+    match = re.search(r"__version__ = (?:version = )?'([^']+)'", text)
+    if match is None:
+        raise SystemExit(f"{folder}: vllm/_version.py names no release")
+    return match[1]
+
+
 def say(text: str) -> None:
     """Print a line without markup."""
     _BENCH.CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -73,11 +84,14 @@ def finish(
     say(f"{listed}: {differences} differ, {seconds:.0f} s")
     for flag, count in (ignored or {}).items():
         say(f"accepted here, refused by the engine over a value with no effect on graphs: {count:,} {flag}")
+    release = getattr(arguments, "release", None)
     if arguments.output is not None and arguments.output.suffix != ".json":
         date = datetime.datetime.now(datetime.UTC)
-        arguments.output = arguments.output / f"oracle_{name}-{date:%Y-%m-%d}.json"
+        older = "" if release in (None, NEWEST) else f"_{release}"
+        arguments.output = arguments.output / f"oracle_{name}{older}-{date:%Y-%m-%d}.json"
     results: dict[str, Any] = {
         "engine": arguments.package,
+        "release": release,
         "seed": arguments.seed,
         "compared": counts,
         "differences": differences,

@@ -4,6 +4,7 @@
 
 Writes ``flags.json`` (the flags by name and kind) and ``names.json`` (the names of JSON fields, backends and
 models) of engines/vllm, and ``golden/vllm_config.json``: command lines with the answers of the engine's own code.
+Of an older release than the newest that is followed, only the difference is written, to ``releases.json``.
 Where vLLM refuses a line over flags that the emulation ignores, its answer without them is recorded too.
 """
 
@@ -16,12 +17,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engines.oracle.comparison import sources
+from capture_planner_vllm import tables
+from capture_planner_vllm.releases import NEWEST, differences, following, releases
+from capture_planner_vllm.tables import flag_table
+from engines.oracle.comparison import release_in, sources
 from support.files import module_at
 
 HERE = Path(__file__).parent
 FLAGS = HERE.parents[2] / "engines" / "vllm" / "src" / "capture_planner_vllm" / "flags.json"
-NAMES = FLAGS.with_name("names.json")
+NAMES, RELEASES = FLAGS.with_name("names.json"), FLAGS.with_name("releases.json")
 GOLDEN = HERE.parent / "golden" / "vllm_config.json"
 KINDS = {
     "str": "text",
@@ -56,6 +60,12 @@ def _record(action: argparse.Action) -> dict[str, Any]:
         entry["no"] = [name for name in mine if name in positive]
         entry["kind"] = "switch"
         return entry
+    if shape == "BooleanOptionalAction":
+        # Before 0.33 a switch has one negative name, Python's own.
+        entry["no"] = [name for name in entry["names"] if name.startswith("--no-")]
+        entry["names"] = [name for name in entry["names"] if name not in entry["no"]]
+        entry["kind"] = "switch"
+        return entry
     if shape == "_StoreTrueAction":
         entry["kind"] = "on"
         return entry
@@ -71,14 +81,17 @@ def _record(action: argparse.Action) -> dict[str, Any]:
     return entry
 
 
-def record_flags(oracle: Any) -> None:
-    """Write the names and kinds of all flags of ``vllm serve``, one to a line."""
-    lines = []
-    for action in oracle.serve._actions:
-        if action.option_strings and action.dest != "help":
-            lines.append(f'"{action.dest}": {json.dumps(_record(action))}')
-    FLAGS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    sys.stdout.write(f"{FLAGS.name}: {len(lines)} flags\n")
+def flags_of(oracle: Any) -> dict[str, Any]:
+    """Return the names and kinds of all flags of ``vllm serve``."""
+    actions = oracle.serve._actions
+    return {each.dest: _record(each) for each in actions if each.option_strings and each.dest != "help"}
+
+
+def write_rows(file: Path, rows: dict[str, Any]) -> None:
+    """Write a JSON object, one of its fields to a line."""
+    lines = [f'"{name}": {json.dumps(value)}' for name, value in rows.items()]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    sys.stdout.write(f"{file.name}: {len(lines)} rows\n")
 
 
 def _quantization() -> dict[str, list[str]]:
@@ -104,8 +117,8 @@ def _quantization() -> dict[str, list[str]]:
     }
 
 
-def record_names(wheel: Path) -> None:
-    """Write the names that JSON flags and settings may hold: fields, methods, backends, architectures."""
+def names_of(wheel: Path) -> dict[str, list[str]]:
+    """Return the names that JSON flags and settings may hold: fields, methods, backends, architectures."""
     import dataclasses
     from typing import get_args
 
@@ -118,7 +131,7 @@ def record_names(wheel: Path) -> None:
     def fields(kind: Any) -> list[str]:
         return [field.name for field in dataclasses.fields(kind) if field.init]
 
-    names = {
+    return {
         "compilation_config": fields(CompilationConfig),
         "pass_config": fields(PassConfig),
         "attention_config": fields(AttentionConfig),
@@ -130,13 +143,53 @@ def record_names(wheel: Path) -> None:
         "breakable_architectures": sorted(vllm.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES),
         "drafts": sorted(registry._SPECULATIVE_DECODING_MODELS),
         "connectors": list(KVConnectorFactory._registry),
-        "cache_dtypes": list(cache.KV_CACHE_DTYPES),
+        "cache_dtypes": list(get_args(cache.CacheDType)),
         **_quantization(),
         **module_at(HERE / "vllm_architectures.py").architectures(wheel),
     }
-    lines = [f'"{name}": {json.dumps(values)}' for name, values in names.items()]
-    NAMES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    sys.stdout.write(f"{NAMES.name}: {sum(map(len, names.values()))} names\n")
+
+
+def record_older(release: str, newer: str, flags: dict[str, Any], names: dict[str, list[str]]) -> None:
+    """Write what an older release has otherwise than ``newer``; the rules that it lacks stay as they are."""
+    with following(newer):
+        newer_flags, newer_names = flag_table(), tables.names()
+    negatives = (
+        "--no-" if all(name.startswith("--no-") for each in flags.values() for name in each.get("no", ())) else ""
+    )
+    differing = {
+        dest: flags.get(dest)
+        for dest in (newer_flags | flags)
+        if flags.get(dest) != tables.with_negatives(newer_flags.get(dest) or {}, negatives)
+    }
+    changes = {
+        kind: {
+            "without": [name for name in newer_names[kind] if name not in present],
+            "with": [name for name in present if name not in newer_names[kind]],
+        }
+        for kind, present in names.items()
+        if present != newer_names[kind]
+    }
+    rows = dict(differences())
+    lacks = rows.get(release, {}).get("lacks", {})
+    rows[release] = {"lacks": lacks, "negatives": negatives, "flags": differing, "names": changes}
+    write_releases(dict(sorted(rows.items(), key=lambda row: _number(row[0]), reverse=True)))
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def write_releases(rows: dict[str, Any]) -> None:
+    """Write ``releases.json``, each rule, flag and list of names on a line of its own."""
+    releases_ = []
+    for release, content in rows.items():
+        parts = [f'  "negatives": {json.dumps(content["negatives"])}']
+        for kind in ("lacks", "flags", "names"):
+            lines = ",\n".join(f'   "{name}": {json.dumps(value)}' for name, value in content[kind].items())
+            parts.append(f'  "{kind}": {{\n{lines}\n  }}')
+        releases_.append(f' "{release}": {{\n' + ",\n".join(parts) + "\n }")
+    RELEASES.write_text("{\n" + ",\n".join(releases_) + "\n}\n")
+    sys.stdout.write(f"{RELEASES.name}: {', '.join(rows)}\n")
 
 
 def _flat(part: Any) -> list[str]:
@@ -145,13 +198,13 @@ def _flat(part: Any) -> list[str]:
     return [part] if isinstance(part, str) else [name for inner in get_args(part) for name in _flat(inner)]
 
 
-def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> None:
-    """Write ``count`` command lines with the engine's answers."""
+def record_configurations(module: Any, oracle: Any, file: Path, count: int, seed: int, *, older: bool = False) -> None:
+    """Write ``count`` command lines with the engine's answers; ``older``: those that the newest answers otherwise."""
     from capture_planner.codec.shipped import find_environment
     from engines.generators import vllm
     from engines.oracle.vllm_refusals import excused
 
-    cases = []
+    cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         vllm.write_models(Path(folder))
         for case in vllm.cases(count, seed, wild=0.01):
@@ -161,12 +214,26 @@ def record_configurations(module: Any, oracle: Any, count: int, seed: int) -> No
             if isinstance(answer, module.EngineRefusal):
                 flags, without = excused(oracle, command, environment, variables, answer)
                 answer = {"refused": answer.kind} | ({"ignored": flags, "without": without} if flags else {})
-            cases.append({**case.data(), "answer": answer})
-    GOLDEN.parent.mkdir(exist_ok=True)
+            if not older or _differs(vllm, case, command, environment, answer):
+                cases.append({**case.data(), "answer": answer})
+    file.parent.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
-    GOLDEN.write_text(f"[\n{lines}\n]\n")
+    file.write_text(f"[\n{lines}\n]\n")
     refused = sum("refused" in case["answer"] for case in cases)
-    sys.stdout.write(f"{GOLDEN.name}: {len(cases)} command lines, {refused} refused\n")
+    sys.stdout.write(f"{file.name}: {len(cases)} command lines, {refused} refused\n")
+
+
+def _differs(vllm: Any, case: Any, command: list[str], environment: Any, answer: dict[str, Any]) -> bool:
+    """Say whether the emulation of the newest release answers a line otherwise."""
+    from capture_planner.errors import FlagError
+    from capture_planner_vllm.engine import resolve
+
+    try:
+        ours = vllm.answer_of(resolve([f"{n}={v}" for n, v in case.variables] + command, environment)[0])
+    except FlagError:
+        return "refused" not in answer
+    answer = answer.get("without", answer)
+    return any(ours[name] != answer.get(name) for name in ours)
 
 
 def main() -> None:
@@ -180,11 +247,20 @@ def main() -> None:
     options.wheel = sources(options)
     module = module_at(HERE / "vllm_config.py")
     oracle = module.VllmOracle(options.wheel)
-    record_flags(oracle)
+    flags = flags_of(oracle)
     with module.stubs.installed(options.wheel, "vllm"):
-        record_names(options.wheel)
+        release, names = release_in(options.wheel), names_of(options.wheel)
+    if release != NEWEST:
+        newer = min((each for each in releases() if _number(each) > _number(release)), key=_number)
+        record_older(release, newer, flags, names)
+        if not options.flags_only:
+            file = GOLDEN.with_name(f"vllm_config-{release}.json")
+            record_configurations(module, oracle, file, options.count, options.seed, older=True)
+        return
+    write_rows(FLAGS, flags)
+    write_rows(NAMES, names)
     if not options.flags_only:
-        record_configurations(module, oracle, options.count, options.seed)
+        record_configurations(module, oracle, GOLDEN, options.count, options.seed)
 
 
 if __name__ == "__main__":

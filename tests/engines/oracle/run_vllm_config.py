@@ -13,6 +13,7 @@ as the emulation does for the whole line. Those are counted by flag.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import io
@@ -30,10 +31,11 @@ from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.records.environment import Environment
 from capture_planner_vllm.engine import resolve
 from capture_planner_vllm.flags import read
+from capture_planner_vllm.releases import NEWEST, following, releases
 from capture_planner_vllm.tables import flag_table
 from engines.generators.vllm import answer_of, cases, write_models
 from engines.generators.vllm_directed import directed
-from engines.oracle.comparison import finish, options, oracle, say, sources
+from engines.oracle.comparison import finish, options, oracle, release_in, say, sources
 from engines.oracle.vllm_refusals import excused
 
 VALUES = ("3", "x", "0.5", "auto", "", "None", '{"a": 1}', "1k", "2K", "1.5K", "-1", "[1, 2]", "a=b", "-0.5")
@@ -47,6 +49,15 @@ def main() -> int:
     arguments = parser.parse_args()
     module, wheel = oracle("vllm_config"), sources(arguments)
     engine = module.VllmOracle(wheel)
+    arguments.release = release_in(wheel)
+    release = arguments.release if arguments.release in releases() else NEWEST
+    say(f"vLLM {arguments.release} against the emulation of {release}")
+    with following(release):
+        return _compare(module, engine, wheel, arguments)
+
+
+def _compare(module: ModuleType, engine: Any, wheel: Path, arguments: argparse.Namespace) -> int:
+    """Compare while a release is followed, and return the exit status."""
     flags, differences = (0, 0) if arguments.lines_only else _parsers(module, engine, wheel)
     say(f"{flags} single flags parsed, {differences} differences")
     outcomes: collections.Counter[str] = collections.Counter()

@@ -12,8 +12,9 @@ import time
 from collections import Counter
 from typing import Any
 
+from capture_planner_vllm.releases import NEWEST, following, releases
 from engines.generators import vllm_managers as cases
-from engines.oracle.comparison import finish, options, oracle, say, sources
+from engines.oracle.comparison import finish, options, oracle, release_in, say, sources
 
 
 def plain(value: Any) -> Any:
@@ -40,7 +41,11 @@ def main() -> int:
     arguments = options(__doc__, "vllm", seed=0).parse_args()
     seen: Counter[str] = Counter()
     differing, started = 0, time.perf_counter()
-    with oracle("vllm_managers").engine(sources(arguments)) as engine:
+    folder = sources(arguments)
+    arguments.release = release_in(folder)
+    release = arguments.release if arguments.release in releases() else NEWEST
+    say(f"vLLM {arguments.release} against the emulation of {release}")
+    with following(release), oracle("vllm_managers").engine(folder) as engine:
         for index in range(arguments.count):
             case = cases.case(arguments.seed, index)
             ours, theirs = plain(cases.answers(case)), plain(engine.answers(case))

@@ -50,6 +50,7 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
     """Return the architectures that are decoders, with and without recurrent layers or further inputs."""
     import vllm.config.vllm as config
     import vllm.model_executor.models.registry as registry
+    from vllm.model_executor.models import interfaces
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     stand_in(module_at(Path(__file__).with_name("stubs.py")))
@@ -73,7 +74,7 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
                 continue
             if not info.supports_pp:
                 found["no_pipeline"].append(architecture)
-            if not info.supports_lora:
+            if not interfaces.supports_lora(kind):
                 found["no_lora"].append(architecture)
             if info.supports_multimodal:
                 found["multimodal"].append(architecture)

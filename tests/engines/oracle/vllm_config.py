@@ -118,7 +118,6 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         import vllm.model_executor.models.registry as registry
         import vllm.utils.deep_gemm
         import vllm.utils.flashinfer
-        from vllm.entrypoints.common.cli_args import make_arg_parser
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.attention.backends import fa_utils, flash_attn, flashinfer
@@ -132,7 +131,8 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry, architectures)
         parser = FlexibleArgumentParser(prog="vllm")
         commands = parser.add_subparsers(dest="subparser")
-        self.serve = make_arg_parser(commands.add_parser("serve"))
+        serve = parts.moved("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
+        self.serve = serve.make_arg_parser(commands.add_parser("serve"))
         self.parser, self._args, self._context = parser, arg_utils.AsyncEngineArgs, UsageContext
         self._config, self._flash_attn, self._fa_utils = config, flash_attn, fa_utils
         self._attn_utils = attn_utils
@@ -217,6 +217,10 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
             "compile": compilation.mode.name,
             "async": bool(scheduler.async_scheduling),
         }
+        ranks = config.parallel_config
+        if ranks.use_ubatching and ranks.data_parallel_size > 1:
+            thresholds = (ranks.dbo_decode_token_threshold, ranks.dbo_prefill_token_threshold)
+            found["overlap"] = [ranks.num_ubatches, *thresholds]
         from vllm.config import set_current_vllm_config
         from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 

@@ -13,7 +13,11 @@ import torch
 from engines.generators.vllm_managers import Case, Configuration, Rows, summary
 from support.files import module_at
 
-FirstAllReduce = module_at(Path(__file__).with_name("vllm_standins.py")).FirstAllReduce
+standins = module_at(Path(__file__).with_name("vllm_standins.py"))
+FirstAllReduce = standins.FirstAllReduce
+
+CONTEXT = SimpleNamespace()
+"""Stands for the engine's forward context, of which there is one."""
 
 
 class Legacy:
@@ -55,10 +59,9 @@ class Legacy:
             adjust(compilation, 1 + k)
         self.target = self.module.CudagraphDispatcher(config)
         self.target.initialize_cudagraph_keys(self.mode, 1 + k)
+        self.split: set[int] = set()
         self.is_decode = engine.piece("vllm.v1.worker.gpu_model_runner", "_is_uniform_decode", "GPUModelRunner")
-        config.parallel_config = self.parallel = SimpleNamespace(
-            data_parallel_size=1, data_parallel_rank=0, num_ubatches=1, disable_nccl_for_dp_synchronization=True
-        )
+        config.parallel_config = self.parallel = standins.parallel(found.overlap)
         config.observability_config = SimpleNamespace(cudagraph_metrics=False)
         self.config, self.ranks = config, engine.modules["vllm.v1.worker.dp_utils"]
         self.ranks.should_skip_dp_coordination = lambda: False
@@ -70,6 +73,7 @@ class Legacy:
         name = "_determine_batch_execution_and_padding"
         self.execution = engine.piece("vllm.v1.worker.gpu_model_runner", name, "GPUModelRunner", **scope)
         self.drafting = engine.piece("vllm.v1.spec_decode.llm_base_proposer", name, "SpecDecodeBaseProposer", **scope)
+        self.split = self._split(engine, modes)
         self.drafter = None
         if found.drafter == "chain":
             initialize = engine.piece(
@@ -85,6 +89,78 @@ class Legacy:
             )
             initialize(proposer, self.mode)
 
+    def _split(self, engine: Any, modes: Any) -> set[int]:
+        """Let the engine's runner capture, and return the numbers of tokens whose graph is of microbatches."""
+        utils = engine.modules["vllm.v1.worker.ubatch_utils"]
+        scope = {
+            "CUDAGraphMode": modes,
+            "check_ubatch_thresholds": utils.check_ubatch_thresholds,
+            "is_global_first_rank": lambda: False,
+            "torch": SimpleNamespace(accelerator=SimpleNamespace(synchronize=lambda: None)),
+        }
+        capture = engine.piece("vllm.v1.worker.gpu_model_runner", "_capture_cudagraphs", "GPUModelRunner", **scope)
+        split: set[int] = set()
+
+        def note(desc: Any, *, allow_microbatching: bool, **others: Any) -> None:
+            split.update([desc.num_tokens] if allow_microbatching else [])
+
+        runner = SimpleNamespace(
+            parallel_config=self.parallel,
+            vllm_config=self.config,
+            _warmup_and_capture=note,
+            maybe_remove_all_loras=lambda config: None,
+            lora_config=None,
+        )
+        for mode, descs in self.target.get_capture_descs():
+            capture(runner, descs, mode)
+        self.modes = modes
+        scope = {
+            "get_forward_context": lambda: CONTEXT,
+            "get_offloader": lambda: SimpleNamespace(sync_prev_onload=lambda: None),
+            "CUDAGraphMode": modes,
+            "DPMetadata": SimpleNamespace(make=lambda *a: None),
+            "torch": SimpleNamespace(
+                tensor=lambda *a, **k: None, int32=None, cuda=SimpleNamespace(current_stream=lambda: None)
+            ),
+        }
+        self.wrapper = engine.piece("vllm.v1.worker.gpu_ubatch_wrapper", "__call__", "UBatchWrapper", **scope)
+        return split
+
+    def _replayed(self, mode: Any, desc: Any, splits: bool) -> tuple[Any, Any]:
+        """Return the mode in which the engine's wrapper of the model really runs the batch."""
+        if self.found.overlap is None:
+            return mode, desc
+        parts, none = self.parallel.num_ubatches, self.modes.NONE
+        # Of the parts only their sum counts.
+        whole = [SimpleNamespace(num_tokens=desc.num_tokens), *[SimpleNamespace(num_tokens=0)] * (parts - 1)]
+        vars(CONTEXT).update(
+            batch_descriptor=desc,
+            cudagraph_runtime_mode=mode,
+            ubatch_slices=whole if splits else None,
+            attn_metadata=None,
+            slot_mapping=None,
+            is_padding=None,
+            dp_metadata=CONTEXT,
+        )
+        graph = SimpleNamespace(cudagraph=SimpleNamespace(replay=lambda: None), outputs=mode)
+        wrapper = SimpleNamespace(
+            cudagraphs=dict.fromkeys(self.split, graph),
+            runnable=lambda **inputs: none if mode.name == "FULL" else mode,
+            cudagraph_wrapper=lambda **inputs: mode,
+            vllm_config=self.config,
+            sm_control=contextlib.nullcontext(),
+            _make_ubatch_metadata=lambda **given: None,
+            _run_ubatches=lambda metadata, model: none,
+        )
+        inputs = dict.fromkeys(("input_ids", "positions", "intermediate_tensors", "inputs_embeds"))
+        return self.wrapper(wrapper, **inputs), desc
+
+    def _alone(self, rows: Rows, loras: int) -> list[list[Any]]:
+        """Return the answers of one rank, or where batches are split of one of two that run the same."""
+        if self.found.overlap is None:
+            return self._batch(rows, loras)
+        return self._step([(rows, loras)] * 2)[0]
+
     def answers(self, case: Case) -> dict[str, Any]:
         graphs = {"target": summary(self._graphs(self.target))}
         if self.drafter is not None:
@@ -93,7 +169,7 @@ class Legacy:
             graphs |= {role: summary(rows) for role in ("draft_prefill", "draft_decode")}
         return {
             "graphs": graphs,
-            "batches": [self._batch(rows, loras) for rows, loras in case.batches],
+            "batches": [self._alone(rows, loras) for rows, loras in case.batches],
             "steps": [self._step(step) for step in case.steps],
         }
 
@@ -102,7 +178,8 @@ class Legacy:
 
     def _graph(self, mode: Any, desc: Any) -> list[Any]:
         width = 1 + self.found.num_speculative_tokens if desc.uniform else None
-        return [mode.name[0], desc.num_tokens, desc.num_reqs, width, None, desc.num_active_loras, None]
+        parts = self.parallel.num_ubatches if desc.num_tokens in self.split and mode.name == "FULL" else 1
+        return [mode.name[0], desc.num_tokens, desc.num_reqs, width, None, desc.num_active_loras, None, parts]
 
     def _batch(self, rows: Rows, loras: int) -> list[list[Any]]:
         tokens = sum(count for count, _ in rows)
@@ -126,7 +203,7 @@ class Legacy:
     def _row(self, mode: Any, desc: Any) -> list[Any]:
         if not mode:
             return ["N", desc.num_tokens]
-        kind, tokens, reqs, width, _, loras, _ = self._graph(mode, desc)
+        kind, tokens, reqs, width, _, loras, _, _ = self._graph(mode, desc)
         return [kind, tokens, reqs, width, loras]
 
     def _step(self, step: Sequence[tuple[Rows, int]]) -> list[list[list[Any]]]:
@@ -176,12 +253,12 @@ class Legacy:
             num_reqs=len(rows),
             num_scheduled_tokens_np=None,
             max_num_scheduled_tokens=max(count for count, _ in rows),
-            allow_microbatching=False,
+            allow_microbatching=True,
             force_uniform_decode=True if is_idle else None,
             force_has_lora=loras > 0,
             force_num_active_loras=loras,
         )
-        return self._row(found[0], found[1])
+        return self._row(*self._replayed(found[0], found[1], found[2]))
 
     def _draft_pass(self, position: int) -> Any:
         def asks(rank: int, rows: Rows, loras: int) -> list[Any]:

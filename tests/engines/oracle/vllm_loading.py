@@ -40,6 +40,7 @@ PIECES = (
     ("vllm.config.compilation", ("CUDAGraphMode",)),
     ("vllm.forward_context", ("BatchDescriptor",)),
     ("vllm.lora.utils", ("get_captured_lora_counts",)),
+    ("vllm.v1.worker.ubatch_utils", ("check_ubatch_thresholds", "get_num_ubatches", "is_last_ubatch_empty")),
     ("vllm.v1.worker.utils", ("is_uniform_query_len", "get_uniform_decode_token_count")),
 )
 """Taken alone from modules that cannot be loaded, into a stub of the same name."""

@@ -80,30 +80,20 @@ class _V2:
         self.table.logger = SimpleNamespace(debug=lambda *said: self.log.append(said[2]))
         mode = self.modes[found.mode.value]
         k = found.num_speculative_tokens
-        self.speculative = (
-            SimpleNamespace(
-                num_speculative_tokens_per_batch_size=None
-                if found.schedule is None
-                else [list(tier) for tier in found.schedule],
-                uses_dynamic_speculative_decoding=lambda: found.schedule is not None,
-                num_speculative_tokens=k,
-            )
-            if k
-            else None
-        )
+        schedule = None if found.schedule is None else [list(tier) for tier in found.schedule]
+        self.speculative = standins.speculative(k, schedule) if k else None
         self.config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=found.max_num_seqs),
             compilation_config=SimpleNamespace(
                 cudagraph_capture_sizes=list(found.sizes), max_cudagraph_capture_size=found.max_size
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+            parallel_config=standins.parallel(found.overlap),
             cache_config=SimpleNamespace(use_kda_recoverssm=False),
             speculative_config=self.speculative,
             num_speculative_tokens=k,
         )
-        self.target = self.table.CudaGraphManager(
-            self.config, None, mode, 1 + k, list(found.settings.lora_cases), found.varlen
-        )
+        cases, parts = list(found.settings.lora_cases), standins.runner(found.overlap)
+        self.target = self.table.CudaGraphManager(self.config, None, mode, 1 + k, cases, found.varlen, parts)
         self.graphs = {"target": self._capture(self.target)}
         self.dp_size, self.dp_rank = 1, 0
         self.drafter: Any = None
@@ -132,7 +122,7 @@ class _V2:
     def answers(self, case: Case) -> dict[str, Any]:
         return {
             "graphs": {role: summary(rows) for role, rows in self.graphs.items()},
-            "batches": [self._batch(rows, loras, None)[0] for rows, loras in case.batches],
+            "batches": [self._alone(rows, loras) for rows, loras in case.batches],
             "steps": [self._step(step) for step in case.steps],
         }
 
@@ -151,12 +141,13 @@ class _V2:
             desc.max_query_len,
             desc.num_active_loras,
             steps,
+            desc.num_ubatches,
         ]
 
     def _row(self, desc: Any, steps: int | None = None) -> list[Any]:
         if not desc.cg_mode:
             return ["N", desc.num_tokens]
-        mode, tokens, reqs, width, _, loras, _ = self._graph(desc, None)
+        mode, tokens, reqs, width, _, loras, _, _ = self._graph(desc, None)
         return [mode, tokens, reqs, width, loras, *(() if steps is None else (steps,))]
 
     def _chain(self, mode: Any) -> None:
@@ -176,6 +167,8 @@ class _V2:
             setattr(drafter, name, anything.Tensor())
         drafter.vllm_config, drafter.device = self.config, None
         drafter.vllm_config.model_config = SimpleNamespace(max_model_len=1 << 20)
+        # An attribute before 0.33, and then a property of the configuration.
+        vars(drafter)["max_model_len"] = 1 << 20
         drafter.speculative_config = self.speculative
         drafter.num_speculative_steps = self.found.num_speculative_tokens
         drafter.max_num_reqs = self.found.max_num_seqs
@@ -283,9 +276,18 @@ class _V2:
             self.dp_rank,
             max_query_len=longest,
             num_active_loras=loras,
+            parallel_config=self.config.parallel_config,
+            allow_ubatching=self.target.ubatch_runner is not None,
+            uniform_decode=uniform == 1 + k,
         )
         asked = {"rows": rows, "reqs": reqs, "tokens": tokens, "uniform": uniform, "eligible": eligible}
         return desc, state, asked
+
+    def _alone(self, rows: Rows, loras: int) -> list[list[Any]]:
+        """Return the answers of one rank, or where batches are split of one of two that run the same."""
+        if self.found.overlap is None:
+            return self._batch(rows, loras, None)[0]
+        return self._step([(rows, loras)] * 2)[0]
 
     def _batch(self, rows: Rows, loras: int, state: Any) -> tuple[list[list[Any]], Any]:
         desc, state, asked = self._target(rows, loras)
@@ -377,6 +379,8 @@ class _V2:
     def _step(self, step: Sequence[tuple[Rows, int]]) -> list[list[list[Any]]]:
         group = standins.Group()
         self.ranks.get_dp_group = lambda: group
+        # Before 0.33 the ranks reduce through torch, over the group's CPU half.
+        self.ranks.dist = SimpleNamespace(all_reduce=lambda tensor, group: group.cpu_all_reduce_(tensor))
         self.dp_size = len(step)
         for self.dp_rank, (rows, loras) in enumerate(step):
             try:

@@ -21,6 +21,14 @@ def super_of(kind: type, parts: SimpleNamespace) -> Iterator[Any]:
     yield found
 
 
+def moved(*names: str) -> ModuleType:
+    """Import a module that releases have in different places: the first of ``names`` that is there."""
+    for name in names[:-1]:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    return importlib.import_module(names[-1])
+
+
 def import_speculators() -> None:
     """Import what the engine would import late: once, and without a device."""
     import torch

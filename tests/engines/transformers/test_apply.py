@@ -65,7 +65,7 @@ def run(manager: Any, lengths: tuple[int, ...] = LENGTHS, tokens: int = 6) -> li
     return [done[name] for name in names]
 
 
-@settings(max_examples=8, suppress_health_check=[*HealthCheck])
+@settings(max_examples=min(settings.default.max_examples // 3, 8), suppress_health_check=[*HealthCheck])
 @given(
     mode=st.sampled_from([GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE]),
     sizes=st.sets(st.integers(1, 64), min_size=1, max_size=4).map(lambda sizes: (*sorted({8, *sizes}),)),

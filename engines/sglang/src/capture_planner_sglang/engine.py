@@ -29,7 +29,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_sglang import capture, graph_rules, rules
 from capture_planner_sglang.export import BACKENDS, export_sglang
 from capture_planner_sglang.fixes import SglangFixes
-from capture_planner_sglang.flags import FLAGS, name_of, parse
+from capture_planner_sglang.flags import FLAGS, HISTORY, UNEMULATED_VARIABLES, name_of, parse
 from capture_planner_sglang.launch import launch
 from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Startup, read_model
 from capture_planner_sglang.rules import EAGLE_FAMILY
@@ -102,10 +102,12 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
 
 def _assumptions(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
-    if r.model.source != ASSUMED:
-        return ()
-    rest = "attention_backend" if r.args.context_length else "context_length, attention_backend"
-    return (checkpoints.note(r.named, COUNTS_AS, f"{rest} and which graphs there are rest on it"),)
+    results = "attention_backend" if r.args.context_length else "context_length, attention_backend"
+    results += " and which graphs there are"
+    if r.model.source == ASSUMED:
+        return (checkpoints.assumed(r.named, COUNTS_AS, results),)
+    like = r.model.like
+    return () if like is None else (checkpoints.taken_for(r.args.model_path, like, results),)
 
 
 def _speculative(r: Startup) -> Speculative | None:
@@ -133,7 +135,9 @@ def _settings(r: Startup, pool: int) -> tuple[Setting, ...]:
 
     return (
         setting("model_path", r.args.model_path, ASSUMED),
-        setting("model_facts", checkpoints.says(r.model.source, "an ordinary text decoder"), r.model.source),
+        setting(
+            "model_facts", checkpoints.says(r.model.source, "an ordinary text decoder", r.model.like), r.model.source
+        ),
         setting("context_length", capture.context(r), r.model.source),
         *(setting(name, getattr(r.args, name)) for name in _SHOWN.split()),
         *(
@@ -152,9 +156,11 @@ ENGINE = Engine(
     export=export_sglang,
     launch=launch,
     flags=FLAGS,
-    programs=("sglang serve", "serve", "python -m sglang.launch_server"),
+    programs=("sglang serve", "python -m sglang.launch_server", "serve"),
     limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),
     backends=tuple(BACKENDS.items()),
+    unemulated_variables=UNEMULATED_VARIABLES,
+    history=HISTORY,
     fixes=SglangFixes(),
     skips_wide_padding=True,
 )

@@ -22,6 +22,8 @@ class SglangFixes(Fixes):
         "EN004": "give --cuda-graph-bs-decode whose sizes times the draft tokens fit the alignment",
         "EN005": "name a backend that supports it with --attention-backend",
         "EN006": "add sizes between to --cuda-graph-bs-decode or --cuda-graph-bs-prefill",
+        "EN007": "name a folder with the config.json of the model, or fetch that with --download",
+        "EN008": "nothing to do: no batch is split here",
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import attrs
 
+from capture_planner.engines.history import History
 from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
 from capture_planner.engines.yaml_files import read_flags, split_config
 from capture_planner.errors import NotEmulated, Problem
@@ -42,6 +43,22 @@ FLAGS: dict[str, str] = {
 
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention")
 """Backends for ordinary decoders on CUDA devices; the others are for other attention or hardware."""
+
+HISTORY = History.load(json.loads((resources.files(__package__) / "history.json").read_text(encoding="utf-8")))
+"""What older releases called differently."""
+
+UNEMULATED_VARIABLES: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        "SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH",
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        "SGLANG_ENABLE_SINGLE_CG_DRAFT",
+        "SGLANG_MINICPM_FORCE_DENSE",
+        "SGLANG_USE_AITER",
+        "SGLANG_USE_BREAKABLE_CUDA_GRAPH",
+    ),
+    ("0", "false", "n", "no", "off", ""),
+) | {"SGLANG_RAGGED_VERIFY_MODE": ("static", ""), "SGLANG_EXTERNAL_MM_MODEL_ARCH": ("",)}
+"""Variables that can change graphs, and the values that do not (``srt/environ.py``)."""
 
 _SWITCHES = {row["names"][0] for row in TABLE["read"] if row["type"] == "switch"}
 _SWITCHES |= {flag for kind in ("ignored", "not_emulated") for flag in TABLE[kind]["switch"]}
@@ -96,20 +113,7 @@ def graph_config(text: str) -> dict[str, dict[str, Any]]:
 class SglangParser(Parser):
     engine = "SGLang 0.5.23"
     wanted: ClassVar = {"int": "give a whole number, in digits", "float": "give a number"}
-    renamed: ClassVar = {
-        "--cuda-graph-bs": "--cuda-graph-bs-decode, in requests, or --cuda-graph-bs-prefill, in tokens",
-        "--cuda-graph-max-bs": ("--cuda-graph-max-bs-decode, in requests, or --cuda-graph-max-bs-prefill, in tokens"),
-        "--piecewise-cuda-graph-tokens": "--cuda-graph-bs-prefill",
-        "--piecewise-cuda-graph-max-tokens": "--cuda-graph-max-bs-prefill",
-        "--disable-piecewise-cuda-graph": "--disable-prefill-cuda-graph",
-        "--enable-piecewise-cuda-graph": "--cuda-graph-backend-prefill breakable",
-        # vLLM's names
-        "--max-num-seqs": "--max-running-requests",
-        "--max-num-batched-tokens": "--chunked-prefill-size",
-        "--max-model-len": "--context-length",
-        "--cudagraph-capture-sizes": "--cuda-graph-bs-decode, in requests",
-        "--enforce-eager": "--cuda-graph-backend-decode disabled and --cuda-graph-backend-prefill disabled",
-    }
+    history: ClassVar = HISTORY
     placing = "name the model as --model-path MODEL; a switch takes no value"
 
 
@@ -163,6 +167,7 @@ def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str
     """Parse as ``parse``, with flags that are not emulated too: their names begin with ``not_emulated:``."""
     rest, path = split_config(command, "SGLang")
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
+    PARSER.refuse_gone([*from_file, *rest])
     args = PARSER.parse_args([*from_file, *rest])
     sources = {name_of(word): "file" for word in from_file if word.startswith("--")}
     sources |= {name_of(word): "flag" for word in rest if word.startswith("--")}

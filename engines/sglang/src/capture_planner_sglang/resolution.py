@@ -64,6 +64,8 @@ class SglangModel:
     latent: bool = False
     """Whether its attention is latent (MLA), which is not emulated."""
     multimodal: bool = False
+    like: str | None = None
+    """The known model whose facts these are, where the name is of its family."""
 
     @property
     def architecture(self) -> str | None:
@@ -85,6 +87,7 @@ def read_model(path: str) -> SglangModel:
             context=None if found.source == ASSUMED else _context(found.text, found.rope),
             latent=found.text.get("kv_lora_rank") is not None,
             multimodal="vision_config" in found.config,
+            like=found.like,
         )
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = f"SGLang cannot read the config.json in {path}: {error}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capture_planner_tensorrt_llm.drafting import read_drafting
-from capture_planner_tensorrt_llm.flags import OPTIONS, read_file, read_flags
+from capture_planner_tensorrt_llm.flags import OLD_KEYS, OPTIONS, read_file, read_flags
 from capture_planner_tensorrt_llm.settings import GraphConfig, ServeSettings
 from capture_planner_tensorrt_llm.values import Path, Problems, boolean, integer, mapping, only, shown
 
@@ -22,7 +22,8 @@ def resolve(command: Sequence[str]) -> ServeSettings:
     line = read_flags(command, problems)
     in_file = {} if line.file is None else read_file(line.file, problems)
     keys = {row["key"] for row in OPTIONS["flags"].values()}
-    only(in_file, {*keys, *_READ, *OPTIONS["ignored_keys"], *OPTIONS["emulated_values"]}, (_CONFIG,), problems)
+    keys |= {*_READ, *OPTIONS["ignored_keys"], *OPTIONS["emulated_values"]}
+    only(in_file, keys, (_CONFIG,), problems, OLD_KEYS)
     values: dict[str, Any] = {**in_file, **line.values}
     for name, emulated in OPTIONS["emulated_values"].items():
         if name in values and values[name] not in emulated["values"]:
@@ -84,7 +85,7 @@ def _graphs(value: Any, problems: Problems) -> GraphConfig | None:
         return None
     if mode != "decode":
         problems.refuse((*path, "mode"), f"expected decode or encode, got {shown(mode)}", "give decode")
-    only(data, ("batch_sizes", "max_batch_size", "enable_padding", "mode"), path, problems)
+    only(data, ("batch_sizes", "max_batch_size", "enable_padding", "mode"), path, problems, OLD_KEYS)
     sizes = _batch_sizes(data.get("batch_sizes"), (*path, "batch_sizes"), problems)
     top_path = (*path, "max_batch_size")
     top = integer(data.get("max_batch_size", 0), top_path, problems, low=0)

@@ -21,6 +21,8 @@ class TensorRTLLMFixes(Fixes):
         "EN004": "give cuda_graph_config.batch_sizes that max_num_tokens admits",
         "EN005": "remove the option that rules it out",
         "EN006": "add sizes between to cuda_graph_config.batch_sizes",
+        "EN007": "nothing to do: no graph depends on the model",
+        "EN008": "nothing to do: no batch is split here",
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:

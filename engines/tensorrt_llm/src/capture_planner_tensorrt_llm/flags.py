@@ -8,6 +8,7 @@
     emulated_values   keys of which only these values are emulated, and what others would add
     speculative_keys  keys of speculative_config: of any decoding type, and of each
     renamed_flags     flags of other engines, with what to write here
+    renamed_keys      keys of older releases, with what to write now (TensorRT-LLM pull requests 4603, 5014, 5585)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.engines.history import History, old_names, values_behind
 from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.yaml_files import located, read_yaml, refused_file
 from capture_planner.errors import InvalidDocument, Problem
@@ -30,6 +32,11 @@ OPTIONS = json.loads((resources.files(__package__) / "options.json").read_text(e
 
 FLAGS: dict[str, str] = {name: row["help"] for name, row in OPTIONS["flags"].items()} | OPTIONS["files"]
 """Flags that graphs can depend on, with their help."""
+
+HISTORY = History(flags=old_names(OPTIONS["renamed_flags"]))
+"""Flags of older releases and other engines. Without release numbers: no release has all of these rules."""
+
+OLD_KEYS = old_names(OPTIONS["renamed_keys"])
 
 ACCEPTED = (*FLAGS, *OPTIONS["switches"], *OPTIONS["ignored_flags"])
 """Every flag of the release."""
@@ -79,8 +86,9 @@ def read_flags(command: Sequence[str], problems: Problems) -> ServeCommand:
                 problems.refuse((name,), "a switch takes no value", "write it without one")
             continue
         if name not in ACCEPTED:
-            renamed, listed = OPTIONS["renamed_flags"].get(name), f"known are {', '.join(FLAGS)}"
-            remedy = f"give {renamed}" if renamed else did_you_mean(name, ACCEPTED, listed)
+            old, values = HISTORY.flags.get(name), [value] if equals else values_behind(list(words))
+            listed = f"known are {', '.join(FLAGS)}"
+            remedy = old.remedy(values) if old else did_you_mean(name, ACCEPTED, listed)
             problems.refuse((name,), "unknown flag", remedy)
         if not equals:
             if not words or (name not in ACCEPTED and words[0].startswith("-")):

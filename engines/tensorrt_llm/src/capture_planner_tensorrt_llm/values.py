@@ -6,11 +6,13 @@ goes on, so that one run names every problem.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 
+from capture_planner.engines.history import OldName
 from capture_planner.engines.parsing import did_you_mean, number_remedy
 from capture_planner.errors import FlagError, NotEmulated, Problem
 
@@ -85,13 +87,21 @@ def mapping(value: Any, path: Path, problems: Problems) -> Mapping[str, Any] | N
     return None
 
 
-def only(data: Mapping[Any, Any], known: Iterable[str], path: Path, problems: Problems) -> None:
-    """Record each unknown key."""
+def only(
+    data: Mapping[Any, Any],
+    known: Iterable[str],
+    path: Path,
+    problems: Problems,
+    older: Mapping[str, OldName] | None = None,
+) -> None:
+    """Record each unknown key; ``older``: keys of other releases."""
     names = sorted(known)
     listed = f"known are {', '.join(names)}" if len(names) <= 20 else "leave it out"
-    for key in data:
+    for key, value in data.items():
         if key not in names:
-            problems.refuse((*path, str(key)), "unknown key", did_you_mean(str(key), names, listed))
+            old = (older or {}).get(str(key))
+            remedy = old.remedy_of(json.dumps(value, default=str)) if old else did_you_mean(str(key), names, listed)
+            problems.refuse((*path, str(key)), "unknown key", remedy)
 
 
 def shown(value: Any) -> str:

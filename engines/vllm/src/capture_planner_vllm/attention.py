@@ -12,6 +12,7 @@ from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphSupport
 from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.tables import names, rules
 
 FLAG = "--attention-backend"
@@ -95,13 +96,13 @@ class AttentionChoice:
 
     def _support(self, backend: str) -> GraphSupport:
         if backend == "FLASH_ATTN":
-            full = self.flash_attn_version() in (3, 4)
+            full = self.flash_attn_version() in ((3, 4) if has("fa4-graphs") else (3,))
             return GraphSupport.ALWAYS if full else GraphSupport.UNIFORM_BATCH
         if backend == "FLASHINFER":
             if self.decode_context > 1:
                 return GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
             if self.capability < _SM90:
-                wide = self.causal
+                wide = self.causal and has("fa2-wide-decodes")
             else:
                 wide = self._trtllm_decode and self._xqa_fits()
                 wide = wide and (self.causal or self.capability[0] != 10)
@@ -131,7 +132,7 @@ class AttentionChoice:
         """Whether a decode graph serves any mix of query lengths up to 1 + K, as adaptive verification needs."""
         # Chunked attention is never captured; of recurrent layers, only Mamba 2's support query lengths that
         # only the device knows.
-        if self.model.chunked or (self.model.recurrent and not self.model.varies):
+        if self.model.chunked or (self.model.recurrent and not (self.model.varies and has("mamba2-varies"))):
             return False
         if self._support(backend) is GraphSupport.ALWAYS:
             return True

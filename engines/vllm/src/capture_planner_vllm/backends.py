@@ -15,6 +15,7 @@ from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.options import COMPILATION
 from capture_planner_vllm.parts import COMPILE
 from capture_planner_vllm.precision import check_cache
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.resolution import resolve_mode
 from capture_planner_vllm.settings import DrafterKind, RunnerVersion, VllmSettings, lora_cases
 from capture_planner_vllm.speculation import FLAG as SPECULATIVE
@@ -66,7 +67,12 @@ def final_settings(config: Configuration) -> VllmSettings:
     prefill = decode = None
     if spec is not None and draft is not None:
         prefill, decode = draft_modes(
-            mode, spec.drafter, config.runner, support=draft.own, breakable=config.breakable, eager=spec.eager
+            mode,
+            spec.drafter,
+            config.runner,
+            support=draft.own,
+            breakable=config.breakable and has("breakable-modules"),
+            eager=spec.eager,
         )
     loras, separate, specialize = config.max_loras, config.separate_lora, config.specialize
     return VllmSettings(
@@ -93,6 +99,7 @@ def final_settings(config: Configuration) -> VllmSettings:
         max_loras=loras,
         specialize_lora=specialize,
         compilation=COMPILE[config.compile or 0],
+        overlap=config.overlap if config.data > 1 else None,
         async_scheduling=config.asynchronous,
         backend=backend,
     )

@@ -11,6 +11,7 @@ from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.options import COMPILATION, ServeOptions
 from capture_planner_vllm.parts import COMPILE
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.schedule import draft_tokens, normalized
 from capture_planner_vllm.settings import DrafterKind, RunnerVersion
 from capture_planner_vllm.speculation import FLAG as SPECULATIVE
@@ -19,7 +20,7 @@ from capture_planner_vllm.tables import names
 _V2 = "VLLM_USE_V2_MODEL_RUNNER"
 _LEVELS = {0: "NONE", 1: "PIECEWISE", 2: "FULL_AND_PIECEWISE", 3: "FULL_AND_PIECEWISE"}
 _DYNAMIC_ON_V1 = ("ngram", "eagle", "eagle3", "mtp", "draft_model", "dflash")
-_ASYNC_ON_V1 = ("eagle", "eagle3", "mtp", "ngram_gpu", "draft_model")
+_ASYNC_ON_V1 = ("eagle", "eagle3", "mtp", "ngram_gpu", "draft_model", "dflash", "dspark")
 _WIDE = "GptOssForCausalLM"
 _MICROBATCHING = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 
@@ -72,18 +73,20 @@ class Configuration(ServeOptions):
         if self.ubatching and self.data == 1:
             message = "a single data-parallel rank splits no batch, and has no graph for it"
             self.note("overlap", "on", "off", message)
-        if v2 and spec is not None and spec.max_len is not None and spec.max_len < self.max_model_len:
+        longest = spec.max_len if v2 and spec is not None and has("draft-bounds-length") else None
+        if longest is not None and longest < self.max_model_len:
             message = "the draft model takes no longer prompts"
-            self.note("draft-length", self.max_model_len, spec.max_len, message)
-            self.max_model_len = spec.max_len
+            self.note("draft-length", self.max_model_len, longest, message)
+            self.max_model_len = longest
         self._check_state(state_length, self.max_model_len)
         if spec is not None and spec.length is not None:
             self._check_state(state_length, spec.length)
         without_async = spec is not None and (spec.method not in _ASYNC_ON_V1 or spec.unpadded)
-        incompatible = not v2 and (without_async or self.pipeline > 1)
+        either = v2 and has("async-on-v2")
+        incompatible = (without_async and not either) or (not v2 and self.pipeline > 1)
         asynchronous = self.line.get("async_scheduling")
         if asynchronous and incompatible:
-            message = "vLLM's V1 runner does not support it with these flags"
+            message = f"vLLM's {self.runner.value.upper()} runner does not support it with these flags"
             raise refusal("--async-scheduling", message, "leave it out")
         self.asynchronous: bool = not (self.pooling or incompatible) if asynchronous is None else asynchronous
         adaptive = spec is not None and spec.adaptive
@@ -157,7 +160,7 @@ class Configuration(ServeOptions):
             reason = None
             if self.data > 1:
                 reason = "data-parallel ranks could draft different numbers of tokens"
-            elif self.runner is RunnerVersion.V1 and spec.method not in _DYNAMIC_ON_V1:
+            elif self.runner is RunnerVersion.V1 and spec.method not in _DYNAMIC_ON_V1 and has("schedule-by-method"):
                 reason = f"the V1 runner has no schedule for {spec.method}"
             if reason is not None:
                 self.note("schedule", "schedule", f"K = {tokens}", f"{reason}, so K is {tokens} throughout")

@@ -7,6 +7,7 @@ from typing import Any
 
 from capture_planner.engines.parsing import did_you_mean, refusal
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import minor
 from capture_planner_vllm.tables import names
 
 _FLAG = "--kv-transfer-config"
@@ -20,7 +21,7 @@ def works_between_layers(config: Mapping[str, Any]) -> bool:
         raise not_emulated(_FLAG, subject, "name one of vLLM's connectors", place)
     if name is not None and name not in names()["connectors"]:
         remedy = did_you_mean(str(name), names()["connectors"], "name one of vLLM's connectors")
-        raise refusal(_FLAG, f"vLLM 0.33 has no KV connector {name}", remedy, "kv_connector")
+        raise refusal(_FLAG, f"vLLM {minor()} has no KV connector {name}", remedy, "kv_connector")
     if not isinstance(extra, dict):
         return False
     if name == "MultiConnector":

@@ -9,6 +9,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Fixes
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
+from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.plan import Decision
 from capture_planner_vllm.size_list import size_list
@@ -41,6 +42,8 @@ class VllmFixes(Fixes):
         "EN005": "name a backend that supports it with --attention-backend, or request the mode that is left "
         "with -cc.cudagraph_mode",
         "EN006": "add sizes between to --cudagraph-capture-sizes",
+        "EN007": "name a folder with the config.json of the model, or fetch that with --download",
+        "EN008": "leave --enable-dbo out, or move --dbo-decode-token-threshold to one above a capture size",
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
@@ -79,6 +82,18 @@ class VllmFixes(Fixes):
     def padded(self, emulation: Emulation, run: Run) -> str:
         sizes = " ".join(map(str, run.sizes_between(run.batch.query_len or 1)))
         return f"add {sizes} to --cudagraph-capture-sizes, and keep the others"
+
+    def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+        fixes = []
+        decodes = [run.batch for run in runs if run.batch.kind is Kind.DECODE]
+        if decodes:
+            # From one token above a size on, every decode that is padded to the next has its graph of microbatches.
+            tokens = 1 + max(0, *(size for size in emulation.sizes if size < decodes[0].num_tokens))
+            fixes.append(f"give --dbo-decode-token-threshold {tokens}")
+        if len(decodes) < len(runs):
+            tokens = 1 + max(graph.entry.num_tokens for graph in emulation.graphs)
+            fixes.append(f"give --dbo-prefill-token-threshold {tokens}, where their graphs are worth more than overlap")
+        return " and ".join(fixes)
 
 
 def _complete_list(emulation: Emulation) -> str:

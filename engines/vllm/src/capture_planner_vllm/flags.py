@@ -9,7 +9,6 @@ environment variables, as in a shell.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,15 +17,19 @@ from typing import Any, ClassVar
 
 import attrs
 
+from capture_planner.engines.history import History
 from capture_planner.engines.parsing import Parser, as_words, not_json, refusal
+from capture_planner.engines.pasted.shell import ASSIGNMENT, VARIABLE
 from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import FlagError
-from capture_planner_vllm.refusals import not_emulated
-from capture_planner_vllm.tables import flag_table, rules
+from capture_planner_vllm.parts import translated
+from capture_planner_vllm.releases import followed, minor
+from capture_planner_vllm.tables import flag_table, older, rules
 
 _THOUSANDS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 """Flags that stand for one part of ``--speculative-config``."""
+HISTORY = History.load(older())
 _SHORT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 
 
@@ -94,25 +97,17 @@ def name_of(flag: str) -> str:
 
 def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split leading environment variables off the words, and normalize their values."""
-    known, variables = rules()["variables"], {}
-    while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0]):
+    variables: dict[str, str] = {}
+    while words and ASSIGNMENT.fullmatch(words[0]):
         name, _, value = words.pop(0).partition("=")
-        if name in rules()["ignored_variables"]:
-            variables[name] = value
-        elif name in rules()["renamed_variables"]:
-            replacement = rules()["renamed_variables"][name]
-            raise refusal(name, "vLLM 0.33 no longer reads this variable", f"use {replacement}")
-        elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"leave it out{f', or set {near[0]}' if near else ''}"
-            raise not_emulated(name, "", remedy, reason="this variable is not emulated")
-        elif name == "VLLM_USE_BREAKABLE_CUDAGRAPH":
-            variables[name] = "1" if value == "1" else "0"
-        else:
+        if name == "VLLM_USE_BREAKABLE_CUDAGRAPH":
+            value = "1" if value == "1" else "0"
+        elif name in rules()["variables"]:
             try:
-                variables[name] = "1" if int(value) else "0"
+                value = "1" if int(value) else "0"
             except ValueError:
                 raise refusal(name, f"expected an integer, got {value!r}", "give 0 or 1") from None
+        variables[name] = value
     return variables, words
 
 
@@ -162,7 +157,7 @@ def _spelled(words: Sequence[str]) -> list[str]:
         elif word == "-O" and index + 1 < len(words) and words[index + 1] in ("0", "1", "2", "3"):
             spelled.append("--optimization-level")
         else:
-            spelled.append(word)
+            spelled.append(translated(word) if words[index - 1 : index] == ["-O"] else word)
     return spelled
 
 
@@ -254,12 +249,15 @@ _KINDS: dict[str, tuple[Any, str, str]] = {
 """Of each kind of value: how it is read, its name in messages, and the remedy for another value."""
 
 
-def _reader(kind: str) -> Any:
+def _reader(kind: str, *, decides: bool = True) -> Any:
+    """Return what reads a value of a kind; a variable of the shell will do where the flag decides nothing."""
     (inner, name, _), optional = _KINDS[kind.rstrip("?")], kind.endswith("?")
 
     def read_value(text: str) -> Any:
         if optional and text in ("", "None"):
             return None
+        if not decides and VARIABLE.fullmatch(text):
+            return text
         try:
             return inner(text)
         except json.JSONDecodeError as error:
@@ -280,15 +278,18 @@ class _Switch(argparse.Action):
 
 
 class ServeParser(Parser):
-    engine = "vLLM 0.33"
     wanted: ClassVar = {name: remedy for _, name, remedy in _KINDS.values()}
-    renamed: ClassVar = rules()["renamed_flags"]
+    history: ClassVar = HISTORY
     placing = "give one model, then flags; a switch takes no value"
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, argument_default=argparse.SUPPRESS)
+        self.engine = f"vLLM {minor()}"
 
 
 @cache
-def _parser() -> ServeParser:
-    parser = ServeParser(add_help=False, argument_default=argparse.SUPPRESS)
+def _parser(release: str) -> ServeParser:
+    parser = ServeParser()
     parser.add_argument("model_tag", nargs="?")
     for dest, entry in flag_table().items():
         kind, names = entry["kind"], entry["names"]
@@ -300,7 +301,8 @@ def _parser() -> ServeParser:
         elif entry.get("append"):
             parser.add_argument(*names, dest=dest, action="append")
         else:
-            options: dict[str, Any] = {"type": _reader(kind), "nargs": entry.get("nargs")}
+            decides = f"--{dest.replace('_', '-')}" in rules()["flags"]
+            options: dict[str, Any] = {"type": _reader(kind, decides=decides), "nargs": entry.get("nargs")}
             if "choices" in entry:
                 options["choices"] = [*entry["choices"], *([None] if kind.endswith("?") else [])]
             if entry.get("nargs") == "?":
@@ -313,9 +315,12 @@ def _parser() -> ServeParser:
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    namespace, unknown = _parser().parse_known_args(_undotted(_spelled(words)))
+    spelled = _spelled(words)
+    parser = _parser(followed())
+    parser.refuse_gone(spelled)
+    namespace, unknown = parser.parse_known_args(_undotted(spelled))
     if unknown:
-        raise FlagError(_parser().strangers(unknown))
+        raise FlagError(parser.strangers(unknown))
     return _folded(dict(vars(namespace)))
 
 

@@ -16,6 +16,7 @@ from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
+from capture_planner_vllm.overlap import Overlap
 from capture_planner_vllm.table import answered
 
 
@@ -55,6 +56,8 @@ class PaddedManager:
     max_loras: int = 0
     specialize_lora: bool = False
     """Whether batches with fewer active adapters have graphs of their own."""
+    overlap: Overlap | None = None
+    """How batches are split into microbatches; None: none is."""
     graphs: tuple[CapturedGraph, ...] = attrs.field(init=False, repr=False, eq=False)
     """In the order of capture: PIECEWISE before FULL, each by tokens and adapters, largest first."""
     _keys: frozenset[Entry] = attrs.field(init=False, repr=False, eq=False)
@@ -62,12 +65,16 @@ class PaddedManager:
     def __attrs_post_init__(self) -> None:
         keys = frozenset(self._entries())
         ordered = sorted(keys, key=_order)
-        object.__setattr__(self, "graphs", tuple(CapturedGraph(role=self.role, entry=entry) for entry in ordered))
+        graphs = tuple(CapturedGraph(role=self.role, entry=entry) for entry in ordered)
+        if self.overlap is not None:
+            graphs = tuple(map(self.overlap.replacement, graphs))
+        object.__setattr__(self, "graphs", graphs)
         object.__setattr__(self, "_keys", keys)
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the dispatcher's answer once everything is captured."""
-        return self.padded(batch, batch.num_tokens, (GraphMode.FULL, GraphMode.PIECEWISE))
+        own = self.padded(batch, batch.num_tokens, (GraphMode.FULL, GraphMode.PIECEWISE))
+        return own if self.overlap is None else self.overlap.legacy(own, batch, decode=self._is_whole(batch))
 
     def padded(self, batch: Batch, tokens: int, modes: Sequence[GraphMode]) -> Dispatch:
         """Return the answer for ``tokens`` rows, padding by other ranks included, in one of ``modes``."""
@@ -100,9 +107,11 @@ class PaddedManager:
         cases = [case for case in self.lora_cases if case]
         return next((case for case in cases if case >= batch.active_loras), batch.active_loras)
 
+    def _is_whole(self, batch: Batch) -> bool:
+        return batch.query_len == self.query_len and batch.num_tokens == batch.num_reqs * self.query_len
+
     def _is_decode(self, batch: Batch) -> bool:
-        exact = batch.query_len == self.query_len and batch.num_tokens == batch.num_reqs * self.query_len
-        return exact and self.mode.is_separate
+        return self._is_whole(batch) and self.mode.is_separate
 
     def _full(self, tokens: int, is_decode: bool, case: int) -> Entry:
         query_len = self.query_len if is_decode else None

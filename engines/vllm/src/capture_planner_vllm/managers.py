@@ -29,6 +29,7 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
             query_lens=settings.decode_query_lens if query_len > most else (query_len,),
             lora_cases=settings.lora_cases if is_target else (0,),
             varlen=settings.varlen and is_target,
+            overlap=settings.overlap if is_target else None,
         )
 
     target = table(Role.TARGET, settings.mode, settings.query_len)
@@ -61,6 +62,7 @@ def _legacy(settings: VllmSettings) -> tuple[Manager, ...]:
             lora_cases=tuple(case for case in settings.lora_cases if is_target or case == 0),
             max_loras=settings.max_loras if is_target else 0,
             specialize_lora=settings.specialize_lora and is_target,
+            overlap=settings.overlap if is_target else None,
         )
 
     modes = (settings.mode, settings.draft_prefill_mode, settings.draft_decode_mode)

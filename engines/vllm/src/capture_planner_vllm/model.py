@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from capture_planner.engines import checkpoints
-from capture_planner.engines.checkpoints import ASSUMED, KNOWN, Checkpoint
+from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN, Checkpoint
 from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError
 from capture_planner_vllm.mtp import Modules, modules
@@ -24,6 +24,7 @@ DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 COUNTS_AS = f"a dense decoder of {ASSUMED_LENGTH} tokens"
 _MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
 _LENGTH_LEFT_OUT = 2048
+_MODELOPT = "modelopt"
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor is included in the stated length."""
 _TABLES = ("default", "linear", "llama3", "ntk", "proportional")
@@ -36,10 +37,12 @@ class ModelFacts:
 
     name: str
     source: str = ASSUMED
+    like: str | None = None
+    """The known model whose facts these are, where the name is of its family."""
     architecture: str = ""
     model_type: str = ""
     heads: int = 0
-    """Attention heads, or 0 if unknown."""
+    """Attention heads, or 0 if unknown: those of some known models are not listed."""
     kv_heads: int = 0
     head_size: int = 128
     max_len: int = ASSUMED_LENGTH
@@ -89,7 +92,7 @@ class ModelFacts:
         """Return the error for a flag that the model's facts rule out; it names them where they are assumed."""
         if not self.known:
             reason = f"{checkpoints.assumption(self.name, COUNTS_AS)}; {reason}"
-            remedy = f"name a folder with its config.json{f', or {remedy}' if remedy else ''}"
+            remedy = f"{checkpoints.remedy(self.name)}{f', or {remedy}' if remedy else ''}"
         return refusal(flag, reason, remedy, *inside)
 
 
@@ -111,17 +114,18 @@ def _from_config(checkpoint: Checkpoint) -> ModelFacts:
     heads = int(text.get("num_attention_heads") or text.get("encoder_attention_heads") or 0)
     width = int(text.get("hidden_size") or text.get("d_model") or 0)
     mla = text.get("kv_lora_rank") is not None and str(text.get("model_type") or "") in names()["mla_types"]
-    quantized = config.get("quantization_config") or text.get("quantization_config") or {}
+    quantized = _quantization(config.get("quantization_config") or text.get("quantization_config") or {})
     size = int(text.get("head_dim") or (width // heads if heads else 0) or 128)
     if mla:
         size = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
     architecture = str((config.get("architectures") or [""])[0])
     max_len, limit = _lengths(checkpoint)
     # The list of known models has no dtypes: all of them are served in 16 bits.
-    unstated = "bfloat16" if checkpoint.source == KNOWN else "float32"
+    unstated = "bfloat16" if checkpoint.source in (KNOWN, FAMILY) else "float32"
     return ModelFacts(
         name=checkpoint.name,
         source=checkpoint.source,
+        like=checkpoint.like,
         architecture=architecture,
         model_type=str(config.get("model_type") or ""),
         heads=heads,
@@ -170,6 +174,15 @@ def _lengths(checkpoint: Checkpoint) -> tuple[int, int]:
     if "longrope" in kinds or "su" in kinds:
         return int(text.get("original_max_position_embeddings") or longest), limit
     return int(longest), limit
+
+
+def _quantization(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a checkpoint's quantization with its method, which ModelOpt's own file names by the algorithm."""
+    inner, by = given.get("quantization"), (given.get("producer") or {}).get("name")
+    if given.get("quant_method") or not isinstance(inner, dict) or by != _MODELOPT:
+        return given
+    methods = {"NVFP4": "modelopt_fp4", "MIXED_PRECISION": "modelopt_mixed"}
+    return {**given, "quant_method": methods.get(str(inner.get("quant_algo")).upper(), _MODELOPT)}
 
 
 def _cache(quantized: Mapping[str, Any]) -> str | None:
@@ -227,6 +240,6 @@ def _odd(checkpoint: Checkpoint, architecture: str) -> str | None:
     if text.get("is_causal") is False:
         return "attention in both directions"
     heads = text.get("num_attention_heads") or text.get("encoder_attention_heads")
-    if architecture in names()["multimodal"] and not heads:
+    if architecture in names()["multimodal"] and not heads and checkpoint.source not in (KNOWN, FAMILY):
         return "a text model that config.json does not describe as text_config"
     return "pooling by modules.json" if (Path(checkpoint.name) / "modules.json").is_file() else None

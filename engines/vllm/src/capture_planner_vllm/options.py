@@ -14,8 +14,10 @@ from capture_planner_vllm.attention import FLAG as BACKEND
 from capture_planner_vllm.attention import backend_name
 from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import DEFAULT_MODEL, read_model
+from capture_planner_vllm.overlap import Overlap
 from capture_planner_vllm.parts import ALL_MODES, COMPILE, Part, whole_number
 from capture_planner_vllm.precision import cache_dtype, check_quantization, model_dtype
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.speculation import speculation
 from capture_planner_vllm.tables import names
 from capture_planner_vllm.unemulated import check_emulated
@@ -119,7 +121,8 @@ class ServeOptions:
         check_emulated(line, self.model)
         length = line.get("max_model_len")
         self.length_given = length not in (None, -1)
-        longest = self.model.limit if self.model.known else length
+        is_bound = self.model.known and line.variables.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1"
+        longest = self.model.limit if is_bound else length
         if self.length_given and not 0 < length <= longest:
             message = f"vLLM accepts 1 to {max(longest, 1)} tokens for this model, got {length}"
             raise refusal("--max-model-len", message, "give a length in this range, or auto")
@@ -141,9 +144,8 @@ class ServeOptions:
         self.decode_context = get("decode_context_parallel_size", 1)
         self.expert = bool(get("enable_expert_parallel", False))
         self.all2all = get("all2all_backend", "allgather_reducescatter")
-        self.ubatching = bool(get("enable_dbo", False)) or get("ubatch_size", 0) > 1
-        if get("ubatch_size", 0) < 0:
-            raise refusal("--ubatch-size", "vLLM requires at least 0", "leave it out")
+        self.overlap = self._overlap()
+        self.ubatching = self.overlap is not None
         self.connector: Mapping[str, Any] = get("kv_transfer_config") or {}
         for name in ("tensor", "data", "pipeline", "decode_context"):
             _check_positive(f"--{name.replace('_', '-')}-parallel-size", getattr(self, name))
@@ -164,12 +166,33 @@ class ServeOptions:
                 remedy = "use more tensor-parallel ranks, or give 1"
                 raise refusal("--decode-context-parallel-size", message, remedy)
 
+    def _overlap(self) -> Overlap | None:
+        """Return how batches are split into microbatches, where the flags ask for that."""
+        get, size = self.line.get, self.line.get("ubatch_size", 0)
+        found = Overlap(
+            microbatches=2 if get("enable_dbo", False) else size,
+            decode_tokens=get("dbo_decode_token_threshold", 32),
+            prefill_tokens=get("dbo_prefill_token_threshold", 512),
+        )
+        flags = ("--ubatch-size", "--dbo-decode-token-threshold", "--dbo-prefill-token-threshold")
+        for flag, value in zip(flags, (size, found.decode_tokens, found.prefill_tokens), strict=True):
+            if value < 0:
+                raise refusal(flag, f"vLLM requires at least 0, got {value}", "leave it out")
+        if found.microbatches < 2:
+            return None
+        for flag, value in zip(flags[1:], (found.decode_tokens, found.prefill_tokens), strict=True):
+            if value < found.microbatches:
+                message = f"vLLM requires a token for each of {found.microbatches} microbatches, got {value}"
+                raise refusal(flag, message, f"give {found.microbatches} or more")
+        return found
+
     def _batch_defaults(self) -> tuple[int, int]:
         """Return the tokens and requests that ``vllm serve`` starts from on this device."""
         device = self.environment.device
+        small = device.sm == (12, 1) and has("gb10-budgets")
         if device.memory >= 160 * GiB:
             return 16384, 1024
-        if device.memory >= 70 * GiB and "a100" not in device.name.lower() and device.sm != (12, 1):
+        if device.memory >= 70 * GiB and "a100" not in device.name.lower() and not small:
             return 8192, 1024
         return 2048, 256
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from capture_planner.engines.history import old_names
 from capture_planner.engines.parsing import NUMBERS, did_you_mean, listed, refusal
-from capture_planner_vllm.tables import names
+from capture_planner_vllm.releases import minor
+from capture_planner_vllm.tables import names, older
 
+PARTS = {kind: old_names(rows) for kind, rows in older()["parts"].items()}
+"""Fields that older releases had, by the flag that they are in."""
 COMPILE = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 ALL_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _WHOLE = re.compile(r"\s*([+-]?\d+(?:_\d+)*)(?:\.0+)?\s*")
@@ -22,10 +27,18 @@ class Part:
         self.flag, self.given = flag, dict(value or {})
         for key in self.given:
             if key not in names()[kind]:
-                raise self.refuse(key, "vLLM 0.33 has no such field", did_you_mean(key, names()[kind]))
+                raise self._unknown(key, kind)
 
     def refuse(self, key: str, reason: str, remedy: str = "") -> Exception:
         return refusal(self.flag, reason, remedy, key)
+
+    def _unknown(self, key: str, kind: str) -> Exception:
+        old = PARTS.get(kind, {}).get(key)
+        if old is None:
+            return self.refuse(key, f"vLLM {minor()} has no such field", did_you_mean(key, names()[kind]))
+        last = f"; {old.until} was the last release with it" if old.until else ""
+        says = f"vLLM {minor()} has no such field{last}"
+        return self.refuse(key, says, old.remedy_of(json.dumps(self.given[key])))
 
     def boolean(self, key: str, default: bool | None = None) -> bool | None:
         value = self.given.get(key)
@@ -87,3 +100,19 @@ def whole_number(value: Any) -> int | None:
         return int(value)
     match = _WHOLE.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else int(match.group(1))
+
+
+def translated(text: str) -> str:
+    """Return the JSON that older releases read as ``-O`` with the names of today; itself where it is none."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        return text
+    if not isinstance(given, dict):
+        return f'{{"mode": {text}}}' if isinstance(given, int) else text
+    old = PARTS["compilation_config"]
+    pairs = [
+        old[key].written(json.dumps(value)) if key in old else f"{json.dumps(key)}: {json.dumps(value)}"
+        for key, value in given.items()
+    ]
+    return f"{{{', '.join(pair for pair in pairs if pair)}}}"

@@ -6,6 +6,7 @@ from capture_planner.engines.parsing import refusal
 from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.tables import names
 
 _SHORT = {"half": "float16", "float": "float32"}
@@ -57,7 +58,7 @@ def cache_dtype(line: CommandLine, model: ModelFacts, dtype: str) -> str:
 
 def check_cache(flag: str, cache: str, dtype: str, *inside: str) -> str:
     """Return the KV cache's dtype; raises ``FlagError`` for a 16-bit float other than the model's."""
-    if cache in ("float16", "bfloat16") and cache != dtype:
+    if cache in ("float16", "bfloat16") and cache != dtype and has("cache-dtype-is-models"):
         message = f"vLLM does not combine a {cache} KV cache with a {dtype} model"
         raise refusal(flag, message, "give auto", *inside)
     return cache

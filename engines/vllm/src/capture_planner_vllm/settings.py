@@ -8,6 +8,7 @@ import attrs
 
 from capture_planner.modes import GraphMode
 from capture_planner.records.spec import Lora
+from capture_planner_vllm.overlap import Overlap
 from capture_planner_vllm.schedule import query_lens
 
 
@@ -75,6 +76,8 @@ class VllmSettings:
     """``--specialize-active-lora``: batches with fewer adapters look for graphs of their own."""
     compilation: str = "VLLM_COMPILE"
     """How the model is compiled: NONE, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE or VLLM_COMPILE."""
+    overlap: Overlap | None = None
+    """Dual batch overlap of several data-parallel ranks; None: no batch is split."""
     async_scheduling: bool = True
     backend: str = ""
     """The target's attention backend, as vLLM names it."""

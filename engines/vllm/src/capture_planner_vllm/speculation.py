@@ -14,6 +14,7 @@ from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import ModelFacts, read_model
 from capture_planner_vllm.parts import Part, whole_number
 from capture_planner_vllm.refusals import not_emulated
+from capture_planner_vllm.releases import has
 from capture_planner_vllm.settings import DrafterKind
 from capture_planner_vllm.tables import names, rules
 
@@ -22,6 +23,8 @@ _TOKENS = "num_speculative_tokens"
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _PARALLEL = ("dflash", "dspark")
 _CANDIDATES = ("DFlash2", "LiLiCorr", "DFlashQwen3XPress")
+_HEADS = ("medusa", "mlp_speculator")
+"""Methods that 0.33 no longer has."""
 _SUFFIX_DEPTH = 24
 
 
@@ -66,7 +69,11 @@ class Speculation:
 
     @property
     def lookahead(self) -> int:
-        """KV slots that the drafter writes beyond what the target is scheduled for."""
+        """Slots for drafts that the token budget has to exceed."""
+        if not has("lookahead-slots"):
+            extra = self.tokens - (self.method not in ("dflash", "draft_model"))
+            wide = self.parallel or self.method in _PARALLEL
+            return extra if wide else int(self.method == "draft_model")
         return (self.width or self.tokens) if self.has_draft_cache else 0
 
 
@@ -111,7 +118,7 @@ def speculation(line: CommandLine, target: ModelFacts, tensor: int, max_len: int
         heterogeneous=_heterogeneous(part, method),
         copies=sum(part.given.get(name) is not None for name in own_settings) + (backend is not None),
         length=longest if method == "draft_model" else None,
-        cache=_cache(part, checked=loaded),
+        cache=_cache(part, checked=loaded or not has("draft-cache-by-model")),
         max_len=longest if loaded and (method == "draft_model" or not draft.stretches) else None,
     )
 
@@ -210,6 +217,8 @@ def _by_model(part: Part, method: str, name: str, draft: ModelFacts) -> str:
             return str(named)
     if draft.architecture == "DSparkDraftModel" and draft.model_type == "qwen3":
         return "dspark"
+    if {method, draft.model_type} & set(_HEADS) & set(names()["methods"]):
+        raise not_emulated(FLAG, "a draft of heads alone", "emulate EAGLE, MTP or DFlash", "method")
     if draft.modules is not None or (method == "mtp" and not draft.known):
         return "mtp"
     if method == "draft_model":

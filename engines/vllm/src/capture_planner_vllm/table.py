@@ -1,7 +1,7 @@
 """vLLM 0.33's graph manager, model runner V2: the graphs that one manager captures, and its candidate table.
 
-The rules of ``CudaGraphManager`` in ``vllm/v1/worker/gpu/cudagraph_utils.py``. Graphs of microbatches (dual
-batch overlap) and the narrower mixed sizes of recoverSSM are not emulated.
+The rules of ``CudaGraphManager`` in ``vllm/v1/worker/gpu/cudagraph_utils.py``. The narrower mixed sizes of
+recoverSSM are not emulated.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
+from capture_planner_vllm.overlap import Overlap
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +30,7 @@ class Query:
     max_query_len: int | None
     """Most tokens of a request; None if there are prompts among the rows, or it is unknown."""
     loras: int = 0
+    microbatches: int = 1
 
     @classmethod
     def of(cls, batch: Batch, widest: int) -> Query:
@@ -50,6 +52,8 @@ class Query:
 def serves(graph: CapturedGraph, query: Query, loras: int) -> bool:
     """Say whether a captured graph can replay the batch at that LoRA case."""
     entry = graph.entry
+    if graph.microbatches != query.microbatches:
+        return False
     if graph.max_query_len is not None:
         if query.max_query_len is None or graph.max_query_len < query.max_query_len:
             return False
@@ -92,6 +96,8 @@ class TableManager:
     """The adapter counts captured for, ascending, 0 first."""
     varlen: bool = False
     """Whether decode graphs serve any mix of 1 to query_len tokens (adaptive verification)."""
+    overlap: Overlap | None = None
+    """How batches are split into microbatches; None: none is."""
     graphs: tuple[CapturedGraph, ...] = attrs.field(init=False, repr=False, eq=False)
     """In the order of capture: PIECEWISE before FULL, each largest first."""
     _groups: dict[tuple[GraphMode, int], tuple[list[int], dict[int, list[CapturedGraph]]]] = attrs.field(
@@ -111,7 +117,11 @@ class TableManager:
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the engine's answer once everything is captured."""
         query = self.query(batch)
+        if self.overlap is not None and self.overlap.splits(query.num_tokens, decode=query.uniform == self.query_len):
+            query = attrs.evolve(query, microbatches=self.overlap.microbatches, max_query_len=None)
         graph = self.find(query)
+        if graph is not None and graph.microbatches > 1 and graph.entry.num_tokens > 2 * query.num_tokens:
+            graph = None  # The second half would be padding alone.
         return answered(graph, batch, None if graph is not None else self.reason(query))
 
     def query(self, batch: Batch) -> Query:
@@ -142,6 +152,8 @@ class TableManager:
             return Reason.NOT_ADMISSIBLE
         if self.mode is not GraphMode.NONE and self._case(query.loras) not in self.lora_cases:
             return Reason.NOT_ADMISSIBLE
+        if query.microbatches > 1:
+            return Reason.SPLIT
         if self.compatible(query):
             return Reason.SHADOWED
         return Reason.SIZES if self._has_kind(query) else Reason.MODE
@@ -165,16 +177,18 @@ class TableManager:
 
     def _captured(self) -> list[CapturedGraph]:
         """Return every graph once, in the engine's order of creation."""
-        graphs: dict[CapturedGraph, None] = {}
+        graphs: dict[CapturedGraph | None, None] = {}
+        twin = self.overlap.twin if self.overlap is not None else lambda graph: None
         mixed = self.mode.mixed_mode
         for size in self.sizes if self.mode is not GraphMode.NONE else ():
             for case in self.lora_cases:
                 if self.mode.is_separate:
-                    graphs |= dict.fromkeys(self._decodes(size, case))
+                    graphs |= dict.fromkeys(each for one in self._decodes(size, case) for each in (one, twin(one)))
                 if mixed is not GraphMode.NONE:
                     reqs = min(size, self.max_num_reqs) if mixed is GraphMode.FULL else None
-                    graphs[self._graph(mode=mixed, num_tokens=size, num_reqs=reqs, active_loras=case)] = None
-        return list(graphs)
+                    graph = self._graph(mode=mixed, num_tokens=size, num_reqs=reqs, active_loras=case)
+                    graphs |= dict.fromkeys((graph, twin(graph)))
+        return [graph for graph in graphs if graph is not None]
 
     def _decodes(self, size: int, case: int) -> Iterable[CapturedGraph]:
         common = {"mode": self.mode.decode_mode, "active_loras": case}

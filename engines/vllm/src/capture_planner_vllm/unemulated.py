@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from capture_planner.errors import NotEmulated
 from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.tables import rules
+
+_FOREIGN = re.compile(r"torchair\w*|ascend\w*|xpu\w*|hpu\w*|tpu\w*")
+"""Settings of vLLM's plugins for other devices."""
 
 
 def check_emulated(line: CommandLine, model: ModelFacts) -> None:
@@ -15,6 +20,9 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
     for name, harmless in rules()["unemulated_flags"].items():
         if line.get(name, harmless[0]) not in harmless:
             raise _error(name)
+    other = _FOREIGN.search(str(line.get("additional_config") or ""))
+    if other is not None:
+        raise not_emulated("--additional-config", f"{other[0]} is for a device that is not NVIDIA's", "leave it out")
     if line.get("all2all_backend") == "moonep":
         raise _error("all2all_backend")
     for name, parts in rules()["unemulated_parts"].items():
@@ -27,8 +35,8 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
     if line.get("runner") == "generate" and line.get("convert", "auto") not in ("auto", "none"):
         raise _error("convert")
     if model.odd is not None:
-        remedy = "name another decoder; a name that is not a local folder counts as a dense decoder"
-        raise not_emulated("--model", model.odd, remedy)
+        remedy = "observe the engine itself, or name another model"
+        raise not_emulated("--model", f"{model.name} has {model.odd}", remedy)
 
 
 def _error(name: str, *inside: str, remedy: str = "leave it out") -> NotEmulated:

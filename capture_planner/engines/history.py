@@ -1,0 +1,119 @@
+"""What older releases of an engine called differently, and what they do differently by default."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from capture_planner.errors import Problem
+
+
+@attrs.frozen(kw_only=True)
+class OldName:
+    """A flag, or a field of one, that the emulated release has no more."""
+
+    until: str | None = None
+    """The last release with it; None: no release had it, or it is another engine's."""
+    now: str = ""
+    """What to write, ``{}`` for its value; empty: it has no successor."""
+    values: Mapping[str, str] = attrs.Factory(dict)
+    """What to write for certain values in place of ``now``, in lower case; ``one``: for any single value."""
+    reason: str = "has no such flag"
+    """What the release does with it."""
+    why: str = ""
+    """Why it can be left out, or what to know."""
+
+    def written(self, text: str, *, alone: bool = True) -> str:
+        """Return what to write for a value, as it is quoted; empty where it has no successor.
+
+        :param alone: whether the text is one value.
+        """
+        now = self.values.get(text.lower(), self.values.get("one", self.now) if alone else self.now)
+        return now.replace("{}", text) if text else re.sub(r"[ =]?\{\}", "", now)
+
+    def remedy(self, values: Sequence[str] = ()) -> str:
+        """Return what to do about a flag with these values."""
+        return self.remedy_of(" ".join(map(shlex.quote, values)), alone=len(values) == 1)
+
+    def remedy_of(self, text: str, *, alone: bool = True) -> str:
+        """Return what to do about it with a value as it is quoted, as ``written``."""
+        now = self.written(text, alone=alone)
+        return (f"give {now}" if now else "leave it out") + (f": {self.why}" if self.why else "")
+
+
+@attrs.frozen(kw_only=True)
+class History:
+    """The older releases of an engine, as far as command lines show them."""
+
+    flags: Mapping[str, OldName] = attrs.Factory(dict)
+    defaults: tuple[tuple[str, str, str], ...] = ()
+    """Two releases, and what those from the first on and before the second do otherwise by default."""
+    variables: Mapping[str, OldName] = attrs.Factory(dict)
+    """Variables of the environment that the release no longer reads, and which meant something for graphs."""
+    signs: Mapping[str, str] = attrs.Factory(dict)
+    """Variables that the release no longer reads and that mean nothing now, each with the last release that did."""
+    image: str = ""
+    """A pattern of the engine's images, with the release as its group."""
+
+    @classmethod
+    def load(cls, data: Mapping[str, Any]) -> History:
+        """Return the history in plain data, as an engine's JSON file has it."""
+        return cls(
+            flags=old_names(data["flags"]),
+            variables=old_names(data.get("variables", {})),
+            defaults=tuple((since, before, says) for since, before, says in data["defaults"]),
+            signs=data.get("signs", {}),
+            image=data["image"],
+        )
+
+    def gone(self, words: Sequence[str], engine: str) -> list[Problem]:
+        """Return a problem for each old flag among words, with what it is called now, and the age of the line.
+
+        :param engine: its name and release, as in a sentence.
+        """
+        problems, releases = [], []
+        for index, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            old = self.flags.get(name)
+            if old is None:
+                continue
+            values = [value] if equals else values_behind(words[index + 1 :])
+            last = "" if old.until is None else f"; {old.until} was the last release with it"
+            message = f"{engine} {old.reason}{last}"
+            problems.append(Problem(path=(name,), message=message, remedy=old.remedy(values)))
+            releases += [] if old.until is None else [old.until]
+        if releases:
+            oldest = min(releases, key=release_of)
+            problems += [Problem(message=self.age(oldest, f"the line is for release {oldest} or older"))]
+        return problems
+
+    def age(self, release: str, subject: str) -> str:
+        """Return what is known of a line of an older release: what differs by default, as far as graphs go."""
+        number = release_of(release)
+        differs = [says for since, before, says in self.defaults if release_of(since) <= number < release_of(before)]
+        return f"{subject}, where by default {'; '.join(differs)}" if differs else subject
+
+    def release_of_image(self, image: str | None) -> str | None:
+        """Return the release that an image's tag names."""
+        match = re.search(self.image, image) if image and self.image else None
+        return match[1] if match else None
+
+
+def old_names(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, OldName]:
+    """Return the rows of a JSON file as records."""
+    return {name: OldName(**row) for name, row in rows.items()}
+
+
+def values_behind(words: Sequence[str]) -> list[str]:
+    """Return the words up to the next flag."""
+    end = next((at for at, word in enumerate(words) if re.match(r"--?[A-Za-z]", word)), len(words))
+    return list(words[:end])
+
+
+def release_of(text: str) -> tuple[int, ...]:
+    """Return a release as numbers: ``0.10.2`` is (0, 10, 2)."""
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
