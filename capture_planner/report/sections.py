@@ -176,9 +176,29 @@ def _graphs(numbers: RunSummary) -> Section:
     if unused:
         line += f": {named}" + (f"; and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else "")
     used = [graph for graph in numbers.graphs[:MAX_NAMED] if graph.forwards]
-    rows = [(u.graph.role, u.graph.entry.mode, extent(u.graph.entry), f"{u.forwards:,}") for u in used]
-    grid = Grid.of(("most used", "mode", "graph", "forwards"), rows, text=3)
+    rows = [
+        (
+            u.graph.role,
+            u.graph.entry.mode,
+            extent(u.graph.entry),
+            _topology(u.graph),
+            f"{u.forwards:,}",
+            *_size_of(u.graph),
+        )
+        for u in used
+    ]
+    grid = Grid.of(("most used", "mode", "graph", "fingerprint", "forwards", "nodes", "kernels"), rows, text=4)
     return Section(name="graphs", title="Graphs used", lines=(line,), grid=grid if used else None)
+
+
+def _topology(graph: GraphCapture) -> str:
+    return NONE if graph.fingerprint is None else graph.fingerprint.topology
+
+
+def _size_of(graph: GraphCapture) -> tuple[str, str]:
+    """Return how many nodes a graph has, and of how many different kernels, or operators."""
+    found = graph.fingerprint
+    return (NONE, NONE) if found is None else (f"{found.nodes:,}", f"{len(found.kernels):,}")
 
 
 def _steps(report: RunReport) -> Section:

@@ -19,7 +19,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.report.memory import MAX_GRAPHS, MOST_APART
 from capture_planner.report.plain import plain
 from capture_planner.report.run import run_report, summary
-from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, sections
+from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, NONE, sections
 from capture_planner.report.summary import Percentiles
 from capture_planner.report.terminal import tables
 from capture_planner.report.writing import percent, seconds, size
@@ -317,6 +317,21 @@ def test_the_tables_fit_their_width(report, width):
     assert ("INTERRUPTED" in lines[0]) == report.interrupted
     for title in ("Captured", "Served from", "Fallbacks", "Graphs used", "Steps", "Latency"):
         assert title in lines
+
+
+@given(REPORTS)
+def test_graphs_that_are_used_most_have_their_fingerprints(report):
+    """Digest, nodes and kernels in the table as in the JSON; none where nothing read them."""
+    numbers = summary(report)
+    grid = next(s for s in sections(report, numbers) if s.name == "graphs").grid
+    shown = [] if grid is None else [(row[3], row[5], row[6]) for row in grid.rows]
+    used = [each["fingerprint"] for each in plain(report)["captured"]["entries"] if each["forwards"]]
+    expected = [
+        (NONE, NONE, NONE) if each is None else (each["topology"], f"{each['nodes']:,}", f"{len(each['kernels']):,}")
+        for each in used[: len(shown)]
+    ]
+    assert shown == expected
+    assert bool(shown) == bool(used)
 
 
 @given(REPORTS)

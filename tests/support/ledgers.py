@@ -10,6 +10,7 @@ from capture_planner import codec
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Waiver
 from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, LargestError
 from capture_planner.runtime.graphs.reading import Reading
@@ -45,6 +46,7 @@ def captures(draw, plan):
     # begins where the one before ended, and the ledger explains all.
     moments = draw(st.none() | st.lists(readings(), min_size=1, max_size=4))
     stride = draw(st.sampled_from((2, 3)))
+    read = draw(st.none() | st.dictionaries(st.sampled_from("abc"), st.integers(1, 9)))
     found = []
     for index, (role, entry) in enumerate(planned[: draw(st.just(len(planned)) | st.integers(0, len(planned)))]):
         taken, memory, alone, reason, says = kinds[index % len(kinds)]
@@ -54,11 +56,13 @@ def captures(draw, plan):
         seen = None
         if moments:
             seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
-        found.append(
-            GraphCapture(
-                role=role, entry=entry, seconds=taken, memory=memory, alone=alone, readings=seen, waiver=waiver
-            )
+        capture = GraphCapture(
+            role=role, entry=entry, seconds=taken, memory=memory, alone=alone, readings=seen, waiver=waiver
         )
+        if read is not None:
+            made_of = Fingerprint(nodes=1000 * index, kernels=read, topology=f"{index:016x}")
+            capture = attrs.evolve(capture, fingerprint=made_of)
+        found.append(capture)
     return tuple(found)
 
 
