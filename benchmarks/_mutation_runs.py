@@ -23,7 +23,7 @@ from _mutation_tests import TESTS
 
 LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist")
 MEMORY = 6 << 30
-"""Address space that a test run may take, in bytes: a mutant may ask for any amount."""
+"""Memory that a test run may take, in bytes: a mutant may ask for any amount."""
 
 Outcomes = dict[tuple[str, str, int], str]
 """By a mutant's module, operator and occurrence: killed, timeout or survived."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-_PLANNED = ("planning/test_planner.py", "test_locked_plans.py")
+_LOCKED = "test_locked_plans.py::test_a_locked_plan_is_what_its_spec_gives_to_the_byte"
+_PLANNED = ("planning/test_planner.py", _LOCKED)
 _POLICIES = ("planning/sizing/test_policies.py", "property/test_regressions.py", "planning/test_planner.py")
 _BUDGET = ("planning/sizing/test_budget.py", *_PLANNED)
 _MODES = ("planning/test_resolve.py", "property/test_law6_resolution.py", "planning/test_planner.py")
 _PLANS = (
     "planning/test_planner.py",
-    "test_locked_plans.py",
+    _LOCKED,
     "property/test_law1_coverage.py",
     "property/test_law2_shape_algebra.py",
     "property/test_law4_reachability.py",
@@ -41,7 +42,7 @@ _CASES = (
 )
 TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/minimax": ("planning/sizing/test_minimax.py", "planning/sizing/test_budget.py", *_POLICIES),
-    "planning/sizing/policies": (*_POLICIES, "test_locked_plans.py"),
+    "planning/sizing/policies": (*_POLICIES, _LOCKED),
     "planning/sizing/budget": _BUDGET,
     "planning/sizing/engine_lists": ("planning/sizing/test_engine_lists.py", "planning/sizing/test_policies.py"),
     "planning/sizing/ladder": _BUDGET,

@@ -50,8 +50,9 @@ def test_every_spec_is_locked() -> None:
     assert {split(path)[0] for path in LOCKED} == {path.stem for path in (PLANS / "specs").glob("*.yaml")}
 
 
-def test_every_environment_is_used() -> None:
-    assert {split(path)[1] for path in LOCKED} == set(catalog.shipped_environments())
+def test_every_locked_plan_is_of_a_machine_that_ships() -> None:
+    """Machines that no locked plan is for are planned for by the oracles and by strategies."""
+    assert {split(path)[1] for path in LOCKED} <= set(catalog.shipped_environments())
 
 
 def test_the_ladder_steps_down_on_a_gpu_that_is_too_old() -> None:

@@ -9,7 +9,17 @@ import pytest
 
 pytest.importorskip("torch")
 
-from capture_planner.conformance import Case, Scene, SearchProfile, Shape, SuiteOptions, conform, play, under_test
+from capture_planner.conformance import (
+    Case,
+    Check,
+    Scene,
+    SearchProfile,
+    Shape,
+    SuiteOptions,
+    conform,
+    play,
+    under_test,
+)
 from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
@@ -97,6 +107,45 @@ CASES = {
 }
 """What random scenes come to late, or what a few steps show: the smallest case of it."""
 
+CHECKS = {
+    "outputs-made-anew": Check.BORN,
+    "draft-decode-piecewise": Check.BOUNDED,
+    "drafts-past-the-model": Check.BOUNDED,
+    "states-without-padding": Check.BOUNDED,
+    "prompt-taken-for-a-decode": Check.CLASSIFIED,
+    "prompts-behind-a-decode": Check.CLASSIFIED,
+    "query-length-of-the-mean": Check.CLASSIFIED,
+    "requests-from-rounded-tokens": Check.CLASSIFIED,
+    "adapters-not-in-the-key": Check.DISPATCHED,
+    "dummy-request-on-demand": Check.DISPATCHED,
+    "full-shadowed-by-piecewise": Check.DISPATCHED,
+    "targets-formula-for-the-drafter": Check.DISPATCHED,
+    "tiers-shadow-each-other": Check.DISPATCHED,
+    "state-not-reset": Check.EAGER,
+    "idx-mapping-padded-with-zero": Check.FILLED,
+    "last-token-indices-stale": Check.FILLED,
+    "padded-rows-moved-on": Check.FILLED,
+    "padded-rows-verified": Check.FILLED,
+    "requests-not-padded": Check.FILLED,
+    "state-indices-stale": Check.FILLED,
+    "state-rows-of-the-last-batch": Check.PLACED,
+    "splits-after-an-error": Check.RAN,
+    "capture-errors-swallowed": Check.RECOVERED,
+    "graphs-of-a-broken-session": Check.RECOVERED,
+    "exact-sizes-looked-up-by-number": Check.REPLAYED,
+    "replayed-inside-the-session": Check.REPLAYED,
+    "padding-in-the-load": Check.ROWS,
+    "padding-in-the-scale": Check.ROWS,
+    "first-state-lost": Check.STORED,
+    "state-not-rolled-back": Check.STORED,
+    "first-draft-unverified": Check.TOKENS,
+    "drafts-move-the-targets-fields": Check.UNSPOILED,
+    "drafts-over-the-targets-output": Check.UNSPOILED,
+    "chain-one-step-too-long": Check.UNTOUCHED,
+    "padded-state-clamped": Check.UNTOUCHED,
+}
+"""The law that each case breaks first."""
+
 
 def name_of(mutant: Mutant) -> str:
     """Name a test by its mutant."""
@@ -123,7 +172,9 @@ def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
     assert mutant.patch is not None
     there = under_test("reference")
     with mutant.patch():
-        assert play(there, CASES[mutant.name]).failure is not None
+        failure = play(there, CASES[mutant.name]).failure
+    assert failure is not None
+    assert failure.check is CHECKS[mutant.name]
     assert play(there, CASES[mutant.name]).failure is None
 
 

@@ -195,3 +195,34 @@ def test_pool_accepts_a_graph_after_it_refused_one(grapher: Grapher) -> None:
     torch.cuda.synchronize()
     assert pool.memory <= 24 * MEBI
     assert (target[: 8 * MEBI] == 1).all()
+
+
+def test_what_outlives_a_capture_is_counted_and_named(grapher: Grapher) -> None:
+    """In pieces: nothing of a healthy forward or of frames that an exception keeps, and the tensor of an object."""
+    pool, out, errors = grapher.pool(), torch.zeros(1024, device="cuda"), []
+
+    class Backend:
+        workspace: torch.Tensor | None = None
+
+    backend = Backend()
+
+    def forward(*, breaks: bool, keeps: bool) -> None:
+        rows = out + 1
+        grapher.split(lambda read, written: written.copy_(read), (rows,), (out,))
+        late = rows * 2
+        if breaks:
+            try:
+                raise ImportError("an optional module is missing")
+            except ImportError as error:
+                errors.append(error)
+        if keeps:
+            backend.workspace = late
+        out.add_(late)
+
+    # Garbage of before must not hide what is new: it is freed while the leftover is looked for.
+    cycle = [torch.zeros(1 << 20, device="cuda")]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del cycle
+    for breaks, keeps, size in ((False, False, 0), (True, False, 0), (True, True, out.nbytes), (False, False, 0)):
+        left = grapher.capture(lambda breaks=breaks, keeps=keeps: forward(breaks=breaks, keeps=keeps), pool).leftover
+        assert (left.size, left.holders) == (size, ("Backend.workspace",) if keeps else ())

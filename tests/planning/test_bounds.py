@@ -7,7 +7,7 @@ from math import ceil
 
 import attrs
 import pytest
-from hypothesis import assume, given, reject
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
@@ -110,6 +110,7 @@ def pools_of(inputs: PlanInputs, known: Profile, ladders: list[Ladder]) -> int:
     return sum(map(max, needs.values()))
 
 
+@settings(max_examples=max(settings.default.max_examples, 40))
 @given(problems())
 def test_what_graphs_take_is_added_up_over_all_of_them(
     problem: tuple[PlanInputs, BudgetBounds, list[Ladder], Profile],

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
@@ -27,7 +27,8 @@ FAMILIES = st.tuples(
 GRAPHS = FAMILIES.filter(lambda family: family[1] is not GraphMode.NONE)
 
 
-@given(st.dictionaries(st.integers(1, 40), st.integers(1, 60), min_size=1), st.integers(1, 60), st.sampled_from((1, 3)))
+@settings(max_examples=max(settings.default.max_examples, 40))
+@given(st.dictionaries(st.integers(1, 12), st.integers(1, 60), min_size=1), st.integers(1, 15), st.sampled_from((1, 3)))
 def test_times_lie_on_the_line_between_measured_sizes(times: dict[int, int], tokens: int, passes: int) -> None:
     """Never less for more; below the first its time, above the last along the last line; times the passes."""
     sizes = sorted(times)
@@ -67,6 +68,7 @@ def nearest(keys: list[Family], family: Family) -> Family:
     return key
 
 
+@settings(max_examples=max(settings.default.max_examples, 40))
 @given(st.lists(FAMILIES, min_size=1, max_size=8, unique=True), st.lists(FAMILIES, min_size=1, max_size=3))
 def test_the_nearest_family_stands_for_one_that_was_not_measured(known: list[Family], asked: list[Family]) -> None:
     """Of its role, eager for eager: the length of the chain first, then mode, kind of batch and query length."""

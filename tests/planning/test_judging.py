@@ -6,7 +6,7 @@ from math import ceil
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
@@ -110,6 +110,7 @@ def entry_for(batch: Batch, mode: GraphMode, repeats: int, fused: bool) -> Entry
     )
 
 
+@settings(max_examples=max(settings.default.max_examples, 40))
 @given(deployments(), profiles(), st.data())
 def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile, data: st.DataObject) -> None:
     """The mean, the share of steps with an eager pass, and the times; each pass by its own entry or its eager time."""
@@ -150,6 +151,7 @@ def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile
         assert found.percentile(percent) == (pytest.approx(every[place]) if every else 0)
 
 
+@settings(max_examples=max(settings.default.max_examples, 40))
 @given(deployments(), profiles(), MODES, st.booleans(), st.data())
 def test_every_size_is_the_batch_itself_in_the_mode_of_its_role(
     spec: Spec, known: Profile, mode: GraphMode, fused: bool, data: st.DataObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import ceil
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.modes import Role
@@ -16,6 +16,7 @@ from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner.testing import specs
 
+OTHERS = [(2, 6, 3), (3, 3, 1), (2, 10, 5), (5, 17, 0), (30, 90, 3)]
 SPECS = specs(max_reqs=24, max_tokens=96, measured=None)
 
 
@@ -32,7 +33,7 @@ def decodes(spec: Spec) -> list[tuple[int, int, int]]:
 @st.composite
 def lines(draw: st.DrawFn, spec: Spec) -> TrafficCount:
     """Draw the target's lines that say all, or less, of a decode of the deployment or of any other batch."""
-    number, tokens, each = draw(st.sampled_from([*decodes(spec), (2, 6, 3), (3, 3, 1), (5, 17, 0), (30, 90, 3)]))
+    number, tokens, each = draw(st.sampled_from(decodes(spec) or OTHERS) | st.sampled_from(OTHERS))
     num_reqs, query_len = draw(st.sampled_from((number, None))), draw(st.sampled_from((each or None, None)))
     unknown = num_reqs is not None and query_len is None and draw(st.booleans())
     return TrafficCount(
@@ -77,6 +78,7 @@ def said(notes: tuple[str, ...], words: str) -> int:
     return sum(int(note.split()[0].replace(",", "")) for note in notes if note.endswith(words))
 
 
+@settings(max_examples=max(settings.default.max_examples, 40))
 @given(traffics())
 def test_each_line_is_the_batch_that_its_numbers_fit(drawn: tuple[Spec, Traffic]) -> None:
     """Decodes first, then what is known; within the limits, with no more adapters than its requests and the limit."""
@@ -125,6 +127,7 @@ def test_each_line_is_the_batch_that_its_numbers_fit(drawn: tuple[Spec, Traffic]
 _FIELDS = ("role", "num_reqs", "num_tokens", "query_len", "past_prompt")
 
 
+@settings(max_examples=max(settings.default.max_examples, 40))
 @given(st.dictionaries(st.integers(1, 30), st.integers(1, 40), min_size=1), st.sampled_from((0, 1, 50, 90, 99.5, 100)))
 def test_a_percentile_is_that_step_of_all_in_order(counts: dict[int, int], percent: float) -> None:
     steps = Steps({Batch.decode(Role.TARGET, number, 1): count for number, count in counts.items()})
@@ -133,6 +136,7 @@ def test_a_percentile_is_that_step_of_all_in_order(counts: dict[int, int], perce
     assert -steps.percentile(percent, lambda batch: -batch.num_reqs).num_reqs == every[place - 1]
 
 
+@settings(max_examples=max(settings.default.max_examples, 40))
 @given(SPECS, st.data())
 def test_drafters_follow_each_batch_of_the_target(spec: Spec, data: st.DataObject) -> None:
     """One draft prefill with its extra rows, then one token of each request for each further draft of a chain."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 
@@ -15,6 +16,7 @@ from capture_planner.modes import GraphMode
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
+from capture_planner.runtime.graphs.leftover import Leftover, leftover, own_address
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from support.probe import Probe
 from support.worlds import requests_of, spec_of, world_of, worlds
@@ -200,3 +202,15 @@ def test_leftover_names_what_holds_it():
     left = graphs.capture(lambda: next(backend.steps), pool).leftover
     assert (left.size, left.holders) == (x.nbytes, ("steps",))
     assert next(backend.steps, None) is None
+
+
+def test_tensor_over_memory_of_another_is_no_leftover():
+    """A piece keeps such tensors of what it was handed: the memory is free once its owner is gone."""
+    owner = torch.arange(6.0)
+    address = owner.data_ptr()
+    borrowed = torch.frombuffer((ctypes.c_float * 6).from_address(address), dtype=torch.float32)
+    assert (own_address(owner[2:]), own_address(borrowed)) == (address, 0)
+    sizes = {address: owner.nbytes}
+    assert leftover(sizes, own_address, "cpu").size == owner.nbytes
+    owner = owner.sum()
+    assert leftover(sizes, own_address, "cpu") == Leftover()

@@ -29,7 +29,7 @@ def run() -> str:
     """Say what was run, and on what."""
     result = campaign()
     mutants, healthy = result["mutants"], result["healthy"]
-    sure = sum(mutant["hits"] == mutant["seeds"] for mutant in mutants)
+    sure = sum(_is_sure(mutant) for mutant in mutants)
     tried = sorted({mutant["seeds"] for mutant in mutants if mutant["planted"] != "plan"} or {result["seeds"]})
     seeds = f"{tried[0]} to {tried[-1]}" if len(tried) > 1 else f"{tried[0]}"
     packages = result["provenance"]["packages"]
@@ -46,7 +46,14 @@ def run() -> str:
                 "",
                 f"- `{mutant['name']}` is missed with {mutant['seeds'] - mutant['hits']} of {mutant['seeds']} seeds.",
             ]
+    if left := sum(mutant.get("left", 0) > 0 for mutant in mutants):
+        lines += ["", f"- The campaign ended before {left} of {len(mutants)} mutants were searched with every seed."]
     return "\n".join(lines)
+
+
+def _is_sure(mutant: dict[str, Any]) -> bool:
+    """Say whether a mutant is found with every seed, and no seed is left."""
+    return bool(mutant["hits"] == mutant["seeds"] and not mutant.get("left"))
 
 
 def table() -> str:

@@ -22,7 +22,7 @@ from capture_planner.errors import CaptureError
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.runtime.graphs.fingerprints import fingerprint_of, load_driver
 from capture_planner.runtime.graphs.graph import GraphPool
-from capture_planner.runtime.graphs.leftover import Leftover, leftover
+from capture_planner.runtime.graphs.leftover import Leftover, leftover, own_address
 from capture_planner.runtime.graphs.reading import Reading
 
 
@@ -63,10 +63,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     there = borrowed(storage.data_ptr(), storage.nbytes()).untyped_storage()
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(there, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class CudaPool:
@@ -111,7 +107,7 @@ class CudaPool:
         owned = dict(self._blocks("active_allocated"))
         new = {address: size for address, size in owned.items() if address not in self._leftover}
         self._leftover = set(owned)
-        return leftover(new, _address, "cuda")
+        return leftover(new, own_address, "cuda")
 
     def _inactive(self) -> Iterator[torch.Tensor]:
         return (borrowed(address, size) for address, size in self._blocks("inactive"))

@@ -7,7 +7,7 @@ the ``ImportError`` of an optional module, keeps the frames of all its callers, 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
@@ -39,6 +39,8 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
     :param key_of: the key of a tensor's storage.
     :param device: the type of the tensors' device.
     """
+    if not sizes:
+        return Leftover()
 
     def living() -> list[torch.Tensor]:
         plain = (each for each in gc.get_objects() if type(each) in _PLAIN)
@@ -49,37 +51,44 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
         ]
 
     gc.collect()
-    _end_frames(living())
     left = living()
-    holders = {name for tensor in left for name in _names(tensor, (id(left),), _DEPTH)}
-    return Leftover(sum(sizes[key] for key in {key_of(tensor) for tensor in left}), tuple(sorted(holders)))
+    holders = _holders(left)
+    frames = [each for each in holders if type(each) is FrameType]
+    if frames:
+        holders.clear()
+        left.clear()
+        for frame in frames:
+            frame.clear()
+        left = living()
+        holders = _holders(left)
+    return Leftover(sum(sizes[key] for key in {key_of(tensor) for tensor in left}), _names(left, holders))
 
 
-def _end_frames(level: list[Any]) -> None:
-    """Clear the frames that refer to these objects, also through containers. Those that still run are no referrers."""
+def own_address(tensor: torch.Tensor) -> int:
+    """Return where the memory begins that a tensor owns; 0 of one over the memory of another, as pieces keep them."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.resizable() else 0
+
+
+def _holders(tensors: list[torch.Tensor]) -> list[Any]:
+    """Return what refers to tensors, also through containers. Of frames, only those that have ended are referrers."""
+    holders: list[Any] = []
+    level: list[Any] = tensors
     for _ in range(_DEPTH):
-        referrers = [each for each in gc.get_referrers(*level) if each is not level]
-        level.clear()
-        for each in referrers:
-            if type(each) is FrameType:
-                each.clear()
+        own = {id(tensors), id(level), id(holders)}
+        referrers = [each for each in gc.get_referrers(*level) if id(each) not in own] if level else []
+        holders += referrers
         level = [each for each in referrers if type(each) in _CONTAINERS]
+    return holders
 
 
-def _names(held: object, own: tuple[int, ...], depth: int) -> Iterator[str]:
-    """Yield what refers to an object, with the attribute; ``own``: ids of lists of this search."""
-    referrers = gc.get_referrers(held)
-    for referrer in referrers:
-        if id(referrer) in own or type(referrer) is FrameType:
-            continue
-        owners = [referrer]
-        if isinstance(referrer, dict):
-            owners = [each for each in gc.get_referrers(referrer) if getattr(each, "__dict__", None) is referrer]
-        elif type(referrer) in _CONTAINERS:
-            owners = []
-        for owner in owners:
-            names = [name for name, value in getattr(owner, "__dict__", {}).items() if value is held]
-            label = str(getattr(owner, "__name__", type(owner).__name__))
-            yield from [f"{label}.{name}" for name in names] or [label]
-        if not owners and depth > 1:
-            yield from _names(referrer, (*own, id(referrers)), depth - 1)
+def _names(tensors: list[torch.Tensor], holders: list[Any]) -> tuple[str, ...]:
+    """Return the attributes of objects, and variables of modules, that hold tensors or containers of them."""
+    held = {id(each) for each in tensors} | {id(each) for each in holders if type(each) in _CONTAINERS}
+    names = set()
+    for holder in holders:
+        if type(holder) not in _CONTAINERS:
+            label = str(getattr(holder, "__name__", type(holder).__name__))
+            found = [name for name, value in getattr(holder, "__dict__", {}).items() if id(value) in held]
+            names |= {f"{label}.{name}" for name in found} or {label}
+    return tuple(sorted(names))

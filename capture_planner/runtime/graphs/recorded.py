@@ -255,7 +255,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lent = {storage_key(tensor) for item in self._items if isinstance(item, _Break) for tensor, _ in item.tensors}
         own = {key: storage for key, storage in self._storages.items() if storage.is_own and key not in lent}
         sizes = {key: storage.size for key, storage in own.items() if storage.is_alive}
-        return leftover(sizes, storage_key, "cpu") if sizes else Leftover()
+        return leftover(sizes, storage_key, "cpu")
 
     def _meet(self, tensor: torch.Tensor, func: Any, *, is_own: bool) -> bool:
         """Return whether the tensor's storage is new; then it is the graph's own, or stood before."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from capture_planner.modes import GraphMode, Role
-from capture_planner.records.batch_space import extra_slots
+from capture_planner.records.batch_space import extra_slots, max_query_len
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.profile import CostCurve, GraphCost, Profile
@@ -38,6 +38,8 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
             curves.append(draw(_curves(role, mode)))
         if draw(st.booleans()):
             curves.append(draw(_curves(role, GraphMode.PIECEWISE)))
+        if draw(st.booleans()):
+            curves.append(draw(_curves(role, GraphMode.FULL, max_query_len(role, spec))))
         if draw(st.booleans()):
             memory, pool = draw(one_of((0.0, 7.0, 25.0))), draw(one_of((0.0, 0.0, 0.5)))
             seconds, more = draw(one_of((0.0, 0.05, 0.25))), draw(one_of((0.0, 0.0, 0.04)))
