@@ -46,7 +46,7 @@ from capture_planner.conformance import (
     usable_shapes,
 )
 from capture_planner.conformance.audit import audit
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.scene import Arrive, RunBatch
 from capture_planner.conformance.shapes import KERNELS
 from capture_planner.conformance.steps import run_step
@@ -128,7 +128,7 @@ def compile_for(name: str, device: str, k: int) -> int:
             drafts=k,
             num_tokens=24,
             size_tokens=(24,),
-            drafter=DrafterKind.EAGLE3 if k % 2 else DrafterKind.EAGLE,
+            drafter=DraftScheme.EAGLE3 if k % 2 else DraftScheme.EAGLE,
         )
         with Stage(under, scene) as stage:
             for step in (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from capture_planner.conformance.capture_attack import CaptureAttack
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.scene import Scene, Shape
 from capture_planner.modes import GraphMode
@@ -23,14 +23,14 @@ LARGEST_REQS = 20
 """The most requests of a large scene, unless the caller says otherwise."""
 
 DRAFTERS = (
-    DrafterKind.EAGLE,
-    DrafterKind.EAGLE3,
-    DrafterKind.DRAFT_MODEL,
-    DrafterKind.PARALLEL,
-    DrafterKind.LAYERS,
-    DrafterKind.EAGLE3,
-    DrafterKind.MODULES,
-    DrafterKind.PARALLEL_MODEL,
+    DraftScheme.EAGLE,
+    DraftScheme.EAGLE3,
+    DraftScheme.DRAFT_MODEL,
+    DraftScheme.PARALLEL,
+    DraftScheme.LAYERS,
+    DraftScheme.EAGLE3,
+    DraftScheme.MODULES,
+    DraftScheme.PARALLEL_MODEL,
 )
 """Drafters to draw from: chains on the target's rows, which most engines run, more often."""
 
@@ -53,7 +53,7 @@ def scenes(
     drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1)),
     largest: int = LARGEST_REQS,
     features: Collection[str] = FEATURES,
-    drafters: Sequence[DrafterKind] = DRAFTERS,
+    drafters: Sequence[DraftScheme] = DRAFTERS,
 ) -> Scene:
     """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule.
 
@@ -69,7 +69,7 @@ def scenes(
         num_reqs = draw(st.sampled_from([*range(2, min(MOST_REQS, largest) + 1), 1]))
     several = [k for k in drafts if k > 1] or list(drafts)
     k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
-    drafter = draw(st.sampled_from(drafters)) if k else DrafterKind.EAGLE
+    drafter = draw(st.sampled_from(drafters)) if k else DraftScheme.EAGLE
     slots = Scene(shape=shapes[0], drafts=k, drafter=drafter).extra_slots
     # Token limits with and without room for a decode of all requests.
     width = 1 + k + slots

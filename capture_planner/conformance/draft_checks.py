@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from capture_planner.conformance.draft_rows import MASKED, DraftRowsOfRequest, sources_of
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.forward_checks import (
     check_slots,
@@ -31,7 +31,7 @@ def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target:
     """Run the draft prefill and the draft decodes of a batch, eager and from graphs, and check each."""
     made, described = batch.draft_prefill(target), batch.batch(Role.DRAFT_PREFILL)
     given = stage.runner.parts.target.hidden[: len(batch.ids)].double().clone()
-    pass_ = DraftPass(stage, drafter, batch, given)
+    pass_ = FirstPass(stage, drafter, batch, given)
 
     def forward(eager: bool) -> None:
         entry = stage.run(described, made, eager=eager)
@@ -44,7 +44,7 @@ def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target:
 
 
 @attrs.frozen(eq=False)
-class DraftPass:
+class FirstPass:
     """A first draft pass that was run; ``given float64[T, hidden_size]`` are the target's states."""
 
     stage: Stage
@@ -58,7 +58,7 @@ class DraftPass:
         rows = batch.draft_rows
         hidden = stage.runner.parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
         places, starts = _places(stage, batch), np.cumsum([0, *(each.count for each in rows)])
-        is_modules = stage.scene.drafter is DrafterKind.MODULES
+        is_modules = stage.scene.drafter is DraftScheme.MODULES
         want = list(self._modules(state.proposed[places])) if is_modules else [self._states(rows)]
         for index, each in enumerate(rows):
             # Rows that follow the last one read tokens that modules have yet to draft.

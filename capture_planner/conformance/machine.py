@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.strategies import SearchStrategy
 
 from capture_planner.conformance.deployments import DRAFTERS, LARGEST_REQS, MOST_DRAFTS, MOST_REQS, scenes
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Failure, Violation
 from capture_planner.conformance.features import FEATURES, features_of
 from capture_planner.conformance.scene import (
@@ -108,7 +108,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
     largest: ClassVar[int] = LARGEST_REQS
     features: ClassVar[Collection[str]] = FEATURES
-    drafters: ClassVar[Sequence[DrafterKind]] = DRAFTERS
+    drafters: ClassVar[Sequence[DraftScheme]] = DRAFTERS
     log: ClassVar[Log]
 
     _scene: Scene

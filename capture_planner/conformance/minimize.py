@@ -15,7 +15,7 @@ from itertools import islice, product
 from typing import Any
 
 from capture_planner.conformance.capture_attack import CaptureAttack
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Check, Failure
 from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, loads
@@ -301,7 +301,7 @@ def _scenes(case: Case) -> Iterator[Case]:
     flags = {
         "ahead": False,
         "per_role": False,
-        "drafter": DrafterKind.EAGLE,
+        "drafter": DraftScheme.EAGLE,
         "full_cache": False,
         "fused": not scene.drafts,
     }

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import nn
 
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.runtime.models.loading import weights_of
 from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
@@ -258,8 +258,8 @@ class ProbeDrafter(_Probe):
 
     mask: torch.Tensor
 
-    def __init__(self, tables: Tables, of_rows: Rows, target: ProbeTarget, kind: DrafterKind, seed: int) -> None:
-        if kind is DrafterKind.MODULES:
+    def __init__(self, tables: Tables, of_rows: Rows, target: ProbeTarget, kind: DraftScheme, seed: int) -> None:
+        if kind is DraftScheme.MODULES:
             # Rows whose tokens are yet to be drafted read what comes next in the batch, padding included.
             of_rows = attrs.evolve(of_rows, coupled=False)
         super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed)
@@ -272,7 +272,7 @@ class ProbeDrafter(_Probe):
     @property
     def mask_hidden(self) -> torch.Tensor | None:
         """``[hidden_size]``: what the rows of mask tokens go on from."""
-        return self.mask if self.kind is DrafterKind.PARALLEL else None
+        return self.mask if self.kind is DraftScheme.PARALLEL else None
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Return the first of the auxiliary states: they are all alike."""
@@ -282,7 +282,7 @@ class ProbeDrafter(_Probe):
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
         layers = range(self.tables.shape.layers)
-        if self.kind is DrafterKind.MODULES:
+        if self.kind is DraftScheme.MODULES:
             layers = layers[module : module + 1]
         mixed = self.mixed(outputs(self.tables, self.of_rows, input_ids, positions, attend, layers), hidden)
         return self.coupled(mixed, input_ids, attend)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from capture_planner.codec.reading import structure
 from capture_planner.codec.writing import to_data
 from capture_planner.conformance.capture_attack import CaptureAttack
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.records._base import Count, Interval, NonNegative, record
@@ -79,7 +79,7 @@ class Scene:
     drafts: NonNegative = 0
     """K; 0: no drafter."""
     schedule: tuple[Triple, ...] = ()
-    drafter: DrafterKind = DrafterKind.EAGLE
+    drafter: DraftScheme = DraftScheme.EAGLE
     """How drafts are made, if there are any."""
     fused: bool = True
     """Whether draft chains are planned as one graph."""

@@ -11,7 +11,7 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.conformance.capture_attack import InjectedError, WatchedGraphs
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Check, Violation
 from capture_planner.conformance.probe import GARBAGE, LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
@@ -168,7 +168,7 @@ class Stage(AbstractContextManager["Stage"]):
     def _shifts(self, role: Role, layers: int) -> tuple[int, ...]:
         """Return how much later than its position each layer of a model reads its token."""
         kind = self.scene.drafter
-        if kind is DrafterKind.MODULES and role.is_drafter:
+        if kind is DraftScheme.MODULES and role.is_drafter:
             return tuple(range(1, layers + 1))
         return (int(role.is_drafter and kind.reads_states),) * layers
 

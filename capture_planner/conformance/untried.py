@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.features import NAMES
 from capture_planner.conformance.machine import Log
 from capture_planner.modes import GraphMode, Role
@@ -23,7 +23,7 @@ NEVER = (
 def untried(log: Log, drafts: Sequence[int]) -> Iterator[str]:
     """Yield what was refused, what no scene had, what no batch reached, and what the suite never tries."""
     yield from (f"{name}: {reason}" for name, reason in log.refused.items())
-    names = [*NAMES.values(), *(map(str, DrafterKind) if any(drafts) else ())]
+    names = [*NAMES.values(), *(map(str, DraftScheme) if any(drafts) else ())]
     absent = [name for name in names if not log.features[name] and name not in log.refused]
     yield from (f"{name}: no scene had it" for name in absent)
     for role in Role:

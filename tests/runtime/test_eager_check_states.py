@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from capture_planner.conformance.drafter_kind import DrafterKind
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene, Shape
 from capture_planner.errors import DifferenceError
@@ -36,7 +36,7 @@ def served(drafts, options):
         return Tables(shape, VOCABULARY, SHAPE.longest, torch.float64, device, seed)
 
     target = ProbeTarget(tables(0, 1), Rows(), VOCABULARY, SHAPE.longest, 1)
-    drafter = ProbeDrafter(tables(2), Rows(), target, DrafterKind.EAGLE, 3) if drafts else None
+    drafter = ProbeDrafter(tables(2), Rows(), target, DraftScheme.EAGLE, 3) if drafts else None
     pages = PageFormat(page_size=SHAPE.page_size, num_pages=40)
     grapher = RecordedGraphs()
     with Runner(plan, target, drafter, registry.load_backends(), grapher, pages=pages, options=options) as runner:

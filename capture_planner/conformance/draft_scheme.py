@@ -8,7 +8,7 @@ from capture_planner.modes import Chain
 from capture_planner.records.model import DraftModel, Method, Speculative, Tier
 
 
-class DrafterKind(enum.Enum):
+class DraftScheme(enum.Enum):
     """How the drafts of a scene are made; a probe stands for the drafter."""
 
     EAGLE = "eagle"
@@ -27,26 +27,26 @@ class DrafterKind(enum.Enum):
     @property
     def reads_states(self) -> bool:
         """Whether it goes on from the target's hidden states, and its tokens stand one position later."""
-        return self not in (DrafterKind.DRAFT_MODEL, DrafterKind.PARALLEL_MODEL)
+        return self not in (DraftScheme.DRAFT_MODEL, DraftScheme.PARALLEL_MODEL)
 
     @property
     def is_parallel(self) -> bool:
-        """Whether mask tokens stand in for the drafts to make."""
-        return self in (DrafterKind.PARALLEL, DrafterKind.PARALLEL_MODEL)
+        """Whether mask tokens take the rows of drafts yet to be made."""
+        return self in (DraftScheme.PARALLEL, DraftScheme.PARALLEL_MODEL)
 
     @property
     def reads_aux(self) -> bool:
         """Whether it reads auxiliary states of the target, as EAGLE-3 does."""
-        return self in (DrafterKind.EAGLE3, DrafterKind.PARALLEL)
+        return self in (DraftScheme.EAGLE3, DraftScheme.PARALLEL)
 
     def __str__(self) -> str:
         return _TEXTS[self]
 
     def speculative(self, drafts: int, schedule: tuple[Tier, ...], chain: Chain, *, sinks: bool) -> Speculative:
         """Return the speculation of a spec with this drafter, at K of ``drafts``."""
-        layers = {DrafterKind.LAYERS: 2, DrafterKind.MODULES: max(drafts, 2)}.get(self, 1)
+        layers = {DraftScheme.LAYERS: 2, DraftScheme.MODULES: max(drafts, 2)}.get(self, 1)
         method = Method.EAGLE3 if self.reads_aux else Method.EAGLE
-        if self is DrafterKind.MODULES:
+        if self is DraftScheme.MODULES:
             method = Method.MTP
         return Speculative(
             method=method if self.reads_states else Method.DRAFT_MODEL,
@@ -59,11 +59,11 @@ class DrafterKind(enum.Enum):
 
 
 _TEXTS = {
-    DrafterKind.EAGLE: "EAGLE",
-    DrafterKind.EAGLE3: "EAGLE-3",
-    DrafterKind.LAYERS: "EAGLE of two layers",
-    DrafterKind.MODULES: "MTP of several modules",
-    DrafterKind.DRAFT_MODEL: "a draft model",
-    DrafterKind.PARALLEL: "parallel EAGLE-3",
-    DrafterKind.PARALLEL_MODEL: "a parallel draft model",
+    DraftScheme.EAGLE: "EAGLE",
+    DraftScheme.EAGLE3: "EAGLE-3",
+    DraftScheme.LAYERS: "EAGLE of two layers",
+    DraftScheme.MODULES: "MTP of several modules",
+    DraftScheme.DRAFT_MODEL: "a draft model",
+    DraftScheme.PARALLEL: "parallel EAGLE-3",
+    DraftScheme.PARALLEL_MODEL: "a parallel draft model",
 }
