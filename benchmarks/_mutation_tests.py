@@ -22,7 +22,6 @@ _MEASURED = (
     "planning/test_measured_schedule.py",
 )
 _PROGRAMS = ("property/test_law13_whole_plans.py", "property/test_law13_measured.py")
-_SCHEDULES = ("planning/test_draft_lengths.py", "planning/test_measured_schedule.py")
 _PADDED = (
     "runtime/test_fields.py",
     "runtime/test_padding.py",
@@ -47,7 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/engine_lists": ("planning/sizing/test_engine_lists.py", "planning/sizing/test_policies.py"),
     "planning/sizing/ladder": _BUDGET,
     "planning/sizing/subsets": ("planning/sizing/test_subsets.py",),
-    "planning/sizing/program": _PROGRAMS,
+    "planning/sizing/program": ("planning/sizing/test_program.py", *_PROGRAMS),
     "planning/sizing/allocation": _PROGRAMS,
     "planning/sizing/worst": _PROGRAMS,
     "planning/sizing/smoothing": ("planning/sizing/test_smoothing.py",),
@@ -59,11 +58,16 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/costs": ("planning/test_costs.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/coverage": _MEASURED,
     "planning/demand": ("planning/test_demand.py", *_MEASURED),
-    "planning/draft_lengths": _SCHEDULES,
+    "planning/draft_lengths": ("planning/test_draft_lengths.py", "planning/test_measured_schedule.py"),
     "planning/groups": (*_BUDGET, *_MEASURED),
     "planning/judging": ("planning/test_judging.py", *_MEASURED),
-    "planning/measured": ("planning/test_judging.py", *_MEASURED, "engines/test_tuning.py"),
-    "planning/measured_schedule": _SCHEDULES,
+    "planning/measured": (
+        "planning/test_measured.py",
+        "planning/test_judging.py",
+        *_MEASURED,
+        "engines/test_tuning.py",
+    ),
+    "planning/measured_schedule": ("planning/test_schedule_times.py", "planning/test_measured_schedule.py"),
     "planning/planner": _PLANS,
     "planning/role": _PLANS,
     "planning/steps": ("planning/test_steps.py", *_MEASURED, "engines/test_tuning.py"),

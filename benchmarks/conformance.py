@@ -99,8 +99,12 @@ def report(case: Case, under: Subject, profile: SearchProfile, seed: int, outcom
     return data
 
 
-def search(name: str, device: str, seed: int, profile: SearchProfile) -> Data:
-    """Run one portion of the scenes of one backend."""
+def search(name: str, device: str, share: float, seed: int, profile: SearchProfile) -> Data:
+    """Run one portion of the scenes of one backend with a share of the GPU's memory."""
+    if device == "cuda":
+        # Without a limit, the caches of some processes leave none for the others.
+        torch.cuda.set_per_process_memory_fraction(share)
+        torch.cuda.empty_cache()
     case, under = CASES[name], on(CASES[name], device)
     choices = SuiteOptions(profile=profile, seed=seed, shapes=shapes_of(case), audits=False)
     return report(case, under, profile, seed, conform(under, choices))
@@ -201,6 +205,7 @@ class Campaign:
         self.case, self._arguments = case, arguments
         self.why = missing(case, torch.device(arguments.device))
         self._parts = [] if before is None else [before]
+        self._share = 0.9 * len(visible() or (None,)) / max(arguments.jobs, len(visible()))
         self._broke: list[str] = []
         self._began = time.perf_counter()
         seed = arguments.seed if before is None else 1 + max(before["seeds"], default=arguments.seed - 1)
@@ -225,7 +230,7 @@ class Campaign:
             return slot.submit(attack, name, device, self._arguments.seed)
         seed, examples = self._portions.pop(0)
         profile = SearchProfile(name="thorough", examples=examples, steps=self._arguments.steps)
-        return slot.submit(search, name, device, seed, profile)
+        return slot.submit(search, name, device, self._share, seed, profile)
 
     def add(self, done: Future[Any]) -> None:
         """Take the result of a portion, or how it broke."""

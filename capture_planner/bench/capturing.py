@@ -26,6 +26,7 @@ from capture_planner.records.text import counted
 from capture_planner.runtime.capture import begin
 from capture_planner.runtime.graphs.cuda import CudaPool
 from capture_planner.runtime.graphs.graph import GraphPool
+from capture_planner.runtime.graphs.leftover import Leftover
 from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.runner import Runner
@@ -150,7 +151,7 @@ class BareGraph:
     parts: list[torch.cuda.CUDAGraph] = attrs.Factory(list)
     memory: int = 0
     alone: int = 0
-    leftover: int = 0
+    leftover: Leftover = attrs.Factory(Leftover)
 
     @property
     def pieces(self) -> int:

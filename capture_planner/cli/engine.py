@@ -114,7 +114,7 @@ def check_engine(name: str, flags: Sequence[str], environment: str | None, form:
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
     show_notes(emulation.notes)
-    findings = check(emulation, find_engine(name))
+    findings = check(emulation, find_engine(name), machine.environment)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)
     if any(strict or each.severity is not Severity.NOTE for each in findings):

@@ -117,7 +117,7 @@ class Violation(AssertionError):
         check = Check.RAN
         if isinstance(error, GuardError):
             check = Check.FROZEN
-        elif isinstance(error, (IndexError, RuntimeError)) and "out of" in str(error):
+        elif isinstance(error, (IndexError, RuntimeError)) and "out of" in str(error) and "memory" not in str(error):
             check = Check.BOUNDED
         message = " ".join(f"{type(error).__name__}: {error}".split())
         if check is Check.BOUNDED:

@@ -15,9 +15,11 @@ from capture_planner.engines import find_engine
 from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
+from capture_planner.engines.remedies import FlagChange, remedy
 from capture_planner.engines.walk import BatchAnswer, Run, runs, walk
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
+from capture_planner.records.environment import Environment
 from capture_planner.records.text import counted
 
 
@@ -53,6 +55,8 @@ class Diagnosis:
     """Where it is less than the rule's."""
     concerns: Callable[[BatchAnswer], bool] | None = attrs.field(default=None, eq=False, repr=False)
     """Whether it is about a batch of its role; None where it is about no batches."""
+    runs: tuple[Run, ...] = attrs.field(default=(), eq=False, repr=False)
+    """The batches."""
 
 
 @attrs.frozen(kw_only=True)
@@ -89,18 +93,65 @@ def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> C
     return register_in(ENGINE_RULES, EngineRule, code, severity=severity, bug_class=bug_class, threads=threads)
 
 
-def check(emulation: Emulation, engine: Engine | None = None) -> tuple[EngineFinding, ...]:
-    """Return all findings, by code; ``engine`` is the installed one of the emulation's name by default."""
+NOTHING = "nothing to do"
+"""What the fix of a finding begins with that no flag removes; such a finding is a note."""
+
+
+def check(
+    emulation: Emulation, engine: Engine | None = None, environment: Environment | None = None
+) -> tuple[EngineFinding, ...]:
+    """Return all findings, by code; ``engine`` is the installed one of the emulation's name by default.
+
+    On an ``environment`` each fix is emulated before it is advised, and has its price.
+    """
     engine = engine or find_engine(emulation.engine)
-    walked = walk(emulation)
-    unknown = {each.batch.role for each in walked if each.answer.reason is Reason.UNKNOWN}
-    answers = tuple(each for each in walked if each.answer.reason is not Reason.UNKNOWN)
-    subject = CheckInput(engine=engine, emulation=emulation, answers=answers, unknown=frozenset(unknown))
+    subject = _subject(emulation, engine)
+    tried: dict[FlagChange, CheckInput] = {}
     return tuple(
-        EngineFinding(rule=each, diagnosis=diagnosis, fix=diagnosis.fix or engine.fixes.general.get(each.code, ""))
+        _finding(subject, each, diagnosis, environment, tried)
         for _, each in sorted(ENGINE_RULES.items())
         for diagnosis in each.check(subject)
     )
+
+
+def _finding(
+    subject: CheckInput,
+    rule: EngineRule,
+    diagnosis: Diagnosis,
+    environment: Environment | None,
+    tried: dict[FlagChange, CheckInput],
+) -> EngineFinding:
+    """Return a finding with its fix; ``tried`` are emulations of changes, for other findings too."""
+    engine, before = subject.engine, subject.emulation
+    fix = diagnosis.fix or engine.fixes.general.get(rule.code, "")
+    changes = [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
+    if environment is not None and changes:
+
+        def removed(change: FlagChange) -> Emulation | None:
+            if change not in tried:
+                after = engine.emulate(engine.fixes.applied(before.command, change), environment)
+                tried[change] = _subject(after, engine)
+            left = any(each.role is diagnosis.role for each in rule.check(tried[change]))
+            return None if left else tried[change].emulation
+
+        fix = remedy(before, changes, removed) or f"{NOTHING}: no flag removes it and keeps the graphs"
+    severity = Severity.NOTE if fix.startswith(NOTHING) else diagnosis.severity
+    return EngineFinding(rule=rule, diagnosis=attrs.evolve(diagnosis, severity=severity), fix=fix)
+
+
+def _subject(emulation: Emulation, engine: Engine) -> CheckInput:
+    walked = walk(emulation)
+    unknown = {each.batch.role for each in walked if each.answer.reason is Reason.UNKNOWN}
+    answers = tuple(each for each in walked if each.answer.reason is not Reason.UNKNOWN)
+    return CheckInput(engine=engine, emulation=emulation, answers=answers, unknown=frozenset(unknown))
+
+
+def _is_asked(subject: CheckInput, flag: str) -> bool:
+    """Say whether the command line gives a setting, or where that is not known, as of an observation."""
+    name = flag.lstrip("-").replace("-", "_")
+    sources = [each.source for each in subject.emulation.settings if each.name == name]
+    rules = {"default", *(each.rule for each in subject.emulation.decisions)}
+    return not sources or sources[0] not in rules
 
 
 def _in_words(selected: Sequence[Run], most: int = 3) -> str:
@@ -140,7 +191,11 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
         message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
         fix = subject.engine.fixes.uncovered(subject.emulation, selected)
-        yield Diagnosis(role, message, _count(selected), fix, concerns=lacking)
+        # By default engines take more requests than they have graphs for: nobody wants those batches fast.
+        by_default = not subject.emulation.asked_sizes and not _is_asked(subject, subject.engine.limits[0])
+        harmless = by_default and all(run.batch.query_len == 1 for run in selected)
+        severity = Severity.NOTE if harmless else None
+        yield Diagnosis(role, message, _count(selected), fix, severity, lacking, tuple(selected))
 
 
 @rule("EN002", Severity.WARNING, BugClass.C, "vllm#56136", "vllm#53407")
@@ -164,7 +219,8 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
             f"{counted(first.batch.num_tokens, 'token')} runs {ran} although {first.best} is captured"
         )
         fix = subject.engine.fixes.missed(subject.emulation, role, selected)
-        yield Diagnosis(role, message, count, fix, Severity.NOTE if deliberate else None, missing)
+        severity = Severity.NOTE if deliberate else None
+        yield Diagnosis(role, message, count, fix, severity, missing, tuple(selected))
 
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
@@ -211,7 +267,9 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Diagnosis]:
                 f"{manager.role}: {len(lost)} of {len(emulation.sizes)} sizes give no decode graph of their own at "
                 f"{widths[0]} tokens a request: {_some(lost)}"
             )
-            yield Diagnosis(manager.role, message, len(lost))
+            # The engine's own list has sizes for all batches, and of a given one mixed batches use the others.
+            harmless = not emulation.asked_sizes or manager.mode.mixed_mode is not GraphMode.NONE
+            yield Diagnosis(manager.role, message, len(lost), severity=Severity.NOTE if harmless else None)
 
 
 @rule("EN005", Severity.WARNING, BugClass.G, "vllm#49547", "vllm#50619")
@@ -256,7 +314,7 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
         padded = f"{real} to {real + worst.answer.padded_tokens} at worst"
         message = f"{role}: {_in_words(selected)} are padded to more than twice their tokens, {padded}"
         fix = subject.engine.fixes.padded(subject.emulation, selected[0])
-        yield Diagnosis(role, message, _count(selected), fix, concerns=heavy)
+        yield Diagnosis(role, message, _count(selected), fix, None, heavy, tuple(selected))
 
 
 @rule("EN008", Severity.WARNING, BugClass.A, "vllm#50738", "sglang#7042")
@@ -275,4 +333,4 @@ def microbatches_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         severity = None if decodes else Severity.NOTE
         message = f"{role}: {_in_words(selected)} run eager, because microbatches overlap"
         fix = subject.engine.fixes.split(subject.emulation, selected)
-        yield Diagnosis(role, message, _count(selected), fix, severity, split)
+        yield Diagnosis(role, message, _count(selected), fix, severity, split, tuple(selected))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
@@ -11,6 +11,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export.export import Export
 from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
+from capture_planner.engines.remedies import FlagChange, appended
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
@@ -22,6 +23,17 @@ class Fixes:
 
     general: ClassVar[Mapping[str, str]] = {}
     """For each rule of ``check``, by code, what to set in general."""
+
+    def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
+        """Yield changes of the command line that may remove a finding, the one to prefer first.
+
+        ``check`` emulates them and advises what removes it. A finding without such a change is a note.
+        """
+        return iter(())
+
+    def applied(self, command: Sequence[str], change: FlagChange) -> list[str]:
+        """Return the command line with a change: the flags replace what it says."""
+        return appended(command, change)
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         """EN001: ``runs`` are decodes without a graph, all of one role."""

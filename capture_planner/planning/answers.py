@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.sizing import Ladder
-from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import Deployment, draft_steps
 
 
@@ -37,8 +37,6 @@ class LadderAnswers:
     def _fits(self, batch: Batch) -> Iterator[Entry]:
         steps = draft_steps(batch.role, batch.num_reqs, self._speculative)
         for ladder in self._ladders[batch.role]:
-            if ladder.kind is Kind.DECODE and ladder.query_len != batch.uniform_query_len:
-                continue
             index = bisect_left(ladder.sizes, batch.extent(ladder.kind))
             for size in ladder.sizes[index : index + 1]:
                 case = next((case for case in ladder.served(size) if case >= batch.active_loras), None)

@@ -10,9 +10,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
-from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.emulation import CapturedGraph, Emulation, Manager
+from capture_planner.engines.verdict import ranges, verdict
 from capture_planner.engines.walk import BatchAnswer, walk
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
 from capture_planner.records.text import counted
@@ -20,15 +21,17 @@ from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 
 def emulation_table(emulation: Emulation) -> RenderableType:
-    """The whole emulation: modes, graphs by kind, what serves which batches, and what decided it."""
+    """The whole emulation: the verdict, modes, graphs by kind, what serves which batches, and what decided it."""
     answers = walk(emulation)
     parts: list[RenderableType] = [
+        *map(Text, verdict(emulation, answers).lines),
+        Text(),
         Text(f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"),
         Text(shlex.join(emulation.command) or "(no flags: all as by default)", style="dim"),
         Text(f"sizes: {sizes_text(emulation.sizes)}"),
     ]
-    for manager in emulation.managers:
-        parts += [Text(), *_role(manager.role, manager.mode, manager.graphs, answers)]
+    for alike in grouped(emulation.managers, lambda manager: _facts(manager, answers)).values():
+        parts += [Text(), *_roles(alike, answers)]
     if emulation.decisions:
         rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
         table = table_of("role", "rule", "before", "after", "because", rows=rows)
@@ -38,18 +41,30 @@ def emulation_table(emulation: Emulation) -> RenderableType:
     return Group(*parts)
 
 
-def _role(
-    role: Role, mode: GraphMode, graphs: Sequence[CapturedGraph], answers: Sequence[BatchAnswer]
-) -> Iterator[RenderableType]:
-    yield Text.assemble((f"{role} ", "bold"), mode_text(mode), f", {counted(len(graphs), 'graph')}")
-    if graphs:
-        table = table_of("graphs", "of", "LoRA", "tokens", right=("LoRA",))
-        kinds = grouped(graphs, lambda graph: (graph.entry.mode.value, _of(graph), graph.entry.active_loras))
-        for (name, of, loras), alike in kinds.items():
-            sizes = sorted({graph.entry.num_tokens for graph in alike})
-            table.add_row(name, of, str(loras) if loras else "", sizes_text(sizes))
-        yield table
-    yield _batches([one for one in answers if one.batch.role is role])
+def _facts(manager: Manager, answers: Sequence[BatchAnswer]) -> tuple[object, ...]:
+    """Return all that the tables say about a role: of two roles with the same, it is said once."""
+    return (manager.mode, tuple(_graph_rows(manager)), tuple(_batch_rows(manager, answers)))
+
+
+def _roles(alike: Sequence[Manager], answers: Sequence[BatchAnswer]) -> Iterator[RenderableType]:
+    first, names = alike[0], " and ".join(manager.role for manager in alike)
+    each = " each" if len(alike) > 1 else ""
+    yield Text.assemble((f"{names} ", "bold"), mode_text(first.mode), f", {counted(len(first.graphs), 'graph')}{each}")
+    if first.graphs:
+        yield table_of("graphs", "of", "LoRA", "tokens", right=("LoRA",), rows=_graph_rows(first))
+    titles = ("batches", "run", "requests or tokens", "LoRA", "padding", "why")
+    rows = (
+        (batches, ran_text(mode), extents, loras, padding, why)
+        for batches, mode, extents, loras, padding, why in _batch_rows(first, answers)
+    )
+    yield table_of(*titles, right=("padding",), rows=rows)
+
+
+def _graph_rows(manager: Manager) -> Iterator[tuple[str, str, str, str]]:
+    kinds = grouped(manager.graphs, lambda graph: (graph.entry.mode.value, _of(graph), graph.entry.active_loras))
+    for (name, of, loras), alike in kinds.items():
+        sizes = sorted({graph.entry.num_tokens for graph in alike})
+        yield name, of, str(loras) if loras else "", sizes_text(sizes)
 
 
 def _of(graph: CapturedGraph) -> str:
@@ -65,30 +80,25 @@ MOST_RANGES = 6
 """Ranges of batches that a row names; of more, only their number."""
 
 
-def _batches(answers: Sequence[BatchAnswer]) -> RenderableType:
-    """Which batches run how, a row for each kind and mode, and how far they are padded."""
-    table = table_of("batches", "run", "requests or tokens", "LoRA", "padding", "why", right=("padding",))
+def _batch_rows(
+    manager: Manager, answers: Sequence[BatchAnswer]
+) -> Iterator[tuple[str, GraphMode, str, str, str, str]]:
+    """Yield which batches run how, for each kind and mode, and how far they are padded."""
     rows: dict[tuple[str, GraphMode, str], list[BatchAnswer]] = {}
     for one in answers:
-        decode = one.batch.kind is Kind.DECODE
-        batches = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
-        why = "" if one.answer.reason is None else str(one.answer.reason)
-        rows.setdefault((batches, one.answer.mode, why), []).append(one)
+        if one.batch.role is manager.role:
+            decode = one.batch.kind is Kind.DECODE
+            batches = f"decodes of {one.batch.query_len}, by requests" if decode else "mixed, by tokens"
+            why = "" if one.answer.reason is None else str(one.answer.reason)
+            rows.setdefault((batches, one.answer.mode, why), []).append(one)
     for (batches, mode, why), group in rows.items():
         loras = sorted({one.batch.active_loras for one in group})
-        of_loras = "" if loras == [0] else sizes_text(loras)
-        table.add_row(batches, ran_text(mode), _ranges(group), of_loras, _padding(group), why)
-    return table
+        yield batches, mode, _ranges(group), "" if loras == [0] else sizes_text(loras), _padding(group), why
 
 
 def _ranges(answers: Sequence[BatchAnswer]) -> str:
     """Write which batches they are, whatever adapters they have: ``1..16, 18, 20..32``."""
-    ends: list[list[int]] = []
-    for one in sorted(answers, key=lambda one: one.extent):
-        if ends and one.extent <= ends[-1][1] + 1:
-            ends[-1][1] = max(ends[-1][1], one.last)
-        else:
-            ends.append([one.extent, one.last])
+    ends = ranges(answers)
     text = ", ".join(f"{first}" if first == last else f"{first}..{last}" for first, last in ends[:MOST_RANGES])
     more = len(ends) - MOST_RANGES
     count = sum(last - first + 1 for first, last in ends)
@@ -124,14 +134,23 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 
 def findings_text(emulation: Emulation, findings: Sequence[EngineFinding]) -> RenderableType:
-    """One finding a paragraph: what, which flag fixes it, and where it was seen."""
+    """One finding a paragraph: what, which flag fixes it, and where it was seen; the same of several roles once."""
     parts: list[RenderableType] = []
-    for each in findings:
-        rule = each.rule
-        parts += [
-            Text.assemble((f"{each.severity.value}: {rule.code} {rule.name}", "bold"), f": {each.diagnosis.message}"),
-            Text(f"  fix: {each.fix}"),
-            Text(f"  seen: {', '.join(rule.threads)}"),
-        ]
+    for (title, text, fix, seen), alike in grouped(findings, _paragraph).items():
+        message = alike[0].diagnosis.message
+        if message != text:
+            message = f"{' and '.join(each.diagnosis.role for each in alike)}: {text}"
+        parts += [Text.assemble((title, "bold"), f": {message}"), Text(f"  fix: {fix}"), Text(f"  seen: {seen}")]
     total = counted(len(findings), "finding") if findings else "nothing to report"
     return Group(*parts, Text(f"{emulation.engine} {emulation.version}: {total}"))
+
+
+def _paragraph(finding: EngineFinding) -> tuple[str, str, str, str]:
+    """Return what is shown of a finding; findings of several roles that differ in nothing else are shown together."""
+    rule = finding.rule
+    title = f"{finding.severity.value}: {rule.code} {rule.name}"
+    return title, _unnamed(finding), finding.fix, ", ".join(rule.threads)
+
+
+def _unnamed(finding: EngineFinding) -> str:
+    return finding.diagnosis.message.removeprefix(f"{finding.diagnosis.role}: ")

@@ -21,6 +21,7 @@ from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
 from capture_planner.engines.observed import ObservedCoverage
 from capture_planner.engines.observed_check import ObservedFinding
 from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
+from capture_planner.engines.verdict import verdict
 from capture_planner.engines.walk import runs, walk
 from capture_planner.records._base import grouped
 
@@ -66,10 +67,12 @@ def _graph(graph: CapturedGraph) -> dict[str, Any]:
 
 @json_of(Emulation)
 def _emulation(emulation: Emulation) -> dict[str, Any]:
-    rows = grouped(walk(emulation), lambda one: (one.answer.mode, one.answer.reason))
+    answers = walk(emulation)
+    rows = grouped(answers, lambda one: (one.answer.mode, one.answer.reason))
     return {
         "engine": emulation.engine,
         "version": emulation.version,
+        "verdict": plain(verdict(emulation, answers)),
         "assumptions": plain(emulation.assumptions),
         "notes": plain(emulation.notes),
         "sizes": plain(emulation.sizes),

@@ -24,6 +24,7 @@ from capture_planner.planning.costs import Costs
 from capture_planner.planning.demand import NANO, Demand
 from capture_planner.planning.judging import Prices, judge
 from capture_planner.planning.measured import _reachable, _teams, _with_every_size, measured_sizes
+from capture_planner.planning.sizing.smoothing import SCALE, prior_share
 from capture_planner.planning.steps import passes_of, steps_of
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
@@ -101,7 +102,7 @@ class Problem:
         self.teams = [team for team in self.teams if team]
         self.steps = steps_of(self.measurements.traffic, self.spec)
         alive = [ladder for ladder in ladders if ladder.domain]
-        self.demand = Demand(self.steps, self.spec, alive)
+        self.demand, self.alive = Demand(self.steps, self.spec, alive), alive
         self.weights = [
             self.demand.team((next(each for each in alive if reduced(each) == team[0]), *team[1:])).weights
             for team in self.teams
@@ -262,6 +263,43 @@ def test_no_table_within_the_budget_costs_less(inputs):
 def test_no_table_within_the_budget_costs_less_on_a_thousand_problems(inputs):
     """Law 13, at length."""
     test_no_table_within_the_budget_costs_less.hypothesis.inner_test(inputs)
+
+
+@given(problems(objectives=("mean",)))
+def test_what_is_said_of_sizes_is_what_they_cost(inputs):
+    """The mean step by the smoothed counts, what each ladder adds to it, and what one more graph would take off."""
+    problem, table = problem_of(inputs)
+    chosen = [ladder for ladder in table.ladders if ladder.sizes]
+    unserved = sum(problem.prices.of(each, None, repeats) * count for each, repeats, count in problem.demand.unserved)
+    expected = problem.value(chosen) / (NANO * SCALE) + unserved / problem.steps.total
+    assert table.expected == pytest.approx(expected, rel=1e-9)
+    assume(all(any(same(each, team[0]) for each in chosen) for team in problem.teams))
+    gains = [0.0]
+    for team, weights in zip(problem.teams, problem.weights, strict=True):
+
+        def cost(ladders, team=team, weights=weights):
+            return sum(problem.passes(team, count, ladders) * weight for count, weight in enumerate(weights) if weight)
+
+        own = problem.mixed(team, chosen)
+        spent, number = cost(own), len(own[0].sizes)
+        costs = {}
+        for ladders in _sized(team):
+            costs.setdefault(len(ladders[0].sizes), []).append(cost(ladders))
+        least = min(map(min, costs.values()))
+        graphs = sum(len(reduced(ladder).cases) for ladder in team)
+        gains += [(spent - min(each)) / graphs for size, each in costs.items() if size == number + 1]
+        for ladder, sentence in zip(table.ladders, table.sentences, strict=True):
+            if any(same(ladder, each) for each in team):
+                passes = problem.demand.team(tuple(e for e in problem.alive if same(e, team[0]))).passes
+                assert sentence.startswith(f"up to {ladder.sizes[-1]}, for {passes} passes in ")
+                assert f"; {spent / (NANO * SCALE):.4g} ms of a mean step" in sentence
+                assert not least or sentence.endswith(f", {spent / least - 1:.2%} more than with every size")
+    assert table.next_graph_ms == pytest.approx(max(gains) / (NANO * SCALE), rel=1e-9)
+    shared = [note for note in table.notes if note.endswith("so both have the same sizes")]
+    assert bool(shared) == any(len(team) > 1 for team in problem.teams)
+    weight = sum(float(prior_share(number)) * number for number in map(problem.demand.passes, problem.alive))
+    passes = sum(map(problem.demand.passes, problem.alive))
+    assert table.prior == pytest.approx(weight / passes if passes else 1.0)
 
 
 @given(problems(), st.data())

@@ -41,7 +41,7 @@ def measurements(draw: DrawFn, spec: Spec, environment: Environment) -> Measurem
         if draw(st.booleans()):
             curves.append(draw(_curves(role, GraphMode.FULL, max_query_len(role, spec))))
         if draw(st.booleans()):
-            memory, pool = draw(one_of((0.0, 7.0, 25.0))), draw(one_of((0.0, 0.0, 0.5)))
+            memory, pool = draw(one_of((0.0, 7.0, 25.0))), draw(one_of((0.0, 0.0, 0.5, 7.0)))
             seconds, more = draw(one_of((0.0, 0.05, 0.25))), draw(one_of((0.0, 0.0, 0.04)))
             cost = GraphCost(
                 role=role, mode=GraphMode.FULL, mib=memory, mib_per_token=pool, seconds=seconds, seconds_per_token=more

@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def test_weights_are_those_of_the_rule(last, data):
     weights = smoothed(observed, last, steps)
     assert len(weights) == last + 1
     assert weights[0] == 0
+    assert sum(weights) == pytest.approx(SCALE * sum(observed.values()) / steps, rel=0.01)
     for count in range(1, last + 1):
         assert abs(weights[count] - weight(count, observed, last, steps)) <= 2
 

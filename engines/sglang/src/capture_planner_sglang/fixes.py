@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Fixes
+from capture_planner.engines.remedies import FlagChange
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
+from capture_planner_sglang import changes
 
 
 class SglangFixes(Fixes):
@@ -25,6 +27,9 @@ class SglangFixes(Fixes):
         "EN007": "name a folder with the config.json of the model, or fetch that with --download",
         "EN008": "nothing to do: no batch is split here",
     }
+
+    def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
+        return changes.changes(code, emulation, role, runs)
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         requests = max(run.last for run in runs)

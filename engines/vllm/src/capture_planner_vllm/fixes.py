@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Fixes
+from capture_planner.engines.remedies import FlagChange
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_families
 from capture_planner.records.plan import Decision
-from capture_planner_vllm.size_list import size_list
+from capture_planner_vllm import changes
 
 _GRID = 16
 """vLLM's own sizes above 256 are multiples of it, and the largest one is rounded down to one."""
@@ -46,6 +46,12 @@ class VllmFixes(Fixes):
         "EN008": "leave --enable-dbo out, or move --dbo-decode-token-threshold to one above a capture size",
     }
 
+    def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
+        return changes.changes(code, emulation, role, runs)
+
+    def applied(self, command: Sequence[str], change: FlagChange) -> list[str]:
+        return changes.applied(command, change)
+
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         tokens = max(run.last * (run.batch.query_len or 1) for run in runs)
         if emulation.asked_sizes:
@@ -62,7 +68,10 @@ class VllmFixes(Fixes):
             return ""
         if role is Role.DRAFT_PREFILL and modes[role] is modes[Role.TARGET]:
             return "the list of sizes that fixes the target fixes this too"
-        return _complete_list(emulation) if role is Role.TARGET else ""
+        if role is not Role.TARGET:
+            return ""
+        sizes = " ".join(map(str, changes.complete_list(emulation)))
+        return f"give --cudagraph-capture-sizes {sizes}; with these, no batch misses a graph"
 
     def unreached(self, emulation: Emulation, role: Role) -> str:
         if role.is_drafter:
@@ -94,16 +103,3 @@ class VllmFixes(Fixes):
             tokens = 1 + max(graph.entry.num_tokens for graph in emulation.graphs)
             fixes.append(f"give --dbo-prefill-token-threshold {tokens}, where their graphs are worth more than overlap")
         return " and ".join(fixes)
-
-
-def _complete_list(emulation: Emulation) -> str:
-    """Return sizes that hide no decode graph of the target, with no more FULL graphs than now where possible."""
-    full = [graph.entry for graph in emulation.graphs if graph.role is Role.TARGET and graph.entry.query_len]
-    result = size_list(
-        decode_families(Role.TARGET, emulation),
-        emulation.limits.max_num_reqs,
-        graphs=len({(entry.num_tokens, entry.query_len) for entry in full}),
-        wider=emulation.sizes,
-        query_lens={entry.query_len for entry in full if entry.query_len},
-    )
-    return f"give --cudagraph-capture-sizes {' '.join(map(str, result.sizes))}; with these, no batch misses a graph"

@@ -157,7 +157,7 @@ def _spelled(words: Sequence[str]) -> list[str]:
         elif word == "-O" and index + 1 < len(words) and words[index + 1] in ("0", "1", "2", "3"):
             spelled.append("--optimization-level")
         else:
-            spelled.append(translated(word) if words[index - 1 : index] == ["-O"] else word)
+            spelled.append(translated(word) if spelled[-1:] == ["-O"] else word)
     return spelled
 
 

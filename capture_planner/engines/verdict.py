@@ -1,0 +1,108 @@
+"""The verdict on an emulation: what runs on graphs, what runs eager, and what it costs, each in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+
+import attrs
+
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.price import SOURCE, GraphBill, bill
+from capture_planner.engines.walk import BatchAnswer
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import grouped
+from capture_planner.records.batch import Kind
+from capture_planner.records.text import counted
+
+MOST_RANGES = 3
+"""Ranges of batches that a sentence names; of more, only their number."""
+
+
+@attrs.frozen(kw_only=True)
+class EngineVerdict:
+    """Three sentences about an emulation."""
+
+    graphs: str
+    eager: str
+    cost: GraphBill
+
+    @property
+    def lines(self) -> tuple[str, str, str]:
+        """The sentences, each with the word that it answers."""
+        price = f"{counted(self.cost.graphs, 'graph')}: {self.cost} at start-up, {SOURCE}"
+        cost = price if self.cost.graphs else "nothing at start-up; the host launches every kernel of every step"
+        return f"graphs: {self.graphs}", f"eager: {self.eager}", f"cost: {cost}"
+
+
+def verdict(emulation: Emulation, answers: Sequence[BatchAnswer]) -> EngineVerdict:
+    """Return the verdict; ``answers`` are those of ``walk(emulation)``."""
+    cost = bill(emulation.graphs)
+    if not emulation.graphs:
+        return EngineVerdict(graphs=f"none: {_why_none(emulation)}", eager="every batch", cost=cost)
+    graphs = _by_role(emulation, answers, lambda one: one.answer.entry is not None)
+    eager = _by_role(emulation, answers, lambda one: one.answer.entry is None)
+    return EngineVerdict(graphs=graphs or "none", eager=eager or "nothing", cost=cost)
+
+
+def _why_none(emulation: Emulation) -> str:
+    """Say what leaves nothing to capture: the rule that lowered the mode, or what gave it."""
+    none = GraphMode.NONE.value
+    if any(mode is not GraphMode.NONE for mode in emulation.modes.values()):
+        return "no size is left to capture"
+    messages = [each.message for each in emulation.decisions if each.role is Role.TARGET and each.after == none]
+    sources = [each.source for each in emulation.settings if each.value == none and "mode" in each.name]
+    return messages[-1] if messages else f"mode {none}, from {sources[-1]}" if sources else f"mode {none}"
+
+
+def _by_role(emulation: Emulation, answers: Sequence[BatchAnswer], condition: Callable[[BatchAnswer], bool]) -> str:
+    """Say which batches of each role meet a condition; roles of which the same is true are named together."""
+    texts: dict[Role, str] = {}
+    for manager in emulation.managers:
+        own = [one for one in answers if one.batch.role is manager.role]
+        meeting = [one for one in own if condition(one)]
+        if meeting:
+            texts[manager.role] = _batches(meeting, [one for one in own if not condition(one)])
+    alike = grouped(texts, lambda role: texts[role])
+    if len(emulation.managers) == 1:
+        return "".join(alike)
+    return "; ".join(f"{' and '.join(roles)}: {text}" for text, roles in alike.items())
+
+
+def _batches(meeting: Sequence[BatchAnswer], others: Iterable[BatchAnswer]) -> str:
+    """Write batches: ``decodes of 1 to 128 requests (FULL), mixed batches of 1 to 512 tokens (PIECEWISE)``."""
+    parts = []
+    rest = {_key(one) for one in others}
+    for kind, name, unit in ((Kind.DECODE, "decodes", "request"), (Kind.MIXED, "mixed batches", "token")):
+        some = [one for one in meeting if one.batch.kind is kind]
+        if some:
+            ends = ranges(some)
+            text = ", ".join(
+                f"{first}" if first == last else f"{first} to {last}" for first, last in ends[:MOST_RANGES]
+            )
+            more = len(ends) - MOST_RANGES
+            text += f" and {more} more ranges" if more > 0 else ""
+            modes = {one.answer.mode for one in some} - {GraphMode.NONE}
+            how = f" ({' or '.join(sorted(mode.value for mode in modes))})" if modes else ""
+            parts.append(f"{name} of {text} {unit}{'' if ends[-1][1] == 1 else 's'}{how}{_adapters(some, rest)}")
+    return ", ".join(parts)
+
+
+def _adapters(some: Iterable[BatchAnswer], others: Set[object]) -> str:
+    """Say with which adapters, where batches of the same size are answered in another way with others."""
+    loras = {one.batch.active_loras > 0 for one in some if _key(one) in others}
+    return "" if len(loras) != 1 else " with adapters" if loras == {True} else " without adapters"
+
+
+def _key(one: BatchAnswer) -> object:
+    return one.batch.kind, one.batch.num_tokens, one.batch.num_reqs
+
+
+def ranges(answers: Iterable[BatchAnswer]) -> list[list[int]]:
+    """Return the first and the last extent of each range, whatever adapters the batches have."""
+    ends: list[list[int]] = []
+    for one in sorted(answers, key=lambda one: one.extent):
+        if ends and one.extent <= ends[-1][1] + 1:
+            ends[-1][1] = max(ends[-1][1], one.last)
+        else:
+            ends.append([one.extent, one.last])
+    return ends

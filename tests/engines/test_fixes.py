@@ -1,0 +1,137 @@
+"""Fixes of ``check``: followed word for word, each removes its finding, and what costs graphs says how many."""
+
+import random
+import re
+import shlex
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from capture_planner.analysis.lint import Severity
+from capture_planner.codec.shipped import find_environment
+from capture_planner.engines import emulate, find_engine
+from capture_planner.engines.check import NOTHING, check
+from capture_planner.engines.remedies import FlagChange
+from capture_planner.errors import FlagError
+from engines.generators import sglang, vllm
+
+PRICED = re.compile(r"give (?P<words>.+) \((?P<price>(?:\d+ (?:more|fewer) graphs?, |as many graphs, )[^()]+)\)")
+H100 = find_environment("h100")
+ABOUT_A_MODEL = "EN007"
+"""Its fix names a folder, which no word of the command line can stand for."""
+
+
+def changes_in(fix):
+    """Return the changes that a fix names, read from its words, each with its price."""
+    found = []
+    for part in fix.split("; or "):
+        match = PRICED.fullmatch(part)
+        assert match is not None, fix
+        flags: list[tuple[str, tuple[str, ...]]] = []
+        for word in shlex.split(match["words"]):
+            if word.startswith("-"):
+                flags.append((word, ()))
+            elif word != "and":
+                flags[-1] = (flags[-1][0], (*flags[-1][1], word))
+        found.append((FlagChange(tuple(flags)), match["price"]))
+    return found
+
+
+def follow(name, command, environment):
+    """Follow every fix of a command line's findings; return how many were followed."""
+    engine, followed = find_engine(name), 0
+    before = engine.emulate(command, environment)
+    for each in check(before, engine, environment):
+        if each.fix.startswith(NOTHING):
+            assert each.severity is Severity.NOTE
+            continue
+        if each.rule.code == ABOUT_A_MODEL:
+            continue
+        for change, price in changes_in(each.fix):
+            after = engine.emulate(engine.fixes.applied(command, change), environment)
+            left = [f for f in check(after, engine) if f.rule is each.rule and f.diagnosis.role is each.diagnosis.role]
+            assert left == [], each.fix
+            assert f"{len(after.graphs)}" in price
+            followed += 1
+    return followed
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    vllm.write_models(folder)
+    return folder
+
+
+@given(seed=st.integers(0, 2**32))
+def test_fix_of_vllm_followed_word_for_word_removes_its_finding(models, seed):
+    """Random command lines of the oracle's generator, with every spelling, JSON, files and dotted parts."""
+    case = next(vllm.cases(1, seed, wild=0))
+    command = [f"{name}={value}" for name, value in case.variables] + case.command_in(models)
+    environment = find_environment(case.environment)
+    try:
+        find_engine("vllm").emulate(command, environment)
+    except FlagError:
+        assume(False)
+    follow("vllm", command, environment)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_fix_of_sglang_followed_word_for_word_removes_its_finding(seed, tmp_path_factory):
+    case = sglang.case(random.Random(seed))
+    command, environment = sglang.written(case, tmp_path_factory.mktemp("sglang")), case.environment
+    try:
+        before = find_engine("sglang").emulate(command, environment)
+    except FlagError:
+        assume(False)
+    # With many adapters and long prompts there are a hundred thousand batches.
+    assume(before.limits.max_num_tokens * (1 + (before.lora.max_active if before.lora else 0)) <= 10_000)
+    follow("sglang", command, environment)
+
+
+SPECULATIVE = '{"method": "eagle3", "model": "x/y", "num_speculative_tokens": %d}'
+LINES = {
+    "largest-decodes": ("vllm", "--max-num-seqs 700"),
+    "listed-sizes": ("vllm", "--max-num-seqs 64 --cudagraph-capture-sizes 1 2 4 8"),
+    "sizes-in-json": ("vllm", """--max-num-seqs 64 -cc '{"cudagraph_capture_sizes": [1, 2, 8], "mode": 3}'"""),
+    "three-drafts": ("vllm", f"--max-num-seqs 512 -sc '{SPECULATIVE % 3}'"),
+    "sizes-beyond-tokens": (
+        "vllm",
+        "--max-num-batched-tokens 512 --max-num-seqs 256 --cudagraph-capture-sizes 256 1024",
+    ),
+    "wide-gaps": ("vllm", "--max-num-seqs 256 --cudagraph-capture-sizes 8 256"),
+    "running-requests": ("sglang", "--model-path Qwen/Qwen3-8B --max-running-requests 600"),
+    "few-decode-sizes": (
+        "sglang",
+        "--model-path Qwen/Qwen3-8B --max-running-requests 256 --cuda-graph-bs-decode 1 256",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_fix_names_a_price_and_removes_its_finding(name):
+    """Lines with one fault each: at least one fix can be followed."""
+    engine, line = LINES[name]
+    assert follow(engine, shlex.split(line), H100) >= 1
+
+
+@pytest.mark.parametrize(
+    "line", ["vllm --max-num-seqs 700", "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600"]
+)
+def test_cheaper_fix_of_uncovered_decodes_is_fewer_requests(line):
+    """Beside a larger maximum, with more graphs, the fix names fewer requests, with no more graphs than now."""
+    name, *command = shlex.split(line)
+    before = emulate(name, command, H100)
+    fix = next(each.fix for each in check(before, environment=H100) if each.rule.code == "EN001")
+    (_, dear), (change, cheap) = changes_in(fix)
+    assert "more graphs" in dear
+    assert "more graphs" not in cheap
+    assert change.flags[0][0] == find_engine(name).limits[0]
+
+
+@pytest.mark.parametrize("line", ["vllm --model Qwen/Qwen3-8B", "sglang --model-path Qwen/Qwen3-8B"])
+@pytest.mark.parametrize("machine", ["h100", "h200", "b200", "a100", "l40s"])
+def test_sound_default_deployment_has_notes_alone(call, line, machine):
+    """Nothing that a default deployment does by design is a warning; the exit code is 0."""
+    assert call("check", "--engine", *line.split(), "--environment", machine).code == 0
