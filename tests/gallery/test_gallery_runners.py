@@ -112,6 +112,8 @@ CASES = {
 """What random scenes come to late, or what a few steps show: the smallest case of it."""
 
 CHECKS = {
+    "modules-from-the-targets-states": Check.EAGER,
+    "fields-moved-on-by-each-layer": Check.UNTOUCHED,
     "outputs-made-anew": Check.BORN,
     "draft-decode-piecewise": Check.BOUNDED,
     "drafts-past-the-model": Check.BOUNDED,
