@@ -12,7 +12,7 @@ from capture_planner.cli.common import FINDINGS, emit, emit_file, plan_of, read_
 from capture_planner.cli.engine import EngineName
 from capture_planner.cli.options import FILE, flag
 from capture_planner.engines import emulate, find_engine
-from capture_planner.engines.export import prove
+from capture_planner.engines.export import prove, within_budget
 from capture_planner.report.export import export_command, export_table, launch_command
 
 
@@ -34,7 +34,8 @@ def export(plan_file: str, name: str, output: Path | None, strict: bool, environ
     refuse_outputs(plan_file, {"--output": output})
     document, engine = read_document(plan_file), find_engine(name)
     plan = plan_of(document, environment)
-    result = prove(engine.export(plan), plan, partial(emulate, name))
+    as_engine = partial(emulate, name)
+    result = within_budget(prove(engine.export(plan), plan, as_engine), plan, as_engine)
     if form == "text":
         click.echo(f"{export_command(result, output)}\n")
         if document.is_plan and engine.launch is not None:

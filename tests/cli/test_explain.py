@@ -66,8 +66,8 @@ def test_coverage_as_json(run: Run) -> None:
     assert data["covered"] is True
     for cell in data["cells"]:
         assert set(cell) == {
-            "role", "kind", "query_len", "first", "last", "min_reqs", "max_reqs", "min_loras", "max_loras",
-            "mode", "entry", "reason", "share_padded", "worst_ratio",
+            "role", "kind", "query_len", "draft_steps", "first", "last", "min_reqs", "max_reqs", "min_loras",
+            "max_loras", "mode", "entry", "reason", "share_padded", "worst_ratio",
         }  # fmt: skip
         assert (cell["entry"] is None) == (cell["reason"] is not None)
 
