@@ -153,9 +153,9 @@ DRAFTING_RUNNERS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="fields-moved-on-by-each-layer",
-        threads=(),
+        threads=("sglang#25015",),
         bug_class=BugClass.F,
-        says="Draft decodes move their fields on after each layer, which is right in a drafter of one layer alone",
+        says="Draft decodes move positions and slots on before the forward that reads them is over: after each layer",
         patch=patched((DraftDecodeBody, "per_token", _moved_by_layers)),
     ),
 )
