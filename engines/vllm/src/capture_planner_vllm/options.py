@@ -12,6 +12,7 @@ from capture_planner.planning.sizing.engine_lists import GiB
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner_vllm.attention import FLAG as BACKEND
 from capture_planner_vllm.attention import backend_name
+from capture_planner_vllm.encoder_budgets import EncoderOptions
 from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import DEFAULT_MODEL, read_model
 from capture_planner_vllm.overlap import Overlap
@@ -87,6 +88,7 @@ class ServeOptions:
         cc = Part(COMPILATION, "compilation_config", value)
         mode = cc.one_of("cudagraph_mode", ALL_MODES, 3)
         self.user_mode = None if mode is None else GraphMode(mode)
+        self.encoder = EncoderOptions.of(cc)
         compilation = cc.one_of("mode", COMPILE, 4)
         self.compile = None if compilation is None else COMPILE.index(compilation)
         self.user_sizes = cc.integers("cudagraph_capture_sizes")
