@@ -54,11 +54,13 @@ HISTORY = History.load(json.loads((resources.files(__package__) / "history.json"
 UNEMULATED_VARIABLES: dict[str, tuple[str, ...]] = dict.fromkeys(
     (
         "SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH",
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
         "SGLANG_ENABLE_SINGLE_CG_DRAFT",
         "SGLANG_MINICPM_FORCE_DENSE",
         "SGLANG_USE_AITER",
         "SGLANG_USE_BREAKABLE_CUDA_GRAPH",
+        "SGLANG_VIT_ENABLE_CUDA_GRAPH",
     ),
     ("0", "false", "n", "no", "off", ""),
 ) | {"SGLANG_RAGGED_VERIFY_MODE": ("static", ""), "SGLANG_EXTERNAL_MM_MODEL_ARCH": ("",)}
