@@ -20,6 +20,7 @@ from capture_planner_vllm.parts import ALL_MODES, COMPILE, Part, whole_number
 from capture_planner_vllm.precision import cache_dtype, check_quantization, model_dtype
 from capture_planner_vllm.releases import has
 from capture_planner_vllm.speculation import speculation
+from capture_planner_vllm.speculators import with_its_draft
 from capture_planner_vllm.tables import names
 from capture_planner_vllm.unemulated import check_emulated
 
@@ -40,9 +41,14 @@ class ServeOptions:
     backend: str | None
 
     def __init__(self, line: CommandLine, environment: Environment) -> None:
-        self.line, self.environment = line, environment
         self.decisions = Decisions()
         self.note = self.decisions.note
+        served, line = line.model, with_its_draft(line)
+        self.line, self.environment = line, environment
+        if line.model != served:
+            self.note(
+                "speculators", served, line.model, f"{served} is a drafter, and vLLM serves the target that it names"
+            )
         self.sources: dict[str, str] = {}
         if environment.device.kind is not DeviceKind.CUDA:
             message = f"{environment.name} has no CUDA device"
