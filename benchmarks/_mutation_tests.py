@@ -69,6 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "planning/measured_schedule": ("planning/test_schedule_times.py", "planning/test_measured_schedule.py"),
     "planning/planner": _PLANS,
+    "planning/price": ("planning/test_price.py",),
     "planning/role": _PLANS,
     "planning/steps": ("planning/test_steps.py", *_MEASURED, "engines/test_tuning.py"),
     "planning/waivers": _PLANS,

@@ -37,6 +37,8 @@ class Cell:
     role: Role
     kind: Kind
     query_len: int | None
+    draft_steps: int | None = None
+    """Draft decodes that follow each other at these batch sizes; None for other roles."""
     first: int
     last: int
     min_reqs: int
@@ -98,7 +100,8 @@ def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[
             for low, high in adapters:
                 if low <= last:
                     batch = Batch.decode(role.role, last, family.query_len, low)
-                    yield _cell(dispatcher, batch, Kind.DECODE, first, first, high)
+                    cell = _cell(dispatcher, batch, Kind.DECODE, first, first, high)
+                    yield attrs.evolve(cell, draft_steps=family.draft_steps)
     mixed = [entry for entry in role.entries if entry.query_len is None]
     stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
     for first, last in _ranges(mixed_tokens(role.role, plan), stops):

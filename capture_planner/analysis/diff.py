@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from capture_planner.analysis.fingerprints import changed
+from capture_planner.analysis.rerouted import rerouted
 from capture_planner.codec import entry_rows as rows
 from capture_planner.codec import format_bytes, label, to_data
 from capture_planner.modes import Role
-from capture_planner.records._base import key_of
+from capture_planner.records._base import grouped, key_of
+from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import SPEC_FIELDS, Forecast, GroupPlan, Plan, RolePlan
+from capture_planner.records.text import rounded_bytes
+
+
+@attrs.frozen
+class FieldChange:
+    """A field of the spec or of the machine that differs, with both values as files write them."""
+
+    path: tuple[str, ...]
+    """From the top of a plan: ``limits``, ``max_num_reqs``."""
+    before: str
+    after: str
 
 
 @attrs.frozen
@@ -24,14 +37,17 @@ class Change:
 
     role: Role | None
     subject: str
-    """role, mode, backend, added, gone, waiver, decision, environment, forecast, fingerprint, or a field of a plan."""
+    """role, mode, backend, added, gone, batches, waiver, decision, environment, forecast, fingerprint, or a field of a
+    plan."""
     message: str
     entries: tuple[Entry, ...] = ()
+    fields: tuple[FieldChange, ...] = ()
+    """What differs in the spec or the machine; empty for what follows from it."""
 
 
 def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     """Return the differences from ``old`` to ``new``, the whole plan first, then role by role."""
-    changes = (*_whole(old, new), *_roles(old, new), *_fingerprints(old, new))
+    changes = (*_whole(old, new), *_roles(old, new, _batches(old, new)), *_fingerprints(old, new))
     if changes or old == new:
         return changes
     return (Change(None, "plan", f"the plans differ in {_differing(old, new)} and nothing else"),)
@@ -41,7 +57,8 @@ def _whole(old: Plan, new: Plan) -> Iterator[Change]:
     for name in (*SPEC_FIELDS, "environment"):
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            yield Change(None, name, f"{name}: {differing_fields(before, after)}")
+            fields = tuple(_field_changes(name, before, after))
+            yield Change(None, name, f"{name}: {differing_fields(before, after)}", fields=fields)
     yield from _measurements(old.forecast, new.forecast)
 
 
@@ -58,11 +75,20 @@ def _measurements(old: Forecast | None, new: Forecast | None) -> Iterator[Change
 
 def differing_fields(before: object, after: object) -> str:
     """Describe what differs between two records, field by field, with sizes as files have them."""
+    differing = _field_changes("", before, after)
+    return ", ".join(f"{'.'.join(each.path[1:])} {each.before} became {each.after}".strip() for each in differing)
+
+
+def _field_changes(name: str, before: object, after: object) -> Iterator[FieldChange]:
+    """Yield what differs between two records, field by field; their paths begin with a name."""
     if before is None or after is None:
-        return f"{'off' if before is None else 'on'} became {'off' if after is None else 'on'}"
+        yield FieldChange((name,), "off" if before is None else "on", "off" if after is None else "on")
+        return
     left, right = (dict((*_leaves(value), *_leaves(to_data(value)))) for value in (before, after))
-    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
-    return ", ".join(f"{name} {_shown(left.get(name))} became {_shown(right.get(name))}".strip() for name in names)
+    for leaf in {**left, **right}:
+        if left.get(leaf) != right.get(leaf):
+            path = (name, *leaf.split(".")) if leaf else (name,)
+            yield FieldChange(path, _shown(left.get(leaf)), _shown(right.get(leaf)))
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -87,7 +113,22 @@ def _shown(value: object) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def _roles(old: Plan, new: Plan) -> Iterator[Change]:
+_DISPATCHED = ("limits", "speculative", "lora", "parallel")
+"""Fields of a plan that decide, with its entries and waivers, which batches there are and what serves them."""
+
+
+def _batches(old: Plan, new: Plan) -> Mapping[Role, Sequence[Change]]:
+    """Return the batches of each role that run otherwise."""
+    before, after = (
+        [getattr(plan, name) for name in _DISPATCHED] + [(role.role, role.entries, role.waivers) for role in plan.roles]
+        for plan in (old, new)
+    )
+    changes = () if before == after else rerouted(old, new)
+    by_role = grouped(changes, lambda each: each.role)
+    return {role: [Change(role, "batches", each.message) for each in alike] for role, alike in by_role.items()}
+
+
+def _roles(old: Plan, new: Plan, batches: Mapping[Role, Sequence[Change]]) -> Iterator[Change]:
     before = {role.role: role for role in old.roles}
     after = {role.role: role for role in new.roles}
     for role in Role:
@@ -96,11 +137,11 @@ def _roles(old: Plan, new: Plan) -> Iterator[Change]:
         elif role in after and role not in before:
             yield Change(role, "role", f"{role} is new, with {graphs_text(after[role].entries)}")
         elif role in before:
-            yield from _role(before[role], after[role])
+            yield from _role(before[role], after[role], batches.get(role, ()))
 
 
-def _role(old: RolePlan, new: RolePlan) -> Iterator[Change]:
-    changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *_waivers(old, new)]
+def _role(old: RolePlan, new: RolePlan, batches: Sequence[Change]) -> Iterator[Change]:
+    changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *batches, *_waivers(old, new)]
     if not changes and old != new:
         message = f"{new.role}: the same graphs, but different {_differing(old, new)}"
         changes.append(Change(new.role, "decision", message))
@@ -162,11 +203,15 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
     if old.support.level is not new.support.level:
         yield f"support {old.support.level.name} became {new.support.level.name}"
     elif old.support != new.support:
-        yield "support has another reason or cap"
+        was, now = _caps(old.support), _caps(new.support)
+        caps = "" if was == now else f", caps {was} became {now}"
+        yield f"support {new.support.level.name} now because: {new.support.reason.rstrip('.')}{caps}"
     for name in ("device", "pinned"):
         before, after = getattr(old.workspace, name), getattr(new.workspace, name)
         if before != after:
-            yield f"{name} workspace {format_bytes(before)} became {format_bytes(after)}"
+            texts = [rounded_bytes(size) for size in (before, after)]
+            old_size, new_size = texts if texts[0] != texts[1] else map(format_bytes, (before, after))
+            yield f"{name} workspace {old_size} became {new_size}"
     pads, padded = ({field.name: field for field in group.padding.fields} for group in (new, old))
     for word, names in (
         ("also pads", pads.keys() - padded.keys()),
@@ -175,6 +220,11 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
     ):
         if names:
             yield f"{word} {', '.join(sorted(names))}"
+
+
+def _caps(support: Support) -> str:
+    caps = {"graphs": support.max_graphs, "requests": support.max_num_reqs}
+    return ", ".join(f"{most} {name}" for name, most in caps.items() if most is not None) or "none"
 
 
 def _fingerprints(old: Plan, new: Plan) -> Iterator[Change]:

@@ -45,6 +45,7 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
     return CaptureFigure(
         graphs=rig.plan.num_graphs,
         first_seconds=first.seconds,
+        first_driver=first.driver,
         ours=_median(ours) if ours else first,
         bare=_median(bare) if bare else None,
         captured=captured,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import IO
 
@@ -107,14 +107,17 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     emit(form, lambda: emulation, partial(emulation_table, emulation), assumptions)
 
 
-def check_engine(name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool) -> None:
-    """Lint what an engine makes of its flags; exit code 2 if there are findings."""
+def check_engine(
+    name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool, ignore: Collection[str] = ()
+) -> None:
+    """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings."""
     if form not in ("text", "json"):
         raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
     show_notes(emulation.notes)
-    findings = check(emulation, find_engine(name), machine.environment)
+    found = check(emulation, find_engine(name), machine.environment)
+    findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)
     if any(strict or each.severity is not Severity.NOTE for each in findings):

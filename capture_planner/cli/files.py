@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,29 +20,35 @@ from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
     ChosenMachine,
+    assumed,
     emit,
     machine_named,
     plan_document,
     plan_of,
     read_document,
     refuse_to_replace,
+    show_assumptions,
     show_lines,
+    show_notes,
     to_json,
 )
+from capture_planner.cli.drift import drift as drift_of
+from capture_planner.cli.drift import specs_of
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
+from capture_planner.cli.ignoring import IGNORED
 from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
 from capture_planner.cli.options import POSITIVE, flag, option
 from capture_planner.cli.run_reports import diff_runs
-from capture_planner.codec import Document
+from capture_planner.codec import Document, plain
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
-from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
+from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
@@ -51,6 +57,7 @@ from capture_planner.records.traffic import Traffic
 from capture_planner.report import findings, tables
 from capture_planner.report.backends import backend_support, backends_table
 from capture_planner.report.observation import diff_text, observation_tables
+from capture_planner.report.price import budget_line
 from capture_planner.report.profile import profile_tables
 from capture_planner.report.traffic import traffic_tables
 
@@ -137,18 +144,19 @@ def explain(
         single = _batch(**values) if values["num_reqs"] is not None else None
         explain_observation(observation_of(document, environment), single, batches, form)
         return
-    plan = plan_of(document, environment)
+    plan = plan_of(document, environment, answers=True)
     if whole:
         walked = coverage(plan)
-        emit(form, lambda: walked, partial(tables.coverage_table, walked))
+        emit(form, lambda: walked, partial(tables.coverage_table, walked), assumed())
         return
     dispatcher = Dispatcher(plan)
     if batches is not None:
+        show_notes(assumed())
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
             click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
     explained = explain_batch(dispatcher, _batch(**values))
-    emit(form, lambda: explained, partial(tables.explanation_table, explained))
+    emit(form, lambda: explained, partial(tables.explanation_table, explained), assumed())
 
 
 def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | None, **others: Any) -> Batch:
@@ -167,7 +175,16 @@ def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | No
 @click.command(cls=FileOrEngineCommand, short_help="Check plans, specs, observations or an engine's flags.")
 @click.argument("files", metavar="PLAN|SPEC|OBSERVATION...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
-@click.option("--spec", metavar="SPEC", help="Also report every difference from the plan of this spec.")
+@click.option(
+    "--spec",
+    metavar="SPEC|FOLDER",
+    multiple=True,
+    help="Also report every difference from the plan of this spec: one for all plans, one for each in their order, "
+    "or a folder with NAME.yaml for each NAME.MACHINE.yaml.",
+)
+@click.option(
+    "--ignore", type=IGNORED, multiple=True, help="Leave out notes and warnings by code: CP012, or CP012,CP021."
+)
 @click.option("--observation", metavar="FILE", help="Also report where an engine did not follow each plan.")
 @flag("--strict", "Count notes as findings.")
 @options.environment
@@ -176,7 +193,8 @@ def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | No
 def check(
     files: tuple[str, ...],
     engine: str | None,
-    spec: str | None,
+    spec: tuple[str, ...],
+    ignore: tuple[tuple[str, ...], ...],
     observation: str | None,
     strict: bool,
     environment: str | None,
@@ -184,42 +202,53 @@ def check(
 ) -> None:
     """Check plans, and specs by planning them. Exit code 2 if there are findings.
 
-    Notes are printed, but count only with --strict. With --spec, each plan is also compared with what
-    the spec gives now, in the plan's own environment. With --observation, each is compared with what an
+    Notes are printed, but count only with --strict; --ignore, or ignore in a spec, leaves out notes and warnings.
+    With --spec, each plan is also compared with what the spec gives now, for the plan's own machine or, with
+    --environment, for that of a new environment. With --observation, each is compared with what an
     engine captured and dispatched. Observations are checked as engines are, with how often each finding
     mattered. With --engine, all other words are flags of that engine, as its server takes them:
     check --engine vllm --max-num-seqs 256.
     """
+    ignored = {code for codes in ignore for code in codes}
     if engine is not None:
         for name, value in (("--spec", spec), ("--observation", observation)):
-            if value is not None:
+            if value:
                 raise click.UsageError(f"{name} is for plans; omit it with --engine.")
-        check_engine(engine, files, environment, form, strict)
+        check_engine(engine, files, environment, form, strict, ignored)
         return
     if not files:
         raise click.UsageError("Missing argument 'PLAN|SPEC|OBSERVATION...'.")
-    source = None if spec is None else read_document(spec)
+    sources = specs_of(files, spec)
     observed = None if observation is None else read_document(observation)
     placed: list[findings.FileFinding] = []
     drift: list[findings.Drift] = []
-    for file in files:
+    budgets: list[str] = []
+    for file, source in zip(files, sources, strict=True):
         document = read_document(file)
         if document.is_observation and source is None and observed is None:
-            placed += observed_findings(document, observation_of(document, environment))
+            seen = observed_findings(document, observation_of(document, environment))
+            placed += (each for each in seen if each.finding.rule.code not in ignored)
             continue
-        plan = plan_of(document, environment)
-        placed += _checked(document, plan)
+        plan = plan_of(document, environment if source is None else None, answers=True)
+        placed += _checked(document, plan, ignored)
+        budgets += [f"{document.name}: {line}" for line in [budget_line(plan)] if line is not None]
         if source is not None:
-            drift += _drift(document, source)
+            drift += drift_of(document, source, environment)
         if observed is not None:
             changes = observed_diff(plan, observed.load(Observation)).changes
             drift += (findings.Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
     if form == "json":
-        click.echo(to_json({"findings": placed, "drift": drift}))
+        click.echo(to_json({"assumptions": assumed(), "findings": placed, "drift": drift, "budgets": budgets}))
     elif form == "sarif":
+        show_notes(assumed())
         click.echo(to_json(findings.as_sarif(placed, drift, capture_planner.__version__)))
     else:
         lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
+        if form == "text":
+            show_assumptions(assumed())
+        else:
+            show_notes(assumed())
+        lines = "\n".join(filter(None, (lines, *(budgets if form == "text" else ()))))
         if lines:
             show_lines(lines)
         if form == "text":
@@ -229,8 +258,8 @@ def check(
         click.get_current_context().exit(FINDINGS)
 
 
-def _checked(document: Document, plan: Plan) -> Iterator[findings.FileFinding]:
-    for finding in lint(plan):
+def _checked(document: Document, plan: Plan, ignore: Collection[str]) -> Iterator[findings.FileFinding]:
+    for finding in lint(plan, ignore):
         path = finding.diagnostic.path if document.is_plan else _in_spec(finding)
         line, column = document.node.locate(path)
         yield findings.FileFinding(finding=finding, file=document.name, line=line, column=column)
@@ -239,14 +268,6 @@ def _checked(document: Document, plan: Plan) -> Iterator[findings.FileFinding]:
 def _in_spec(finding: Finding) -> tuple[str | int, ...]:
     """Return where a spec has to change for a finding in its plan."""
     return finding.rule.spec_path or tuple(part for part in finding.diagnostic.path[:1] if part != "roles")
-
-
-def _drift(document: Document, spec: Document) -> Iterator[findings.Drift]:
-    """Compare a plan with what its spec gives now; raises ``InvalidDocument`` for a file that is no plan."""
-    # No spec gives fingerprints: they are of a run.
-    plan = replace(document.load(Plan), fingerprints=None)
-    for change in difference.diff(plan, plan_document(spec, ChosenMachine(plan.environment))):
-        yield findings.Drift(file=document.name, message=f"{spec.name} gives another plan: {change.message}")
 
 
 def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drift], files: int, source: str) -> str:
@@ -265,7 +286,8 @@ def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drif
 def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """Show in words what changes on the machine when plan NEW replaces plan OLD.
 
-    Exit code 2 if they differ. Either may be a spec, which is planned first, or an observation: what an engine
+    Exit code 2 if they differ. Either may be a spec, which is planned first, for the machine of the other where that
+    is a plan and no --environment is given. Or an observation: what an engine
     did with the plan, or what changed from one run of it to another. Two JSON reports of run are compared by
     the fingerprints of their graphs: kernels that were replaced, nodes that came and went.
     """
@@ -276,18 +298,31 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
         result = observed_diff(*(_deployment(each, environment) for each in documents))
-        show_lines(to_json(result) if form == "json" else diff_text(result))
+        if form == "json":
+            click.echo(to_json({"assumptions": assumed(), **plain(result)}))
+        else:
+            show_assumptions(assumed())
+            show_lines(diff_text(result))
         if result.changes:
             click.get_current_context().exit(FINDINGS)
         return
-    before, after = (plan_of(each, None if each.is_plan else environment) for each in documents)
+    own = next((each.load(Plan).environment for each in documents if each.is_plan and environment is None), None)
+    before, after = (_planned(each, environment, own) for each in documents)
     _show_changes(difference.diff(before, after), form, "the plans are the same")
+
+
+def _planned(document: Document, environment: str | None, own: Environment | None) -> Plan:
+    """Return the plan of a document, planned for the machine of the other one where that is a plan."""
+    if document.is_plan or own is None:
+        return plan_of(document, None if document.is_plan else environment, answers=True)
+    return plan_document(document, ChosenMachine(own))
 
 
 def _show_changes(changes: Sequence[difference.Change], form: str, same: str) -> None:
     if form == "json":
-        click.echo(to_json({"changes": changes}))
+        click.echo(to_json({"assumptions": assumed(), "changes": changes}))
     else:
+        show_assumptions(assumed())
         show_lines("\n".join(change.message for change in changes) or same)
     if changes:
         click.get_current_context().exit(FINDINGS)
@@ -296,7 +331,7 @@ def _show_changes(changes: Sequence[difference.Change], form: str, same: str) ->
 def _deployment(document: Document, environment: str | None) -> Plan | Observation:
     if document.is_observation:
         return document.load(Observation)
-    return plan_of(document, None if document.is_plan else environment)
+    return plan_of(document, None if document.is_plan else environment, answers=True)
 
 
 @click.command(short_help="List the installed attention backends and what they support.")

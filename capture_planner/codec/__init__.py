@@ -4,7 +4,7 @@ Reading gives all problems at once, each at its file, line, column and path; typ
 nothing is coerced. Writing is compact, stable to the byte, and whole or not at all.
 """
 
-from capture_planner.codec.converter import format_bytes, label, parse_bytes
+from capture_planner.codec.converter import label, parse_bytes
 from capture_planner.codec.measurements import load_measurements
 from capture_planner.codec.plain import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.reading import (
@@ -30,6 +30,7 @@ from capture_planner.codec.writing import (
     to_data,
     write,
 )
+from capture_planner.records.text import format_bytes
 
 __all__ = [
     "HEADER",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import re
 import typing
@@ -16,13 +15,17 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from capture_planner.codec import entry_rows as rows
 from capture_planner.codec.documents import KeyPart
+from capture_planner.codec.near_misses import key_meant, word_meant
 from capture_planner.codec.observation_rows import AnswerRow, BatchRow, GraphRow
 from capture_planner.codec.traffic_rows import TrafficRow
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
 from capture_planner.records._base import BYTES, UNIONS, constraints, key_of, raise_any
 from capture_planner.records.batch import Entry
+from capture_planner.records.model import Model
 from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
+from capture_planner.records.spec import Spec
+from capture_planner.records.text import UNITS, format_bytes
 from capture_planner.records.traffic import TrafficCount
 
 ROWS: Mapping[Any, type] = {
@@ -40,8 +43,8 @@ def problems_of(error: Exception) -> list[Problem]:
     if isinstance(error, InvalidValue):
         return list(error.problems)
     if isinstance(error, ForbiddenExtraKeysError):
-        known = [key_of(f) for f in attrs.fields(error.cl) if f.init]
-        return [_unknown_key(key, known, first=not at) for at, key in enumerate(sorted(error.extra_fields))]
+        keys = enumerate(sorted(error.extra_fields))
+        return [_unknown_key(key, error.cl, first=not at) for at, key in keys]
     assert isinstance(error, ClassValidationError), error
     found = []
     for inner in error.exceptions:
@@ -55,10 +58,11 @@ def problems_of(error: Exception) -> list[Problem]:
     return found
 
 
-def _unknown_key(key: str, known: list[str], *, first: bool) -> Problem:
-    near = difflib.get_close_matches(key[:100], known, n=1)
+def _unknown_key(key: str, kind: type, *, first: bool) -> Problem:
+    known = [key_of(f) for f in attrs.fields(kind) if f.init]
+    near = key_meant(key, known, in_spec=kind.__module__ in (Spec.__module__, Model.__module__))
     remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
-    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near[0]}?" if near else remedy)
+    return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near}?" if near else remedy)
 
 
 def _fail(message: str, remedy: str = "") -> InvalidValue:
@@ -80,13 +84,13 @@ def _strict(kind: type, called: str) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if type(value) is kind or (kind is float and type(value) is int):
             return value
-        raise _fail(f"expected {called}, got {_got(value)}")
+        quotes = kind is str and type(value) in (int, float)
+        raise _fail(f"expected {called}, got {_got(value)}", f'write it in quotes: "{value}"' if quotes else "")
 
     return structure
 
 
 _SIZE = re.compile(r"([0-9]{1,19})\s*(B|KiB|MiB|GiB|TiB)")
-_UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 def parse_bytes(text: str) -> int:
@@ -94,13 +98,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise _fail(f"expected a size, got {text!r}", "write a whole number of B, KiB, MiB, GiB or TiB, as in 2GiB")
-    return int(match[1]) << _UNITS[match[2]]
-
-
-def format_bytes(value: int) -> str:
-    """Write a number of bytes exactly, in the largest unit that divides it: ``2GiB``, ``1536MiB``."""
-    unit = next(u for u in reversed(_UNITS) if value % (1 << _UNITS[u]) == 0) if value else "B"
-    return f"{value >> _UNITS[unit]}{unit}"
+    return int(match[1]) << UNITS[match[2]]
 
 
 def _annotated_factory(annotation: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
@@ -167,8 +165,8 @@ def _enum_factory(kind: type[enum.Enum], _: Any) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if isinstance(value, str) and value in members:
             return members[value]
-        near = difflib.get_close_matches(str(value), members, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else ""
+        near = word_meant(str(value)[:100], members)
+        hint = f"did you mean {near}?" if near else ""
         raise _fail(f"expected one of {', '.join(members)}, got {_got(value)}", hint)
 
     return structure

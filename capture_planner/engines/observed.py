@@ -69,8 +69,14 @@ def coverage_of(emulation: Emulation) -> ObservedCoverage:
     """Return the cells of every role; of mixed batches, those with the most requests."""
     cells: dict[tuple[object, ...], Cell] = {}
 
+    drafts = emulation.families(Role.DRAFT_DECODE) if Role.DRAFT_DECODE in emulation.modes else ()
+
+    def steps(batch: Batch) -> int | None:
+        decodes = drafts if batch.role is Role.DRAFT_DECODE else ()
+        return next((family.draft_steps for family in decodes if batch.num_reqs in family.requests), None)
+
     def apart(a: BatchAnswer, b: BatchAnswer) -> bool:
-        return _place(a) != _place(b) or b.extent != a.last + 1
+        return _place(a) != _place(b) or steps(a.batch) != steps(b.batch) or b.extent != a.last + 1
 
     for run in split_when(apart, walk(emulation)):
         first, last = run[0], run[-1]
@@ -81,6 +87,7 @@ def coverage_of(emulation: Emulation) -> ObservedCoverage:
             role=batch.role,
             kind=batch.kind,
             query_len=batch.query_len,
+            draft_steps=steps(batch),
             first=first.extent if cell is None else cell.first,
             last=last.last,
             min_reqs=1 if batch.kind is Kind.MIXED else first.batch.num_reqs,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from capture_planner import codec
 from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning import price
 from capture_planner.planning.answers import LadderAnswers, entry_of
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group, ask_backends
@@ -45,6 +46,7 @@ from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method
 from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import Policy, Spec
+from capture_planner.records.text import counted
 
 __all__ = ["plan"]
 
@@ -144,24 +146,30 @@ def _resolve(
 
 
 def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
+    """Drop graphs beyond the budget; one decision of the first role says what that costs the plan."""
+    wanted = [ladder for working in roles for ladder in working.ladders]
+    _fit_kinds(spec, roles)
+    bound = spec.budget.allowed_graphs()
+    ladders = [ladder for working in roles for ladder in working.ladders]
+    if bound is not None and total(ladders) > bound[0]:
+        fitted = iter(fit(ladders, bound[0], Reason.BUDGET))
+        for working in roles:
+            working.refit([next(fitted) for _ in working.ladders], "budget")
+    left = [ladder for working in roles for ladder in working.ladders]
+    if left != wanted:
+        before, after = (counted(total(each), "graph") for each in (wanted, left))
+        roles[0].decide(price.RULE, before, after, price.price_of(spec.budget, wanted, left))
+
+
+def _fit_kinds(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
     for kind in Kind:
         alike = [ladder for working in roles for ladder in working.ladders if ladder.kind is kind]
         most = spec.budget.allowed_of(kind)
         if most is not None and total(alike) > most:
             rest = iter(fit(alike, most, Reason.BUDGET))
-            why = f"graphs.{kind.value} allows {most} of {total(alike)} graphs"
             for working in roles:
                 kept = [next(rest) if ladder.kind is kind else ladder for ladder in working.ladders]
-                working.refit(kept, "budget", why)
-    bound = spec.budget.allowed_graphs()
-    ladders = [ladder for working in roles for ladder in working.ladders]
-    if bound is None or total(ladders) <= bound[0]:
-        return
-    allowed, rule = bound
-    fitted = iter(fit(ladders, allowed, Reason.BUDGET))
-    why = f"{rule} allows {allowed} of {total(ladders)} graphs"
-    for working in roles:
-        working.refit([next(fitted) for _ in working.ladders], "budget", why)
+                working.refit(kept, "budget")
 
 
 def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:

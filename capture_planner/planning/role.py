@@ -119,6 +119,13 @@ class RoleInProgress:
         if step > 1:
             message = f"sequence parallelism splits tokens over the ranks, so padded tokens are multiples of {step}"
             self.decide("sequence-parallel-alignment", 1, step, message)
+        if spec.lora is not None and self.role is Role.TARGET:
+            most, cases = spec.lora.max_active, ", ".join(map(str, spec.lora.cases()))
+            message = (
+                f"graphs go by the distinct adapters of a batch, not by those that are loaded: at most {most}, and one "
+                "more for requests without an adapter next to them; drafters run without adapters"
+            )
+            self.decide("lora-cases", f"max_active {most}", cases, message)
         if spec.parallel.data > 1 and self.role is Role.TARGET:
             message = (
                 f"all {spec.parallel.data} data-parallel ranks, idle ones included, run the shape of the largest "
@@ -145,15 +152,15 @@ class RoleInProgress:
                 message = f"{by_host[0]} needs a host step between draft steps, so a single-step graph is replayed"
             else:
                 message = "only one draft decode follows the draft prefill"
-            self.decide("draft-chain", longest, 1, message, by_host[0] if by_host else None)
+            self.decide("draft-chain", _chains(self.families), "single steps", message, by_host[0] if by_host else None)
             intervals = sorted(interval for f in self.families for interval in f.requests.intervals)
             domain = Domain(tuple(intervals), self.families[0].requests.step)
             return (DecodeFamily(query_len=1, draft_steps=None, requests=domain),)
         message = (
-            "every draft backend refreshes its metadata inside the graph, so the draft decodes of a step are one "
-            "graph for each scheduled length"
+            "every draft backend refreshes its metadata inside the graph, so one graph holds all draft decodes of a "
+            f"step: {_chains(self.families)}"
         )
-        self.decide("draft-chain", 1, longest, message)
+        self.decide("draft-chain", "single steps", _chains(self.families), message)
         return tuple(
             attrs.evolve(family, draft_steps=None) if family.draft_steps == 1 else family for family in self.families
         )
@@ -241,10 +248,11 @@ class RoleInProgress:
         ladders = [next(fitted) if ladder.mode is GraphMode.FULL else ladder for ladder in self.ladders]
         self.refit(ladders, "backend-max-graphs", why, name)
 
-    def refit(self, fitted: Sequence[Ladder], rule: str, why: str, backend: str | None = None) -> None:
+    def refit(self, fitted: Sequence[Ladder], rule: str, why: str = "", backend: str | None = None) -> None:
         """Replace the ladders, with a decision for each that changed.
 
         :param fitted: one for each of ``self.ladders``, in their order.
+        :param why: what bounds them; empty: another decision says it for all roles.
         """
         for before, after in zip(self.ladders, fitted, strict=True):
             if before == after:
@@ -254,5 +262,12 @@ class RoleInProgress:
             else:
                 padding = "no size is left"
             was, left = counted(before.num_graphs, "graph"), counted(after.num_graphs, "graph")
-            self.decide(rule, was, left, f"{before}: {why}; {padding}", backend)
+            self.decide(rule, was, left, f"{before}: {why and why + '; '}{padding}", backend)
         self.ladders = tuple(fitted)
+
+
+def _chains(families: Sequence[DecodeFamily]) -> str:
+    """Write the lengths of draft chains: ``chains of 2 and 4``."""
+    lengths = sorted({family.draft_steps or 1 for family in families})
+    *first, last = map(str, lengths)
+    return f"chain{'s' if first else ''} of {', '.join(first)}{' and ' if first else ''}{last}"

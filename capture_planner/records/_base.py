@@ -31,12 +31,14 @@ class Interval:
 
     ge: int
     le: int | None = None
+    instead: str = ""
+    """What to do instead of giving less than ``ge``."""
 
     def problem(self, value: Any) -> str | None:
         if type(value) is not int:  # a bool is no integer here
             return f"expected an integer, got {value!r}"
         if value < self.ge:
-            return f"must be at least {self.ge}, got {value}"
+            return f"must be at least {self.ge}, got {value}" + (f"; {self.instead}" if self.instead else "")
         if self.le is not None and value > self.le:
             return f"must be at most {self.le}, got {value}"
         return None

@@ -10,7 +10,7 @@ from capture_planner.errors import InvalidValue, Problem
 from capture_planner.records._base import ByteCount, Count, Name, Pattern, field, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
-Capability = Annotated[str, Pattern(r"[0-9]{1,2}\.[0-9]", 'a compute capability in quotes, such as "9.0"')]
+Capability = Annotated[str, Pattern(r"[0-9]{1,2}\.[0-9]", 'text, a compute capability in quotes such as "9.0"')]
 Version = Annotated[str, Pattern(r"[0-9][0-9A-Za-z.+-]{0,63}", "a version such as 2.13.0")]
 
 
@@ -27,7 +27,7 @@ class Device:
 
     kind: DeviceKind = field("cuda or cpu")
     name: Name = field("the device's own name")
-    capability: Capability | None = field('CUDA compute capability, as in "9.0"', default=None)
+    capability: Capability | None = field('CUDA compute capability, text in quotes such as "9.0"', default=None)
     memory: ByteCount = field("memory of one device, as in 80GiB")
     multiprocessors: Count | None = field("streaming multiprocessors", default=None)
 

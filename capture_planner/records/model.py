@@ -144,6 +144,9 @@ class DraftModel:
     )
 
 
+_NO_DRAFTS = "to draft nothing, leave speculative out, or give batch sizes 0 in its schedule"
+
+
 @record
 class Speculative:
     """Speculative decoding by a drafter that the engine runs.
@@ -162,7 +165,7 @@ class Speculative:
     """
 
     method: Method = field("how the drafter works")
-    num_tokens: Annotated[int, Interval(1, 255)] = field("K, the most tokens drafted a step")
+    num_tokens: Annotated[int, Interval(1, 255, _NO_DRAFTS)] = field("K, the most tokens drafted a step")
     schedule: tuple[Tier, ...] | ScheduleSource = field(
         "[first, last, k] by batch size, for a K that changes with the load; measured: the planner chooses", default=()
     )

@@ -36,6 +36,7 @@ from capture_planner.records.spec import (
     Objective,
     Parallel,
     Piecewise,
+    RuleCode,
     SchemaVersion,
     Spec,
 )
@@ -46,7 +47,7 @@ MAX_GRAPHS = 1 << 14
 MAX_SIZES = 1 << 12
 """Most sizes over all ladders of a plan, each of which may be captured for several adapter counts."""
 
-SPEC_FIELDS = ("model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool")
+SPEC_FIELDS = ("model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "ignore")
 """Fields that a plan takes over from its spec."""
 
 Amount = Annotated[float, AtLeast(0)]
@@ -184,6 +185,7 @@ class Plan:
     piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
     budget: Budget = field("what graphs may cost", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
+    ignore: tuple[RuleCode, ...] = field("codes of notes and warnings that check leaves out", default=())
     forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
     states: StatePool | None = field("the pool of recurrent states; None: no layer is recurrent", default=None)
     roles: tuple[RolePlan, ...] = field("the roles, target first")

@@ -21,7 +21,7 @@ from capture_planner.records._base import (
 )
 from capture_planner.records.batch import Kind
 from capture_planner.records.model import Method, Model, Speculative, head_problems
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, format_bytes
 
 SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
@@ -31,6 +31,7 @@ Amount = Annotated[float, Gt(0)]
 Requests = Annotated[int, Interval(1, 1 << 16)]
 QueryLength = Annotated[int, Interval(1, 256)]
 FileName = Annotated[str, Pattern(r"[^\x00-\x1f]{1,1024}", "the path of a file")]
+RuleCode = Annotated[str, Pattern(r"CP[0-9]{3}", "the code of a lint rule, such as CP012")]
 Objective = Annotated[str, Pattern(r"mean|regret|p[1-9][0-9]?(\.[0-9]{1,3})?", "mean, regret, or a percentile as p99")]
 
 
@@ -165,14 +166,17 @@ class Parallel:
 
 @record
 class Lora:
-    """LoRA adapters. Graphs are planned per number of active adapters (vLLM's cases).
+    """LoRA adapters. Graphs are planned by the number of active adapters, as in vLLM 0.33.
 
-    Specialised: 0, the powers of two up to max_active, and max_active + 1; else 0 and
-    max_active + 1. The last one serves batches in which rows without an adapter count as one more.
+    Active are the distinct adapters that the requests of one batch use. Adapters that are loaded, on the device or the
+    host, and used by no request of the batch do not count. In a batch with adapters, requests without one count as one
+    adapter more: 4 adapters and such requests make 5. So graphs are planned for 0 adapters and for max_active + 1, and
+    with ``specialize`` also for each power of two up to max_active. Drafters run without adapters: their graphs have no
+    such cases.
     """
 
-    max_active: Requests = field("most adapters active in one batch (vLLM: max_loras)")
-    specialize: bool = field("plan graphs for smaller adapter counts too", default=False)
+    max_active: Requests = field("most distinct adapters in one batch (vLLM: max_loras), however many are loaded")
+    specialize: bool = field("plan graphs for the powers of two below too", default=False)
 
     def cases(self) -> tuple[int, ...]:
         """Return the adapter counts to plan for, ascending, 0 included."""
@@ -233,16 +237,21 @@ class Budget:
 
     def allowed_graphs(self) -> tuple[int, str] | None:
         """Return the most graphs that fit over all kinds, and the bound in words, or None without a bound."""
+        return min(self.bounds(), default=None)
+
+    def bounds(self) -> tuple[tuple[int, str], ...]:
+        """Return the most graphs over all kinds by each limit, with the limit in words."""
         bounds = []
         if self.max_graphs is not None:
             bounds.append((self.max_graphs, f"max_graphs {self.max_graphs}"))
         if self.memory is not None:
             graphs = self.memory // max(self.memory_per_graph, 1)
-            bounds.append((graphs, f"memory {self.memory} bytes at {self.memory_per_graph} a graph"))
+            each = format_bytes(self.memory_per_graph)
+            bounds.append((graphs, f"memory {format_bytes(self.memory)} at {each} a graph"))
         if self.seconds is not None:
             graphs = int(min(self.seconds / self.seconds_per_graph, 1e9) + 1e-9)
-            bounds.append((graphs, f"{self.seconds:g} s at {self.seconds_per_graph:g} s a graph"))
-        return min(bounds, default=None)
+            bounds.append((graphs, f"seconds {self.seconds:g} at {self.seconds_per_graph:g} s a graph"))
+        return tuple(bounds)
 
 
 @record
@@ -262,6 +271,7 @@ class Spec:
     piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
     budget: Budget = field("what graphs may cost", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
+    ignore: tuple[RuleCode, ...] = field("codes of notes and warnings that check leaves out", default=())
 
     def __attrs_post_init__(self) -> None:
         tensor, heads, kv_heads = self.parallel.tensor, self.model.num_heads, self.model.num_kv_heads

@@ -12,6 +12,7 @@ from capture_planner.codec import json_of, plain
 from capture_planner.codec.plain import plain_some
 from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.engines.observed_check import OBSERVED_RULES, ObservedFinding
+from capture_planner.records._base import grouped
 from capture_planner.report.plain import finding_json
 
 DRIFT_CODE = "CP099"
@@ -37,14 +38,16 @@ class Drift:
     """A difference between a plan and what its spec gives now, or what an engine was observed to do with it."""
 
     file: str
+    """Where a person changed something; the plan, where the engine did."""
     message: str
-    line = column = 1
+    line: int = 1
+    column: int = 1
 
 
 def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
     """One finding a line, as compilers write them."""
     lines = [f"{p.file}:{p.line}:{p.column}: {p.severity.value}: {p.finding}" for p in placed]
-    return "\n".join(lines + [f"{d.file}:1:1: error: {DRIFT_CODE} drift: {d.message}" for d in drift])
+    return "\n".join(lines + [f"{d.file}:{d.line}:{d.column}: error: {DRIFT_CODE} drift: {d.message}" for d in drift])
 
 
 @json_of(FileFinding)
@@ -58,7 +61,7 @@ def _placed(placed: FileFinding) -> dict[str, Any]:
 
 
 def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
-    """Workflow commands: GitHub shows them at their line."""
+    """Workflow commands: GitHub shows them at their line, and only some of a step: differences of a line are one."""
     level = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
     lines = [
         f"::{level[p.severity]} file={_property(p.file)},line={p.line},col={p.column},"
@@ -66,8 +69,13 @@ def as_github(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
         f"{_escaped(p.finding.text)}"
         for p in placed
     ]
-    lines += [f"::error file={_property(d.file)},line=1,title={DRIFT_CODE} drift::{_escaped(d.message)}" for d in drift]
+    for (file, line, column), alike in grouped(drift, lambda d: (d.file, d.line, d.column)).items():
+        place = f"file={_property(file)},line={line},col={column}"
+        lines.append(f"::error {place},title={DRIFT_CODE} drift::{_escaped(NEWLINE.join(d.message for d in alike))}")
     return "\n".join(lines)
+
+
+NEWLINE = "\n"
 
 
 def _escaped(text: str) -> str:

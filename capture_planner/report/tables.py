@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -13,10 +12,12 @@ from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.explain import Explanation
 from capture_planner.codec.entry_rows import pack
 from capture_planner.engines.observed import ObservedCoverage
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Kind, batch_text
+from capture_planner.records.batch_space import split_when
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
+from capture_planner.report.price import price_lines
 from capture_planner.report.terminal import mode_text, ran_text, table_of
 
 
@@ -36,7 +37,8 @@ def plan_summary(plan: Plan) -> RenderableType:
     table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",), rows=rows)
     bound = plan.allowed_graphs()
     total = counted(plan.num_graphs, "graph") + (f" of at most {bound[0]}" if bound else "")
-    return Group(Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold"), table)
+    title = Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold")
+    return Group(title, table, *map(Text, price_lines(plan)))
 
 
 def _span(first: int, last: int) -> str:
@@ -115,6 +117,7 @@ def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
         unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {first.query_len}"
+        unit += f", {counted(first.draft_steps, 'draft step')}" if first.draft_steps else ""
         mode = ran_text(first.answer.mode)
         if first.answer.reason is not None:
             mode.append(f" ({first.answer.reason})")
@@ -132,12 +135,15 @@ def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
 
 
 def coverage_runs(walked: Coverage | ObservedCoverage) -> list[list[Cell]]:
-    """Group neighbouring cells that are served in the same way."""
+    """Group neighbouring cells that are served in the same way; a schedule may leave room between others."""
 
-    def kind(cell: Cell) -> tuple[Role, Kind, int | None, GraphMode, str | None]:
-        return cell.role, cell.kind, cell.query_len, cell.answer.mode, cell.answer.reason
+    def kind(cell: Cell) -> tuple[object, ...]:
+        return cell.role, cell.kind, cell.query_len, cell.draft_steps, cell.answer.mode, cell.answer.reason
 
-    return [list(run) for _, run in groupby(walked.cells, kind)]
+    def apart(before: Cell, after: Cell) -> bool:
+        return kind(before) != kind(after) or not before.first <= after.first <= before.last + 1
+
+    return list(split_when(apart, walked.cells))
 
 
 def share_padded(cells: Iterable[Cell]) -> float:

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.engines import engines, find_engine
-from capture_planner.engines.export import Effect, compared, prove
+from capture_planner.engines.export import Effect, compared, prove, within_budget
 from capture_planner.engines.export.export import DRAFT_MODEL, graph_scope
 from capture_planner.engines.export.proof import effect, emulated
 from capture_planner.engines.parsing import as_words
@@ -346,3 +346,18 @@ def test_refused_file_has_its_output_name():
     found = prove(find_engine("tensorrt-llm").export(planned), planned, emulate)
     assert found.unproved.endswith("tensorrt-llm.yaml:3: --config: no")
     assert "/" not in found.unproved
+
+
+@given(PLANS)
+def test_vllm_export_captures_no_more_than_the_budget_allows(planned):
+    """Or it says that no list of sizes does; full decodes keep a full graph all the same."""
+    emulator = EMULATORS["vllm"]
+    export = within_budget(proved("vllm", planned), planned, emulator)
+    bound = planned.allowed_graphs()
+    captured = len(emulated(export, planned.environment, emulator).graphs)
+    says = [loss.says for loss in export.losses if loss.name == "budget"]
+    assert captured == export.proof.captured
+    assert bound is None or captured <= bound[0] or "even with" in says[0]
+    if planned.parallel.data == 1 and not planned.parallel.sequence:
+        for lost in (Effect.EAGER, Effect.WEAKER):
+            assert export.proof.count(lost, Role.TARGET, Kind.DECODE) == 0

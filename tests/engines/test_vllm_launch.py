@@ -24,7 +24,8 @@ PLANS = sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
 
 def command_for(plan):
     """What a user gives: the model, and the drafter where a plan does not name it."""
-    speculation = export_vllm(plan).settings.get("speculative-config", {})
+    speculation = dict(export_vllm(plan).settings.get("speculative-config", {}))
+    speculation.pop("attention_backend", None)
     if speculation.get("model") != DRAFT_MODEL:
         return [plan.model.name]
     return [plan.model.name, "--speculative-config", json.dumps({**speculation, "model": "x/drafter"})]
@@ -81,7 +82,11 @@ def test_drafter_of_the_target_itself_needs_no_name():
     plan = codec.load_plan(next(path for path in PLANS if path.stem.startswith("deepseek-v3-mtp")))
     assert plan.speculative.method is Method.MTP
     words = launch_vllm(plan, [plan.model.name]).arguments
-    assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 1}
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+        "attention_backend": "FLASH_ATTN_MLA",
+    }
     deployed = ["--speculative-config", '{"method": "deepseek_mtp", "num_speculative_tokens": 1}']
     assert "--speculative-config" not in launch_vllm(plan, [plan.model.name, *deployed]).arguments
 

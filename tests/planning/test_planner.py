@@ -82,7 +82,7 @@ def test_chain_single_plans_single_draft_steps(refresh):
     role = made(refresh=refresh, speculative=replace(EAGLE, chain=Chain.SINGLE)).role(Role.DRAFT_DECODE)
     assert {entry.draft_steps for entry in role.entries} == {None}
     (decision,) = [decision for decision in role.decisions if decision.rule == "draft-chain"]
-    assert (decision.before, decision.after, decision.backend) == ("2", "1", None)
+    assert (decision.before, decision.after, decision.backend) == ("chain of 2", "single steps", None)
     assert "speculative.chain requests single steps" in decision.message
 
 

@@ -129,8 +129,8 @@ def test_lora_cases_match_vllm(most, specialize):
         (Budget(max_graphs=9), 9, "max_graphs 9"),
         (Budget(memory=100 << 20), 4, "memory"),
         (Budget(memory=5, memory_per_graph=0), 5, "memory"),
-        (Budget(seconds=1.0, seconds_per_graph=0.1), 10, "1 s"),
-        (Budget(seconds=0.1), 0, "0.1 s"),
+        (Budget(seconds=1.0, seconds_per_graph=0.1), 10, "seconds 1"),
+        (Budget(seconds=0.1), 0, "seconds 0.1"),
         (Budget(max_graphs=9, memory=100 << 20, seconds=100), 4, "memory"),
     ],
 )

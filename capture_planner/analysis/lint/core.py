@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -171,7 +171,11 @@ def rule(severity: Severity, code: str, threads: str, remedy: str, *, at: str = 
 error, warning, note = (partial(rule, severity) for severity in Severity)
 
 
-def lint(plan: Plan) -> tuple[Finding, ...]:
-    """Return every finding of every rule about ``plan``, by code."""
-    walked = coverage(plan)
-    return tuple(Finding(rule=each, diagnostic=found) for each in RULES.values() for found in each.check(walked))
+def lint(plan: Plan, ignore: Iterable[str] = ()) -> tuple[Finding, ...]:
+    """Return the findings of every rule about ``plan``, by code, without those that the plan itself ignores.
+
+    :param ignore: codes of further rules to leave out. An error is never left out.
+    """
+    walked, codes = coverage(plan), {*plan.ignore, *ignore}
+    rules = (each for each in RULES.values() if each.severity is Severity.ERROR or each.code not in codes)
+    return tuple(Finding(rule=each, diagnostic=found) for each in rules for found in each.check(walked))

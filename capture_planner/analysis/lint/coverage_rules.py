@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
+from capture_planner.analysis.lint.core import Diagnostic, error, of_role, warning
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers, extra_slots, split_when
@@ -152,7 +152,12 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
                 yield of_role(coverage, role, message, "waivers", index)
 
 
-@note("CP052", "vllm#36165 vllm#20098", "see the role's decisions for the backend or rule that decided it", at="mode")
+@warning(
+    "CP052",
+    "vllm#36165 vllm#20098",
+    "`show` has the decision that led to it; choose another backend or mode, or ignore this where it is accepted",
+    at="mode",
+)
 def decodes_run_eager(coverage: Coverage) -> Iterator[Diagnostic]:
     """No decode of a role has a graph.
 

@@ -94,8 +94,8 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
 
     With sizes that double, up to half of a step is padding. Steps of 64 cost TensorRT-LLM 0.3 GiB and
     gave up to 1.5 times the throughput; steps of 8 cost 2.6 GiB. With six evenly spaced sizes, vLLM
-    Ascend ran 2 requests as 88. Not reported where the budget or the backend leaves no room, nor of measured sizes,
-    which leave out what the traffic does not run.
+    Ascend ran 2 requests as 88. Not reported where the budget or the backend leaves no room or left sizes out, nor of
+    measured sizes, which leave out what the traffic does not run.
     """
     bound = coverage.plan.allowed_graphs()
     if coverage.plan.forecast is not None or (bound is not None and coverage.plan.num_graphs >= bound[0]):
@@ -103,6 +103,8 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
     for role in coverage.plan.roles:
         full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
         if any(group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups):
+            continue
+        if any(decision.rule == "budget" for decision in role.decisions):
             continue
         coarse = [cell for cell in coverage.cells if cell.role is role.role and _is_coarse(cell)]
         if coarse:

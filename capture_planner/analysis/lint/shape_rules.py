@@ -52,12 +52,19 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
             yield of_role(coverage, role, message, "entries")
 
 
-@note("CP012", "vllm#46324", "harmless here; use multiples for an engine that derives requests from tokens", at="sizes")
+@note(
+    "CP012",
+    "vllm#46324",
+    "our runner is not affected; a crash of vLLM with such sizes was reported, its cause disputed: to rule it out, "
+    "list multiples in sizes.num_tokens, else ignore CP012",
+    at="sizes",
+)
 def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     """PIECEWISE sizes are not multiples of 1 + K in a speculative deployment.
 
-    A thread reports an illegal memory access with such sizes in vLLM; the cause is disputed. Here
-    attention runs outside piecewise graphs, on unpadded requests: requests never follow from tokens.
+    A thread reports an illegal memory access with such sizes in vLLM; the cause is disputed. It matters only to an
+    engine that computes the number of requests of a PIECEWISE graph as tokens divided by 1 + K, which is then no whole
+    number. Our runner does not: attention runs outside of the graph, on the requests that there are.
     """
     speculative = coverage.plan.speculative
     if speculative is None:
@@ -66,7 +73,8 @@ def unaligned_piecewise(coverage: Coverage) -> Iterator[Diagnostic]:
     sizes = {e.num_tokens for r in coverage.plan.roles for e in r.entries if e.mode is GraphMode.PIECEWISE}
     odd = sum(size % multiple != 0 for size in sizes)
     if odd:
-        yield Diagnostic(f"{odd} of {len(sizes)} piecewise sizes are not multiples of {multiple}", path=("roles",))
+        message = f"{odd} of {len(sizes)} piecewise sizes are not multiples of 1 + K, which is {multiple}"
+        yield Diagnostic(message, path=("roles",))
 
 
 @error("CP013", "vllm#28207", "round them up to multiples of the tensor-parallel size", at="parallel")
@@ -164,19 +172,20 @@ def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
 @note(
     "CP021",
     "vllm#53407 vllm#56136",
-    "nothing to fix here; with vLLM 0.33, expect these to run PIECEWISE or eager",
+    "our runner and vLLM under `launch` run them FULL; for the flags of vLLM by itself, use those of `export`",
     at="speculative.schedule",
 )
 def missed_by_nearest_size(coverage: Coverage) -> Iterator[Diagnostic]:
-    """An engine that looks only at the nearest captured size would miss full graphs of this plan.
+    """With the sizes of this plan, vLLM 0.33 by itself would miss full graphs: batches run PIECEWISE or eager.
 
-    Our dispatcher looks at all entries and misses none.
+    It looks only at the smallest captured size that holds a batch, which may belong to another query length of the
+    schedule. Our dispatcher looks at all entries, and misses none; so does vLLM under the plan (`launch`).
     """
     for role in coverage.plan.roles:
         missed = nearest_group_misses(coverage.plan, role.role)
         if missed:
             sizes = f"{len(missed)} decode batch sizes, from {missed[0]} requests on"
-            message = f"an engine that looks only at the nearest size misses a full graph for {sizes}"
+            message = f"an engine that looks only at the nearest size would miss the full graph of {sizes}"
             yield of_role(coverage, role, message, "entries")
 
 

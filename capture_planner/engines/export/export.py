@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import attrs
@@ -124,6 +125,11 @@ class Proof:
     """How many batches an observation has no answer for; not compared."""
 
     @property
+    def captured(self) -> int:
+        """How many graphs the engine captures."""
+        return len(self.same) + len(self.adds)
+
+    @property
     def exact(self) -> bool:
         """Whether the engine has the plan's graphs, and answers every batch alike."""
         return not (self.lacks or self.adds or self.differences or self.unrun)
@@ -188,6 +194,11 @@ class Export:
     losses: tuple[Loss, ...] = ()
     proof: Proof | None = None
     """What re-emulation found; None before it, and where the engine refuses the flags."""
+    drafter_backend: tuple[str, str] | None = None
+    """Where the drafter's attention backend is set: a flag, and a key of its JSON value."""
+    coarser: Callable[[Fraction], Export] | None = attrs.field(default=None, eq=False, repr=False)
+    """The same with the fewest sizes that pad a batch to at most so many times its tokens, for a plan's budget; None:
+    the exporter has one list of sizes only."""
     unproved: str | None = None
     """Why there is no proof: the engine's reason; None where there is one, and before it."""
 
@@ -270,12 +281,28 @@ def fallback_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
 def backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[str | None, tuple[Loss, ...]]:
     """Return the engine's name of the plan's attention backend, and what is lost where it has none."""
     found = list(dict.fromkeys(group.backend for group in plan.role(Role.TARGET).groups))
-    if not found:
-        return None, ()
-    if len(found) == 1 and found[0] in names:
-        return names[found[0]], ()
-    if len(found) == 1:
-        says = f"{engine} has no attention backend {found[0]}; it chooses its own, which decides the modes"
-    else:
+    if len(found) > 1:
         says = f"the target's groups run on {', '.join(found)}; {engine} takes one backend for all of them"
-    return None, (Loss("backend", says, all_scopes(plan)),)
+        return None, (Loss("backend", says, all_scopes(plan)),)
+    if found and found[0] not in names:
+        says = f"{engine} has no attention backend {found[0]}; it chooses its own, which decides the modes"
+        return None, (Loss("backend", says, all_scopes(plan)),)
+    return names[found[0]] if found else None, ()
+
+
+def drafter_backend_setting(plan: Plan, names: Mapping[str, str], engine: str) -> tuple[str | None, tuple[Loss, ...]]:
+    """Return the engine's name of the drafter's attention backend, and what is lost where it has none."""
+    drafters = [role for role in plan.roles if role.role.is_drafter]
+    found = list(dict.fromkeys(group.backend for role in drafters for group in role.groups))
+    scopes = tuple(scope for role in drafters for scope in both(role.role))
+    if len(found) > 1:
+        says = f"the drafter's passes run on {', '.join(found)}; {engine} takes one backend for all of them"
+        return None, (Loss(DRAFTER_BACKEND, says, scopes),)
+    if found and found[0] not in names:
+        says = f"{engine} has no attention backend {found[0]} for the drafter, and chooses its own"
+        return None, (Loss(DRAFTER_BACKEND, says, scopes),)
+    return names[found[0]] if found else None, ()
+
+
+DRAFTER_BACKEND = "drafter-backend"
+"""The loss of the drafter's attention backend."""

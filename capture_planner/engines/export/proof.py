@@ -14,7 +14,16 @@ from pathlib import Path
 import attrs
 
 from capture_planner.engines.emulation import CapturedGraph, Emulation
-from capture_planner.engines.export.export import BACKEND, BatchDifference, Effect, Export, Loss, Proof, all_scopes
+from capture_planner.engines.export.export import (
+    BACKEND,
+    DRAFTER_BACKEND,
+    BatchDifference,
+    Effect,
+    Export,
+    Loss,
+    Proof,
+    all_scopes,
+)
 from capture_planner.engines.side_by_side import emulation_of_plan
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Reason, Role
@@ -37,6 +46,8 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
         emulation = emulated(export, plan.environment, emulate)
     except FlagError as error:
         machine = plan.environment.name
+        if (other := _without_drafter_backend(export, plan, error)) is not None:
+            return prove(other, plan, emulate)
         if export.backend is None or not all(problem.path[:1] == (f"--{BACKEND}",) for problem in error.problems):
             reason = "; ".join(map(str, error.problems))
             says = f"{export.engine} does not start with these flags on {machine}"
@@ -53,6 +64,21 @@ def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
     proof = compared(plan, emulation)
     losses = tuple(attrs.evolve(loss, cost=proof.cost(loss.scope)) for loss in export.losses)
     return attrs.evolve(export, losses=losses, proof=proof)
+
+
+def _without_drafter_backend(export: Export, plan: Plan, error: FlagError) -> Export | None:
+    """Return the export without the drafter's backend, where the engine refuses that and nothing else."""
+    flag, key = export.drafter_backend or ("", "")
+    others = any(problem.path[:1] != (f"--{flag}",) for problem in error.problems)
+    if others or key not in export.settings.get(flag, {}):
+        return None
+    value = {name: item for name, item in export.settings[flag].items() if name != key}
+    says = "the plan's backend of the drafter is left out, and the engine chooses its own; " + "; ".join(
+        problem.message for problem in error.problems
+    )
+    lost = Loss(DRAFTER_BACKEND, says, tuple(scope for scope in all_scopes(plan) if scope[0].is_drafter))
+    settings = {**export.settings, flag: value}
+    return attrs.evolve(export, settings=settings, drafter_backend=None, losses=(*export.losses, lost))
 
 
 def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emulation:

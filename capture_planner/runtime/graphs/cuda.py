@@ -8,6 +8,7 @@ memory goes back to the pool for the graphs that follow.
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -181,7 +182,8 @@ class CudaGraphs:
         self._open: CudaGraph | None = None
         self._pool: CudaPool | None = None
         self._accounts = accounts
-        self._first = self._rehearse(device)
+        # Without torch's caching allocator nothing is captured: everything runs eager.
+        self._first = None if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ else self._rehearse(device)
 
     def _rehearse(self, device: torch.device) -> CudaGraph:
         """Capture two pieces of nothing, to be kept: what a process does once must not be in the first graph.

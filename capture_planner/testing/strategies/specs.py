@@ -277,4 +277,5 @@ def specs(
         piecewise=Piecewise(split_attention=draw(st.booleans()), capturable=draw(st.booleans())),
         budget=draw(_budgets()),
         pool=draw(one_of(Pool)),
+        ignore=draw(one_of(((), (), ("CP012", "CP021")))),
     )

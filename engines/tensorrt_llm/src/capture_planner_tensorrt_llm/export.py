@@ -34,7 +34,8 @@ def export_tensorrt_llm(plan: Plan) -> Export:
     target, drafts = plan.role(Role.TARGET), longest_draft(plan)
     sizes: tuple[int, ...] = ()
     if target.mode.decode_mode is GraphMode.FULL:
-        sizes = decode_sizes(plan, target, 1 + drafts)
+        most = plan.limits.max_num_reqs
+        sizes = tuple(sorted({min(size, most) for size in decode_sizes(plan, target, 1 + drafts)}))
     options: dict[str, Any] = {
         "max_batch_size": plan.limits.max_num_reqs,
         "max_num_tokens": plan.limits.max_num_tokens,
@@ -42,6 +43,9 @@ def export_tensorrt_llm(plan: Plan) -> Export:
         "enable_attention_dp": plan.parallel.data > 1,
         "cuda_graph_config": {"enable_padding": True, "batch_sizes": list(sizes)} if sizes else None,
     }
+    backends = {group.backend for role in plan.roles for group in role.groups}
+    if backends == {"flashinfer"} and plan.speculative is None:
+        options["attn_backend"] = "FLASHINFER"  # _torch/attention_backend/utils.py
     speculative = plan.speculative
     schedule = draft_len_schedule(plan)
     if speculative is not None and drafts:
@@ -57,7 +61,7 @@ def export_tensorrt_llm(plan: Plan) -> Export:
         by_file=True,
         front=(plan.model.name,),
         sizes=sizes,
-        losses=(*_losses(plan, target, schedule), *fallback_loss(plan, "TensorRT-LLM")),
+        losses=(*_losses(plan, target, schedule, options.get("attn_backend")), *fallback_loss(plan, "TensorRT-LLM")),
     )
 
 
@@ -73,8 +77,12 @@ def draft_len_schedule(plan: Plan) -> dict[int, int] | None:
     return {last: k for _, last, k in tiers if k}
 
 
-def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> Iterator[Loss]:
+def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None, backend: str | None) -> Iterator[Loss]:
     speculative = plan.speculative
+    wanted = ", ".join(dict.fromkeys(f"{group.backend}" for role in plan.roles for group in role.groups))
+    if wanted and backend is None:
+        says = f"the attention backends {wanted} are not exported: the engine runs its own (attn_backend: TRTLLM)"
+        yield Loss("backend", says)
     if target.mode.mixed_mode is not GraphMode.NONE:
         count = sum(entry.query_len is None for entry in target.entries)
         says = f"graphs of prompts are not emulated, and not exported: the {count} graphs of mixed batches are lost"
@@ -98,5 +106,8 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None) -> It
     if plan.parallel.data > 1:
         says = "data-parallel ranks need batches of one size to use a graph (attention DP)"
         yield Loss("data-parallel", says, (_DECODES,))
+    if any((entry.num_reqs or 0) > plan.limits.max_num_reqs for entry in target.entries):
+        says = "the engine aligns no sizes to the tensor-parallel ranks, and captures none beyond max_batch_size"
+        yield Loss("sequence-parallel", says, (_DECODES,))
     if plan.parallel.decode_context > 1:
         yield Loss("decode-context-parallel", "decode-context parallelism is not exported")

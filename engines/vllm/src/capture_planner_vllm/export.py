@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,11 +17,13 @@ from capture_planner.engines.export.export import (
     all_scopes,
     backend_setting,
     both,
+    drafter_backend_setting,
     drafter_losses,
 )
 from capture_planner.modes import Chain, GraphMode, Pool, Role
+from capture_planner.planning.sizing.minimax import fewest
 from capture_planner.records.batch import Entry, Kind
-from capture_planner.records.batch_space import DecodeFamily, decode_families, decode_tiers
+from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, decode_tiers
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
@@ -38,10 +41,13 @@ _WORST = Fraction(3, 2)
 """The most padding of decodes by a replaced list of sizes, padded to real, whatever the plan's own sizes do."""
 
 
-def export_vllm(plan: Plan) -> Export:
-    """Return the flags of vLLM that come closest to ``plan``; raises ``DispatchError`` without a target."""
+def export_vllm(plan: Plan, ratio: Fraction | None = None) -> Export:
+    """Return the flags of vLLM that come closest to ``plan``; raises ``DispatchError`` without a target.
+
+    :param ratio: pad up to this padded/real ratio, with as few sizes as that takes; None: as the plan does.
+    """
     target = plan.role(Role.TARGET)
-    sizes, losses = _sizes(plan, target)
+    sizes, losses = _sizes(plan, target) if ratio is None else (_coarser(plan, target, ratio), ())
     sizes = _with_drafts(plan, sizes)
     compilation: dict[str, Any] = {"cudagraph_mode": GraphMode.NONE.value}
     if sizes:
@@ -67,12 +73,19 @@ def export_vllm(plan: Plan) -> Export:
             settings["specialize-active-lora"] = True
     if plan.speculative is not None:
         settings["speculative-config"] = _speculative_config(plan.speculative)
+        named = BACKENDS if plan.speculative.model.latent is None else LATENT_BACKENDS
+        drafter, unnamed_drafter = drafter_backend_setting(plan, named, "vLLM")
+        unnamed += unnamed_drafter
+        if drafter is not None:
+            settings["speculative-config"]["attention_backend"] = drafter
     settings["compilation-config"] = compilation
     return Export(
         engine="vllm",
         settings=settings,
         file_name=FILE_NAME,
         sizes=sizes,
+        drafter_backend=("speculative-config", "attention_backend"),
+        coarser=partial(export_vllm, plan) if sizes else None,
         losses=(*losses, *unnamed, *_other_losses(plan, target)),
     )
 
@@ -97,13 +110,18 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
         return own, ()
     uniform = [entry for entry in target.entries if entry.query_len is not None]
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
+    mixed = sorted({entry.num_tokens for entry in target.entries if entry.query_len is None} & set(own))
+    decodes = {(entry.num_tokens, entry.query_len) for entry in uniform}
+    # Of each size vLLM captures a decode of 1 + K, rounded up: those of the other graphs may be all that it takes.
+    others = mixed or sorted({*own, *(entry.num_tokens for entry in _draft_decodes(plan))})
+    if len(widths) == 1 and set(full_graphs(others, widths, plan.limits.max_num_reqs)) == decodes:
+        return tuple(others), ()
     if not uniform or len(widths) < 2 or plan.parallel.data > 1:
         return own, _rounded(own, target)
     covered = _within(decode_families(Role.TARGET, plan), uniform)
     hidden, _ = examine(covered, nearest(own, widths, plan.limits.max_num_reqs))
     if not hidden:
         return own, _rounded(own, target)
-    mixed = [entry.num_tokens for entry in target.entries if entry.query_len is None]
     replacement = _replacement(plan, covered, widths, own, mixed)
     message = (
         f"with the plan's own {len(own)} sizes, {len(hidden)} decode batch sizes would miss their graph, hidden "
@@ -113,16 +131,31 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     return replacement.sizes, (Loss(name="sizes-replaced", says=message, scope=both(Role.TARGET)),)
 
 
+def _coarser(plan: Plan, target: RolePlan, ratio: Fraction) -> tuple[int, ...]:
+    """Return the fewest sizes with which no batch that the plan has a graph for is padded beyond a ratio."""
+    limits = plan.limits
+    own = sorted({entry.num_tokens for entry in target.entries if entry.num_tokens <= limits.max_num_tokens})
+    uniform = [entry for entry in target.entries if entry.query_len is not None]
+    mixed = sorted({entry.num_tokens for entry in target.entries if entry.query_len is None})
+    widths = sorted({1 + k for *_, k in decode_tiers(plan)})
+    if target.mode.is_separate and uniform and len(widths) > 1 and plan.parallel.data == 1:
+        covered = _within(decode_families(Role.TARGET, plan), uniform)
+        wider = fewest(Domain.upto(mixed[-1]), ratio, candidates=mixed) if mixed else ()
+        return size_list(covered, limits.max_num_reqs, worst=ratio, wider=wider, query_lens=widths).sizes
+    largest = {entry.query_len: entry.num_tokens for entry in sorted(uniform, key=lambda entry: entry.num_tokens)}
+    return fewest(Domain.upto(own[-1]), ratio, candidates=own, anchors=sorted(largest.values()))
+
+
 def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Add a size for the widest draft decode where none serves it, unless that hides a target's graph.
 
     A draft decode has one token per request; sizes above max_num_seqs are captured for wider decodes only.
     """
     most, families = plan.limits.max_num_reqs, decode_families(Role.DRAFT_DECODE, plan)
-    drafts = any(each.role is Role.DRAFT_DECODE and each.entries for each in plan.roles)
-    if not drafts or not sizes or not families:
+    captured = [entry.num_reqs or 0 for entry in _draft_decodes(plan)]
+    if not captured or not sizes or not families:
         return sizes
-    widest = max(family.requests.intervals[-1][1] for family in families)
+    widest = min(max(captured), max(family.requests.intervals[-1][1] for family in families))
     if any(widest <= size <= most for size in sizes):
         return sizes
     more = tuple(sorted({*sizes, widest}))
@@ -131,6 +164,10 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
         examine(decode_families(Role.TARGET, plan), nearest(some, widths, most))[0] for some in (sizes, more)
     )
     return more if set(after) <= set(before) else sizes
+
+
+def _draft_decodes(plan: Plan) -> list[Entry]:
+    return [entry for each in plan.roles if each.role is Role.DRAFT_DECODE for entry in each.entries]
 
 
 def _replacement(

@@ -37,13 +37,16 @@ def launch_vllm(plan: Plan, command: Sequence[str]) -> Launch:
     problems = [*_contradictions(plan, line, settings)]
     compilation, problem = _mode(line, settings.pop(_MODE))
     problems += problem
-    speculative, problem = _drafts(line, settings.pop("speculative-config", None), named=bool(command))
+    drafts = settings.pop("speculative-config", None)
+    lacking = {name: value for name, value in settings.items() if _given(line, name) is None}
+    refusal = None if problems else _backend_refusal(plan, command, lacking)
+    if drafts is not None and refusal is not None:
+        drafts = {key: value for key, value in drafts.items() if key != "attention_backend"}
+    speculative, problem = _drafts(line, drafts, named=bool(command))
     problems += problem
     if problems:
         raise FlagError(problems)
-    lacking = {name: value for name, value in settings.items() if _given(line, name) is None}
     notes = []
-    refusal = _backend_refusal(plan, command, lacking)
     if refusal is not None:
         notes.append(f"vLLM chooses its own attention backend, which decides the modes: {refusal}")
         del lacking[BACKEND]

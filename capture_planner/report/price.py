@@ -1,0 +1,46 @@
+"""What the graphs of a plan cost, and what its budget costs: for the summary of a plan, and for ``check``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from capture_planner.planning import price
+from capture_planner.records.environment import DeviceKind
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted, format_bytes, rounded_bytes
+
+
+def price_lines(plan: Plan) -> Iterator[str]:
+    """Yield what the graphs take, and what the budget did to them."""
+    # Recorded graphs of a CPU take none of what the budget's figures are about.
+    if plan.num_graphs and plan.environment.device.kind is DeviceKind.CUDA:
+        yield _estimate(plan)
+    if (line := budget_line(plan)) is not None:
+        yield line
+
+
+def _estimate(plan: Plan) -> str:
+    graphs, budget, forecast = plan.num_graphs, plan.budget, plan.forecast
+    if forecast is None:
+        memory, seconds = graphs * budget.memory_per_graph, graphs * budget.seconds_per_graph
+        source = f"at {format_bytes(budget.memory_per_graph)} and {budget.seconds_per_graph:g} s a graph"
+    else:
+        memory, seconds, source = round(forecast.mib * (1 << 20)), forecast.seconds, "by the profile"
+    workspaces = sum(group.workspace.device for role in plan.roles for group in role.groups)
+    apart = f"; workspaces of the backends, {rounded_bytes(workspaces)}, are not counted" if workspaces else ""
+    taken = f"{rounded_bytes(memory)} and {seconds:.0f} s to capture"
+    return f"estimate: {counted(graphs, 'graph')} take {taken}, {source}{apart}"
+
+
+def budget_line(plan: Plan) -> str | None:
+    """Say which limit of the budget was reached, and what that costs.
+
+    None for a plan without a budget, and for measured sizes: those are within the budget, and have a forecast.
+    """
+    decisions = (decision for role in plan.roles for decision in role.decisions)
+    found = next((decision.message for decision in decisions if decision.rule == price.RULE), None)
+    if found is not None:
+        return f"budget: {found}"
+    kinds = {"decode": plan.budget.graphs.decode, "mixed": plan.budget.graphs.mixed}
+    bounds = [text for _, text in plan.budget.bounds()] + [f"graphs.{k} {most:g}" for k, most in kinds.items() if most]
+    return f"budget: no limit is reached ({', '.join(bounds)})" if bounds and plan.forecast is None else None
