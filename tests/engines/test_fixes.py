@@ -5,7 +5,7 @@ import re
 import shlex
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.analysis.lint import Severity
@@ -18,6 +18,7 @@ from engines.generators import sglang, vllm
 
 PRICED = re.compile(r"give (?P<words>.+) \((?P<price>(?:\d+ (?:more|fewer) graphs?, |as many graphs, )[^()]+)\)")
 H100 = find_environment("h100")
+FEW = settings(max_examples=max(settings.default.max_examples // 2, 5))
 ABOUT_A_MODEL = "EN007"
 """Its fix names a folder, which no word of the command line can stand for."""
 
@@ -64,6 +65,7 @@ def models(tmp_path_factory):
     return folder
 
 
+@FEW
 @given(seed=st.integers(0, 2**32))
 def test_fix_of_vllm_followed_word_for_word_removes_its_finding(models, seed):
     """Random command lines of the oracle's generator, with every spelling, JSON, files and dotted parts."""
@@ -77,6 +79,7 @@ def test_fix_of_vllm_followed_word_for_word_removes_its_finding(models, seed):
     follow("vllm", command, environment)
 
 
+@FEW
 @given(seed=st.integers(0, 2**32))
 def test_fix_of_sglang_followed_word_for_word_removes_its_finding(seed, tmp_path_factory):
     case = sglang.case(random.Random(seed))
@@ -100,6 +103,7 @@ LINES = {
         "vllm",
         "--max-num-batched-tokens 512 --max-num-seqs 256 --cudagraph-capture-sizes 256 1024",
     ),
+    "encoder-of-none": ("vllm", "Qwen/Qwen3-8B -cc.cudagraph_mm_encoder=true"),
     "wide-gaps": ("vllm", "--max-num-seqs 256 --cudagraph-capture-sizes 8 256"),
     "running-requests": ("sglang", "--model-path Qwen/Qwen3-8B --max-running-requests 600"),
     "few-decode-sizes": (

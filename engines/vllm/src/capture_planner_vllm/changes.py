@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.remedies import FlagChange, appended
@@ -39,6 +39,10 @@ def changes(code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) ->
         yield _sizes(emulation, {*emulation.sizes, *between})
     elif code == "EN008":
         yield from _whole(emulation, runs)
+    elif code == "EN009":
+        for each in emulation.encoders:
+            yield _given(emulation, {"encoder_cudagraph_token_budgets": [*each.budgets, each.reach]}, ())
+        yield _given(emulation, {"cudagraph_mm_encoder": False}, (), instead=bool(emulation.encoders))
 
 
 def _whole(emulation: Emulation, runs: Sequence[Run]) -> Iterator[FlagChange]:
@@ -108,7 +112,11 @@ def _sizes(emulation: Emulation, sizes: Iterable[int]) -> FlagChange:
 
 
 def _given(
-    emulation: Emulation, parts: dict[str, str], flags: Iterable[tuple[str, tuple[str, ...]]], *, instead: bool = False
+    emulation: Emulation,
+    parts: Mapping[str, object],
+    flags: Iterable[tuple[str, tuple[str, ...]]],
+    *,
+    instead: bool = False,
 ) -> FlagChange:
     """Return a change of flags and of parts of ``--compilation-config``, which is given whole: vLLM merges no two."""
     flags = list(flags)
