@@ -66,10 +66,11 @@ def traffic_of(requests: list[Arrival], spec: Spec) -> Traffic:
 
 
 def profiles_of(spec: Spec) -> dict[str, Profile]:
-    """Return the made-up profiles, and those that ship."""
+    """Return the made-up profiles, and those that ship and have times of the spec's drafter, if it has one."""
     device = shipped_environments()["h200"]
     shipped = {name: load_profile(path) for name, path in shipped_profiles().items()}
-    return {name: made_up(name, spec, device) for name in SHAPES} | shipped
+    fitting = {name: each for name, each in shipped.items() if each.speculative or not spec.speculative}
+    return {name: made_up(name, spec, device) for name in SHAPES} | fitting
 
 
 def judged(trace: Path, drafts: int) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell gives it."""
 
 
+_ASSUMED = f"{__name__}.assumed"
+
 NARROWEST = 80
 """Columns of a table on a terminal; a narrower one wraps lines itself, which is easier to read than broken words."""
 
@@ -108,10 +110,15 @@ def read_document(path: str) -> Document:
     return document
 
 
-def plan_of(document: Document, environment: str | None, default: str = catalog.DEFAULT_ENVIRONMENT) -> Plan:
-    """Return the plan of a document: a plan itself, or what its spec is planned as."""
+def plan_of(
+    document: Document, environment: str | None, default: str = catalog.DEFAULT_ENVIRONMENT, *, answers: bool = False
+) -> Plan:
+    """Return the plan of a document: a plan itself, or what its spec is planned as.
+
+    :param answers: whether the command prints ``assumed`` first.
+    """
     if not document.is_plan:
-        return plan_document(document, machine_named(environment, default=default))
+        return plan_document(document, machine_named(environment, default=default), answers=answers)
     plan = document.load(Plan)
     if environment is not None:
         raise click.UsageError(
@@ -120,10 +127,20 @@ def plan_of(document: Document, environment: str | None, default: str = catalog.
     return plan
 
 
-def plan_document(document: Document, machine: ChosenMachine) -> Plan:
-    """Plan a spec; problems that planning finds have their place in the file too."""
+def assumed() -> tuple[str, ...]:
+    """Return what the answer of this command rests on, as far as plans were made for it; each sentence once."""
+    return tuple(dict.fromkeys(click.get_current_context().meta.get(_ASSUMED, ())))
+
+
+def plan_document(document: Document, machine: ChosenMachine, *, answers: bool = False) -> Plan:
+    """Plan a spec; problems that planning finds have their place in the file too.
+
+    :param answers: whether the command prints ``assumed`` first, so that a machine that was not named is no note.
+    """
     spec = document.load(Spec)
-    show_notes((*machine.notes, *machine.assumptions))
+    show_notes((*machine.notes, *(() if answers else machine.assumptions)))
+    if answers:
+        click.get_current_context().meta.setdefault(_ASSUMED, []).extend(machine.assumptions)
     try:
         measurements = codec.load_measurements(document)
         if measurements is not None:
@@ -149,7 +166,14 @@ def emit(
         first = {} if assumptions is None else {"assumptions": list(assumptions)}
         click.echo(to_json(first | plain(value()) if first else value()))
     else:
-        show_text(Group(*(Text(f"assumption: {each}", style="yellow") for each in assumptions or ()), text()))
+        show_assumptions(assumptions or ())
+        show_text(text())
+
+
+def show_assumptions(assumptions: Sequence[str]) -> None:
+    """Print what an answer rests on: its first lines."""
+    if assumptions:
+        show_text(Group(*(Text(f"assumption: {each}", style="yellow") for each in assumptions)))
 
 
 def to_json(value: Any) -> str:

@@ -8,7 +8,16 @@ from pathlib import Path
 import click
 
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, emit, emit_file, plan_of, read_document, refuse_outputs
+from capture_planner.cli.common import (
+    FINDINGS,
+    assumed,
+    emit,
+    emit_file,
+    plan_of,
+    read_document,
+    refuse_outputs,
+    show_assumptions,
+)
 from capture_planner.cli.engine import EngineName
 from capture_planner.cli.options import FILE, flag
 from capture_planner.engines import emulate, find_engine
@@ -33,14 +42,15 @@ def export(plan_file: str, name: str, output: Path | None, strict: bool, environ
     """
     refuse_outputs(plan_file, {"--output": output})
     document, engine = read_document(plan_file), find_engine(name)
-    plan = plan_of(document, environment)
+    plan = plan_of(document, environment, answers=True)
     as_engine = partial(emulate, name)
     result = within_budget(prove(engine.export(plan), plan, as_engine), plan, as_engine)
     if form == "text":
+        show_assumptions(assumed())
         click.echo(f"{export_command(result, output)}\n")
         if document.is_plan and engine.launch is not None:
             click.echo(f"to run the plan itself: {launch_command(result, plan_file, engine.programs[0])}\n")
-    emit(form, lambda: result, partial(export_table, result, output))
+    emit(form, lambda: result, partial(export_table, result, output), assumed() if form == "json" else None)
     emit_file(form, output, lambda: result.file)
     if result.proof is None or (strict and not result.proof.exact):
         click.get_current_context().exit(FINDINGS)

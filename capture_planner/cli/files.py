@@ -20,13 +20,16 @@ from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
     ChosenMachine,
+    assumed,
     emit,
     machine_named,
     plan_document,
     plan_of,
     read_document,
     refuse_to_replace,
+    show_assumptions,
     show_lines,
+    show_notes,
     to_json,
 )
 from capture_planner.cli.drift import drift as drift_of
@@ -37,7 +40,7 @@ from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
 from capture_planner.cli.options import POSITIVE, flag, option
 from capture_planner.cli.run_reports import diff_runs
-from capture_planner.codec import Document
+from capture_planner.codec import Document, plain
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
@@ -141,18 +144,19 @@ def explain(
         single = _batch(**values) if values["num_reqs"] is not None else None
         explain_observation(observation_of(document, environment), single, batches, form)
         return
-    plan = plan_of(document, environment)
+    plan = plan_of(document, environment, answers=True)
     if whole:
         walked = coverage(plan)
-        emit(form, lambda: walked, partial(tables.coverage_table, walked))
+        emit(form, lambda: walked, partial(tables.coverage_table, walked), assumed())
         return
     dispatcher = Dispatcher(plan)
     if batches is not None:
+        show_notes(assumed())
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
             click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
     explained = explain_batch(dispatcher, _batch(**values))
-    emit(form, lambda: explained, partial(tables.explanation_table, explained))
+    emit(form, lambda: explained, partial(tables.explanation_table, explained), assumed())
 
 
 def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | None, **others: Any) -> Batch:
@@ -225,7 +229,7 @@ def check(
             seen = observed_findings(document, observation_of(document, environment))
             placed += (each for each in seen if each.finding.rule.code not in ignored)
             continue
-        plan = plan_of(document, environment if source is None else None)
+        plan = plan_of(document, environment if source is None else None, answers=True)
         placed += _checked(document, plan, ignored)
         budgets += [f"{document.name}: {line}" for line in [budget_line(plan)] if line is not None]
         if source is not None:
@@ -234,11 +238,16 @@ def check(
             changes = observed_diff(plan, observed.load(Observation)).changes
             drift += (findings.Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
     if form == "json":
-        click.echo(to_json({"findings": placed, "drift": drift, "budgets": budgets}))
+        click.echo(to_json({"assumptions": assumed(), "findings": placed, "drift": drift, "budgets": budgets}))
     elif form == "sarif":
+        show_notes(assumed())
         click.echo(to_json(findings.as_sarif(placed, drift, capture_planner.__version__)))
     else:
         lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
+        if form == "text":
+            show_assumptions(assumed())
+        else:
+            show_notes(assumed())
         lines = "\n".join(filter(None, (lines, *(budgets if form == "text" else ()))))
         if lines:
             show_lines(lines)
@@ -289,7 +298,11 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
         result = observed_diff(*(_deployment(each, environment) for each in documents))
-        show_lines(to_json(result) if form == "json" else diff_text(result))
+        if form == "json":
+            click.echo(to_json({"assumptions": assumed(), **plain(result)}))
+        else:
+            show_assumptions(assumed())
+            show_lines(diff_text(result))
         if result.changes:
             click.get_current_context().exit(FINDINGS)
         return
@@ -301,14 +314,15 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
 def _planned(document: Document, environment: str | None, own: Environment | None) -> Plan:
     """Return the plan of a document, planned for the machine of the other one where that is a plan."""
     if document.is_plan or own is None:
-        return plan_of(document, None if document.is_plan else environment)
+        return plan_of(document, None if document.is_plan else environment, answers=True)
     return plan_document(document, ChosenMachine(own))
 
 
 def _show_changes(changes: Sequence[difference.Change], form: str, same: str) -> None:
     if form == "json":
-        click.echo(to_json({"changes": changes}))
+        click.echo(to_json({"assumptions": assumed(), "changes": changes}))
     else:
+        show_assumptions(assumed())
         show_lines("\n".join(change.message for change in changes) or same)
     if changes:
         click.get_current_context().exit(FINDINGS)
@@ -317,7 +331,7 @@ def _show_changes(changes: Sequence[difference.Change], form: str, same: str) ->
 def _deployment(document: Document, environment: str | None) -> Plan | Observation:
     if document.is_observation:
         return document.load(Observation)
-    return plan_of(document, None if document.is_plan else environment)
+    return plan_of(document, None if document.is_plan else environment, answers=True)
 
 
 @click.command(short_help="List the installed attention backends and what they support.")

@@ -37,7 +37,7 @@ def explain_observation(observation: Observation, batch: Batch | None, batches: 
             click.echo(json.dumps(answer_line(each, emulation.dispatch(each))))
     elif batch is None:
         covered = coverage_of(emulation)
-        emit(form, lambda: covered, partial(tables.coverage_table, covered))
+        emit(form, lambda: covered, partial(tables.coverage_table, covered), emulation.assumptions)
     else:
         if batch.role not in emulation.modes:
             raise DispatchError(f"the engine ran no {batch.role}; it ran {', '.join(emulation.modes)}")
@@ -48,7 +48,8 @@ def explain_observation(observation: Observation, batch: Batch | None, batches: 
         steps = sum(count.steps for count in same)
         took = next((count.milliseconds for count in same if count.milliseconds is not None), None)
         counts = {"steps": steps, "of": role.steps, "milliseconds": took}
-        emit(form, lambda: plain(explained) | {"observed": counts}, partial(tables.explanation_table, explained))
+        value = plain(explained) | {"observed": counts}
+        emit(form, lambda: value, partial(tables.explanation_table, explained), emulation.assumptions)
         if form == "text":
             milliseconds = "" if took is None else f", {took:.3f} ms each"
             click.echo(f"  observed: {share(steps, role.steps)}{milliseconds}")

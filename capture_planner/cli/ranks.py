@@ -10,7 +10,7 @@ import click
 
 from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS
 from capture_planner.cli import options
-from capture_planner.cli.common import emit, plan_of, read_document
+from capture_planner.cli.common import assumed, emit, plan_of, read_document, show_notes
 from capture_planner.cli.jsonl import read_vectors
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
@@ -49,9 +49,10 @@ def ranks(
     """
     if vectors is not None and (num_ranks is not None or role is not None):
         raise click.UsageError("--vectors states ranks and roles; omit --ranks and --role.")
-    plan = plan_of(read_document(plan_file), environment)
+    plan = plan_of(read_document(plan_file), environment, answers=True)
     dispatcher, data = Dispatcher(plan), plan.parallel.data
     if vectors is not None:
+        show_notes(assumed())
         others = 0
         for vector in read_vectors(vectors, getattr(vectors, "name", "<stdin>"), dispatcher):
             if data > 1 and len(vector.ranks) != data:
@@ -63,4 +64,4 @@ def ranks(
     shown_role = plan.role(role or Role.TARGET).role
     count = num_ranks or (min(data, MAX_RANKS) if data > 1 else DEFAULT_RANKS)
     reports = cases(dispatcher, shown_role, count)
-    emit(form, partial(cases_json, reports), partial(cases_table, reports, shown_role))
+    emit(form, partial(cases_json, reports), partial(cases_table, reports, shown_role), assumed())

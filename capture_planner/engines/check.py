@@ -334,3 +334,20 @@ def microbatches_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         message = f"{role}: {_in_words(selected)} run eager, because microbatches overlap"
         fix = subject.engine.fixes.split(subject.emulation, selected)
         yield Diagnosis(role, message, _count(selected), fix, severity, split, tuple(selected))
+
+
+@rule("EN009", Severity.WARNING, BugClass.A, "vllm#35963", "vllm-project/vllm-omni#7650")
+def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
+    """Graphs of the encoder are asked for, and images run it eager, without a word in the log.
+
+    Either the engine captures no encoder of this model, or a batch of images can be larger than the largest budget.
+    """
+    fixes, emulation = subject.engine.fixes, subject.emulation
+    for decision in emulation.decisions:
+        if decision.rule == "encoder":
+            yield Diagnosis(Role.TARGET, decision.message, fix=fixes.encoder(emulation, None))
+    for encoder in emulation.encoders:
+        largest, reach = encoder.budgets[-1], encoder.reach
+        if largest < reach:
+            message = f"images of {largest + 1} to {reach} tokens run eager: the largest budget has {largest}"
+            yield Diagnosis(Role.TARGET, message, reach - largest, fixes.encoder(emulation, encoder))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.errors import DispatchError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Rejection
@@ -115,6 +116,8 @@ class Emulation:
     """The sizes that the flags list, as they do; empty where the list is the engine's own."""
     managers: tuple[Manager, ...]
     """One for each role that can have graphs, target first."""
+    encoders: tuple[EncoderGraphs, ...] = ()
+    """The graphs of a multimodal model's encoder; none: it runs eager."""
     decisions: tuple[Decision, ...]
     """What the engine's rules made of the flags, in order: rewrites of modes, clamps, dropped sizes."""
     limits: Limits

@@ -8,6 +8,7 @@ from typing import ClassVar
 import attrs
 
 from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.engines.export.export import Export
 from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
@@ -57,6 +58,10 @@ class Fixes:
 
     def padded(self, emulation: Emulation, run: Run) -> str:
         """EN006: the batches of ``run`` are padded to more than twice their tokens."""
+        return ""
+
+    def encoder(self, emulation: Emulation, encoder: EncoderGraphs | None) -> str:
+        """EN009: images run eager beyond the budgets of ``encoder``, or, without one, all of them."""
         return ""
 
     def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:

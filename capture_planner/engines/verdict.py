@@ -37,11 +37,23 @@ class EngineVerdict:
 def verdict(emulation: Emulation, answers: Sequence[BatchAnswer]) -> EngineVerdict:
     """Return the verdict; ``answers`` are those of ``walk(emulation)``."""
     cost = bill(emulation.graphs)
-    if not emulation.graphs:
+    if not emulation.graphs and not emulation.encoders:
         return EngineVerdict(graphs=f"none: {_why_none(emulation)}", eager="every batch", cost=cost)
     graphs = _by_role(emulation, answers, lambda one: one.answer.entry is not None)
     eager = _by_role(emulation, answers, lambda one: one.answer.entry is None)
+    graphs, eager = (_with_encoder(text, emulation, run) for text, run in ((graphs, True), (eager, False)))
     return EngineVerdict(graphs=graphs or "none", eager=eager or "nothing", cost=cost)
+
+
+def _with_encoder(text: str, emulation: Emulation, on_graphs: bool) -> str:
+    """Append which images run the encoder from graphs, or eager."""
+    parts = [text] if text else []
+    for each in emulation.encoders:
+        first, last = (1, each.budgets[-1]) if on_graphs else (each.budgets[-1] + 1, each.reach)
+        if first <= last:
+            price = f", {counted(len(each.budgets), 'graph')} more" if on_graphs else ""
+            parts.append(f"encoder: images of {first} to {last} tokens{price}")
+    return "; ".join(parts)
 
 
 def _why_none(emulation: Emulation) -> str:

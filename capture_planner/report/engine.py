@@ -11,6 +11,7 @@ from rich.text import Text
 
 from capture_planner.engines.check import EngineFinding
 from capture_planner.engines.emulation import CapturedGraph, Emulation, Manager
+from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.engines.verdict import ranges, verdict
 from capture_planner.engines.walk import BatchAnswer, walk
 from capture_planner.modes import GraphMode
@@ -26,12 +27,14 @@ def emulation_table(emulation: Emulation) -> RenderableType:
     parts: list[RenderableType] = [
         *map(Text, verdict(emulation, answers).lines),
         Text(),
-        Text(f"{emulation.engine} {emulation.version}: {counted(len(emulation.graphs), 'graph')}", style="bold"),
+        Text(f"{emulation.engine} {emulation.version}: {_graphs(emulation)}", style="bold"),
         Text(shlex.join(emulation.command) or "(no flags: all as by default)", style="dim"),
         Text(f"sizes: {sizes_text(emulation.sizes)}"),
     ]
     for alike in grouped(emulation.managers, lambda manager: _facts(manager, answers)).values():
         parts += [Text(), *_roles(alike, answers)]
+    for encoder in emulation.encoders:
+        parts += [Text(), *_encoder(encoder)]
     if emulation.decisions:
         rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
         table = table_of("role", "rule", "before", "after", "because", rows=rows)
@@ -65,6 +68,19 @@ def _graph_rows(manager: Manager) -> Iterator[tuple[str, str, str, str]]:
     for (name, of, loras), alike in kinds.items():
         sizes = sorted({graph.entry.num_tokens for graph in alike})
         yield name, of, str(loras) if loras else "", sizes_text(sizes)
+
+
+def _graphs(emulation: Emulation) -> str:
+    encoder = sum(len(each.budgets) for each in emulation.encoders)
+    return counted(len(emulation.graphs), "graph") + (f", and {encoder} of the encoder" if encoder else "")
+
+
+def _encoder(encoder: EncoderGraphs) -> Iterator[RenderableType]:
+    largest = encoder.budgets[-1]
+    beyond = f"; images of {largest + 1} to {encoder.reach} tokens run eager" if largest < encoder.reach else ""
+    yield Text.assemble(("encoder ", "bold"), mode_text(GraphMode.FULL), f", {counted(len(encoder.budgets), 'graph')}")
+    items = f"up to {counted(encoder.max_items, 'image')} or videos in one, together up to its budget{beyond}"
+    yield Text(f"budgets, in tokens of the language model: {sizes_text(encoder.budgets)}; {items}")
 
 
 def _of(graph: CapturedGraph) -> str:

@@ -58,7 +58,7 @@ def test_findings_exit_with_2(run: Run, unsound: str) -> None:
 
 def test_findings_as_json(run: Run, unsound: str) -> None:
     data = run("check", unsound, "--format", "json").document(2)
-    assert set(data) == {"findings", "drift", "budgets"}
+    assert set(data) == {"assumptions", "findings", "drift", "budgets"}
     for finding in data["findings"]:
         assert set(finding) == {
             "code", "name", "severity", "class", "role", "message", "remedy", "threads", "file", "line",
@@ -152,7 +152,7 @@ def test_drift_goes_away_by_planning_again(run: Run, drifted: str) -> None:
 def test_diff_of_equal_plans(run: Run) -> None:
     ran = run("diff", PLAN, SPEC, "-e", "h100")
     assert (ran.code, ran.out) == (0, "the plans are the same\n")
-    assert run("diff", PLAN, PLAN, "--format", "json").data == {"changes": []}
+    assert run("diff", PLAN, PLAN, "--format", "json").data == {"assumptions": [], "changes": []}
 
 
 def test_diff_in_words(run: Run, drifted: str) -> None:

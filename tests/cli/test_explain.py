@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import PLAN, Run
+from support.commands import PLAN, SPEC, Run
 
 
 def test_explain_a_batch(run: Run) -> None:
@@ -19,7 +19,8 @@ def test_explain_a_batch(run: Run) -> None:
 
 def test_explain_as_json(run: Run) -> None:
     data = run("explain", PLAN, "--num-reqs", "100", "--query-len", "4", "--format", "json").data
-    assert set(data) == {"batch", "mode", "entry", "padded_tokens", "padded_reqs", "reason", "says", "rejected"}
+    own = {"batch", "mode", "entry", "padded_tokens", "padded_reqs", "reason", "says", "rejected"}
+    assert set(data) == {"assumptions", *own}
     assert data["batch"]["num_tokens"] == 400
     assert data["mode"] == "FULL"
     assert data["entry"]["num_tokens"] == 400 + data["padded_tokens"]
@@ -134,3 +135,22 @@ def test_bytes_that_are_not_text(run: Run) -> None:
     ran = run("explain", PLAN, "--batches", "-", stdin=b'{"role": "\xff"}\n')
     assert ran.code == 1
     assert ":1: not JSON" in ran.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("explain", SPEC, "--num-reqs", "4", "--query-len", "1"),
+        ("explain", SPEC, "--coverage"),
+        ("check", SPEC),
+        ("diff", SPEC, SPEC),
+        ("ranks", SPEC),
+        ("export", SPEC, "--to", "vllm"),
+    ],
+)
+def test_a_machine_that_was_not_named_comes_first(run: Run, command: tuple[str, ...]) -> None:
+    """The first line of an answer, and a list in its JSON; a named machine leaves nothing to assume."""
+    assumption = "no --environment given; using h100"
+    assert run(*command).out.startswith(f"assumption: {assumption}\n")
+    assert json.loads(run(*command, "--format", "json").out)["assumptions"] == [assumption]
+    assert json.loads(run(*command, "--format", "json", "-e", "h100").out)["assumptions"] == []

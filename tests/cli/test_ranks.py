@@ -226,7 +226,7 @@ def test_a_role_that_never_runs_says_so(run, tmp_path, pytestconfig):
     assert (code, out) == (0, "draft_decode: never runs; the schedule drafts too few tokens\n")
     code, out, _ = run(spec, "-e", "h100", "--role", "draft_decode", "--format", "json")
     assert code == 0
-    assert json.loads(out) == {"cases": [], "why": "never runs; the schedule drafts too few tokens"}
+    assert json.loads(out) == {"assumptions": [], "cases": [], "why": "never runs; the schedule drafts too few tokens"}
 
 
 def test_a_spec_will_do_and_standard_input_too(pytestconfig):

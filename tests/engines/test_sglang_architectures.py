@@ -36,7 +36,9 @@ def test_emulated_architectures_equal_sglang(tmp_path: Path, probe: int) -> None
         model = drawing.model_folder(tmp_path / architecture, architecture, 8192)
         command = ["--model-path", model, *flags.replace("MODEL", model).split()]
         ours = answers.emulated(command, drawing.environment(device), [])
-        if architecture in architectures()["followed"]:
+        if "whole prefill graphs of latent attention are not emulated" in str(ours.get("refused")):
+            assert architecture in drawing.LATENT
+        elif architecture in architectures()["followed"]:
             kept: Any = "refused" if "refused" in ours else answers.shortened(ours)
             assert json.loads(json.dumps(kept)) == _GOLDEN["answers"][recorded[probe]], architecture
         else:

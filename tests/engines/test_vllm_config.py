@@ -340,3 +340,8 @@ def test_known_flags_are_vllms():
     """Every flag of the engine object is one of the recorded release's, or a variable."""
     known = {name for entry in flag_table().values() for name in entry["names"]}
     assert {name for name in FLAGS if name.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("level", ["0", "1", "2", "3"])
+def test_optimization_level_may_be_a_word_of_its_own(level):
+    assert settings("-O", level) == settings(f"-O{level}")

@@ -105,6 +105,14 @@ def test_errors_in_one_layer_are_found_wherever_they_are(deployment, kind, layer
     check_planted(deployment, kind, layer)
 
 
+def test_an_error_in_graphs_alone_is_measured_by_what_it_does_there():
+    """Keys of prompts, which run eager, are right: so rows move otherwise than by an error in all forwards."""
+    deployment = Deployment(seed=4, dtype=DataType.BFLOAT16, mode=GraphMode.FULL_DECODE_ONLY, layers=LAYERS, requests=8)
+    check = deployment.launch(**planted("scaled attention in graphs", 0)).report.verification
+    found = [s.error for s in check.scales if (s.layer, s.part, s.served_by) == (0, "attention", "FULL graphs")]
+    assert min(found, key=lambda error: abs(error + 0.01)) == pytest.approx(-0.01, abs=0.001)
+
+
 def test_an_error_of_an_mlp_is_found():
     """Where MLPs add enough to the residual stream: random ones of small models add next to nothing."""
     check = (

@@ -114,6 +114,7 @@ def check_output(
             hidden=served.hidden[chosen],
             tokens=at[chosen],
             served_by=[_kinds(served.entries[index]) for index in chosen.tolist()],
+            modes=frozenset(_mode(entry) for entry in served.entries if entry is not None),
         )
         found = tuple(scales(dense, exact, (runs[0], runs[1]), ordinary, wider, progress))
     per_request = {**token_faults, **{k: v for k, v in row_faults.items() if k not in token_faults}}
@@ -146,7 +147,11 @@ def check_output(
 
 
 def _kinds(entry: Entry | None) -> tuple[str, ...]:
-    return ("eager",) if entry is None else (f"{entry.mode.value} graphs", str(entry))
+    return ("eager",) if entry is None else (_mode(entry), str(entry))
+
+
+def _mode(entry: Entry) -> str:
+    return f"{entry.mode.value} graphs"
 
 
 def _wider(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import attrs
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from capture_planner.runtime.execution.calls import LayerCalls
 from capture_planner.runtime.models.protocols import Adapters, LayeredModel, Scoring, Weight
@@ -61,6 +62,7 @@ class DenseForward:
         chunks: int = 1,
         rounds_weights: bool = False,
         scales: Mapping[int, float] = _UNSCALED,
+        scaled: torch.Tensor | None = None,
         count: int | None = None,
     ) -> torch.Tensor:
         """Return the hidden states of the first ``count`` sequences, one after the other, ``[tokens, hidden_size]``.
@@ -68,26 +70,37 @@ class DenseForward:
         :param chunks: in how many forwards a batch of sequences is computed, as a chunked prefill is.
         :param rounds_weights: round the weights of attention to the model's dtype, as flash attention does.
         :param scales: by layer, what the output of attention is multiplied by.
+        :param scaled: ``bool[tokens]``: whether that is done to a token; None: to all.
         """
         sequences = self.sequences[:count]
+        shares = None if scaled is None else torch.split(scaled, [len(sequence) for sequence in sequences])
         order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
         found: dict[int, torch.Tensor] = {}
         while order:
             # Of similar lengths, so that little is padded: the last of a batch is the longest.
             size = next((n for n in range(len(order), 1, -1) if n * len(sequences[order[n - 1]]) <= ROWS), 1)
             some, order = order[:size], order[size:]
-            batch = self._batch(some, chunks, rounds_weights, scales)
+            mine = None if shares is None else pad_sequence([shares[index] for index in some], batch_first=True)
+            batch = self._batch(some, chunks, rounds_weights, scales, mine)
             found |= {index: rows[: len(sequences[index])] for index, rows in zip(some, batch, strict=True)}
         return torch.cat([found[index] for index in range(len(sequences))])
 
     def _batch(
-        self, chosen: Sequence[int], chunks: int, rounds_weights: bool, scales: Mapping[int, float]
+        self,
+        chosen: Sequence[int],
+        chunks: int,
+        rounds_weights: bool,
+        scales: Mapping[int, float],
+        scaled: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return ``[sequences, longest, hidden_size]``; padding is at the ends, where no token sees it."""
+        """Return ``[sequences, longest, hidden_size]``; padding is at the ends, where no token sees it.
+
+        :param scaled: ``bool[sequences, longest]``
+        """
         sequences = [self.sequences[index] for index in chosen]
         longest = max(map(len, sequences))
         ids = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in sequences], device=self.device)
-        attention = _DenseAttention(len(sequences), self.model.windows, self.kv_dtype, rounds_weights, scales)
+        attention = _DenseAttention(len(sequences), self.model.windows, self.kv_dtype, rounds_weights, scales, scaled)
         parts = []
         for part in torch.arange(longest, device=self.device).chunk(chunks):
             positions = part.repeat(len(sequences))
@@ -121,6 +134,7 @@ class _DenseAttention:
     kv_dtype: torch.dtype
     rounds_weights: bool
     scales: Mapping[int, float]
+    scaled: torch.Tensor | None
     _kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = attrs.Factory(dict)
     """Of each layer, ``[sequences, tokens, num_kv_heads, head_dim]``."""
 
@@ -142,7 +156,11 @@ class _DenseAttention:
             for number, part in enumerate(torch.split(queries, QUERIES, dim=1))
         ]
         out = torch.cat(found, dim=1).reshape(query.shape)
-        return (out * self.scales.get(layer, 1.0)).to(dtype)
+        factor = self.scales.get(layer, 1.0)
+        if self.scaled is None or factor == 1.0:
+            return (out * factor).to(dtype)
+        rows = self.scaled[:, first : first + out.shape[0] // self.count].reshape(-1, 1, 1)
+        return torch.where(rows, out * factor, out).to(dtype)
 
 
 def _weigh(

@@ -43,6 +43,8 @@ class ComparedRows:
     """``int64[rows]``: the row of the reference that each one is held against."""
     served_by: Sequence[Sequence[str]]
     """The kinds of forwards that each row is of: its mode, and its graph."""
+    modes: frozenset[str]
+    """The kinds that are modes of graphs."""
 
 
 def scales(
@@ -78,18 +80,32 @@ def scales(
         if FEWEST <= number < len(kinds)
     }
     members["all"] = torch.ones(len(kinds), dtype=torch.bool, device=exact.device)
+    # An error in graphs alone moves what they serve otherwise than one in all forwards, whose keys are wrong, too.
+    modes = {
+        kind: torch.zeros(tokens, dtype=torch.bool, device=exact.device).index_fill_(0, at[rows], True)
+        for kind, rows in members.items()
+        if kind in served.modes
+    }
     for layer in range(dense.model.num_layers):
         with wider():
             attention = (dense.hidden(scales={layer: 1 + STEP}, count=count) - exact) / STEP
+            alone = {
+                kind: (dense.hidden(scales={layer: 1 + STEP}, scaled=scaled, count=count) - exact) / STEP
+                for kind, scaled in modes.items()
+            }
             with dense.model.scaled(layer, 1 + STEP):
                 whole = (dense.hidden(count=count) - exact) / STEP
         advance(f"layer {layer}")
-        for part, direction in (("attention", attention), ("rest", whole - attention)):
+        for part, direction, judged in (
+            ("attention", attention, members),
+            ("rest", whole - attention, members),
+            *(("attention", direction, {kind: members["all"]}) for kind, direction in alone.items()),
+        ):
             weighted = direction * weights
             size = (direction * weighted).sum(1)
             error_of_scale = _standard_error((apart * weighted).sum(1), size, blocks)
             along, sizes = (own * weighted[at]).sum(1), size[at]
-            for label, rows in members.items():
+            for label, rows in judged.items():
                 total = float(sizes[rows].sum())
                 if not total or not math.isfinite(total):
                     continue

@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Device, DeviceKind, Environment
+from engines.generators.sglang_latent import LATENT, draw_latent, with_latent_attention
 
 DEVICES: dict[str, tuple[str, int]] = {
     "t4": ("7.5", 16),
@@ -41,6 +42,11 @@ MODELS: dict[str, tuple[str, int]] = {
     "llama-3": ("LlamaForCausalLM", 131072),
     "qwen": ("Qwen2ForCausalLM", 32768),
     "small": ("MistralForCausalLM", 2048),
+    "glm": ("Glm4MoeForCausalLM", 131072),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", 163840),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", 163840),
+    "kimi": ("KimiK25ForConditionalGeneration", 8192),
+    "glm-flash": ("Glm4MoeLiteForCausalLM", 202752),
 }
 """Architecture and longest sequence."""
 
@@ -113,6 +119,7 @@ def model_folder(folder: Path, architecture: str, context: int) -> str:
         "max_position_embeddings": context,
         "torch_dtype": "bfloat16",
     }
+    config = with_latent_attention(config)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -144,10 +151,14 @@ def case(random: Random) -> Case:
     _speculation(random, flags)
     _lora(random, flags)
     maybe(0.02, "--debug-tensor-dump-output-folder", "dump")
+    model, device = pick(*MODELS), pick(*DEVICES)
+    if MODELS[model][0] in LATENT:
+        draw_latent(random, flags)
+    if random.random() < (0.7 if model in _WITH_A_DRAFT else 0.1):
+        flags.pop("--speculative-draft-model-path", None)
     _mistakes(random, flags)
     names = list(flags)
     random.shuffle(names)
-    model, device = pick(*MODELS), pick(*DEVICES)
     file = None
     command = ["--model-path", "MODEL"] if random.random() < 0.9 else ["--model=MODEL".partition("=")[0], "MODEL"]
     if random.random() < 0.1:
@@ -257,6 +268,9 @@ def _attention(random: Random, flags: dict[str, list[str]]) -> None:
         if random.random() < chance:
             both = flag == "--attention-backend"
             flags[flag] = random.choices(names, weights) if both else [random.choice(halves)]
+
+
+_WITH_A_DRAFT = ("glm", "deepseek-v3", "glm-flash")
 
 
 def _speculation(random: Random, flags: dict[str, list[str]]) -> None:

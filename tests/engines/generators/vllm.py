@@ -71,6 +71,8 @@ def cases(count: int, seed: int, wild: float = 0.03) -> Iterator[Case]:
             variables.append(("VLLM_USE_V2_MODEL_RUNNER", random_.choice("01")))
         if random_.random() < 0.05:
             variables.append(("VLLM_USE_BREAKABLE_CUDAGRAPH", random_.choice("01")))
+        if random_.random() < 0.03:
+            variables.append(("VLLM_ALLOW_LONG_MAX_MODEL_LEN", random_.choice("01")))
         file = ""
         if random_.random() < 0.06:
             file = drawn.config_file()
@@ -129,22 +131,27 @@ def answer_of(settings: VllmSettings) -> dict[str, Any]:
             draft.append([1, settings.draft_decode_mode.value])
     overlap = settings.overlap
     split = {} if overlap is None else {"overlap": list(attrs.astuple(overlap))}
-    return split | {
-        "runner": settings.runner.value,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "max_model_len": settings.max_model_len,
-        "K": settings.num_speculative_tokens,
-        "configured": settings.configured_mode.value,
-        "compile": settings.compilation,
-        "async": settings.async_scheduling,
-        "method": settings.method,
-        "schedule": None if settings.schedule is None else [list(entry) for entry in settings.schedule],
-        "lora_cases": list(settings.lora_cases),
-        "backend": settings.backend,
-        "varlen": settings.varlen,
-        "mode": settings.mode.value,
-        "draft": draft,
-        "sizes": list(settings.sizes),
-        "max_size": settings.max_size,
-    }
+    encoder = {f"encoder{at or ''}": [[*each.budgets], each.max_items] for at, each in enumerate(settings.encoders)}
+    return (
+        split
+        | encoder
+        | {
+            "runner": settings.runner.value,
+            "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "max_model_len": settings.max_model_len,
+            "K": settings.num_speculative_tokens,
+            "configured": settings.configured_mode.value,
+            "compile": settings.compilation,
+            "async": settings.async_scheduling,
+            "method": settings.method,
+            "schedule": None if settings.schedule is None else [list(entry) for entry in settings.schedule],
+            "lora_cases": list(settings.lora_cases),
+            "backend": settings.backend,
+            "varlen": settings.varlen,
+            "mode": settings.mode.value,
+            "draft": draft,
+            "sizes": list(settings.sizes),
+            "max_size": settings.max_size,
+        }
+    )

@@ -80,6 +80,19 @@ class Draw:
             self.random.shuffle(sizes)
         return sizes + ([sizes[0]] if self.often(0.1) else [])
 
+    def encoder(self) -> None:
+        """Ask for graphs of the encoder."""
+        self.parts["cudagraph_mm_encoder"] = self.random.choice([True, True, True, "true", False])
+        if self.often(0.3):
+            sizes = [self.random.choice([1, 4, 64, 100, 512, 4096, 20000]) for _ in range(self.random.randint(1, 4))]
+            self.parts["encoder_cudagraph_token_budgets"] = [0, *sizes] if self.often(self.wild) else sizes
+        if self.often(0.3):
+            self.parts["encoder_cudagraph_max_vision_items_per_batch"] = self.random.choice([0, 1, 2, 4, 80, 300, -1])
+        if self.often(0.1):
+            self.parts["encoder_cudagraph_max_frames_per_batch"] = self.random.choice([0, 8, -1])
+        if self.often(0.05):
+            self.flag("--language-model-only")
+
     def capture(self) -> None:
         sizes = self.sizes() if self.often(0.25) else None
         if sizes is not None:
@@ -106,6 +119,8 @@ class Draw:
             self.parts["cudagraph_specialize_lora"] = self.often(0.3)
         if self.often(0.08):
             self.parts["backend"] = self.random.choice(["inductor", "eager", "", "openxla"])
+        if self.often(0.5 if self.target == "vision" else 0.02):
+            self.encoder()
         if self.often(0.06):
             self.parts["pass_config"] = {"fuse_attn_quant": self.often(0.7)}
         if self.often(self.wild):

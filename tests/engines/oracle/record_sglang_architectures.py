@@ -11,9 +11,11 @@ it but for the reasons that are reviewed below. That the emulation then answers 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ _REVIEWED = {
     ),
     "followed by a rule": "LlamaForCausalLM Grok1ForCausalLM GptOssForCausalLM",
 }
+_LATENT_DRAFTS = ("DeepseekV3ForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN", "Eagle3DeepseekV2ForCausalLM")
 """Architectures that are named there, by what they are named for, which no graph depends on."""
 _TEXT = ("ForCausalLM", "LMHeadModel", "ChatGLMModel")
 _DRAFTS = ("Assistant", "DFlash", "Eagle")
@@ -69,6 +72,26 @@ def followed(models: Any, architecture: str) -> bool:
     return model is not None and hasattr(model, "__dict__") and (layers is None or _attends(layers))
 
 
+def draft_of(own: Any, architecture: str) -> str:
+    """Return the class that SGLang makes of a checkpoint as a draft."""
+    kinds = types.SimpleNamespace(architectures=[architecture])
+    config = types.SimpleNamespace(
+        is_draft_model=True, hf_config=kinds, hf_text_config=kinds, speculative_algorithm="EAGLE"
+    )
+    with contextlib.suppress(AttributeError):
+        own.m.configs.ModelConfig._config_draft_model(config)
+    return str(config.hf_config.architectures[0])
+
+
+def drafts_prefills(models: Any, architecture: str) -> bool:
+    """Whether SGLang finds layers in a draft's class."""
+    if architecture not in models.entries:
+        return True
+    skeleton = models.skeleton(architecture)
+    model = getattr(skeleton, "model", None) or getattr(skeleton, "language_model", None)
+    return hasattr(model, "layers") or hasattr(getattr(model, "model", None), "layers")
+
+
 def _attends(layers: list[Any]) -> bool:
     inner = [getattr(layer, "self_attn", None) or getattr(layer, "attention", None) for layer in layers]
     return bool(layers) and all(hasattr(part, "attn") for part in inner)
@@ -80,6 +103,7 @@ def main() -> None:
     distinct: dict[str, int] = {}
     golden: dict[str, list[int]] = {}
     found: dict[str, list[str]] = {"followed": [], "without_prefill_graphs": [], "not_followed": []}
+    found |= {"latent": sorted([*drawing.LATENT, *_LATENT_DRAFTS]), "drafts_without_prefill_graphs": []}
     with tempfile.TemporaryDirectory() as folder:
         for architecture in sorted(models.entries):
             command = drawing.model_folder(Path(folder) / architecture, architecture, 8192)
@@ -90,10 +114,17 @@ def main() -> None:
                 kept: Any = "refused" if "refused" in answer else answers.shortened(answer)
                 text = json.dumps(kept, separators=(",", ":"))
                 golden[architecture].append(distinct.setdefault(text, len(distinct)))
-            if not followed(models, architecture):
+            latent = architecture in drawing.LATENT
+            drafts = any(word in architecture for word in ("NextN", "MTP", "Eagle3Deepseek"))
+            known = latent or followed(models, architecture)
+            if (known or drafts) and not drafts_prefills(models, draft_of(own, architecture)):
+                found["drafts_without_prefill_graphs"].append(architecture)
+            if not known:
                 found["not_followed"].append(architecture)
                 continue
             found["followed"].append(architecture)
+            if latent:
+                continue
             model = getattr(models.skeleton(architecture), "model", None)
             if not hasattr(model, "layers"):
                 found["without_prefill_graphs"].append(architecture)

@@ -50,6 +50,11 @@ _MODULES = {
     "registry": "layers.attention.attention_registry",
     "triton_attention": "layers.attention.triton_backend",
     "trtllm_attention": "layers.attention.trtllm_mha_backend",
+    "flashinfer_mla": "layers.attention.flashinfer_mla_backend",
+    "flashmla": "layers.attention.flashmla_backend",
+    "trtllm_mla": "layers.attention.trtllm_mla_backend",
+    "cutedsl_mla": "layers.attention.cutedsl_mla_backend",
+    "configs": "configs.model_config",
     "lora_backends": "lora.backend.lora_registry",
     "lora": "lora.lora_manager",
     "pools": "mem_cache.kv_cache_configurator",
@@ -63,6 +68,7 @@ _MODULES = {
     "full": "model_executor.runner_backend.full_cuda_graph_backend",
     "context": "runtime_context",
     "server_args": "server_args",
+    "drafts": "speculative.draft_utils",
     "draft": "speculative.eagle_draft_cuda_graph_runner",
     "extend": "speculative.eagle_draft_extend_cuda_graph_runner",
     "worker": "speculative.eagle_worker_v2",
@@ -154,7 +160,8 @@ class Sglang:
         whole, attention = self.m.attention.FlashAttentionBackend, self.m.attention
         attention.FlashAttentionBackend = lambda runner: None
         try:
-            self.m.registry.create_flashattention_v3_backend(types.SimpleNamespace(use_mla_backend=False))
+            latent = self.m.memory.use_mla_backend(record)
+            self.m.registry.create_flashattention_v3_backend(types.SimpleNamespace(use_mla_backend=latent))
         finally:
             attention.FlashAttentionBackend = whole
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
+from support.files import module_at
+
+drafts = module_at(Path(__file__).parent / "sglang_drafts.py")
 
 
 class Launch:
@@ -26,6 +30,7 @@ class Launch:
         self.view = m.memory.resolving_view(record)
         self.config = m.memory.model_config_of(record)
         self.context = self.config.context_len
+        self.draft = drafts.config(m, record, self.algorithm)
         self.pool = self._pool()
         self.lora = self._lora_manager()
         with self.parallel.override(tp_group=None):
@@ -63,15 +68,13 @@ class Launch:
 
     def _model_runner(self, draft: bool) -> Any:
         runner = object.__new__(self.m.model_runner.ModelRunner)
-        # A drafter is an ordinary decoder, whatever its target is.
-        known = "LlamaForCausalLM" if draft else self.config.hf_config.architectures[0]
-        model = self.models.skeleton(known)
-        kinds = types.SimpleNamespace(model_type="llama", architectures=["LlamaForCausalLM"])
+        own = self.draft if draft else self.config
+        model = self.models.skeleton(own.hf_config.architectures[0])
         config = types.SimpleNamespace(
             context_len=self.context,
             is_multimodal=not draft and self.config.is_multimodal,
             is_encoder_decoder=not draft and self.config.is_encoder_decoder,
-            hf_config=kinds if draft else self.config.hf_config,
+            hf_config=own.hf_config,
         )
         layers = getattr(getattr(model, "model", None), "layers", ())
         vars(runner).update(
@@ -111,7 +114,7 @@ class Launch:
             capture = setup.capture_prefill_graph(model_runner=draft, eager_runner=eager, force_for_draft_worker=True)
             found[Role.DRAFT_PREFILL, "prefill"] = chosen(capture)
         self._name_draft_classes()
-        backend = object.__new__(self.m.attention.FlashAttentionBackend)
+        decodes, extends = drafts.backends(self.m, self.spec, self.draft)
         drafter = object.__new__(worker.EagleDraftWorker)
         vars(drafter).update(
             draft_runner=draft,
@@ -122,8 +125,8 @@ class Launch:
             speculative_num_steps=self.spec.speculative_num_steps,
             speculative_num_draft_tokens=self.spec.speculative_num_draft_tokens,
             speculative_algorithm=self.algorithm,
-            draft_attn_backend=backend,
-            draft_extend_attn_backend=backend,
+            draft_attn_backend=decodes,
+            draft_extend_attn_backend=extends,
             _specialized_graph_memory_usage={},
             _specialized_graph_time_usage={},
         )
@@ -290,13 +293,7 @@ class Launch:
             "pool": self.pool,
             "page": self.view.page_size,
             "attention": self.view.attention_backend,
-            "draft": [
-                self.spec.speculative_num_steps,
-                self.spec.speculative_eagle_topk,
-                self.spec.speculative_num_draft_tokens,
-            ]
-            if not self.algorithm.is_none()
-            else None,
+            "draft": None if self.algorithm.is_none() else drafts.sizes(self.spec),
             "graphs": graphs,
             "answers": [self._answer(batch) for batch in batches],
         }

@@ -61,7 +61,8 @@ class Models:
             return made
         for owner, method in self._methods(file, node):
             for name, value in _assigned(method):
-                if name not in (*_HOLDERS, *_ATTENTION) or hasattr(made, name):
+                empty = isinstance(value, ast.Constant)
+                if name not in (*_HOLDERS, *_ATTENTION) or hasattr(made, name) or empty:
                     continue
                 kinds = self._made_by(owner, method, value, file, node)
                 parts = [self._skeleton(*kind, depth=depth + 1) for kind in kinds]
@@ -95,7 +96,12 @@ class Models:
 
     def _named(self, file: Path, part: ast.AST) -> list[tuple[Path, ast.ClassDef]]:
         """Return the model classes that a piece of source names."""
-        names = [name.id for name in ast.walk(part) if isinstance(name, ast.Name)]
+        # A class that something is compared with is not made there.
+        tests = [
+            each for each in ast.walk(part) if isinstance(each, ast.Call) and ast.unparse(each.func) == "isinstance"
+        ]
+        compared = {id(name) for each in tests for name in ast.walk(each)}
+        names = [name.id for name in ast.walk(part) if isinstance(name, ast.Name) and id(name) not in compared]
         found = [kind for name in names if (kind := self._find(file, name))]
         return list({kind[1].name: kind for kind in found}.values())
 

@@ -27,6 +27,7 @@ _HERE = Path(__file__).parent
 
 stubs, parts = module_at(_HERE / "stubs.py"), module_at(_HERE / "vllm_parts.py")
 architectures, groups_ = module_at(_HERE / "vllm_architectures.py"), module_at(_HERE / "vllm_groups.py")
+vllm_encoders = module_at(_HERE / "vllm_encoders.py")
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "CRITICAL",
@@ -236,7 +237,8 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
             self._resolve(config, found)
         found["sizes"] = list(compilation.cudagraph_capture_sizes)
         found["max_size"] = compilation.max_cudagraph_capture_size
-        return found
+        encoder = vllm_encoders.budgets(config, found["mode"])
+        return found if encoder is None else found | {"encoder": encoder}
 
     @staticmethod
     def _legacy_lora_cases(config: Any) -> list[int]:

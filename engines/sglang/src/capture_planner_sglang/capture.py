@@ -5,6 +5,7 @@ from __future__ import annotations
 from capture_planner.engines.emulation import written
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, Role
+from capture_planner_sglang.latent import draft_prefills_decode
 from capture_planner_sglang.managers import DecodeGraphs, PrefillGraphs, SglangManager, decode_sizes, prefill_sizes
 from capture_planner_sglang.resolution import ASSUMED_CONTEXT, BREAKABLE, DECODE, DISABLED, FULL, Startup
 from capture_planner_sglang.rules import EAGLE_FAMILY
@@ -57,7 +58,7 @@ def managers(r: Startup, pool: int) -> tuple[SglangManager, ...]:
     args = r.args
     algorithm = args.speculative_algorithm
     drafts = algorithm in EAGLE_FAMILY
-    prompts_of_drafts = drafts and r.prefill.backend == BREAKABLE
+    prompts_of_drafts = drafts and r.prefill.backend == BREAKABLE and r.draft.drafts_prefills
     sizes = _prefill_list(r, pool) if r.model.has_prefill_graphs or prompts_of_drafts else ()
     target = SglangManager(
         role=Role.TARGET,
@@ -68,6 +69,10 @@ def managers(r: Startup, pool: int) -> tuple[SglangManager, ...]:
     if not drafts:
         return (target,)
     extends = _decodes(r, Role.DRAFT_PREFILL, pool, args.speculative_num_draft_tokens)
+    if extends is not None and not draft_prefills_decode(r):
+        says = "flashinfer has no graph for a drafter's first pass with latent attention"
+        r.decisions.note("draft-prefills-of-latent-attention", "decode graphs", "none", says, Role.DRAFT_PREFILL)
+        extends = None
     prompts = _prefills(r, Role.DRAFT_PREFILL, pool, sizes) if prompts_of_drafts else None
     steps = args.speculative_num_steps - 1
     chain = _decodes(r, Role.DRAFT_DECODE, pool, args.speculative_eagle_topk, steps) if steps > 0 else None

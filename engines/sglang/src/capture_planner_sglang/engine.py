@@ -26,12 +26,12 @@ from capture_planner.records.batch_space import DecodeFamily, Domain
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
-from capture_planner_sglang import capture, graph_rules, rules
+from capture_planner_sglang import capture, graph_rules, latent, rules
 from capture_planner_sglang.export import BACKENDS, export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, HISTORY, UNEMULATED_VARIABLES, name_of, parse
 from capture_planner_sglang.launch import launch
-from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Startup, read_model
+from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, SglangModel, Startup, read_model
 from capture_planner_sglang.rules import EAGLE_FAMILY
 
 VERSION = "0.5.23"
@@ -58,6 +58,7 @@ def resolve(command: Sequence[str], environment: Environment) -> Startup:
     rules.check_parallel(r)
     graph_rules.fill_sizes(r)
     rules.choose_attention(r)
+    latent.limit_prefills(r)
     graph_rules.lower_for_attention_dp(r)
     rules.resolve_speculation(r)
     if args.debug_tensor_dump_output_folder is not None:
@@ -103,11 +104,17 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
 def _assumptions(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
     results = "attention_backend" if r.args.context_length else "context_length, attention_backend"
-    results += " and which graphs there are"
-    if r.model.source == ASSUMED:
-        return (checkpoints.assumed(r.named, COUNTS_AS, results),)
-    like = r.model.like
-    return () if like is None else (checkpoints.taken_for(r.args.model_path, like, results),)
+    found = _assumption(r.model, r.named, COUNTS_AS, f"{results} and which graphs there are")
+    if r.draft is not r.model and r.args.speculative_algorithm in EAGLE_FAMILY:
+        path = r.args.speculative_draft_model_path
+        found += _assumption(r.draft, path, "a decoder's head", "the graphs of the drafter's prompts")
+    return found
+
+
+def _assumption(model: SglangModel, name: str | None, counts_as: str, results: str) -> tuple[str, ...]:
+    if model.source == ASSUMED:
+        return (checkpoints.assumed(name, counts_as, results),)
+    return () if model.like is None else (checkpoints.taken_for(str(name), model.like, results),)
 
 
 def _speculative(r: Startup) -> Speculative | None:

@@ -26,6 +26,7 @@ class SglangFixes(Fixes):
         "EN006": "add sizes between to --cuda-graph-bs-decode or --cuda-graph-bs-prefill",
         "EN007": "name a folder with the config.json of the model, or fetch that with --download",
         "EN008": "nothing to do: no batch is split here",
+        "EN009": "nothing to do: no graph of an encoder is emulated",
     }
 
     def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from capture_planner.engines.parsing import refusal
 from capture_planner.planning.sizing.engine_lists import GiB, sglang_default_max, sglang_requests, sglang_tokens
+from capture_planner_sglang.latent import MOST_PREFILL
 from capture_planner_sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Startup
 
 _PIPELINE_PREFILL_TOKENS = 8192
@@ -133,6 +134,8 @@ def _fill_prefill(r: Startup) -> None:
     args, prefill = r.args, r.prefill
     if prefill.max_bs is None:
         r.put(PREFILL, "max_bs", args.chunked_prefill_size, r.sources["chunked_prefill_size"])
+        if r.model.latent:
+            _lower_prefill(r, MOST_PREFILL, "prefill-max-of-latent-attention", "latent attention")
         if args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked:
             _lower_prefill(r, _PIPELINE_PREFILL_TOKENS, "pipeline-prefill-max", "with pipeline stages")
         if args.max_total_tokens is not None:

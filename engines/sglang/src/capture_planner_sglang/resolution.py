@@ -62,7 +62,9 @@ class SglangModel:
     context: int | None = None
     """Longest sequence, in tokens."""
     latent: bool = False
-    """Whether its attention is latent (MLA), which is not emulated."""
+    """Whether its attention is latent (MLA)."""
+    sparse: bool = False
+    """Whether it attends to selected tokens only (DeepSeek sparse attention)."""
     multimodal: bool = False
     like: str | None = None
     """The known model whose facts these are, where the name is of its family."""
@@ -72,13 +74,18 @@ class SglangModel:
         return self.architectures[0] if self.architectures else None
 
     @property
+    def drafts_prefills(self) -> bool:
+        """Whether SGLang finds the layers of the draft that it makes of the model, whose prefills it captures."""
+        return self.architecture not in architectures()["drafts_without_prefill_graphs"]
+
+    @property
     def has_prefill_graphs(self) -> bool:
         """Whether SGLang finds the layers of its class, whose prefills it captures."""
         return self.architecture not in architectures()["without_prefill_graphs"]
 
 
-def read_model(path: str) -> SglangModel:
-    """Read a config.json by folder or known name; raises ``FlagError`` for a folder without one that can be read."""
+def read_model(path: str, flag: str = "--model-path") -> SglangModel:
+    """Read a config.json by folder or name; raises ``FlagError`` for a folder without one that can be read."""
     try:
         found = checkpoints.find(path)
         return SglangModel(
@@ -86,14 +93,13 @@ def read_model(path: str) -> SglangModel:
             architectures=tuple(found.config.get("architectures") or ()),
             context=None if found.source == ASSUMED else _context(found.text, found.rope),
             latent=found.text.get("kv_lora_rank") is not None,
+            sparse=found.text.get("index_topk") is not None,
             multimodal="vision_config" in found.config,
             like=found.like,
         )
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = f"SGLang cannot read the config.json in {path}: {error}"
-        raise refusal(
-            "--model-path", reason, "give a model's own folder; a plan is checked without --engine"
-        ) from error
+        raise refusal(flag, reason, "give a model's own folder; a plan is checked without --engine") from error
 
 
 def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> int:
@@ -118,6 +124,8 @@ class Startup:
     prefill: Phase = attrs.Factory(lambda: Phase(BREAKABLE))
     locked: set[tuple[str, str]] = attrs.Factory(set)
     """(phase, key) pairs that a flag has set, which the defaults' rules leave alone."""
+    draft: SglangModel = attrs.Factory(SglangModel)
+    """The draft model: an ordinary decoder where nothing is known of it."""
     attention: tuple[str, str] = ("", "")
     """Backends of prefills and decodes."""
     decisions: Decisions = attrs.Factory(Decisions)

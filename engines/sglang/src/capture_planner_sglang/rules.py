@@ -5,8 +5,10 @@ from __future__ import annotations
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.parsing import did_you_mean, refusal, unfollowed
+from capture_planner_sglang import latent
 from capture_planner_sglang.flags import ATTENTION_BACKENDS
-from capture_planner_sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Startup, architectures
+from capture_planner_sglang.latent import LATENT_BACKENDS
+from capture_planner_sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Startup, architectures, read_model
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
@@ -20,12 +22,13 @@ _SPECULATIVE_REQUESTS = 48
 def check_followed(r: Startup) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
-    halves: tuple[str | None, ...] = (None, *(name for name in ATTENTION_BACKENDS if name not in WITHOUT_GRAPHS))
+    backends = LATENT_BACKENDS if r.model.latent else ATTENTION_BACKENDS
+    halves: tuple[str | None, ...] = (None, *(name for name in backends if name not in WITHOUT_GRAPHS))
     wanted: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
         ("--device", args.device, (None, "cuda")),
         ("--moe-a2a-backend", args.moe_a2a_backend, ("none",)),
         ("--kv-cache-dtype", args.kv_cache_dtype, ("auto", "bf16", "bfloat16", "fp8_e4m3")),
-        ("--attention-backend", args.attention_backend, (None, *ATTENTION_BACKENDS)),
+        ("--attention-backend", args.attention_backend, (None, *backends)),
         ("--decode-attention-backend", args.decode_attention_backend, halves),
         ("--prefill-attention-backend", args.prefill_attention_backend, halves),
     )
@@ -40,10 +43,10 @@ def check_followed(r: Startup) -> None:
         if given == other:
             says = f"SGLang's {other} changes which graphs there are, and is not emulated"
             raise unfollowed(flag, says, "give another, or leave it out")
-    longest = r.model.context
+    longest = None if args.longer_context else r.model.context
     if args.context_length is not None and longest is not None and args.context_length > longest:
         says = f"SGLang stops at a length over the model's own {longest} tokens"
-        raise refusal("--context-length", says, "give less, or change the model's config.json")
+        raise refusal("--context-length", says, "give less, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1")
     _check_model(r)
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
@@ -60,9 +63,12 @@ def _check_model(r: Startup) -> None:
     if r.model.source == ASSUMED:
         return
     reason = None
-    if r.model.latent or r.model.multimodal:
-        what = "latent attention" if r.model.latent else "more than text"
+    followed = architecture in known["followed"] and not r.model.sparse
+    if r.model.sparse or (not followed and (r.model.latent or r.model.multimodal)):
+        what = "more than text" if not r.model.latent else "sparse attention" if r.model.sparse else "latent attention"
         reason = f"{name} has {what}, whose rules for graphs are not emulated"
+    elif r.model.latent != (architecture in known["latent"]):
+        reason = f"{name} is a {architecture} of another kind of attention, whose rules for graphs are not emulated"
     elif architecture is None:
         reason = f"SGLang stops: the config.json of {name} names no architecture"
     elif len(r.model.architectures) > 1:
@@ -77,7 +83,7 @@ def _check_model(r: Startup) -> None:
         )
     if reason is not None:
         error = refusal if architecture is None else unfollowed
-        raise error("--model-path", reason, "name a decoder of text, such as a LlamaForCausalLM")
+        raise error("--model-path", reason, "observe the engine itself, or name another model")
 
 
 def read_attention_dp(r: Startup) -> None:
@@ -127,6 +133,9 @@ def choose_attention(r: Startup) -> None:
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
         raise refusal("--attention-backend", "SGLang has no speculation with flex_attention", "name another")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
+    if r.model.latent:
+        latent.choose_page(r)
+        latent.check_backends(r)
     if r.model.architecture == _SINKS and not set(r.attention) <= set(_SINK_ATTENTION):
         reason = f"SGLang runs {_SINKS} only with {', '.join(_SINK_ATTENTION)}"
         raise refusal("--attention-backend", reason, "give one of them")
@@ -147,6 +156,8 @@ def _default_attention(r: Startup) -> str:
     args, major = r.args, r.environment.device.sm[0]
     topk = args.speculative_eagle_topk
     halves = (args.prefill_attention_backend, args.decode_attention_backend)
+    if r.model.latent:
+        return latent.default_backend(r)
     if r.model.architecture == _SINKS and halves == (None, None):
         return {9: "fa3", 10: "trtllm_mha"}.get(major, "triton")
     linear = topk is None or (topk == 1 and args.page_size in (1, None))
@@ -162,7 +173,7 @@ def _choose_page(r: Startup, named: set[str | None]) -> None:
     if "trtllm_mha" in named and args.page_size not in (16, 32, 64, 128):
         r.rewrite("page_size", 64, "page-of-attention", "trtllm_mha has pages of 16, 32, 64 or 128 tokens")
     whole_pages = r.environment.device.sm[0] == 10 and (args.speculative_eagle_topk or 0) <= 1
-    if "fa4" in named and whole_pages and args.page_size != 128:
+    if "fa4" in named and whole_pages and args.page_size != 128 and not r.model.latent:
         r.rewrite("page_size", 128, "page-of-attention", "fa4 has pages of 128 tokens on SM100")
     if args.page_size is None:
         args.page_size = 1
@@ -201,6 +212,8 @@ def _resolve_eagle(r: Startup) -> None:
         reason = "SGLang requires it with --speculative-num-steps"
         raise refusal("--speculative-eagle-topk", reason, "give it; 1 is a chain")
     steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
+    _read_draft(r)
+    latent.check_draft(r)
     if "trtllm_mha" in r.attention and topk > 1:
         raise refusal("--speculative-eagle-topk", "SGLang's trtllm_mha verifies one branch only", "give 1")
     if topk == 1 and args.speculative_num_draft_tokens != steps + 1:
@@ -209,6 +222,12 @@ def _resolve_eagle(r: Startup) -> None:
     if topk > 1 and args.page_size > 1 and args.attention_backend not in ("flashinfer", "fa3", "triton"):
         says = "SGLang verifies branches on pages with flashinfer, fa3 and triton only"
         raise refusal("--page-size", says, "give 1, one of these backends, or --speculative-eagle-topk 1")
+
+
+def _read_draft(r: Startup) -> None:
+    """Read the draft model; without a path it is in the target's checkpoint."""
+    path = r.args.speculative_draft_model_path
+    r.draft = r.model if path is None else read_model(path, "--speculative-draft-model-path")
 
 
 def _choose_draft_size(r: Startup) -> None:

@@ -23,6 +23,7 @@ class TensorRTLLMFixes(Fixes):
         "EN006": "add sizes between to cuda_graph_config.batch_sizes",
         "EN007": "nothing to do: no graph depends on the model",
         "EN008": "nothing to do: no batch is split here",
+        "EN009": "nothing to do: no graph of an encoder is emulated",
     }
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:

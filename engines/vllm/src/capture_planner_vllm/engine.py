@@ -22,7 +22,7 @@ from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import BACKENDS, LATENT_BACKENDS, export_vllm
-from capture_planner_vllm.families import check_families, shown_families
+from capture_planner_vllm.families import check_families, encoder_graphs, note_stages, shown_families
 from capture_planner_vllm.fixes import VllmFixes
 from capture_planner_vllm.flags import HISTORY, name_of, read
 from capture_planner_vllm.launch import launch_vllm
@@ -41,7 +41,8 @@ _METHODS = {"eagle": Method.EAGLE, "eagle3": Method.EAGLE3, "mtp": Method.MTP}
 def resolve(command: Sequence[str], environment: Environment) -> tuple[VllmSettings, Configuration]:
     """Return the settings and the configuration that led to them; raises ``FlagError`` as vLLM would."""
     configuration = Configuration(read(command), environment)
-    return final_settings(configuration), configuration
+    settings = final_settings(configuration)
+    return attrs.evolve(settings, encoders=encoder_graphs(settings, configuration)), configuration
 
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
@@ -55,6 +56,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         message = f"vLLM accepts it and fails when it captures a graph of {settings.sizes[0]} tokens"
         raise refusal("--cudagraph-capture-sizes", message, "give sizes from 1 on")
     check_families(settings)
+    note_stages(configuration)
     speculative, ranks = _speculative(settings), configuration
     return Emulation(
         engine="vllm",
@@ -64,6 +66,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         sizes=settings.sizes,
         asked_sizes=configuration.listed_sizes,
         managers=managers(settings),
+        encoders=settings.encoders,
         decisions=tuple(configuration.decisions),
         limits=Limits(max_num_reqs=settings.max_num_seqs, max_num_tokens=settings.max_num_batched_tokens),
         speculative=speculative,

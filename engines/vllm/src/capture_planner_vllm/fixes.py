@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.engines.engine import Fixes
 from capture_planner.engines.remedies import FlagChange
 from capture_planner.engines.walk import Run
@@ -44,6 +45,7 @@ class VllmFixes(Fixes):
         "EN006": "add sizes between to --cudagraph-capture-sizes",
         "EN007": "name a folder with the config.json of the model, or fetch that with --download",
         "EN008": "leave --enable-dbo out, or move --dbo-decode-token-threshold to one above a capture size",
+        "EN009": "leave cudagraph_mm_encoder out of --compilation-config",
     }
 
     def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
@@ -91,6 +93,11 @@ class VllmFixes(Fixes):
     def padded(self, emulation: Emulation, run: Run) -> str:
         sizes = " ".join(map(str, run.sizes_between(run.batch.query_len or 1)))
         return f"add {sizes} to --cudagraph-capture-sizes, and keep the others"
+
+    def encoder(self, emulation: Emulation, encoder: EncoderGraphs | None) -> str:
+        if encoder is None:
+            return ""
+        return f"give -cc.encoder_cudagraph_token_budgets={[*encoder.budgets, encoder.reach]}".replace(" [", "[")
 
     def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         fixes = []

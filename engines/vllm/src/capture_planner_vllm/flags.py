@@ -144,6 +144,9 @@ def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
     return content, words[:index] + words[index + 2 :]
 
 
+_LEVELS = ("0", "1", "2", "3")
+
+
 def _spelled(words: Sequence[str]) -> list[str]:
     """Write every flag with dashes up to its first dot, and ``-O2`` as what it stands for."""
     spelled: list[str] = []
@@ -154,7 +157,7 @@ def _spelled(words: Sequence[str]) -> list[str]:
             spelled.append(head.replace("_", "-") + dot + tail + equals + value)
         elif word.startswith("-O") and word != "-O":
             spelled += ["--optimization-level", word[3:] if word[2] == "=" else word[2:]]
-        elif word == "-O" and index + 1 < len(words) and words[index + 1] in ("0", "1", "2", "3"):
+        elif word == "-O" and index + 1 < len(words) and words[index + 1] in _LEVELS:
             spelled.append("--optimization-level")
         else:
             spelled.append(translated(word) if spelled[-1:] == ["-O"] else word)

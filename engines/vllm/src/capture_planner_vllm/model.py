@@ -17,6 +17,7 @@ from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN, Checkpoi
 from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError
 from capture_planner_vllm.mtp import Modules, modules
+from capture_planner_vllm.speculators import as_draft
 from capture_planner_vllm.tables import names, rules
 
 ASSUMED_LENGTH = 32768
@@ -110,6 +111,7 @@ def read_model(flag: str, name: str) -> ModelFacts:
 
 
 def _from_config(checkpoint: Checkpoint) -> ModelFacts:
+    checkpoint = as_draft(checkpoint)
     config, text = checkpoint.config, checkpoint.text
     heads = int(text.get("num_attention_heads") or text.get("encoder_attention_heads") or 0)
     width = int(text.get("hidden_size") or text.get("d_model") or 0)

@@ -12,6 +12,7 @@ from capture_planner.planning.sizing.engine_lists import GiB
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner_vllm.attention import FLAG as BACKEND
 from capture_planner_vllm.attention import backend_name
+from capture_planner_vllm.encoder_budgets import EncoderOptions
 from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import DEFAULT_MODEL, read_model
 from capture_planner_vllm.overlap import Overlap
@@ -19,6 +20,7 @@ from capture_planner_vllm.parts import ALL_MODES, COMPILE, Part, whole_number
 from capture_planner_vllm.precision import cache_dtype, check_quantization, model_dtype
 from capture_planner_vllm.releases import has
 from capture_planner_vllm.speculation import speculation
+from capture_planner_vllm.speculators import with_its_draft
 from capture_planner_vllm.tables import names
 from capture_planner_vllm.unemulated import check_emulated
 
@@ -39,9 +41,14 @@ class ServeOptions:
     backend: str | None
 
     def __init__(self, line: CommandLine, environment: Environment) -> None:
-        self.line, self.environment = line, environment
         self.decisions = Decisions()
         self.note = self.decisions.note
+        served, line = line.model, with_its_draft(line)
+        self.line, self.environment = line, environment
+        if line.model != served:
+            self.note(
+                "speculators", served, line.model, f"{served} is a drafter, and vLLM serves the target that it names"
+            )
         self.sources: dict[str, str] = {}
         if environment.device.kind is not DeviceKind.CUDA:
             message = f"{environment.name} has no CUDA device"
@@ -87,6 +94,7 @@ class ServeOptions:
         cc = Part(COMPILATION, "compilation_config", value)
         mode = cc.one_of("cudagraph_mode", ALL_MODES, 3)
         self.user_mode = None if mode is None else GraphMode(mode)
+        self.encoder = EncoderOptions.of(cc)
         compilation = cc.one_of("mode", COMPILE, 4)
         self.compile = None if compilation is None else COMPILE.index(compilation)
         self.user_sizes = cc.integers("cudagraph_capture_sizes")

@@ -6,6 +6,7 @@ import enum
 
 import attrs
 
+from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.modes import GraphMode
 from capture_planner.records.spec import Lora
 from capture_planner_vllm.overlap import Overlap
@@ -76,6 +77,8 @@ class VllmSettings:
     """``--specialize-active-lora``: batches with fewer adapters look for graphs of their own."""
     compilation: str = "VLLM_COMPILE"
     """How the model is compiled: NONE, STOCK_TORCH_COMPILE, DYNAMO_TRACE_ONCE or VLLM_COMPILE."""
+    encoders: tuple[EncoderGraphs, ...] = ()
+    """The graphs of a multimodal model's encoder; empty where it runs eager."""
     overlap: Overlap | None = None
     """Dual batch overlap of several data-parallel ranks; None: no batch is split."""
     async_scheduling: bool = True
