@@ -46,6 +46,7 @@ from capture_planner.conformance import (
     usable_shapes,
 )
 from capture_planner.conformance.audit import audit
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.scene import Arrive, RunBatch
 from capture_planner.conformance.shapes import KERNELS
 from capture_planner.conformance.steps import run_step
@@ -126,7 +127,13 @@ def compile_for(name: str, device: str, k: int) -> int:
     under = on(case, device)
     shapes, _ = usable_shapes(under, shapes_of(case))
     for shape in shapes:
-        scene = Scene(shape=shape, drafts=k, num_tokens=24, size_tokens=(24,), eagle3=bool(k % 2))
+        scene = Scene(
+            shape=shape,
+            drafts=k,
+            num_tokens=24,
+            size_tokens=(24,),
+            drafter=DraftScheme.EAGLE3 if k % 2 else DraftScheme.EAGLE,
+        )
         with Stage(under, scene) as stage:
             for step in (
                 Arrive(prompt=4, computed=4),

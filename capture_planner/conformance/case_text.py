@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.conformance.capture_attack import CaptureAttack
-from capture_planner.conformance.features import NAMES
+from capture_planner.conformance.features import NAMES, SCORING
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, Reload, RunBatch, Scene, Serve, Step
 from capture_planner.records.text import counted
 
@@ -25,11 +25,12 @@ def _scene(scene: Scene) -> str:
     if scene.size_tokens:
         parts.append(f"captured at {_list(scene.size_tokens)} tokens and {_list(scene.size_reqs)} requests")
     if scene.drafts:
-        kind = "EAGLE-3" if scene.eagle3 else "EAGLE"
-        drafting = f"{kind} with {counted(scene.drafts, 'draft')}"
+        drafting = f"{scene.drafter} with {counted(scene.drafts, 'draft')}"
         for first, last, k in scene.schedule:
             drafting += f", {k} at {first} to {last} requests"
-        parts += [drafting, "chains as one graph" if scene.fused else "chains in single steps"]
+        parts.append(drafting)
+        if scene.speculative is not None and scene.speculative.is_chain:
+            parts.append("chains as one graph" if scene.fused else "chains in single steps")
     if scene.per_role:
         parts.append("a pool per role")
     if scene.ahead:
@@ -51,7 +52,7 @@ def _attack(attack: CaptureAttack) -> Iterator[str]:
 
 
 def _features(scene: Scene) -> Iterator[str]:
-    for name in ("softcap", "sinks", "sharp"):
+    for name in SCORING:
         if getattr(scene, name):
             yield NAMES[name]
     if scene.loras:

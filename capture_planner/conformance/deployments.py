@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.scene import Scene, Shape
 from capture_planner.modes import GraphMode
@@ -20,6 +21,18 @@ LARGE_REQS, LARGE_DRAFTS = 17, 3
 
 LARGEST_REQS = 20
 """The most requests of a large scene, unless the caller says otherwise."""
+
+DRAFTERS = (
+    DraftScheme.EAGLE,
+    DraftScheme.EAGLE3,
+    DraftScheme.DRAFT_MODEL,
+    DraftScheme.PARALLEL,
+    DraftScheme.LAYERS,
+    DraftScheme.EAGLE3,
+    DraftScheme.MODULES,
+    DraftScheme.PARALLEL_MODEL,
+)
+"""Drafters to draw from: chains on the target's rows, which most engines run, more often."""
 
 MODES = (
     GraphMode.FULL_AND_PIECEWISE,
@@ -40,10 +53,12 @@ def scenes(
     drafts: Sequence[int] = tuple(range(MOST_DRAFTS + 1)),
     largest: int = LARGEST_REQS,
     features: Collection[str] = FEATURES,
+    drafters: Sequence[DraftScheme] = DRAFTERS,
 ) -> Scene:
     """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule.
 
     One of six is large, with up to ``largest`` requests. ``features`` are names of ``FEATURES`` that it may have.
+    Of ``drafters`` the first is drawn most often.
     """
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
     is_large = largest > MOST_REQS and draw(st.sampled_from((False, False, False, True, False, False)))
@@ -54,13 +69,17 @@ def scenes(
         num_reqs = draw(st.sampled_from([*range(2, min(MOST_REQS, largest) + 1), 1]))
     several = [k for k in drafts if k > 1] or list(drafts)
     k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
+    drafter = draw(st.sampled_from(drafters)) if k else DraftScheme.EAGLE
+    slots = Scene(shape=shapes[0], drafts=k, drafter=drafter).extra_slots
     # Token limits with and without room for a decode of all requests.
-    decodes = num_reqs * (1 + k)
-    tight, roomy = st.integers(max(num_reqs, 1 + k), 24 + num_reqs), st.integers(decodes, decodes + 8)
+    width = 1 + k + slots
+    decodes = num_reqs * width
+    tight, roomy = st.integers(max(num_reqs, width), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(roomy if is_large else st.one_of(tight, roomy))
     explicit = is_large or draw(st.integers(0, 3)) > 0
     # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
-    close = [size for r in range(num_reqs) for size in range((r + 1) * (1 + k) - 1, (r + 1) * (1 + k) + 2)]
+    widths = sorted({1 + k, width})
+    close = [(r + 1) * each + off for each in widths for r in range(num_reqs) for off in (-1, 0, 1)]
     near = st.sampled_from([size for size in close if 1 <= size <= num_tokens])
     some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
     few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
@@ -75,7 +94,7 @@ def scenes(
         size_reqs=tuple(sorted(draw(st.one_of(st.just(set()), few)) | {num_reqs})) if explicit else (),
         drafts=k,
         schedule=draw(schedules(k, num_reqs)) if scheduled else (),
-        eagle3=draw(st.booleans()),
+        drafter=drafter,
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),

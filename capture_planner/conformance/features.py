@@ -11,6 +11,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "softcap": (False, False, True),
     "sinks": (False, False, True),
     "sharp": (False, False, True),
+    "fp8": (False, False, False, True),
     "recurrent": (False, False, True),
     "coupled": (False, False, True),
     "loras": (0, 0, 0, 0, 0, 1, 2),
@@ -19,13 +20,14 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of a ``Scene``, each with the values to draw from; the first one is without the feature."""
 
-SCORING = ("softcap", "sinks", "sharp")
+SCORING = ("softcap", "sinks", "sharp", "fp8")
 """Those that a backend may refuse; the others are the runner's."""
 
 NAMES = {
     "softcap": "soft capping",
     "sinks": "attention sinks",
     "sharp": "another scale",
+    "fp8": "a KV cache in fp8",
     "recurrent": "recurrent layers",
     "coupled": "coupled rows",
     "loras": "LoRA",
@@ -40,5 +42,7 @@ def features_of(scene: Scene) -> Iterator[str]:
     for name, values in FEATURES.items():
         if getattr(scene, name) != values[0]:
             yield NAMES[name]
+    if scene.drafts:
+        yield str(scene.drafter)
     if scene.shape.windowed:
         yield NAMES["window"]

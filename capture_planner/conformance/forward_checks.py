@@ -1,4 +1,4 @@
-"""Compare forwards with what attention is defined as: rows, draft states, slots, and tokens served to the end."""
+"""Compare forwards with what attention is defined as: rows, slots, and tokens served to the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 
-import attrs
 import numpy as np
 import torch
 
@@ -18,7 +17,6 @@ from capture_planner.conformance.stage import Stage
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.serving.workload import Request
 
@@ -28,7 +26,7 @@ def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager:
     body, target = stage.runner.parts.target, stage.target
     shape, each = target.tables.shape, [one for one in batch.each() if one[2].stop > one[2].start]
     expected = torch.cat([target.tables.rows(stage.on_device(ids), live.computed) for _, live, _, ids in each])
-    expected = _coupled(stage, target, expected, batch.ids)
+    expected = coupled_rows(stage, target, expected, batch.ids)
 
     def name(layer: int) -> str:
         if layer < shape.layers:
@@ -49,7 +47,7 @@ def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager:
         _check_states(stage, batch)
 
 
-def _coupled(stage: Stage, model: ProbeTarget | ProbeDrafter, rows: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
+def coupled_rows(stage: Stage, model: ProbeTarget | ProbeDrafter, rows: torch.Tensor, ids: np.ndarray) -> torch.Tensor:
     """Return what becomes of all real rows of a batch, ``float64[T, hidden_size]``, where the model couples them."""
     return model.coupled(rows, stage.on_device(ids).long())
 
@@ -125,95 +123,10 @@ def check_slots(stage: Stage, batch: SceneBatch, role: Role) -> None:
     slots = stage.on_device(inputs["slot_mapping"])
     real = slots != NULL_SLOT
     for held, want in zip(cache.flat(), cache.expected(ids, positions), strict=True):
-        if not torch.allclose(held[slots][real], want[real], rtol=stage.tolerance, atol=stage.tolerance):
+        if not torch.allclose(
+            held[slots][real].double(), want[real].double(), rtol=stage.tolerance, atol=stage.tolerance
+        ):
             raise Check.STORED.violation("a slot of the batch does not hold the key and value of its token")
-
-
-def check_drafts(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, target: StepInputs, k: int) -> None:
-    """Run the draft prefill and the draft decodes of a batch, eager and from graphs, and check each."""
-    parts = stage.runner.parts
-    state = parts.state
-    assert state is not None, "a drafter has a state"
-    made, described = batch.draft_prefill(target), batch.batch(Role.DRAFT_PREFILL)
-    given = parts.target.hidden[: len(batch.ids)].clone()
-    places = stage.on_device(target.idx_mapping).long()
-    ends = [start + batch.settled(*row) for start, row in zip(batch.starts[:-1], batch.rows, strict=True)]
-    last = torch.tensor(ends, device=places.device) - 1
-
-    def forward(eager: bool) -> None:
-        entry = stage.run(described, made, eager=eager)
-        with located(described, entry):
-            check(row_check(entry, eager=eager))
-
-    def check(rows_check: Check) -> None:
-        hidden = parts.roles[Role.DRAFT_PREFILL].body.hidden  # type: ignore[attr-defined]
-        each = list(batch.each(shift=1))
-        attention = torch.cat([drafter.tables.rows(stage.on_device(ids), live.computed) for _, live, _, ids in each])
-        want = _coupled(stage, drafter, drafter.mixed(attention, given.double()), made.declared["input_ids"])
-        for index, _, where, _ in each:
-            wrong = first_wrong_row(hidden[where], want[where], want.shape[1], stage.tolerance)
-            if wrong is not None:
-                raise rows_check.violation(f"the state of {wrong} of request {index} in the batch")
-        expected = want[last]
-        _check_state(rows_check, state.hidden[places], expected, stage.tolerance)
-        tokens = state.proposed[places, 0]
-        kept = torch.equal(state.token[places], tokens)
-        if not (kept and is_likeliest(tokens, expected, drafter.head, stage.tolerance)):
-            raise Check.STATE.violation("the first draft is not the likeliest token of its row")
-        check_slots(stage, batch, Role.DRAFT_PREFILL)
-
-    stage.both_ways(forward)
-    if k > 1:
-        _check_decodes(stage, drafter, batch, k, places)
-
-
-def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: int, places: torch.Tensor) -> None:
-    """Run the draft decodes, eager and from graphs, from the same state."""
-    state = stage.runner.parts.state
-    assert state is not None, "a drafter has a state"
-    before = {name: getattr(state, name).clone() for name in ("token", "hidden", "proposed", "column")}
-    made, described = batch.draft_decode(), batch.batch(Role.DRAFT_DECODE)
-    ends = [row[0].computed + batch.settled(*row) for row in batch.rows]
-
-    def forward(eager: bool) -> None:
-        for name, tensor in before.items():
-            getattr(state, name).copy_(tensor)
-        for (live, _, _), end in zip(batch.rows, ends, strict=True):
-            # Up to its end, so that both runs of a chain begin with the same cache.
-            stage.world.compute(attrs.evolve(live, computed=min(end, stage.scene.shape.longest)))
-        entry = stage.run(described, made, eager=eager, steps=k - 1)
-        with located(described, entry):
-            check(row_check(entry, eager=eager))
-
-    def check(rows_check: Check) -> None:
-        hidden = before["hidden"][places].double()
-        proposed = state.proposed[places, :k]
-        for number in range(1, k):
-            within = [row for row, end in enumerate(ends) if end + number <= stage.scene.shape.longest]
-            for row in within:
-                settled = batch.rows[row][0].tokens[1 : ends[row] + 1].tolist()
-                ids = torch.tensor([*settled, *proposed[row, :number].tolist()], device=hidden.device)
-                attention = drafter.tables.rows(ids, len(ids) - 1)
-                hidden[row] = drafter.mixed(attention, hidden[row : row + 1])[0]
-            if within:
-                # Rows past the model's end write the null slot, and count as padding.
-                hidden[within] = _coupled(stage, drafter, hidden[within], proposed[within, number - 1].cpu().numpy())
-            drafts = proposed[within, number]
-            if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
-                raise rows_check.violation(f"draft {number + 1} is not the likeliest token of its row")
-        if len(within) == len(batch.rows):
-            _check_state(rows_check, state.hidden[places], hidden, stage.tolerance)
-
-    stage.both_ways(forward)
-
-
-def _check_state(check: Check, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    off = (got.double() - want).norm(dim=1)
-    wrong = ~(off <= 2 * tolerance * (want.norm(dim=1) + 0.1))
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        message = f"is {error_text(off[row], want[row].norm())}"
-        raise check.violation(f"the draft state of request {row} in the batch {message}")
 
 
 def check_serving(stage: Stage, step: Serve) -> None:

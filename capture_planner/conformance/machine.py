@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.strategies import SearchStrategy
 
-from capture_planner.conformance.deployments import LARGEST_REQS, MOST_DRAFTS, MOST_REQS, scenes
+from capture_planner.conformance.deployments import DRAFTERS, LARGEST_REQS, MOST_DRAFTS, MOST_REQS, scenes
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Failure, Violation
 from capture_planner.conformance.features import FEATURES, features_of
 from capture_planner.conformance.scene import (
@@ -107,6 +108,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     drafts: ClassVar[Sequence[int]] = tuple(range(MOST_DRAFTS + 1))
     largest: ClassVar[int] = LARGEST_REQS
     features: ClassVar[Collection[str]] = FEATURES
+    drafters: ClassVar[Sequence[DraftScheme]] = DRAFTERS
     log: ClassVar[Log]
 
     _scene: Scene
@@ -121,7 +123,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     def set_up(self, data: st.DataObject) -> None:
         """Reserve the backend, and capture all entries of a random plan."""
         self.log.begin()
-        drawn = scenes(self.shapes, self.drafts, self.largest, self.features)
+        drawn = scenes(self.shapes, self.drafts, self.largest, self.features, self.drafters)
         self._scene = data.draw(drawn, label="scene")
         with self._recorded():
             self._stage = Stage(self.subject, self._scene)
@@ -157,13 +159,13 @@ class ConformanceMachine(RuleBasedStateMachine):
         left = scene.num_tokens
         for live in data.draw(st.permutations(self._live()), label="order"):
             most = live.prompt - live.computed if live.computed < live.prompt else 1 + scene.drafts
-            most = min(most, left, scene.shape.longest - live.computed)
+            most = min(most, left - scene.extra_slots, scene.shape.longest - live.computed)
             if most < 0:
                 break
             count = data.draw(st.one_of(st.just(most), st.integers(0, most)), label="tokens")
             accepted = data.draw(st.integers(0, max(count - 1, 0)), label="accepted")
             rows.append((live.number, count, accepted))
-            left -= count
+            left -= count + scene.extra_slots
         if sum(count for _, count, _ in rows) >= len(rows) > 0:
             self._run(data, rows)
 

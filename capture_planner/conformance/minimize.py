@@ -15,6 +15,7 @@ from itertools import islice, product
 from typing import Any
 
 from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Check, Failure
 from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.scene import Arrive, Case, Depart, Move, RunBatch, Serve, Shape, Step, loads
@@ -240,7 +241,7 @@ def _lower(value: int, least: int) -> tuple[int, ...]:
 def _scened(case: Case, **changes: Any) -> Case:
     """Return the case with another scene, whose sizes and schedule are cut to its limits."""
     scene = replace(case.scene, **changes)
-    num_tokens = max(scene.num_tokens, scene.num_reqs, 1 + scene.drafts)
+    num_tokens = max(scene.num_tokens, scene.num_reqs, 1 + scene.drafts + scene.extra_slots)
     schedule = tuple(
         (first, min(last, scene.num_reqs), min(k, scene.drafts))
         for first, last, k in scene.schedule
@@ -297,9 +298,20 @@ def _scenes(case: Case) -> Iterator[Case]:
     scene = case.scene
     yield _scened(case, size_tokens=(), size_reqs=())
     # Chains only differ with a drafter.
-    flags = {"ahead": False, "per_role": False, "eagle3": False, "full_cache": False, "fused": not scene.drafts}
+    flags = {
+        "ahead": False,
+        "per_role": False,
+        "drafter": DraftScheme.EAGLE,
+        "full_cache": False,
+        "fused": not scene.drafts,
+    }
     flags |= {name: values[0] for name, values in FEATURES.items()}
-    least = {"num_reqs": 1, "num_tokens": max(scene.num_reqs, 1 + scene.drafts), "layers": 1, "seed": 0}
+    least = {
+        "num_reqs": 1,
+        "num_tokens": max(scene.num_reqs, 1 + scene.drafts + scene.extra_slots),
+        "layers": 1,
+        "seed": 0,
+    }
     if scene.beyond:
         least["beyond"] = 1
     numbers = [(name, value) for name in least for value in _lower(getattr(scene, name), least[name])]

@@ -11,12 +11,14 @@ Rows that are padding hold garbage from the beginning, and an operator at the en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 import torch
 from torch import nn
 
+from capture_planner.conformance.draft_scheme import DraftScheme
+from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.runtime.models.loading import weights_of
 from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
 
@@ -34,6 +36,8 @@ class LayerShape:
     softcap: float | None = None
     """Of layers without a window; others have twice as much."""
     has_sinks: bool = False
+    kv_dtype: torch.dtype | None = None
+    """What keys and values are stored in; None: as they are."""
     recurrent: int = 0
     """Recurrent layers, whose states are as wide as a layer's attention output."""
 
@@ -145,9 +149,10 @@ class Tables(nn.Module):
         ``ids int64[S]`` are the tokens of one request from its first position on.
         """
         shape, positions = self.shape, torch.arange(len(ids), device=ids.device)
-        query, keys, values = (part.double() for part in self.split(ids, positions))
+        query, *stored = self.split(ids, positions)
+        keys, values = (part.to(shape.kv_dtype or part.dtype).double() for part in stored)
         rows = positions[first:]
-        grouped = query[first:].reshape(
+        grouped = query.double()[first:].reshape(
             len(rows), shape.layers, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
         )
         scores = torch.einsum("qlhgd,slhd->lhgqs", grouped, keys) * shape.scale
@@ -246,14 +251,28 @@ class ProbeTarget(_Probe):
 
 
 class ProbeDrafter(_Probe):
-    """A ``Drafter``: attention outputs of its own tables, mixed half and half with what it was given."""
+    """A ``Drafter``: attention outputs of its own tables, mixed half and half with what it was given.
 
-    def __init__(
-        self, tables: Tables, of_rows: Rows, target: ProbeTarget, aux_layers: tuple[int, ...], seed: int
-    ) -> None:
+    A draft model's are not mixed with anything.
+    """
+
+    mask: torch.Tensor
+
+    def __init__(self, tables: Tables, of_rows: Rows, target: ProbeTarget, kind: DraftScheme, seed: int) -> None:
+        if kind is DraftScheme.MODULES:
+            # Rows whose tokens are yet to be drafted read what comes next in the batch, padding included.
+            of_rows = attrs.evolve(of_rows, coupled=False)
         super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed)
-        self.aux_layers, self.windows = aux_layers, tables.shape.windows
-        self.mask_token, self.mask_hidden = 0, None
+        self.kind, self.windows = kind, tables.shape.windows
+        self.aux_layers: tuple[int, ...] = (0,) if kind.reads_aux else ()
+        self.mask_token = MASK_TOKEN
+        mask = torch.randn(self.hidden_size, generator=torch.Generator().manual_seed(seed + 1))
+        self.register_buffer("mask", mask.to(self.head))
+
+    @property
+    def mask_hidden(self) -> torch.Tensor | None:
+        """``[hidden_size]``: what the rows of mask tokens go on from."""
+        return self.mask if self.kind is DraftScheme.PARALLEL else None
 
     def combine(self, aux: torch.Tensor) -> torch.Tensor:
         """Return the first of the auxiliary states: they are all alike."""
@@ -262,13 +281,19 @@ class ProbeDrafter(_Probe):
     def forward(
         self, *, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, module: int = 0
     ) -> torch.Tensor:
-        mixed = self.mixed(outputs(self.tables, self.of_rows, input_ids, positions, attend), hidden)
+        layers = range(self.tables.shape.layers)
+        if self.kind is DraftScheme.MODULES:
+            layers = layers[module : module + 1]
+        mixed = self.mixed(outputs(self.tables, self.of_rows, input_ids, positions, attend, layers), hidden)
         return self.coupled(mixed, input_ids, attend)
 
     def mixed(self, attention: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return what a row becomes of its attention ``[T, layers * width]`` and of what it was given."""
+        if attention.shape[1] > self.hidden_size:  # more layers than the target's: all of them count
+            attention = attention.view(len(attention), -1, self.hidden_size).mean(1)
         times = -(-self.hidden_size // attention.shape[1])
-        return (attention.repeat(1, times)[:, : self.hidden_size] + hidden) * 0.5
+        own = attention.repeat(1, times)[:, : self.hidden_size]
+        return (own + hidden) * 0.5 if self.kind.reads_states else own
 
     def propose(
         self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
@@ -279,12 +304,22 @@ class ProbeDrafter(_Probe):
         """It does not."""
 
 
-def outputs(tables: Tables, of_rows: Rows, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-    """Let the runner run every layer; returns the outputs side by side, ``[T, (layers + recurrent) * width]``."""
+def outputs(
+    tables: Tables,
+    of_rows: Rows,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    attend: Attend,
+    layers: Iterable[int] | None = None,
+) -> torch.Tensor:
+    """Let the runner run every layer, or some; returns the outputs side by side, ``[T, (layers + recurrent) * width]``.
+
+    :param layers: which of the layers that attend.
+    """
     ids, real = ids.long(), attend.real
     attention = tables.split(ids, positions, of_rows.spoiled(real))
     found = []
-    for layer in range(tables.shape.layers):
+    for layer in range(tables.shape.layers) if layers is None else layers:
         query, keys, values = (part[:, layer].contiguous() for part in attention)
         found.append(attend(layer, query, keys, values, tables.scoring(layer)).flatten(1))
     if tables.shape.recurrent:
@@ -310,6 +345,9 @@ _LASTING = 8.0
 
 GARBAGE = (float("nan"), 1e4)
 """What rows of padding hold: NaN, which a maximum may leave out, or more than any real element, and a float16."""
+
+MASK_TOKEN = VOCABULARY - 1
+"""What stands in the rows of drafts that a parallel pass has yet to make."""
 
 _EXPERTS = 4
 

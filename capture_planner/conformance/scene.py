@@ -12,10 +12,11 @@ from typing import Annotated, Any
 from capture_planner.codec.reading import structure
 from capture_planner.codec.writing import to_data
 from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.records._base import Count, Interval, NonNegative, record
-from capture_planner.records.model import DataType, DraftModel, Method, Model, Recurrent, Speculative
+from capture_planner.records.model import DataType, Model, Recurrent, Speculative
 from capture_planner.records.spec import (
     GroupSpec,
     Limits,
@@ -78,7 +79,8 @@ class Scene:
     drafts: NonNegative = 0
     """K; 0: no drafter."""
     schedule: tuple[Triple, ...] = ()
-    eagle3: bool = False
+    drafter: DraftScheme = DraftScheme.EAGLE
+    """How drafts are made, if there are any."""
     fused: bool = True
     """Whether draft chains are planned as one graph."""
     per_role: bool = False
@@ -95,6 +97,8 @@ class Scene:
     """Whether heads have sinks."""
     sharp: bool = False
     """Whether the scale is not one over the root of the head dimension."""
+    fp8: bool = False
+    """Whether keys and values are stored in FP8 E4M3, without scales."""
     loras: NonNegative = 0
     """Most active adapters; 0: no LoRA."""
     ranks: Count = 1
@@ -107,6 +111,24 @@ class Scene:
     """Whether the rows of a batch depend on each other, at the end of each model."""
     seed: Seed = 0
     """Seed of weights, tokens and garbage."""
+
+    @property
+    def speculative(self) -> Speculative | None:
+        """What the spec says about drafts."""
+        if not self.drafts:
+            return None
+        chain = Chain.FUSED if self.fused else Chain.SINGLE
+        return self.drafter.speculative(self.drafts, self.schedule, chain, sinks=self.sinks)
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether the draft prefill has rows of its own instead of the target's."""
+        return self.speculative is not None and self.speculative.has_own_rows
+
+    @property
+    def extra_slots(self) -> int:
+        """Rows of a request that the draft prefill has more than the target's batch."""
+        return 0 if self.speculative is None else self.speculative.extra_slots
 
     def spec(self, backend: str) -> Spec:
         shape = self.shape
@@ -122,15 +144,6 @@ class Scene:
             # States are of float32 at least.
             width = shape.heads * shape.head_dim
             recurrent = Recurrent(layers=1, state=width * (8 if shape.dtype == "float64" else 4))
-        speculative = None
-        if self.drafts:
-            speculative = Speculative(
-                method=Method.EAGLE3 if self.eagle3 else Method.EAGLE,
-                num_tokens=self.drafts,
-                schedule=self.schedule,
-                model=DraftModel(sinks=self.sinks),
-                chain=Chain.FUSED if self.fused else Chain.SINGLE,
-            )
         return Spec(
             model=Model(
                 name="probe",
@@ -142,13 +155,14 @@ class Scene:
                 vocab_size=VOCABULARY,
                 max_model_len=shape.longest,
                 dtype=DataType(shape.dtype),
+                kv_dtype=DataType.FP8 if self.fp8 else None,
                 recurrent=recurrent,
                 sinks=self.sinks,
             ),
             limits=Limits(max_num_reqs=self.num_reqs, max_num_tokens=self.num_tokens),
             mode=self.mode,
             backend=backend,
-            speculative=speculative,
+            speculative=self.speculative,
             sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=self.size_tokens, num_reqs=self.size_reqs)
             if self.size_tokens
             else Sizes(),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 import numpy as np
 
+from capture_planner.conformance.draft_rows import DraftRowsOfRequest, sources_of
 from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.conformance.stage import Stage
@@ -16,7 +17,12 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.executor import NULL_SLOT
-from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
+from capture_planner.runtime.serving.inputs import (
+    draft_decode_inputs,
+    draft_prefill_inputs,
+    own_prefill_inputs,
+    target_inputs,
+)
 from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 
 Row = tuple[LiveRequest, int, int]
@@ -64,11 +70,14 @@ class SceneBatch:
         reqs = len(self.rows)
         if role is Role.DRAFT_DECODE:
             return Batch(role=role, num_reqs=reqs, num_tokens=reqs, query_len=1)
-        lengths = set(self._counts.tolist())
+        counts = self._counts.tolist()
+        if role is Role.DRAFT_PREFILL and self._stage.scene.has_own_rows:
+            counts = [each.count for each in self.draft_rows]
+        lengths = set(counts)
         return Batch(
             role=role,
             num_reqs=reqs,
-            num_tokens=int(self.starts[-1]),
+            num_tokens=sum(counts),
             query_len=lengths.pop() if len(lengths) == 1 else None,
             past_prompt=bool(self._is_decode.all()),
             active_loras=self._loras,
@@ -98,7 +107,9 @@ class SceneBatch:
         return self._verified(Role.TARGET, made, target_inputs(self._scheduled, self._states, self._pages))
 
     def draft_prefill(self, target: StepInputs) -> StepInputs:
-        """Return the draft prefill's values: the same batch, each token shifted by one."""
+        """Return the draft prefill's values: the same batch, each token shifted by one, or rows of its own."""
+        if self._stage.scene.has_own_rows:
+            return self._own_prefill(target)
         made = {
             **target.declared,
             "input_ids": np.concatenate([self._fed(*row, shift=1) for row in self.rows]),
@@ -108,10 +119,42 @@ class SceneBatch:
         runners = draft_prefill_inputs(target, self._scheduled, self._settled, self._states)
         return self._verified(Role.DRAFT_PREFILL, made, runners)
 
+    @functools.cached_property
+    def draft_rows(self) -> tuple[DraftRowsOfRequest, ...]:
+        """What the first draft pass reads of each request."""
+        scene = self._stage.scene
+        return tuple(
+            DraftRowsOfRequest.of(scene, row[0], self._fed(*row, shift=1), int(settled))
+            for row, settled in zip(self.rows, self._settled, strict=True)
+        )
+
+    def _own_prefill(self, target: StepInputs) -> StepInputs:
+        rows = self.draft_rows
+        starts = np.cumsum([0, *(each.count for each in rows)], dtype=np.int32)
+        lengths = np.array([each.first + each.count for each in rows])
+        positions = [np.arange(each.first, each.first + each.count) for each in rows]
+        made = {
+            "input_ids": np.concatenate([each.ids[each.first :] for each in rows]),
+            "positions": np.concatenate(positions),
+            "slot_mapping": np.concatenate(list(map(self._stage.world.slots, self._lives, positions))),
+            "query_start_loc": starts,
+            "seq_lens": lengths,
+            "block_table": self._table(lengths),
+            "last_token_indices": starts[:-1] + np.array([each.last for each in rows]),
+            "idx_mapping": self._places,
+            "target_rows": sources_of(rows, self.starts),
+        }
+        self._settle()
+        draft = self._stage.runner.parts.draft_rows
+        assert draft is not None, "a drafter has rows"
+        runners = own_prefill_inputs(target, self._scheduled, self._settled, self._states, self._pages, draft)
+        return self._verified(Role.DRAFT_PREFILL, made, runners)
+
     def draft_decode(self) -> StepInputs:
         """Return the values of the first draft decode: one token per request, after its final ones."""
         longest, world = self._stage.scene.shape.longest, self._stage.world
-        wanted = self._computed + self._settled
+        # A draft model has read the new token in its first pass.
+        wanted = self._computed + self._settled + (not self._stage.scene.drafter.reads_states)
         positions = np.minimum(wanted, longest - 1)
         slots = np.concatenate([world.slots(*row) for row in zip(self._lives, positions[:, None], strict=True)])
         starts = np.arange(len(self.rows) + 1, dtype=np.int32)
@@ -159,7 +202,7 @@ class SceneBatch:
     def _states(self) -> RequestStates:
         """The scheduler's state of each request, before the step."""
         scene = self._stage.scene
-        found = RequestStates(scene.num_reqs, scene.shape.longest, scene.drafts + 1, self._pages)
+        found = RequestStates(scene.num_reqs, scene.shape.longest, scene.drafts + 1 + scene.extra_slots, self._pages)
         for live, count, accepted in self.rows:
             row, at = live.place, live.computed
             found.tokens[row, :at] = live.tokens[:at]

@@ -11,6 +11,7 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.conformance.capture_attack import InjectedError, WatchedGraphs
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Check, Violation
 from capture_planner.conformance.probe import GARBAGE, LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner.conformance.scene import VOCABULARY, Scene
@@ -25,6 +26,7 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import most_loras
 from capture_planner.records.plan import Plan
+from capture_planner.runtime.assembly import kv_dtype_of
 from capture_planner.runtime.execution.chains import run_chain
 from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
 from capture_planner.runtime.execution.role import RoleRun
@@ -160,7 +162,15 @@ class Stage(AbstractContextManager["Stage"]):
         for role, tables in models.items():
             found = {layer: cache for group in roles[role].groups for layer, cache in group.caches.items()}
             states = roles[role].recurrent.caches
-            yield ModelCache(tables, [found[layer] for layer in sorted(found)], states, int(role.is_drafter))
+            layers = [found[layer] for layer in sorted(found)]
+            yield ModelCache(tables, layers, states, self._shifts(role, len(layers)))
+
+    def _shifts(self, role: Role, layers: int) -> tuple[int, ...]:
+        """Return how much later than its position each layer of a model reads its token."""
+        kind = self.scene.drafter
+        if kind is DraftScheme.MODULES and role.is_drafter:
+            return tuple(range(1, layers + 1))
+        return (int(role.is_drafter and kind.reads_states),) * layers
 
     def draft_tokens(self, num_reqs: int) -> int:
         """Return k for a batch of so many requests."""
@@ -230,6 +240,7 @@ def _models(scene: Scene, plan: Plan, of_rows: Rows, device: torch.device) -> tu
             scale_factor=SHARP if scene.sharp else 1.0,
             softcap=SOFTCAP if scene.softcap else None,
             has_sinks=scene.sinks,
+            kv_dtype=kv_dtype_of(plan.model),
             recurrent=recurrent,
         )
         return Tables(shape, VOCABULARY, longest, getattr(torch, scene.shape.dtype), device, seed)
@@ -240,5 +251,5 @@ def _models(scene: Scene, plan: Plan, of_rows: Rows, device: torch.device) -> tu
     target = ProbeTarget(tables(Role.TARGET, windows, seed, recurrent), of_rows, VOCABULARY, longest, seed + 1)
     if plan.speculative is None:
         return target, None
-    drafter = tables(Role.DRAFT_DECODE, (None,) * plan.speculative.model.num_layers, seed + 2)
-    return target, ProbeDrafter(drafter, of_rows, target, (0,) if scene.eagle3 else (), seed + 3)
+    drafter = tables(Role.DRAFT_PREFILL, (None,) * plan.speculative.model.num_layers, seed + 2)
+    return target, ProbeDrafter(drafter, of_rows, target, scene.drafter, seed + 3)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from capture_planner.conformance.forward_checks import check_drafts, check_serving, check_target
+from capture_planner.conformance.draft_checks import check_drafts
+from capture_planner.conformance.forward_checks import check_serving, check_target
 from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve, Step
 from capture_planner.conformance.scene_batch import Row, SceneBatch
 from capture_planner.conformance.stage import Stage
@@ -44,7 +45,7 @@ def admits(stage: Stage, rows: Sequence[Row]) -> bool:
     limits, tokens = stage.plan.limits, sum(count for _, count, _ in rows)
     return (
         len(rows) <= min(limits.max_num_reqs, tokens)
-        and tokens <= limits.max_num_tokens
+        and tokens + len(rows) * stage.scene.extra_slots <= limits.max_num_tokens
         and all(live.computed + count <= stage.scene.shape.longest for live, count, _ in rows)
     )
 

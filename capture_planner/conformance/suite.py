@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from capture_planner.conformance.audit import AuditResult, audit
 from capture_planner.conformance.causes import with_causes
 from capture_planner.conformance.declaration_checks import check_declared
-from capture_planner.conformance.deployments import LARGEST_REQS
+from capture_planner.conformance.deployments import DRAFTERS, LARGEST_REQS
 from capture_planner.conformance.failure import Failure, Violation
 from capture_planner.conformance.features import FEATURES
 from capture_planner.conformance.machine import ConformanceMachine, Log, PlayResult, play
@@ -148,7 +148,7 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
     """
     features, refused = usable_features(subject, shapes[0], options.features)
     log.refuse({each.name: each.reason for each in refused})
-    attributes = {
+    attributes: dict[str, object] = {
         "subject": subject,
         "shapes": shapes,
         "drafts": options.drafts,
@@ -156,9 +156,12 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
         "features": features,
         "log": log,
     }
-    machine = type("Conformance", (ConformanceMachine,), attributes)
     try:
         for number, (scenes, steps) in enumerate(options.profile.runs()):
+            # The first value is drawn most often: of each run another one.
+            first = number % len(DRAFTERS)
+            attributes["drafters"] = DRAFTERS[first:] + DRAFTERS[:first]
+            machine = type("Conformance", (ConformanceMachine,), attributes)
             # Hypothesis only finds the case; ``minimize`` says why it does not shrink it.
             run_state_machine_as_test(
                 hypothesis.seed(f"{options.seed}/{number}")(machine),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.features import NAMES
 from capture_planner.conformance.machine import Log
 from capture_planner.modes import GraphMode, Role
@@ -11,7 +12,7 @@ from capture_planner.records.text import counted
 
 NEVER = (
     "latent attention (MLA)",
-    "KV caches in fp8 or NVFP4: the runner has none",
+    "KV caches in NVFP4, and scales of KV caches: the runner has none",
     "multimodal positions and embeddings as inputs",
     "more than one device: ranks are those of the plan, and one of them runs",
     "layers of several backends in one role",
@@ -22,7 +23,8 @@ NEVER = (
 def untried(log: Log, drafts: Sequence[int]) -> Iterator[str]:
     """Yield what was refused, what no scene had, what no batch reached, and what the suite never tries."""
     yield from (f"{name}: {reason}" for name, reason in log.refused.items())
-    absent = [name for name in NAMES.values() if not log.features[name] and name not in log.refused]
+    names = [*NAMES.values(), *(map(str, DraftScheme) if any(drafts) else ())]
+    absent = [name for name in names if not log.features[name] and name not in log.refused]
     yield from (f"{name}: no scene had it" for name in absent)
     for role in Role:
         if role is not Role.TARGET and not any(drafts):

@@ -45,8 +45,9 @@ class ModelCache:
     layers: Sequence[LayerCache]
     states: Sequence[StateCache]
     """The pool of each recurrent layer."""
-    shift: int
-    """Distance from a row's position to its token's position: 0 for a target, 1 for a drafter."""
+    shifts: tuple[int, ...]
+    """Distance from a row's position to its token's, by layer: 0 for a target, 1 for a drafter that reads its states,
+    and one more for each module."""
 
     def slots(self) -> Iterator[torch.Tensor]:
         """Yield views of the keys and values of each layer, ``[slots, kv_heads, dim]``."""
@@ -62,9 +63,18 @@ class ModelCache:
     def expected(self, ids: torch.Tensor, positions: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the contents of ``flat`` for tokens at positions, ``[T, kv_heads * dim]`` each."""
         _, keys, values = self.tables.split(ids, positions)
-        for layer in range(len(self.layers)):
-            yield keys[:, layer].flatten(1)
-            yield values[:, layer].flatten(1)
+        for layer, cache in enumerate(self.layers):
+            yield keys[:, layer].flatten(1).to(cache.keys.dtype)
+            yield values[:, layer].flatten(1).to(cache.values.dtype)
+
+    def of_request(self, tokens: np.ndarray, positions: np.ndarray) -> Iterator[torch.Tensor]:
+        """Yield the contents of ``flat`` for the positions of a request with ``tokens``."""
+        device = self.tables.by_token.device
+        at, found = torch.from_numpy(positions).to(device), {}
+        for shift in set(self.shifts):
+            found[shift] = list(self.expected(torch.from_numpy(tokens[positions + shift]).to(device), at))
+        for layer, shift in enumerate(self.shifts):
+            yield from found[shift][2 * layer : 2 * layer + 2]
 
 
 class World:
@@ -107,7 +117,9 @@ class World:
         shared: list[int] = []
         if other is not None:
             shared = other.pages[: min(other.computed, computed) // self.pages.page_size]
-            tokens[: len(shared) * self.pages.page_size + 1] = other.tokens[: len(shared) * self.pages.page_size + 1]
+            # A layer reads tokens behind its position; shared pages are of the same ones.
+            alike = len(shared) * self.pages.page_size + max(1, *(max(cache.shifts) for cache in self.caches))
+            tokens[:alike] = other.tokens[:alike]
         free = np.flatnonzero(self._owners == 0).tolist()
         wanted = self.pages.pages(self._longest) - len(shared)
         if not (self._places and self._pool_rows) or len(free) < wanted:
@@ -150,11 +162,8 @@ class World:
         positions = np.arange(live.computed)
         slots = self.slots(live, positions)
         for cache in self.caches:
-            device = cache.tables.by_token.device
-            ids, at, where = (
-                torch.from_numpy(array).to(device) for array in (live.tokens[positions + cache.shift], positions, slots)
-            )
-            for tensor, expected in zip(cache.slots(), cache.expected(ids, at), strict=True):
+            where = torch.from_numpy(slots).to(cache.tables.by_token.device)
+            for tensor, expected in zip(cache.slots(), cache.of_request(live.tokens, positions), strict=True):
                 tensor[where] = expected.view(-1, *tensor.shape[1:])
         self.rewind(live)
 

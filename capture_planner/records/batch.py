@@ -24,8 +24,9 @@ class Batch:
     """One step's batch of one role. All counts are real, without padding.
 
     ``query_len`` is the number of tokens that *every* request has, or None where they differ. ``past_prompt``: no
-    request has prompt tokens left. ``active_loras`` counts the distinct adapters in the batch; rows without one count
-    as one more if any row has one (as in vLLM, so up to ``max_active + 1``).
+    request has prompt tokens left. ``active_loras`` counts the distinct adapters in the batch; the runner counts rows
+    without one as one more if any row has one, since kernels have a slot for them (up to ``max_active + 1``). vLLM 0.33
+    captures a case for that, and dispatches by the adapters alone (``get_num_active_loras_for_dispatch``).
     """
 
     role: Role

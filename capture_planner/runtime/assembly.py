@@ -11,7 +11,7 @@ from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records.backend import Attention
-from capture_planner.records.model import DataType, Method
+from capture_planner.records.model import DataType, Method, Model
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
 from capture_planner.runtime.eager_check.check import EagerCheck
 from capture_planner.runtime.eager_check.record import ComparisonLog
@@ -37,6 +37,12 @@ DTYPES = (DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT6
 
 Windows = tuple[int | None, ...]
 """The sliding window of each layer of a model, in tokens; None: full attention."""
+
+
+def kv_dtype_of(model: Model) -> torch.dtype:
+    """Return the torch dtype of a model's KV cache: of FP8 E4M3, without scales; raises ``RunError`` for others."""
+    kind = model.kv_dtype or model.dtype
+    return torch.float8_e4m3fn if kind is DataType.FP8 and model.dtype is not kind else dtype_of(kind)
 
 
 def dtype_of(kind: DataType) -> torch.dtype:
@@ -210,7 +216,7 @@ def reserve_all(
 
     Each layer has a cache, of the target and (key True) of the drafter, whose roles share it.
     """
-    dtype = dtype_of(plan.model.kv_dtype or plan.model.dtype)
+    dtype = kv_dtype_of(plan.model)
     caches: dict[bool, dict[int, LayerCache]] = {is_drafter: {} for is_drafter in windows}
     reserved: dict[Role, list[GroupRun]] = {role.role: [] for role in plan.roles}
     try:

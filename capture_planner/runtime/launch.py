@@ -19,7 +19,7 @@ from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
-from capture_planner.runtime.assembly import dtype_of
+from capture_planner.runtime.assembly import dtype_of, kv_dtype_of
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
@@ -260,7 +260,7 @@ def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
     for role, count in layers.items():
         each = Attention.of(plan, role, layers=1, window=None)
         widths += count * each.num_kv_heads * each.head_dim
-    return 2 * widths * page_size * dtype_of(plan.model.kv_dtype or plan.model.dtype).itemsize
+    return 2 * widths * page_size * kv_dtype_of(plan.model).itemsize
 
 
 @attrs.frozen
@@ -328,7 +328,7 @@ class _Run:
                 keeper,
                 sums=sums,
                 device=host.device_of(self.plan.environment),
-                kv_dtype=dtype_of(model.kv_dtype or model.dtype),
+                kv_dtype=kv_dtype_of(model),
                 progress=advance,
             )
 

@@ -67,7 +67,7 @@ def test_support_by_versions_of_triton_and_torch(machine, layers, packages, leve
         ({"dtype": DataType.FLOAT32, "kv_dtype": DataType.FLOAT32}, ALWAYS, ""),
         ({"dtype": DataType.FLOAT64, "kv_dtype": DataType.FLOAT64}, NEVER, "activations in float64"),
         ({"dtype": DataType.FLOAT16}, NEVER, "a bfloat16 KV cache under float16"),
-        ({"kv_dtype": DataType.FP8}, NEVER, "fp8 KV cache"),
+        ({"kv_dtype": DataType.FP8}, ALWAYS, ""),
         ({"kv_dtype": DataType.NVFP4}, NEVER, "nvfp4 KV cache"),
         ({"latent": Latent(kv_lora_rank=512, rope_head_dim=64)}, NEVER, "latent attention"),
         ({"decode_context": 2}, NEVER, "2 decode-context ranks"),
@@ -82,6 +82,14 @@ def test_support_by_heads_and_cache(machine, layers, changes, level, says):
     if level is NEVER:
         entry = Entry(mode=GraphMode.FULL, num_tokens=1, num_reqs=1, query_len=1)
         assert BACKEND.workspace(Role.TARGET, *where, [entry], LIMITS).device == 0
+
+
+def test_fp8_cache_needs_a_device_that_converts_it(machine, layers):
+    """SM89 and newer."""
+    model = layers(kv_dtype=DataType.FP8)
+    levels = {sm: BACKEND.support(Role.TARGET, model, machine(sm)) for sm in ("8.0", "8.6", "8.9", "9.0")}
+    assert [each.level for each in levels.values()] == [NEVER, NEVER, ALWAYS, ALWAYS]
+    assert "SM89" in levels["8.6"].reason
 
 
 @pytest.mark.parametrize("role", Role)

@@ -177,6 +177,24 @@ def test_number_of_splits_does_not_change_the_result(interpreted, case, parts):
     attention_cases.assert_close(case, split(parts), split(1))
 
 
+@FEWER
+@given(cases(), CUTS)
+def test_fp8_cache_is_its_values(interpreted, case, cut):
+    """Keys and values in FP8 E4M3 give what the same numbers give in the activations' type, bit for bit."""
+    rig, eight_bit = Rig(interpreted, case, cut), torch.float8_e4m3fn
+
+    def run(dtype, kind):
+        caches = {
+            layer: LayerCache(keys=cache.keys.to(eight_bit).to(dtype), values=cache.values.to(eight_bit).to(dtype))
+            for layer, cache in rig.caches.items()
+        }
+        attention = attrs.evolve(case.attention, kv_dtype=kind)
+        rig.reservation = attrs.evolve(rig.reservation, caches=caches, attention=attention)
+        return rig.run(rig.padded)
+
+    assert torch.equal(run(eight_bit, DataType.FP8), run(case.dtype, case.attention.kv_dtype))
+
+
 def test_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
     """Down to PTX, within the 99 KiB of shared memory that every supported device has."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -202,17 +220,37 @@ def test_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
         )
         assert "cp.async" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= 99 << 10
+    eight_bit = build(
+        compiled.attend,
+        90,
+        cut,
+        kinds={"keys": "*fp8e4nv", "values": "*fp8e4nv"},
+        group=2,
+        head_dim=128,
+        width=cut.width,
+        page_size=16,
+        rows=cut.rows,
+        queries=cut.queries,
+        tile=cut.keys,
+        window=None,
+        causal=True,
+        softcapped=False,
+        uniform=False,
+        split=False,
+    )
+    assert "e4m3x2" in eight_bit.asm["ptx"]
     assert "st.global" in build(compiled.merge, 80, cut, head_dim=128, width=128, most=8).asm["ptx"]
 
 
-def build(kernel, capability, cut, **constants):
-    """Compile a kernel with bfloat16 activations whose rows are contiguous."""
+def build(kernel, capability, cut, kinds=(), **constants):
+    """Compile a kernel with bfloat16 activations whose rows are contiguous; ``kinds`` are of other parameters."""
+    other = dict(kinds)
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_dim") and name != "head_dim"}
     kinds = dict.fromkeys(("query", "keys", "values", "out"), "*bf16")
     kinds |= dict.fromkeys(("partial", "sums", "sinks"), "*fp32")
     kinds |= dict.fromkeys(("starts", "lengths", "table"), "*i32")
     kinds |= dict.fromkeys(("scale", "softcap"), "fp32")
-    kinds |= dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(constants, "constexpr") | other
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -230,7 +268,8 @@ def build(kernel, capability, cut, **constants):
     ("changes", "says"),
     [
         ({"attention": {"latent": Latent(kv_lora_rank=512, rope_head_dim=64)}}, "latent attention"),
-        ({"attention": {"kv_dtype": DataType.FP8}}, "fp8 KV cache"),
+        ({"attention": {"kv_dtype": DataType.FP8}}, r"torch.float32 .*, expected torch.float8_e4m3fn"),
+        ({"attention": {"kv_dtype": DataType.NVFP4}}, "nvfp4 KV cache"),
         ({"attention": {"num_kv_heads": 2}}, r"\[3, 16, 1, 8\], expected torch.float32 \[num_pages, 16, 2, 8\]"),
         ({"page_size": 8}, r"expected torch.float32 \[num_pages, 8, 1, 8\]"),
         ({"workspace": torch.zeros(287, dtype=torch.uint8)}, "needs a workspace of 288 bytes, and it has 287"),

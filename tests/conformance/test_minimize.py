@@ -29,6 +29,7 @@ from capture_planner.conformance import (
     under_test,
     with_causes,
 )
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.minimize import PLAYS, minimize
 from capture_planner.conformance.scene import Arrive, Depart, Move, Reload, RunBatch, Serve
 from capture_planner.conformance.shapes import SMALL
@@ -132,7 +133,9 @@ def test_what_is_left_fails_and_nothing_can_be_left_out(name: str, case: Case) -
     assert not any(map(law, without_a_step(small)))
     scene = small.scene
     assert (scene.shape, scene.layers, scene.seed) == (SMALL[0], 1, 0)
-    assert not any((scene.ahead, scene.per_role, scene.eagle3, scene.schedule, scene.size_tokens))
+    assert not any(
+        (scene.ahead, scene.per_role, scene.drafter is not DraftScheme.EAGLE, scene.schedule, scene.size_tokens)
+    )
     assert scene.drafts == (1 if "drafter" in name else 0)
     assert scene.num_tokens == (5 if name == "tokens" else 1 + scene.drafts)
     for each in tried:

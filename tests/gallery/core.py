@@ -60,6 +60,7 @@ class Mutant:
 
 
 LATE = {
+    "buffer-of-the-targets-rows",
     "cleared-by-the-second-graph",
     "constants-of-the-first-capture",
     "eager-steps-not-counted",
@@ -78,6 +79,7 @@ LATE = {
     "prompt-taken-for-a-decode",
     "queries-scaled-together",
     "query-starts-fall-back",
+    "requests-by-the-targets-query",
     "ring-wraps",
     "scale-of-the-head-dimension",
     "scoring-of-first-layer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gallery.core import Mutant
 from gallery.coupled_rows import COUPLED_RUNNERS
+from gallery.drafting import DRAFTING_RUNNERS
 from gallery.recurrent_states import RECURRENT_MUTANTS
 from gallery.runner_classification import CLASSIFICATION_MUTANTS
 from gallery.runner_dispatch import DISPATCH_MUTANTS
@@ -19,4 +20,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + STATE_MUTANTS
     + RECURRENT_MUTANTS
     + COUPLED_RUNNERS
+    + DRAFTING_RUNNERS
 )

@@ -9,6 +9,7 @@ from capture_planner import conformance
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.conformance import Case, Check, Scene, Shape
 from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.scene import Arrive, Reload, RunBatch, Step
 from capture_planner.modes import GraphMode
 from capture_planner.records.backend import Backend
@@ -57,6 +58,7 @@ def test_each_mutant_is_caught(mutant: Mutant) -> None:
 
 
 LONG = conformance.Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=2, longest=140)
+DRAFTED = RunBatch(rows=((0, 3, 0), (1, 3, 0)))
 ONE, TWO = RunBatch(rows=((0, 1, 0),)), RunBatch(rows=((0, 1, 0), (1, 1, 0)))
 
 
@@ -97,6 +99,9 @@ CASES = {
     "softcap-not-captured": case(ONE, softcap=True),
     "sinks-copied-at-capture": case(Reload(seed=9), ONE, sinks=True),
     "scale-of-the-head-dimension": case(ONE, sharp=True),
+    # Two decodes of two drafts, of four rows each in the draft prefill.
+    "requests-by-the-targets-query": case(DRAFTED, requests=2, drafts=2, drafter=DraftScheme.DRAFT_MODEL),
+    "buffer-of-the-targets-rows": case(DRAFTED, requests=2, drafts=2, drafter=DraftScheme.PARALLEL),
 }
 """What large, long and rarely drawn scenes show: the smallest case of it."""
 

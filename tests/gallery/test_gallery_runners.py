@@ -21,6 +21,7 @@ from capture_planner.conformance import (
     under_test,
 )
 from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
 from capture_planner.modes import GraphMode
 from gallery import patching
@@ -101,6 +102,9 @@ CASES = {
     "state-rows-of-the-last-batch": case(
         Serve(requests=((3, 2, 0), (3, 6, 0), (3, 4, 0))), requests=0, num_reqs=2, size_reqs=(2,), recurrent=True
     ),
+    # One decode of two drafts, by modules and by a drafter of two layers.
+    "modules-from-the-targets-states": case(RunBatch(rows=((0, 3, 0),)), drafts=2, drafter=DraftScheme.MODULES),
+    "fields-moved-on-by-each-layer": case(RunBatch(rows=((0, 3, 0),)), drafts=2, drafter=DraftScheme.LAYERS),
     # One request in a graph for three.
     "padding-in-the-scale": case(ONE, coupled=True),
     "padding-in-the-load": case(ONE, coupled=True),
@@ -108,6 +112,8 @@ CASES = {
 """What random scenes come to late, or what a few steps show: the smallest case of it."""
 
 CHECKS = {
+    "modules-from-the-targets-states": Check.EAGER,
+    "fields-moved-on-by-each-layer": Check.UNTOUCHED,
     "outputs-made-anew": Check.BORN,
     "draft-decode-piecewise": Check.BOUNDED,
     "drafts-past-the-model": Check.BOUNDED,

@@ -237,12 +237,12 @@ def test_a_reservation_has_buffers_at_full_capacity():
         assert reservation.limits == made.limits
 
 
-@pytest.mark.parametrize("kv_dtype", [None, DataType.FLOAT32, DataType.BFLOAT16])
+@pytest.mark.parametrize("kv_dtype", [None, DataType.FLOAT32, DataType.BFLOAT16, DataType.FP8])
 def test_bytes_add_up(kv_dtype):
     """The cache: pages of every layer; buffers: each tensor that is no cache, once."""
     backend = WatchedReference(device=1000)
     _, parts = put_together(replace(SPEC, model=replace(MODEL, kv_dtype=kv_dtype)), backend)
-    width = {None: 8, DataType.FLOAT32: 4, DataType.BFLOAT16: 2}[kv_dtype]
+    width = {None: 8, DataType.FLOAT32: 4, DataType.BFLOAT16: 2, DataType.FP8: 1}[kv_dtype]
     layers = MODEL.num_layers + SPEC.speculative.model.num_layers
     row = MODEL.num_kv_heads * MODEL.head_dim * width
     assert parts.kv_cache == 2 * layers * PAGES.num_pages * PAGES.page_size * row

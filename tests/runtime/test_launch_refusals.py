@@ -52,7 +52,7 @@ REFUSED_PLANS = {
     "tensor": ({"spec": replace(SPEC, parallel=Parallel(tensor=2))}, "parallel.tensor is 2"),
     "decode context": ({"spec": replace(SPEC, parallel=Parallel(decode_context=2))}, "parallel.decode_context is 2"),
     "fp8": ({"spec": changed_model(dtype=DataType.FP8)}, "in fp8; the runner computes in"),
-    "fp8 cache": ({"spec": changed_model(kv_dtype=DataType.FP8)}, "in fp8; the runner computes in"),
+    "nvfp4 cache": ({"spec": changed_model(kv_dtype=DataType.NVFP4)}, "in nvfp4; the runner computes in"),
 }
 REFUSED = {
     "no requests": ({"workload": lambda vocab_size: ()}, "there are no requests to serve"),

@@ -99,8 +99,6 @@ def varlen_attention(
     and requests for which a kernel that swizzles heads finds no heads in the schedule.
     """
     assert causal
-    assert not softcap
-    assert s_aux is None
     starts, lengths, group = cu_seqlens_q.tolist(), seqused_k.tolist(), q.shape[1] // k.shape[2]
     window = window_size[0] if window_size and window_size[0] >= 0 else None
     swizzled = swizzles(max_seqlen_q, max_seqlen_k, q.shape[2], causal, window_size)
@@ -122,5 +120,10 @@ def varlen_attention(
         position = torch.arange(lengths[row] - (last - first), lengths[row])[:tokens, None]
         distance = position - torch.arange(length)
         hidden = distance < 0 if window is None else (distance < 0) | (distance > window)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if s_aux is not None:  # a logit of each head that has no value
+            scores = torch.cat([scores, s_aux.double()[:, None, None].expand(-1, len(position), 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         out[first : first + tokens] = (weights @ values).transpose(0, 1).to(out.dtype)

@@ -108,8 +108,11 @@ class Updates:
 
         Padded tokens all name the null slot; which of them stays there does not matter.
         """
-        cache.keys.flatten(0, 1).index_copy_(0, slots, keys)
-        cache.values.flatten(0, 1).index_copy_(0, slots, values)
+        for held, new in ((cache.keys, keys), (cache.values, values)):
+            new = new.to(held.dtype)
+            if held.itemsize == 1:  # no operator copies rows of eight-bit floats
+                held, new = held.view(torch.uint8), new.view(torch.uint8)
+            held.flatten(0, 1).index_copy_(0, slots, new)
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """Return ``int64[T]``: the ids, and where one is negative the answer ``-1 - id`` of ``answers``."""

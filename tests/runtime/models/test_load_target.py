@@ -81,6 +81,10 @@ REFUSED = {
     "dynamic rope reads": lambda: transformers.LlamaConfig(**BASE, rope_parameters=DYNAMIC),
     "longrope chooses": lambda: transformers.LlamaConfig(**BASE, rope_parameters=LONG),
     "layers of type linear_attention": lambda: transformers.Qwen3NextConfig(**BASE),
+    "layers of type linear_attention, whose state transformers keeps": lambda: transformers.JambaConfig(
+        **{name: value for name, value in BASE.items() if name != "head_dim"}
+    ),
+    "layers of type hybrid": lambda: transformers.FalconH1Config(**BASE),
     "layers of type chunked_attention": lambda: transformers.Llama4TextConfig(**BASE),
     "KV cache of another layer": lambda: transformers.Gemma3nTextConfig(**BASE),
     "keys of width 12 and values of width 6": lambda: transformers.DeepseekV3Config(

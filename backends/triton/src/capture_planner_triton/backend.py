@@ -9,6 +9,7 @@ from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
 from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import DeviceKind, Environment
+from capture_planner.records.model import DataType
 from capture_planner.records.spec import Limits
 from capture_planner_triton.geometry import entry_geometry, entry_partial_bytes, refusal
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 MIN_VERSION = (3, 6)
 """The oldest Triton that the kernel is tested on."""
+
+FP8_SM = (8, 9)
+"""The oldest device that converts FP8 E4M3."""
 
 MIN_TORCH = (2, 11)
 """The oldest torch whose CUDA builds depend on such a Triton."""
@@ -30,10 +34,10 @@ class Triton:
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
         """ALWAYS on SM80 and newer, for ordinary heads in bfloat16, float16 or float32; else NEVER.
 
-        Older devices have no bfloat16 tensor cores and no asynchronous copies to shared memory. Triton's
-        interpreter for CPUs is for tests.
+        Older devices have no bfloat16 tensor cores and no asynchronous copies to shared memory; SM89 and newer take an
+        FP8 KV cache, without scales. Triton's interpreter for CPUs is for tests.
         """
-        refused = _missing(environment) or refusal(model)
+        refused = _missing(environment, model) or refusal(model)
         if refused is not None:
             return Support(level=GraphSupport.NEVER, reason=f"Triton on {_device(environment)}: {refused}.")
         return Support(
@@ -58,7 +62,7 @@ class Triton:
         Eager and piecewise steps split into as many parts as that memory holds.
         """
         graphs = [entry for entry in entries if entry.mode is GraphMode.FULL]
-        if _missing(environment) or refusal(model) or not graphs:
+        if _missing(environment, model) or refusal(model) or not graphs:
             return Workspace(formula="0: there is no full graph")
         # Ties go to the larger number of splits, then tokens, so that the formula is deterministic.
         size, splits, tokens = max(
@@ -88,13 +92,15 @@ class Triton:
         return TritonExecutor(reservation)
 
 
-def _missing(environment: Environment) -> str | None:
+def _missing(environment: Environment, model: Attention) -> str | None:
     """Return the requirement that the machine does not meet, or None."""
     device = environment.device
     if device.kind is not DeviceKind.CUDA:
         return "Triton compiles for GPUs, and its interpreter is for tests; use the reference backend"
     if device.sm < (8, 0):
         return "the kernel needs SM80 or newer"
+    if model.kv_dtype is DataType.FP8 and device.sm < FP8_SM:
+        return "an fp8 KV cache needs SM89 or newer"
     triton, torch = environment.package("triton"), environment.package("torch")
     if triton is not None:
         return None if triton >= MIN_VERSION else "the kernel needs Triton 3.6 or newer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from capture_planner.errors import BackendError, RunError
+from capture_planner.records.model import DataType
 from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_triton.geometry import Geometry, entry_partial_bytes, geometry, partial_bytes, refusal
 from capture_planner_triton.kernels import attend, is_interpreted, merge
@@ -133,7 +134,7 @@ class TritonExecutor:
 
     def _check(self, layer: int, query: torch.Tensor, out: torch.Tensor, metadata: Metadata) -> None:
         """Raise ``RunError`` where the kernel would read or write beyond the end of a tensor."""
-        model, dtype = self._attention, self._caches[layer].keys.dtype
+        model, dtype = self._attention, getattr(torch, self._attention.dtype.value)
         expected = (metadata.num_tokens, model.num_heads, model.head_dim)
         for name, tensor in (("query", query), ("out", out)):
             if tensor.shape != expected or tensor.dtype is not dtype:
@@ -160,7 +161,7 @@ class TritonExecutor:
                     f"{reservation.workspace.numel()}; reserve the size that workspace() returns"
                 )
         expected = (self._page_size, model.num_kv_heads, model.head_dim)
-        dtype = getattr(torch, model.kv_dtype.value)
+        dtype = torch.float8_e4m3fn if model.kv_dtype is DataType.FP8 else getattr(torch, model.kv_dtype.value)
         for layer, cache in self._caches.items():
             for kind, tensor in (("keys", cache.keys), ("values", cache.values)):
                 if tensor.ndim != 4 or tensor.shape[1:] != expected or tensor.dtype is not dtype:

@@ -59,10 +59,10 @@ def refusal(model: Attention) -> str | None:
         return f"{model.decode_context} decode-context ranks need the log-sum-exp, which attend does not return"
     if model.dtype not in ITEMSIZE:
         return f"activations in {model.dtype.value}; the kernel takes bfloat16, float16 and float32"
-    if model.kv_dtype is not model.dtype:
+    if model.kv_dtype not in (model.dtype, DataType.FP8):
         return (
-            f"a {model.kv_dtype.value} KV cache under {model.dtype.value} activations; the kernel scales "
-            "and converts nothing"
+            f"a {model.kv_dtype.value} KV cache under {model.dtype.value} activations; the kernel converts keys and "
+            "values from fp8 alone"
         )
     if model.head_dim > MAX_HEAD_DIM:
         return f"head dimension {model.head_dim} is more than {MAX_HEAD_DIM}, the widest tile of keys"

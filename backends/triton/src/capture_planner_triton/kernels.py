@@ -174,9 +174,9 @@ def attend(
         slot = (key % page_size).to(tl.int64)
         read = in_range[:, None] & in_head[None, :]
         at_key = page * keys_page + slot * keys_slot + kv_head.to(tl.int64) * keys_head
-        k = tl.load(keys + at_key[:, None] + far_dim[None, :] * keys_dim, mask=read, other=0.0)
+        k = tl.load(keys + at_key[:, None] + far_dim[None, :] * keys_dim, mask=read, other=0.0).to(q.dtype)
         at_value = page * values_page + slot * values_slot + kv_head.to(tl.int64) * values_head
-        v = tl.load(values + at_value[:, None] + far_dim[None, :] * values_dim, mask=read, other=0.0)
+        v = tl.load(values + at_value[:, None] + far_dim[None, :] * values_dim, mask=read, other=0.0).to(q.dtype)
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if softcapped:

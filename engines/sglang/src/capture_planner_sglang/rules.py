@@ -49,10 +49,10 @@ def check_followed(r: Startup) -> None:
         if given == other:
             says = f"SGLang's {other} changes which graphs there are, and is not emulated"
             raise unfollowed(flag, says, "give another, or leave it out")
-    longest = r.model.context
+    longest = None if args.longer_context else r.model.context
     if args.context_length is not None and longest is not None and args.context_length > longest:
         says = f"SGLang stops at a length over the model's own {longest} tokens"
-        raise refusal("--context-length", says, "give less, or change the model's config.json")
+        raise refusal("--context-length", says, "give less, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1")
     _check_model(r)
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:

@@ -30,6 +30,11 @@ class VllmExecutor:
         Raises ``BackendError`` with vLLM's reason where it refuses the group, and for a cache in another layout.
         """
         self._role, self._attention = reservation.role, reservation.attention
+        if self._attention.kv_dtype is not self._attention.dtype:
+            raise BackendError(
+                f"vLLM's {engine}, {reservation.role.value}: a KV cache of {self._attention.kv_dtype.value} needs "
+                "vLLM's scales, which the runner does not write; leave kv_dtype out"
+            )
         self._zeroes, self._frozen = zeroes, frozen
         self._caches = {}
         for layer, cache in reservation.caches.items():
