@@ -24,6 +24,7 @@ from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.profile import profile
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
+from capture_planner.cli.spec import spec
 from capture_planner.cli.traffic import traffic
 from capture_planner.cli.tune import tune
 from capture_planner.codec import dumps_json
@@ -82,7 +83,7 @@ def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
 
 FILES = [files.plan, files.show, files.explain, files.check, files.diff, files.backends, files.schema]
 MEASURING = [traffic, profile, tune]
-OTHERS = [init, ranks, engine, compare, export, launch, run, bench, conformance, environment, new_backend]
+OTHERS = [init, ranks, engine, spec, compare, export, launch, run, bench, conformance, environment, new_backend]
 
 
 @click.group(commands=[*FILES, *MEASURING, *OTHERS], context_settings={"help_option_names": ["-h", "--help"]})

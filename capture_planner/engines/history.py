@@ -95,7 +95,7 @@ class History:
         """Return what is known of a line of an older release: what differs by default, as far as graphs go."""
         number = release_of(release)
         differs = [says for since, before, says in self.defaults if release_of(since) <= number < release_of(before)]
-        return f"{subject}, where by default {'; '.join(differs)}" if differs else subject
+        return f"{subject}; by default {release} differs: {', '.join(differs)}" if differs else subject
 
     def release_of_image(self, image: str | None) -> str | None:
         """Return the release that an image's tag names."""

@@ -268,4 +268,6 @@ def test_a_flag_of_an_older_release_keeps_its_meaning(engine, words, remedies):
 def test_the_age_of_a_line_says_what_that_release_does_otherwise():
     """The oldest of its flags decides."""
     *_, age = problems("vllm", "m", "--cuda-graph-sizes", "8", "--use-v2-block-manager")
-    assert age.message.startswith("the line is for release 0.9.2 or older, where by default the mode is PIECEWISE")
+    assert age.message.startswith(
+        "the line is for release 0.9.2 or older; by default 0.9.2 differs: the mode is PIECEWISE"
+    )

@@ -65,6 +65,20 @@ def test_programs_stand_with_folders_and_versions(program):
 
 
 SERVICES = {
+    "arrays": """
+ARGS=(
+  --model Qwen/Qwen3-8B  # the model
+)
+ARGS+=(--max-num-seqs "$SEQS")
+export VLLM_USE_V2_MODEL_RUNNER=0
+SEQS=16
+vllm serve "${ARGS[@]}"
+""",
+    "split": """
+OPTIONS="--max-num-seqs 16"
+$ VLLM_USE_V2_MODEL_RUNNER=0 vllm serve --model Qwen/Qwen3-8B \\
+> $OPTIONS
+""",
     "compose": """
 services:
   db: {image: postgres}
@@ -193,6 +207,25 @@ def test_the_age_of_an_image_is_an_assumption(engine, image, says):
 def subsets(items):
     """Return every choice of items, in every order."""
     return [each for count in range(len(items) + 1) for each in itertools.permutations(items, count)]
+
+
+LONGER = [
+    ("vllm", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "vllm serve Qwen/Qwen3-8B --max-model-len 100000"),
+    (
+        "sglang",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+        "sglang serve --model Qwen/Qwen3-8B --context-length 100000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "variable", "line"), LONGER)
+def test_a_length_beyond_the_models_needs_its_variable(engine, variable, line):
+    """As the engine does: it stops, and names the variable that lets it go on."""
+    with pytest.raises(FlagError):
+        emulate(engine, [f"{variable}=0 {line}"], H100)
+    settings = {each.name: each.value for each in emulate(engine, [f"{variable}=1 {line}"], H100).settings}
+    assert 100000 in settings.values()
 
 
 @given(st.text(max_size=60))

@@ -98,7 +98,7 @@ def _age(engine: Engine, image: str | None) -> Iterator[str]:
     if release is None:
         return
     theirs = release_of(release)
-    subject = f"the image {image} runs {engine.name} {release}, and this is what {engine.version} does with the line"
+    subject = f"the image {image} runs {engine.name} {release}, and {engine.version} is what is emulated"
     if theirs > ours:
         yield f"{subject}; what differs is not known"
     elif theirs < ours[: len(theirs)]:

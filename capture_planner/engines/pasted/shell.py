@@ -28,7 +28,9 @@ _TOKEN = re.compile(
     rf"|(?P<word>(?:{_PART.pattern})+)",
     re.DOTALL,
 )
+_ARRAY = re.compile(r"^[ \t]*(?:declare -a |local |readonly )?(\w+)(\+?)=\(([^()]*)\)", re.MULTILINE)
 _PROMPT = re.compile(r"[ \t]*(?:```\w*|\$|\u276f|%)(?:[ \t]+|$)")
+_OPEN_PROMPT = re.compile(r"^[ \t]*>[ \t]+")
 _FLAG = re.compile(r"[ \t]*--?[A-Za-z]")
 
 COMMENT = "a comment between the lines of the command is left out; a shell ends the command there"
@@ -59,12 +61,12 @@ class ShellText:
 def read_shell(text: str) -> ShellText:
     """Return the commands of a text; raises ``FlagError`` for a quote that nothing closes."""
     plain = text.replace("\r\n", "\n").replace("\u00a0", " ")
-    joined, assumptions = _joined(_HEREDOC.sub(r"\3", plain))
+    joined, assumptions = _joined(_without_arrays(_HEREDOC.sub(r"\3", plain)))
     commands: list[ShellCommand] = []
     known: dict[str, str] = {}
     exported: dict[str, str] = {}
     for tokens in _commands(joined):
-        words = [_unquoted(token, known) for token in tokens]
+        words = [word for token in tokens for word in _expanded(token, known)]
         count = next((at for at, word in enumerate(words) if not ASSIGNMENT.fullmatch(word)), len(words))
         own = dict(word.split("=", 1) for word in words[:count])
         rest = words[count:]
@@ -90,7 +92,7 @@ def _joined(text: str) -> tuple[str, list[str]]:
     joined, is_open = "", False
     assumptions: list[str] = []
     for line in text.split("\n"):
-        plain = _PROMPT.sub("", line, count=1).rstrip()
+        plain = (_OPEN_PROMPT if is_open else _PROMPT).sub("", line, count=1).rstrip()
         if plain.lstrip().startswith("#"):
             assumptions += [COMMENT] if is_open else []
             continue
@@ -127,6 +129,27 @@ def _commands(text: str) -> Iterator[list[str]]:
             drops = False
     if words:
         yield words
+
+
+def _without_arrays(text: str) -> str:
+    """Put the words of each array in where all of it is named: ``"${args[@]}"``."""
+    arrays: dict[str, str] = {}
+    for match in _ARRAY.finditer(text):
+        lines = (re.sub(r"(?:^|\s)#.*", "", line) for line in match[3].split("\n"))
+        before = arrays.get(match[1], "") if match[2] else ""
+        arrays[match[1]] = " ".join([before, *map(str.strip, lines)])
+    text = _ARRAY.sub("", text)
+    for name, words in arrays.items():
+        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', lambda _, words=words: words, text)  # type: ignore[misc]
+    return text
+
+
+def _expanded(token: str, known: Mapping[str, str]) -> list[str]:
+    """Return the words of one: several where it is a variable without quotes that has several."""
+    match = VARIABLE.fullmatch(token)
+    if match is not None and (match[1] or match[2]) in known:
+        return known[match[1] or match[2]].split()
+    return [_unquoted(token, known)]
 
 
 def _unquoted(token: str, known: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import attrs
 
 from capture_planner.engines.history import History
+from capture_planner.engines.launch import leading_variables
 from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
 from capture_planner.engines.yaml_files import read_flags, split_config
 from capture_planner.errors import NotEmulated, Problem
@@ -34,7 +35,10 @@ from capture_planner_sglang.resolution import Phase
 TABLE = json.loads((resources.files(__package__) / "flags.json").read_text(encoding="utf-8"))
 """Every flag of the release, as in the module's docstring."""
 
-FLAGS: dict[str, str] = {
+VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1: --context-length may exceed what the model states"}
+"""Variables of the environment that the rules read, with their help."""
+
+FLAGS: dict[str, str] = VARIABLES | {
     name: row["help"] if name == row["names"][0] else f"as {row['names'][0]}"
     for row in TABLE["read"]
     for name in row["names"]
@@ -167,10 +171,13 @@ def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
 
 def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """Parse as ``parse``, with flags that are not emulated too: their names begin with ``not_emulated:``."""
-    rest, path = split_config(command, "SGLang")
+    count = leading_variables(command)
+    variables = dict(word.split("=", 1) for word in command[:count])
+    rest, path = split_config(command[count:], "SGLang")
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
     PARSER.refuse_gone([*from_file, *rest])
     args = PARSER.parse_args([*from_file, *rest])
+    args.longer_context = any(variables.get(name, "").lower() in ("1", "true", "yes", "y") for name in VARIABLES)
     sources = {name_of(word): "file" for word in from_file if word.startswith("--")}
     sources |= {name_of(word): "flag" for word in rest if word.startswith("--")}
     return args, sources

@@ -110,13 +110,18 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
         return own, ()
     uniform = [entry for entry in target.entries if entry.query_len is not None]
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
+    mixed = sorted({entry.num_tokens for entry in target.entries if entry.query_len is None} & set(own))
+    decodes = {(entry.num_tokens, entry.query_len) for entry in uniform}
+    # Of each size vLLM captures a decode of 1 + K, rounded up: those of the other graphs may be all that it takes.
+    others = mixed or sorted({*own, *(entry.num_tokens for entry in _draft_decodes(plan))})
+    if len(widths) == 1 and set(full_graphs(others, widths, plan.limits.max_num_reqs)) == decodes:
+        return tuple(others), ()
     if not uniform or len(widths) < 2 or plan.parallel.data > 1:
         return own, _rounded(own, target)
     covered = _within(decode_families(Role.TARGET, plan), uniform)
     hidden, _ = examine(covered, nearest(own, widths, plan.limits.max_num_reqs))
     if not hidden:
         return own, _rounded(own, target)
-    mixed = [entry.num_tokens for entry in target.entries if entry.query_len is None]
     replacement = _replacement(plan, covered, widths, own, mixed)
     message = (
         f"with the plan's own {len(own)} sizes, {len(hidden)} decode batch sizes would miss their graph, hidden "
@@ -147,10 +152,10 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
     A draft decode has one token per request; sizes above max_num_seqs are captured for wider decodes only.
     """
     most, families = plan.limits.max_num_reqs, decode_families(Role.DRAFT_DECODE, plan)
-    drafts = any(each.role is Role.DRAFT_DECODE and each.entries for each in plan.roles)
-    if not drafts or not sizes or not families:
+    captured = [entry.num_reqs or 0 for entry in _draft_decodes(plan)]
+    if not captured or not sizes or not families:
         return sizes
-    widest = max(family.requests.intervals[-1][1] for family in families)
+    widest = min(max(captured), max(family.requests.intervals[-1][1] for family in families))
     if any(widest <= size <= most for size in sizes):
         return sizes
     more = tuple(sorted({*sizes, widest}))
@@ -159,6 +164,10 @@ def _with_drafts(plan: Plan, sizes: tuple[int, ...]) -> tuple[int, ...]:
         examine(decode_families(Role.TARGET, plan), nearest(some, widths, most))[0] for some in (sizes, more)
     )
     return more if set(after) <= set(before) else sizes
+
+
+def _draft_decodes(plan: Plan) -> list[Entry]:
+    return [entry for each in plan.roles if each.role is Role.DRAFT_DECODE for entry in each.entries]
 
 
 def _replacement(
