@@ -111,7 +111,7 @@ def _order(batch: Batch) -> tuple[int, ...]:
 
 
 def _batch(line: TrafficCount, families: tuple[DecodeFamily, ...], typical: int) -> Batch | None:
-    """Return the batch that a line is about, or None where neither tokens nor requests are known."""
+    """Return the batch that a line is about, or None where its tokens are not known, nor a decode that it is."""
     requests, tokens, query_len = line.num_reqs, line.num_tokens, line.query_len
     if line.past_prompt is not False:
         for family in families:
@@ -122,14 +122,12 @@ def _batch(line: TrafficCount, families: tuple[DecodeFamily, ...], typical: int)
             if number in family.requests and tokens in (None, number * each):
                 return Batch.decode(Role.TARGET, number, each)
     if tokens is None:
-        if requests is None or query_len is None:
-            return None
-        tokens = requests * query_len
+        return None
     return Batch(
         role=Role.TARGET,
         num_reqs=min(requests or typical, tokens),
         num_tokens=tokens,
-        query_len=query_len if requests is not None and requests * (query_len or 0) == tokens else None,
+        query_len=query_len if requests is not None else None,
         past_prompt=line.past_prompt is True,
     )
 

@@ -113,7 +113,8 @@ def test_the_program_finds_the_least_cost_for_every_number_of_sizes(raw):
     assert problem.every_size == min(map(problem.cost, tables(problem)))
 
 
-@given(raw_ladders(), st.data())
+@settings(max_examples=max(settings.default.max_examples, 50))
+@given(raw_ladders(longest=4) | raw_ladders(), st.data())
 def test_the_worst_ratio_is_that_of_some_size(raw, data):
     """Law 13, regret: each size's time where it is served, or its eager time, to its own; a time of nothing is one."""
     sizes, times, weights, eager, least_top = raw
@@ -170,6 +171,17 @@ def test_no_table_within_the_bounds_costs_less(data, count, longest):
 def test_no_table_within_the_bounds_costs_less_on_a_thousand_problems(data, count):
     """Law 13, at length."""
     test_no_table_within_the_bounds_costs_less.hypothesis.inner_test(data, count, 60)
+
+
+@settings(max_examples=max(settings.default.max_examples, 40))
+@given(raw_ladders(most=8, longest=60), st.integers(1, 7))
+def test_ratios_that_are_near_to_each_other_are_told_apart(raw, graphs):
+    """Law 13, regret: of many sizes whose times differ little, the least worst ratio by brute force."""
+    sizes, times, weights, eager, least_top = raw
+    problem = LadderProblem.of(sizes, [240 + t for t in times], weights, [300 + e for e in eager], least_top)
+    group = SizeGroup(program=LadderProgram(problem), takes=(1,), pool=None)
+    (chosen,) = least_worst([group], [graphs])
+    assert problem.worst(chosen) == min(problem.worst(each) for each in tables(problem) if len(each) <= graphs)
 
 
 @given(small_groups(0))

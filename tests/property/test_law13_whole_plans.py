@@ -32,6 +32,7 @@ from capture_planner.records.backend import Support
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Method, Speculative
+from capture_planner.records.profile import GraphCost
 from capture_planner.records.spec import Budget, KindGraphs, Limits, Lora, Parallel, Policy, Sizes, Spec
 from capture_planner.testing import FakeBackend, PlanInputs, measurements
 from support.measured import GPU, MODEL, decodes
@@ -263,6 +264,24 @@ def test_no_table_within_the_budget_costs_less(inputs):
 def test_no_table_within_the_budget_costs_less_on_a_thousand_problems(inputs):
     """Law 13, at length."""
     test_no_table_within_the_budget_costs_less.hypothesis.inner_test(inputs)
+
+
+@given(problems(), st.data())
+def test_no_table_within_the_memory_costs_less(inputs, data):
+    """Law 13: where largest graphs take most of the memory, mixed batches those beyond what decodes have."""
+    share = st.sampled_from((0.5, 2.0, 7.0))
+    graphs = tuple(
+        GraphCost(role=role, mode=GraphMode.FULL, mib=data.draw(share), mib_per_token=data.draw(share), seconds=0.0)
+        for role in inputs.spec.active_roles
+    )
+    budget = Budget(memory=data.draw(st.integers(1, 30)) * (5 << 20))
+    known = attrs.evolve(inputs.measurements, profile=replace(inputs.measurements.profile, graphs=graphs, base_mib=0.0))
+    problem, found = problem_of(attrs.evolve(inputs, spec=replace(inputs.spec, budget=budget), measurements=known))
+    assume(math.prod(map(len, problem.choices)) <= MOST_TABLES // 20)
+    chosen = [ladder for ladder in found.ladders if ladder.sizes]
+    assert not chosen or problem.bounds.hold(chosen)
+    shared = any("charged for the pool that both grow" in note for note in found.notes)
+    assert shared or problem.value(chosen) == min(map(problem.value, problem.tables()))
 
 
 @given(problems(objectives=("mean",)))

@@ -231,8 +231,6 @@ def _hull_walk(
                 hull.append(j - 1)
                 heights.append(height)
                 slopes.append(slope)
-                if front >= len(hull):
-                    front = len(hull) - 1
         time = times[j]
         last = len(hull) - 1
         if last < 0:
