@@ -284,7 +284,7 @@ def test_the_workflow_of_the_how_to_page_checks_every_pair(
 ) -> None:
     """Its command, as a shell would expand it, on plans and specs that are named as the page says."""
     page = (Path(__file__).parents[2] / "docs/howto/check-in-ci.md").read_text("utf-8")
-    block = re.search(r"<!-- file: capture-plans.yml -->\n```yaml\n(.*?)```", page, re.S)
+    block = re.search(r"<!-- file: capture-plans.yml -->\n```text\n(.*?)```", page, re.S)
     assert block is not None
     steps = YAML(typ="safe", pure=True).load(block[1])["jobs"]["plans"]["steps"]
     (command,) = (step["run"] for step in steps if step.get("run", "").startswith("capture-planner check"))

@@ -61,7 +61,7 @@ def test_words_around_the_servers_command_change_nothing(drawn, front, end, word
 def test_programs_stand_with_folders_and_versions(program):
     """Whatever the interpreter's own options are."""
     assert read("vllm", [*program.split(), "m", "--port", "1"]).words == ("m", "--port", "1")
-    assert read("vllm", ["docker", "run", "--entrypoint", "vllm", "me/image", "serve", "m"]).words == ("m",)
+    assert read("vllm", ["docker", "run", "--entrypoint", "vllm", "me/output", "serve", "m"]).words == ("m",)
 
 
 SERVICES = {

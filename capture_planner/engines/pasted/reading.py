@@ -15,7 +15,7 @@ from capture_planner.engines.pasted.shell import unset
 from capture_planner.errors import FlagError, Problem
 
 _FOREIGN_IMAGE = re.compile(
-    r"rocm|ascend|npu|xpu|hpu|gaudi|habana|tpu|neuron|llm-scaler|musa|(?:^|[-_/])cpu(?:$|[-_:])"
+    r"(?<![a-z])(?:rocm|ascend|npu|xpu|hpu|gaudi|habana|tpu|neuron|llm-scaler|musa|cpu)(?![a-z])", re.IGNORECASE
 )
 _FOREIGN_VARIABLE = re.compile(r"(?:ASCEND|HIP|ROCR|HCCL|HABANA|HPU|TPU|NEURON|MUSA|VLLM_CPU|VLLM_TPU|VLLM_XPU)_\w+")
 

@@ -141,7 +141,7 @@ class ReferenceExecutor:
         cache = self._caches[layer]
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         keys, values = (
-            tensor.index_select(0, pages.flatten()).view(len(pages), -1, *tensor.shape[2:]).to(dtype)
+            _pages_of(tensor, pages.flatten()).view(len(pages), -1, *tensor.shape[2:]).to(dtype)
             for tensor in (cache.keys, cache.values)
         )
         # Query heads that share a key head are an axis of their own, so that no key is repeated.
@@ -188,6 +188,12 @@ class ReferenceExecutor:
                     f"{self._group}, request {request}: a query of {query_len} tokens in a sequence of "
                     f"{lengths[request]}; seq_lens counts the tokens of the query too"
                 )
+
+
+def _pages_of(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Return ``cache[pages]``; of eight-bit floats as integers, since not every operator takes such floats."""
+    same = cache.view(torch.uint8) if cache.itemsize == 1 else cache
+    return same.index_select(0, pages).view(cache.dtype)
 
 
 def _blocks(rows: int, elements: int) -> list[slice]:

@@ -17,6 +17,11 @@ _SINK_ATTENTION = ("triton", "trtllm_mha", "fa3", "fa4")
 _ALGORITHMS = (*EAGLE_FAMILY, "NEXTN", "NGRAM")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
+_EXPERTS = (
+    *("auto", "deep_gemm", "triton", "triton_kernel", "cutlass", "marlin", "humming", "hpc_ops"),
+    *("flashinfer_trtllm", "flashinfer_trtllm_routed", "flashinfer_cutlass", "flashinfer_mxfp4"),
+)
+"""Kernels of experts that decide nothing about graphs."""
 
 
 def check_followed(r: Startup) -> None:
@@ -27,6 +32,7 @@ def check_followed(r: Startup) -> None:
     wanted: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
         ("--device", args.device, (None, "cuda")),
         ("--moe-a2a-backend", args.moe_a2a_backend, ("none",)),
+        ("--moe-runner-backend", args.moe_runner_backend, _EXPERTS),
         ("--kv-cache-dtype", args.kv_cache_dtype, ("auto", "bf16", "bfloat16", "fp8_e4m3")),
         ("--attention-backend", args.attention_backend, (None, *backends)),
         ("--decode-attention-backend", args.decode_attention_backend, halves),

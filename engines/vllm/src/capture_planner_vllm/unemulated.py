@@ -10,7 +10,7 @@ from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.tables import rules
 
-_FOREIGN = re.compile(r"torchair\w*|ascend\w*|xpu\w*|hpu\w*|tpu\w*")
+_FOREIGN = re.compile(r"\b(?:torchair|ascend)\w*")
 """Settings of vLLM's plugins for other devices."""
 
 
