@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import ceil
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -18,10 +19,11 @@ from capture_planner.planning.costs import Costs
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import Domain
 from capture_planner.records.profile import GraphCost, Profile
-from capture_planner.records.spec import Budget, KindGraphs
+from capture_planner.records.spec import Budget, KindGraphs, Limits, Spec
 from capture_planner.testing import PlanInputs, deployments
-from support.measured import profile
+from support.measured import MODEL, profile
 
 MIB = 1 << 20
 QUARTERS = st.integers(0, 40).map(lambda number: number / 4)
@@ -56,7 +58,7 @@ def problems(draw: st.DrawFn) -> tuple[PlanInputs, BudgetBounds, list[Ladder], P
     budget = Budget(
         max_graphs=draw(st.none() | st.integers(1, 30)),
         graphs=KindGraphs(**{kind.value: draw(st.none() | st.integers(1, 9)) for kind in Kind}),
-        memory=draw(st.none() | st.integers(0, 400).map(lambda number: number * MIB)),
+        memory=draw(st.none() | st.integers(0, 1600).map(lambda number: number * (MIB // 4))),
         seconds=draw(st.none() | st.sampled_from((0.5, 20.0, 150.0))),
         memory_per_graph=draw(st.integers(0, 9)) * MIB,
         seconds_per_graph=draw(QUARTERS) + 0.25,
@@ -97,7 +99,7 @@ def bytes_of(known: Profile, budget: Budget, ladder: Ladder) -> int:
     return budget.memory_per_graph if cost is None else int((cost.mib + cost.driver_mib) * MIB)
 
 
-def pools_of(inputs: PlanInputs, known: Profile, ladders: list[Ladder]) -> int:
+def pools_of(inputs: PlanInputs | SimpleNamespace, known: Profile, ladders: list[Ladder]) -> int:
     """Return the bytes of all pools: each is as large as its largest graph of each mode needs."""
     apart = Pool.PER_ROLE in (inputs.spec.pool, known.pool)
     needs: dict[object, list[int]] = {}
@@ -196,3 +198,45 @@ def test_a_budget_of_the_amount_that_is_written_admits_what_was_taken(
     assert {bound.path for bound in bounds.all if bound.path} == {
         ("budget", name) for name in ("max_graphs", "memory", "seconds") if getattr(budget, name) is not None
     } | {("budget", "graphs", kind.value) for kind in Kind if budget.allowed_of(kind) is not None}
+
+
+@st.composite
+def ladders_of_decodes(draw: st.DrawFn) -> Ladder:
+    """Draw a ladder of decodes of two tokens or more, or of mixed batches, with sizes."""
+    kind, last = draw(st.sampled_from(Kind)), draw(st.integers(2, 9))
+    return Ladder(
+        role=draw(st.sampled_from((Role.TARGET, Role.DRAFT_PREFILL))),
+        kind=kind,
+        mode=GraphMode.FULL,
+        query_len=draw(st.integers(2, 4)) if kind is Kind.DECODE else None,
+        domain=Domain.upto(last),
+        sizes=tuple(sorted(draw(st.sets(st.integers(2, last), min_size=1)))),
+        max_num_reqs=9,
+    )
+
+
+@settings(max_examples=max(settings.default.max_examples, 40))
+@given(
+    st.lists(ladders_of_decodes(), min_size=1, max_size=3, unique_by=lambda ladder: (ladder.role, ladder.kind)),
+    profiles((Role.TARGET, Role.DRAFT_PREFILL)),
+    st.integers(0, 1600),
+)
+def test_graphs_of_several_tokens_take_those_of_every_request(
+    ladders: list[Ladder], known: Profile, quarters: int
+) -> None:
+    """Each kind counts its own graphs; time and memory go by tokens."""
+    budget = Budget(graphs=KindGraphs(decode=3, mixed=2), memory=quarters * (MIB // 4), seconds_per_graph=0.5)
+    limits = Limits(max_num_reqs=9, max_num_tokens=64)
+    spec = Spec(model=MODEL, limits=limits, mode=GraphMode.FULL, backend="alpha", budget=budget)
+    bounds = BudgetBounds(spec, (), Costs(known))
+    inputs = SimpleNamespace(spec=spec)
+    seconds = sum(seconds_of(known, budget, ladder, size) for ladder in ladders for size in ladder.sizes)
+    memory = sum(bytes_of(known, budget, ladder) * len(ladder.sizes) for ladder in ladders)
+    memory += pools_of(inputs, known, ladders)
+    assert bounds.micros(ladders) == (seconds + Fraction(known.base_seconds)) * MICRO
+    pools = len({ladder.role for ladder in ladders}) if Pool.PER_ROLE in (spec.pool, known.pool) else 1
+    assert bounds.memory(ladders) - memory == int(known.base_mib * MIB) * pools
+    for bound in bounds.all:
+        if bound.path[1] == "graphs":
+            kinds = [ladder for ladder in ladders if ladder.kind.value == bound.path[2]]
+            assert sum(map(bound.taken, ladders)) == sum(len(ladder.sizes) for ladder in kinds)
