@@ -112,7 +112,9 @@ def test_help_lists_engines_with_distribution_and_version(call):
     """``engine --help`` is where a user finds them."""
     shown = " ".join(call("engine", "--help").out.split())
     for name, item in engines().items():
-        assert f"{name} release {item.value.version}, from {item.distribution} {item.version}" in shown
+        assert f"{name} release {item.value.version}" in shown
+        assert f", from {item.distribution} {item.version}" in shown
+        assert all(older.version in shown for older in item.value.older)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "plans/specs/qwen3-8b-eagle3.yaml"]])

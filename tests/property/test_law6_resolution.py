@@ -177,7 +177,7 @@ def test_a_drafters_backends_never_change_the_target(deployment, data):
 
 
 def _target(deployment):
-    """Return the target's plan; of a measured schedule, which prices the drafter's passes, the mode alone.
+    """Return the target's plan; the mode alone where a measured choice prices the drafter's passes with the target's.
 
     A target without any graph runs eager whatever its mode is called: it is NONE where the drafter has no graph either.
     """
@@ -187,8 +187,10 @@ def _target(deployment):
         return error.problems
     if not role.entries:
         return None
-    speculative = deployment.spec.speculative
-    return role.mode if speculative is not None and speculative.is_measured else role
+    spec = deployment.spec
+    sizes = spec.roles.target.sizes or spec.sizes
+    by_schedule = spec.speculative is not None and spec.speculative.is_measured
+    return role.mode if by_schedule or sizes.policy is Policy.MEASURED else role
 
 
 @given(deployments(max_reqs=64))
