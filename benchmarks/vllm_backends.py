@@ -1,6 +1,5 @@
-r"""vLLM's own attention backends in the conformance suite, on all GPUs that are visible.
+r"""vLLM's own attention backends in the conformance suite, on all GPUs that are visible. Needs vLLM 0.33.
 
-    . .vllm/unpack.sh /tmp/vllm                       # or an environment that has vLLM 0.33
     python benchmarks/vllm_backends.py --jobs 16 --seconds 500 --output
     python benchmarks/vllm_backends.py --case '{...}' --backends vllm_flash_attn      # a finding again
 
