@@ -17,10 +17,12 @@ import argparse
 import collections
 import contextlib
 import io
+import itertools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +48,7 @@ def main() -> int:
     parser = options(__doc__, "vllm")
     parser.add_argument("--wild", type=float, default=0.01, help="chance of flags that vLLM refuses")
     parser.add_argument("--lines-only", action="store_true", help="leave the single flags and the known models out")
+    parser.add_argument("--models-only", action="store_true", help="compare nothing but the known models")
     arguments = parser.parse_args()
     module, wheel = oracle("vllm_config"), sources(arguments)
     engine = module.VllmOracle(wheel)
@@ -58,7 +61,7 @@ def main() -> int:
 
 def _compare(module: ModuleType, engine: Any, wheel: Path, arguments: argparse.Namespace) -> int:
     """Compare while a release is followed, and return the exit status."""
-    flags, differences = (0, 0) if arguments.lines_only else _parsers(module, engine, wheel)
+    flags, differences = (0, 0) if arguments.lines_only or arguments.models_only else _parsers(module, engine, wheel)
     say(f"{flags} single flags parsed, {differences} differences")
     outcomes: collections.Counter[str] = collections.Counter()
     ignored: collections.Counter[str] = collections.Counter()
@@ -66,8 +69,9 @@ def _compare(module: ModuleType, engine: Any, wheel: Path, arguments: argparse.N
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_models(folder)
-        special = [case for case, _ in directed()]
-        for case in (*special, *cases(arguments.count, arguments.seed, arguments.wild)):
+        special = [] if arguments.models_only else [case for case, _ in directed()]
+        lines = (*special, *cases(arguments.count, arguments.seed, arguments.wild))
+        for case in lines:
             command, environment = case.command_in(folder), find_environment(case.environment)
             variables = dict(case.variables)
             theirs: Any = engine.answer(command, environment, variables)
@@ -109,15 +113,10 @@ def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, i
     """Give vLLM each known model's facts as a folder; return how many command lines, and how many differ."""
     compared = differences = 0
     for name, facts in known().items():
-        config = dict(facts)
-        if "rope_scaling" in config:
-            # The factors of frequencies are not kept: no rule reads them, but Transformers wants them.
-            ones = [1.0] * (config["hidden_size"] // config["num_attention_heads"] // 2)
-            unread = {"short_factor": ones, "long_factor": ones, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            config["rope_scaling"] = {**unread, **config["rope_scaling"]}
         place = folder / name
         place.mkdir(parents=True)
-        (place / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+        for file, content in _files(facts).items():
+            (place / file).write_text(json.dumps(content))
         for machine in ("h100", "b200"):
             environment = find_environment(machine)
             for flags in ([], ["--no-enable-chunked-prefill"], ["-tp", "8"]):
@@ -129,6 +128,36 @@ def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, i
                     differences += 1
                     say(f"{name} {' '.join(flags)} on {machine}\n  {difference}")
     return compared, differences
+
+
+def _files(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the files of a folder with a known model's facts, and what vLLM or Transformers wants besides them."""
+    config = {**facts, "torch_dtype": "bfloat16"}
+    text = config
+    if "text_config" in facts:
+        text = config["text_config"] = dict(facts["text_config"])
+    if "rope_scaling" in text:
+        # The factors of frequencies are not kept: no rule reads them.
+        ones = [1.0] * (text["hidden_size"] // text["num_attention_heads"] // 2)
+        unread = {"short_factor": ones, "long_factor": ones, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        text["rope_scaling"] = {**unread, **text["rope_scaling"]}
+    if "num_hidden_layers" in text and "layer_types" in text:
+        # Only the kinds of layers are kept: no rule reads their order.
+        text["layer_types"] = list(itertools.islice(itertools.cycle(text["layer_types"]), text["num_hidden_layers"]))
+    quantized = config.get("quantization_config", {})
+    # ModelOpt lists layers, which no rule reads, and wrote them to a file of its own once. NVFP4 has blocks of 16.
+    layers: dict[str, Any] = {
+        "exclude_modules": [],
+        "quantized_layers": {"backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"}},
+    }
+    layers["group_size"] = 16
+    if "quantization" in quantized:
+        del config["quantization_config"]
+        quantized = {**quantized, "quantization": {**layers, **quantized["quantization"]}}
+        return {"config.json": config, "hf_quant_config.json": quantized}
+    if quantized.get("quant_method") == "modelopt":
+        config["quantization_config"] = {**layers, **quantized}
+    return {"config.json": config}
 
 
 def _parsers(module: ModuleType, engine: Any, wheel: Path) -> tuple[int, int]:
