@@ -95,9 +95,12 @@ def _overlaps(old: Sequence[Cell], new: Sequence[Cell], width: int) -> Iterator[
         for theirs in ordered[bisect_left(lasts, mine.first) :]:
             if theirs.first > mine.last:
                 break
-            span = max(mine.first, theirs.first), min(mine.last, theirs.last)
+            # A batch has as many tokens as requests, at least.
+            least = max(mine.first, theirs.first, mine.min_reqs, theirs.min_reqs)
+            span = least, min(mine.last, theirs.last)
             loras = max(mine.min_loras, theirs.min_loras), min(mine.max_loras, theirs.max_loras)
-            if loras[0] <= loras[1] and mine.min_reqs <= theirs.max_reqs and theirs.min_reqs <= mine.max_reqs:
+            by_requests = mine.min_reqs <= theirs.max_reqs and theirs.min_reqs <= mine.max_reqs
+            if span[0] <= span[1] and loras[0] <= loras[1] and by_requests:
                 yield _Overlap(span=span, loras=loras, before=mine.answer, after=theirs.answer, width=width)
     for cells, others, is_new in ((old, new, False), (new, old, True)):
         admitted = _joined((cell.first, cell.last) for cell in others)

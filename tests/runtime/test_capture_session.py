@@ -206,9 +206,9 @@ def test_leftover_names_what_holds_it():
 
 def test_tensor_over_memory_of_another_is_no_leftover():
     """A piece keeps such tensors of what it was handed: the memory is free once its owner is gone."""
-    owner = torch.arange(6.0)
+    owner = torch.zeros(1 << 20)  # so large that no other tensor is given its memory
     address = owner.data_ptr()
-    borrowed = torch.frombuffer((ctypes.c_float * 6).from_address(address), dtype=torch.float32)
+    borrowed = torch.frombuffer((ctypes.c_float * len(owner)).from_address(address), dtype=torch.float32)
     assert (own_address(owner[2:]), own_address(borrowed)) == (address, 0)
     sizes = {address: owner.nbytes}
     assert leftover(sizes, own_address, "cpu").size == owner.nbytes
