@@ -17,6 +17,7 @@ from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import union
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import spans
 
@@ -78,7 +79,7 @@ def rerouted(old: Plan, new: Plan) -> Iterator[BatchChange]:
             overlaps = _overlaps(before.get(key, []), after.get(key, []), query_len or 1)
             changes = grouped((each for each in overlaps if each.change is not None), lambda each: each.change)
             for alike in changes.values():
-                ranges = _joined(each.span for each in alike)
+                ranges = union(each.span for each in alike)
                 message = f"{role}: {_batches(alike, kind, query_len, ranges)}: {_change(alike, before.get(key, []))}"
                 yield BatchChange(role=role, kind=kind, query_len=query_len, ranges=tuple(ranges), message=message)
 
@@ -103,7 +104,7 @@ def _overlaps(old: Sequence[Cell], new: Sequence[Cell], width: int) -> Iterator[
             if span[0] <= span[1] and loras[0] <= loras[1] and by_requests:
                 yield _Overlap(span=span, loras=loras, before=mine.answer, after=theirs.answer, width=width)
     for cells, others, is_new in ((old, new, False), (new, old, True)):
-        admitted = _joined((cell.first, cell.last) for cell in others)
+        admitted = union((cell.first, cell.last) for cell in others)
         most = max((cell.max_loras for cell in others), default=0)
         for cell in cells:
             before, after = (None, cell.answer) if is_new else (cell.answer, None)
@@ -114,17 +115,6 @@ def _overlaps(old: Sequence[Cell], new: Sequence[Cell], width: int) -> Iterator[
             for span in _outside((cell.first, cell.last), pieces) if cell.max_loras > most else ():
                 loras = max(cell.min_loras, most + 1), cell.max_loras
                 yield _Overlap(span=span, loras=loras, before=before, after=after, width=width, by_loras=True)
-
-
-def _joined(parts: Iterable[Span]) -> list[Span]:
-    """Return ranges in ascending order, those that touch as one."""
-    joined: list[Span] = []
-    for first, last in sorted(parts):
-        if joined and first <= joined[-1][1] + 1:
-            joined[-1] = joined[-1][0], max(joined[-1][1], last)
-        else:
-            joined.append((first, last))
-    return joined
 
 
 def _outside(span: Span, admitted: Sequence[Span]) -> list[Span]:

@@ -20,7 +20,7 @@ from capture_planner.report.findings import Drift
 
 
 def specs_of(plans: Sequence[str], specs: Sequence[str]) -> list[Document | None]:
-    """Return the spec of each plan: one for all, one for each in their order, or those of a folder by name.
+    """Return the spec of each plan: one for all, one for each in order, or from a folder by name.
 
     Of a folder, ``NAME.MACHINE.yaml`` is the plan of ``NAME.yaml``, as ``plan --output`` is called.
     """

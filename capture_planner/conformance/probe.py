@@ -347,7 +347,7 @@ GARBAGE = (float("nan"), 1e4)
 """What rows of padding hold: NaN, which a maximum may leave out, or more than any real element, and a float16."""
 
 MASK_TOKEN = VOCABULARY - 1
-"""What stands in the rows of drafts that a parallel pass has yet to make."""
+"""The token in the rows of drafts that a parallel pass has yet to make."""
 
 _EXPERTS = 4
 

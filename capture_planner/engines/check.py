@@ -192,7 +192,7 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
         message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
         fix = subject.engine.fixes.uncovered(subject.emulation, selected)
-        # By default engines take more requests than they have graphs for: nobody wants those batches fast.
+        # By default engines admit more requests than they have graphs for, so an operator did not ask for these.
         by_default = not subject.emulation.asked_sizes and not _is_asked(subject, subject.engine.limits[0])
         harmless = by_default and all(run.batch.query_len == 1 for run in selected)
         severity = Severity.NOTE if harmless else None

@@ -22,7 +22,7 @@ MOST = (25.0, 0.25)
 """MiB and seconds of a graph at most: public threads have 7 to 25 MiB (vllm#50780: 24) and 0.05 to 0.25 s."""
 
 ONCE = (842.0, 0.8)
-"""MiB and seconds that capturing takes at most besides: of the shipped profiles, the larger."""
+"""MiB and seconds that capturing takes at most before its first graph: the larger of the shipped profiles."""
 
 SOURCE = "between those measured on an H200 and the most reported"
 
@@ -46,7 +46,7 @@ def _number(value: float) -> str:
 
 
 def bill(graphs: Iterable[CapturedGraph], once: tuple[float, float] = ONCE) -> GraphBill:
-    """Return what these graphs cost; ``once``: MiB and seconds that the first of them takes besides."""
+    """Return what these graphs cost; ``once``: MiB and seconds that capturing takes before the first."""
     drafts = [graph.role.is_drafter for graph in graphs]
     mib, seconds = (
         (round(sum(LEAST[each][i] for each in drafts), 1), round(len(drafts) * MOST[i] + once[i] * bool(drafts), 1))

@@ -12,6 +12,7 @@ from capture_planner.engines.walk import BatchAnswer
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import union
 from capture_planner.records.text import counted
 
 MOST_RANGES = 3
@@ -35,7 +36,10 @@ class EngineVerdict:
 
 
 def verdict(emulation: Emulation, answers: Sequence[BatchAnswer]) -> EngineVerdict:
-    """Return the verdict; ``answers`` are those of ``walk(emulation)``."""
+    """Return the verdict.
+
+    :param answers: what ``walk(emulation)`` returns.
+    """
     cost = bill(emulation.graphs)
     if not emulation.graphs and not emulation.encoders:
         return EngineVerdict(graphs=f"none: {_why_none(emulation)}", eager="every batch", cost=cost)
@@ -109,12 +113,6 @@ def _key(one: BatchAnswer) -> object:
     return one.batch.kind, one.batch.num_tokens, one.batch.num_reqs
 
 
-def ranges(answers: Iterable[BatchAnswer]) -> list[list[int]]:
+def ranges(answers: Iterable[BatchAnswer]) -> list[tuple[int, int]]:
     """Return the first and the last extent of each range, whatever adapters the batches have."""
-    ends: list[list[int]] = []
-    for one in sorted(answers, key=lambda one: one.extent):
-        if ends and one.extent <= ends[-1][1] + 1:
-            ends[-1][1] = max(ends[-1][1], one.last)
-        else:
-            ends.append([one.extent, one.last])
-    return ends
+    return union((one.extent, one.last) for one in answers)

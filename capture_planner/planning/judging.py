@@ -65,9 +65,7 @@ def judge(answer: Answer, steps: Steps, costs: Costs, deployment: Deployment, mo
             is_eager |= entry is None
             fused = entry is not None and entry.draft_steps is not None
             passes.append((prices.of(each, entry, repeats), prices.with_every_size(each, repeats, fused=fused)))
-        (target, best_target), *drafting = passes
-        own = costs.profile.step(batch.num_reqs, target, sum((each for each, _ in drafting), 0.0))
-        best = costs.profile.step(batch.num_reqs, best_target, sum((each for _, each in drafting), 0.0))
+        own, best = (costs.profile.step(batch.num_reqs, *times) for times in zip(*passes, strict=True))
         spent, every = spent + own * count, every + best * count
         times[own] = times.get(own, 0) + count
         eager += count * is_eager

@@ -257,6 +257,17 @@ def split_at(first: int, last: int, stops: Iterable[int]) -> Iterator[tuple[int,
         first = stop + 1
 
 
+def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return inclusive ranges in ascending order, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return joined
+
+
 def split_when(apart: Callable[[T, T], bool], items: Iterable[T]) -> Iterator[list[T]]:
     """Yield runs of items, with an end between two neighbours that are ``apart``."""
     run: list[T] = []

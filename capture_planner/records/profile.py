@@ -117,14 +117,15 @@ class Profile:
         for items, listed in (("curves", self.curves), ("graphs", self.graphs)):
             refuse_duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
 
-    def step(self, num_reqs: int, target: float, drafting: float = 0.0) -> float:
+    def step(self, num_reqs: int, target: float, *drafting: float) -> float:
         """Return the milliseconds of a step of ``num_reqs`` requests.
 
         :param target: milliseconds of the target's pass.
-        :param drafting: milliseconds of the drafter's passes.
+        :param drafting: milliseconds of each of the drafter's passes.
         """
+        drafts = sum(drafting, 0.0)
         apart = self.step_milliseconds + self.step_milliseconds_per_request * num_reqs
-        return target + (max(apart, drafting) if self.drafts_overlap else apart + drafting)
+        return target + (max(apart, drafts) if self.drafts_overlap else apart + drafts)
 
 
 def family_name(role: Role, mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:

@@ -199,45 +199,18 @@ def test_kernels_compile_for_a_gpu(compiled, tmp_path, monkeypatch):
     """Down to PTX, within the 99 KiB of shared memory that every supported device has."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     attention = Attention(num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128, max_model_len=4096, max_query_len=1)
+    shape = {"group": 2, "head_dim": 128, "page_size": 16, "causal": True}
     for capability, query_len in ((80, 1), (90, None)):
         cut = geometry.geometry(attention, 132, num_reqs=8, num_tokens=512, query_len=query_len, max_seq_len=4096)
-        kernel = build(
-            compiled.attend,
-            capability,
-            cut,
-            group=2,
-            head_dim=128,
-            width=cut.width,
-            page_size=16,
-            rows=cut.rows,
-            queries=cut.queries,
-            tile=cut.keys,
-            window=100,
-            causal=True,
-            softcapped=True,
-            uniform=query_len is not None,
-            split=query_len is not None,
-        )
+        sizes = {"width": cut.width, "rows": cut.rows, "queries": cut.queries, "tile": cut.keys}
+        exact = query_len is not None
+        choices = {"window": 100, "softcapped": True, "uniform": exact, "split": exact}
+        kernel = build(compiled.attend, capability, cut, **shape, **sizes, **choices)
         assert "cp.async" in kernel.asm["ptx"]
         assert kernel.metadata.shared <= 99 << 10
-    eight_bit = build(
-        compiled.attend,
-        90,
-        cut,
-        kinds={"keys": "*fp8e4nv", "values": "*fp8e4nv"},
-        group=2,
-        head_dim=128,
-        width=cut.width,
-        page_size=16,
-        rows=cut.rows,
-        queries=cut.queries,
-        tile=cut.keys,
-        window=None,
-        causal=True,
-        softcapped=False,
-        uniform=False,
-        split=False,
-    )
+    choices = {"window": None, "softcapped": False, "uniform": False, "split": False}
+    kinds = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
+    eight_bit = build(compiled.attend, 90, cut, kinds=kinds, **shape, **sizes, **choices)
     assert "e4m3x2" in eight_bit.asm["ptx"]
     assert "st.global" in build(compiled.merge, 80, cut, head_dim=128, width=128, most=8).asm["ptx"]
 

@@ -124,7 +124,7 @@ def test_fix_names_a_price_and_removes_its_finding(name):
     "line", ["vllm --max-num-seqs 700", "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600"]
 )
 def test_cheaper_fix_of_uncovered_decodes_is_fewer_requests(line):
-    """Beside a larger maximum, with more graphs, the fix names fewer requests, with no more graphs than now."""
+    """The fix names a larger maximum, with more graphs, or fewer requests, with no more graphs than now."""
     name, *command = shlex.split(line)
     before = emulate(name, command, H100)
     fix = next(each.fix for each in check(before, environment=H100) if each.rule.code == "EN001")

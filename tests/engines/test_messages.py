@@ -258,7 +258,7 @@ GONE = [
 
 @pytest.mark.parametrize(("engine", "words", "remedies"), GONE)
 def test_a_flag_of_an_older_release_keeps_its_meaning(engine, words, remedies):
-    """Its value stands in what to write now, all of a line at once."""
+    """The fix has its value, and all removed flags of a line are named at once."""
     variables = [word for word in words if word.startswith("VLLM_")]
     found = problems(engine, *variables, *FRONT[engine], *(word for word in words if word not in variables))
     pairs = zip((each.remedy for each in found if each.path), remedies, strict=True)

@@ -19,9 +19,9 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import Domain, query_len_of
 from capture_planner.records.model import Method, Speculative
-from capture_planner.records.profile import CostCurve, Profile
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Limits, Parallel, Spec
-from support.measured import MODEL, profile
+from support.measured import MODEL, lines, profile
 
 FULL, PIECEWISE, EAGER = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 MODES = st.sampled_from((EAGER, PIECEWISE, FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE))
@@ -61,17 +61,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         ),
     ]
     start = draw(st.integers(1, 9))
-    curves = tuple(
-        CostCurve(
-            role=role,
-            mode=mode,
-            query_len=each,
-            draft_steps=steps,
-            tokens=(1, 64),
-            milliseconds=(start + index * 0.25, start + index * 0.25 + 15.75),
-        )
-        for index, (role, mode, each, steps) in enumerate(families)
-    )
+    curves = lines(families, (1, 64), lambda index: (start + index * 0.25, start + index * 0.25 + 15.75))
     apart = draw(st.sampled_from((0.0, 0.5)))
     overlap = draw(st.booleans())
     return replace(

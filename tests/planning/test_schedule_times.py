@@ -15,9 +15,9 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, ScheduleSource, Speculative
-from capture_planner.records.profile import CostCurve, Profile
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Budget, KindGraphs, Limits, Spec
-from support.measured import MODEL, decodes, profile
+from support.measured import MODEL, decodes, lines, profile
 
 ANY = st.sampled_from([*GraphMode])
 DECODES = st.sampled_from((GraphMode.NONE, GraphMode.FULL_DECODE_ONLY))
@@ -37,17 +37,7 @@ def profile_of(apart: float = 0.0, *, overlap: bool = False) -> Profile:
         *((role, mode, each, None) for role in Role for mode in MODES for each in (None, *range(1, 8))),
         *((Role.DRAFT_DECODE, GraphMode.FULL, 1, steps) for steps in range(1, 5)),
     ]
-    curves = tuple(
-        CostCurve(
-            role=role,
-            mode=mode,
-            query_len=each,
-            draft_steps=steps,
-            tokens=(1, 101),
-            milliseconds=(1 + index / 4, 101 + index / 4),
-        )
-        for index, (role, mode, each, steps) in enumerate(families)
-    )
+    curves = lines(families, (1, 101), lambda index: (1 + index / 4, 101 + index / 4))
     return replace(profile(), curves=curves, step_milliseconds=apart, drafts_overlap=overlap)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.planning.costs import Family
 from capture_planner.records.environment import Device, DeviceKind
 from capture_planner.records.model import Model
 from capture_planner.records.profile import CostCurve, Profile
@@ -33,6 +34,16 @@ def curves(
                 )
             )
     return tuple(curves)
+
+
+def lines(
+    families: Iterable[Family], tokens: tuple[int, int], ends: Callable[[int], tuple[float, float]]
+) -> tuple[CostCurve, ...]:
+    """Return a line for each family of passes; ``ends`` are the times of both tokens by the family's place."""
+    return tuple(
+        CostCurve(role=role, mode=mode, query_len=each, draft_steps=steps, tokens=tokens, milliseconds=ends(index))
+        for index, (role, mode, each, steps) in enumerate(families)
+    )
 
 
 def profile(

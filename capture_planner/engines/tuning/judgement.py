@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
+from operator import attrgetter
 
 import attrs
 
@@ -103,11 +103,12 @@ class Pricing:
             fused = entry is not None and entry.draft_steps is not None
             every = self._prices.with_every_size(each, repeats, fused=fused)
             passes.append(PassCost(each, entry, self._prices.of(each, entry, repeats), every))
-        times = {False: [0.0, 0.0], True: [0.0, 0.0]}
-        for cost in passes:
-            of_role = times[cost.batch.role.is_drafter]
-            of_role[0], of_role[1] = of_role[0] + cost.milliseconds, of_role[1] + cost.every_size
-        own, best = map(partial(self.costs.profile.step, batch.num_reqs), times[False], times[True])
+        target = [cost for cost in passes if not cost.batch.role.is_drafter]
+        drafting = [cost for cost in passes if cost.batch.role.is_drafter]
+        own, best = (
+            self.costs.profile.step(batch.num_reqs, sum(map(time, target)), *map(time, drafting))
+            for time in (attrgetter("milliseconds"), attrgetter("every_size"))
+        )
         return StepCost(tuple(passes), own, best, unknown)
 
     def _passes(self, batch: Batch) -> Iterator[tuple[Batch, int]]:

@@ -112,7 +112,7 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     widths = sorted({1 + k for *_, k in decode_tiers(plan)})
     mixed = sorted({entry.num_tokens for entry in target.entries if entry.query_len is None} & set(own))
     decodes = {(entry.num_tokens, entry.query_len) for entry in uniform}
-    # Of each size vLLM captures a decode of 1 + K, rounded up: those of the other graphs may be all that it takes.
+    # vLLM captures a decode of 1 + K for each size, rounded up: the sizes of the other graphs may be enough.
     others = mixed or sorted({*own, *(entry.num_tokens for entry in _draft_decodes(plan))})
     if len(widths) == 1 and set(full_graphs(others, widths, plan.limits.max_num_reqs)) == decodes:
         return tuple(others), ()
