@@ -9,7 +9,7 @@ from time import monotonic, sleep
 from capture_planner.errors import RankError
 from capture_planner.runtime.ranks.board import Board
 from capture_planner.runtime.ranks.peers import Plain
-from capture_planner.runtime.ranks.watch import VERDICT, Limits, Verdict, Watch, apart, listed
+from capture_planner.runtime.ranks.watch import VERDICT, RankVerdict, RankWatch, WaitLimits, apart, listed
 
 SHORTEST, LONGEST = 0.0005, 0.02
 """Seconds between two looks at a board that others have yet to write to: doubled from one to the other."""
@@ -20,7 +20,7 @@ def meet(
     rank: int,
     size: int,
     card: dict[str, Plain],
-    limits: Limits,
+    limits: WaitLimits,
     *,
     clock: Callable[[], float] = monotonic,
     pause: Callable[[float], None] = sleep,
@@ -58,7 +58,7 @@ class ControlPlane:
     """Exchanges values with the other ranks, under a watch."""
 
     def __init__(
-        self, board: Board, watch: Watch, rank: int, size: int, *, pause: Callable[[float], None] = sleep
+        self, board: Board, watch: RankWatch, rank: int, size: int, *, pause: Callable[[float], None] = sleep
     ) -> None:
         self._board, self.watch, self.rank, self.size, self._pause = board, watch, rank, size, pause
         self._last = 0
@@ -101,6 +101,6 @@ class ControlPlane:
 
     def raise_cause(self, error: BaseException, seconds: float) -> None:
         """Raise why a connection to another rank broke, if a verdict says so within ``seconds``."""
-        verdict: Verdict | None = self.watch.cause(seconds)
+        verdict: RankVerdict | None = self.watch.cause(seconds)
         if verdict is not None:
             raise verdict.error() from error

@@ -24,7 +24,7 @@ START = "the start"
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
+class WaitLimits:
     """How long ranks wait for each other, in seconds."""
 
     beat: float = 0.5
@@ -41,7 +41,7 @@ class Limits:
 
 
 @attrs.frozen(kw_only=True)
-class Verdict:
+class RankVerdict:
     """Why all ranks end."""
 
     says: str
@@ -56,7 +56,7 @@ class Verdict:
 
 
 @attrs.frozen(kw_only=True)
-class State:
+class RankState:
     """What a rank shows to the others."""
 
     beat: int
@@ -68,12 +68,18 @@ class State:
     """Whether it is still in it."""
     ended: str | None = None
     """None: it runs; empty: it has finished; else the error that it ended with."""
+    blamed: Sequence[int] = ()
+    """The ranks that its error names as the cause; none: itself."""
     interrupted: bool = False
     terminated: bool = False
     """Whether it was sent SIGTERM, by torchrun for example, because another rank died."""
 
 
-class Watch:
+EndProcess = Callable[[RankVerdict, bool], None]
+"""Ends this process; the second argument: whether its main thread has raised the verdict already."""
+
+
+class RankWatch:
     """What one rank knows of the others. ``look`` and ``guard`` are called by threads, all else by the main one.
 
     :param names: of all ranks by number, for messages: ``rank 1 (host)``.
@@ -85,7 +91,7 @@ class Watch:
         board: Board,
         rank: int,
         names: Sequence[str],
-        limits: Limits,
+        limits: WaitLimits,
         *,
         gone: Callable[[], Collection[int]] = tuple,
         clock: Callable[[], float] = monotonic,
@@ -94,11 +100,12 @@ class Watch:
         self._gone, self._clock = gone, clock
         self._call = (0, START, False)
         self._ended_with: str | None = None
+        self._blamed: tuple[int, ...] = ()
         self._interrupted = False
         self._beats = 0
-        self._verdict: Verdict | None = None
+        self._verdict: RankVerdict | None = None
         self._concluded = threading.Event()
-        self._seen = dict.fromkeys(range(len(names)), State(beat=0, op=0, at=START, waits=False))
+        self._seen = dict.fromkeys(range(len(names)), RankState(beat=0, op=0, at=START, waits=False))
         self._silent = dict.fromkeys(range(len(names)), 0.0)
         self._looked = self._guarded = self._since = self._concluded_at = clock()
         self._unseen = 0.0
@@ -108,7 +115,7 @@ class Watch:
     # Called by the main thread ------------------------------------------------------------------
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> RankVerdict | None:
         """Why all ranks end; None: they do not."""
         return self._verdict
 
@@ -130,12 +137,12 @@ class Watch:
             self._left = self._left or self._clock()
             raise self._verdict.error()
 
-    def accuse(self, verdict: Verdict) -> Verdict:
+    def accuse(self, verdict: RankVerdict) -> RankVerdict:
         """Write a verdict unless there is one; return the one that holds on all ranks."""
         text = self._board.claim(VERDICT, json.dumps(attrs.asdict(verdict)))
         return self._conclude(text)
 
-    def cause(self, seconds: float) -> Verdict | None:
+    def cause(self, seconds: float) -> RankVerdict | None:
         """Wait for a verdict: why a connection broke, for example."""
         self._concluded.wait(seconds)
         return self._verdict
@@ -143,6 +150,7 @@ class Watch:
     def leave(self, error: BaseException | None = None) -> None:
         """Show that this rank has ended, with an error or without."""
         self._left = self._left or self._clock()
+        self._blamed = error.ranks if isinstance(error, RankError) else ()
         self._interrupted = isinstance(error, KeyboardInterrupt)
         self._ended_with = "" if error is None else sentence(error)
         self._post()
@@ -151,7 +159,7 @@ class Watch:
         """Note that this process was sent SIGTERM; it ends with the verdict that follows, or with one of its own."""
         self._terminated = self._terminated or self._clock()
 
-    # Called by a thread, every ``Limits.beat`` seconds ------------------------------------------
+    # Called by a thread, every ``WaitLimits.beat`` seconds ------------------------------------------
 
     def look(self) -> None:
         """Show this rank's state, read those of the others, and accuse where something is wrong.
@@ -169,7 +177,7 @@ class Watch:
         if self._verdict is not None or self._ended_with is not None:
             return
         for rank, text in enumerate(texts):
-            state = self._seen[rank] if text is None else State(**json.loads(text))
+            state = self._seen[rank] if text is None else RankState(**json.loads(text))
             if state == self._seen[rank]:
                 self._silent[rank] += passed
             else:
@@ -178,8 +186,8 @@ class Watch:
         if found is not None:
             self.accuse(found)
 
-    def guard(self, end: Callable[[Verdict], None]) -> None:
-        """Call ``end`` where a verdict has come, and the main thread has not raised it in time.
+    def guard(self, end: EndProcess) -> None:
+        """Call ``end`` where a verdict has come, and the main thread has not raised it or ended in time.
 
         Also where ``look`` itself does not come back, since the board's host is gone. Called by a thread of its own.
         """
@@ -187,13 +195,15 @@ class Watch:
         passed, self._guarded = min(now - self._guarded, 2 * self._limits.beat), now
         self._unseen += passed
         if self._verdict is None and self._left is None and self._unseen > self._limits.silence:
-            self.conclude(Verdict(says=f"the store that the ranks meet in has not answered for {self._unseen:.0f} s"))
+            self.conclude(
+                RankVerdict(says=f"the store that the ranks meet in has not answered for {self._unseen:.0f} s")
+            )
         if self._verdict is not None:
             since = self._left or self._concluded_at
             if now - since > (self._limits.grace if self._left is None else 2 * self._limits.grace):
-                end(self._verdict)
+                end(self._verdict, self._left is not None)
 
-    def conclude(self, verdict: Verdict) -> None:
+    def conclude(self, verdict: RankVerdict) -> None:
         """End with a verdict that could not be written, since the board does not answer."""
         if self._verdict is None:
             self._concluded_at = self._clock()
@@ -207,12 +217,13 @@ class Watch:
         while True:
             self._beats += 1
             op, at, waits = self._call
-            state = State(
+            state = RankState(
                 beat=self._beats,
                 op=op,
                 at=at,
                 waits=waits,
                 ended=self._ended_with,
+                blamed=self._blamed,
                 interrupted=self._interrupted,
                 terminated=self._terminated is not None,
             )
@@ -220,13 +231,13 @@ class Watch:
             if state.ended == self._ended_with:
                 return
 
-    def _conclude(self, text: str) -> Verdict:
+    def _conclude(self, text: str) -> RankVerdict:
         fields = json.loads(text)
-        self.conclude(Verdict(says=fields["says"], ranks=tuple(fields["ranks"]), interrupted=fields["interrupted"]))
+        self.conclude(RankVerdict(says=fields["says"], ranks=tuple(fields["ranks"]), interrupted=fields["interrupted"]))
         assert self._verdict is not None
         return self._verdict
 
-    def _fault(self, gone: Collection[int]) -> Verdict | None:
+    def _fault(self, gone: Collection[int]) -> RankVerdict | None:
         others = {rank: state for rank, state in self._seen.items() if rank != self._rank}
         return (
             self._ended(others)
@@ -236,42 +247,45 @@ class Watch:
             or self._ended_by_signal(others)
         )
 
-    def _ended(self, others: dict[int, State]) -> Verdict | None:
+    def _ended(self, others: dict[int, RankState]) -> RankVerdict | None:
         """Return the verdict on ranks that ended with an error, or while others wait for them."""
         wrong = {rank: state.ended for rank, state in others.items() if state.ended}
         if any(others[rank].interrupted for rank in wrong):
-            return Verdict(says="interrupted", interrupted=True)
+            return RankVerdict(says="interrupted", interrupted=True)
+        for rank in wrong:
+            if others[rank].blamed:
+                return RankVerdict(says=str(wrong[rank]), ranks=tuple(others[rank].blamed))
         if wrong:
             causes = "; ".join(f"{self.names[rank]} ended: {ended}" for rank, ended in wrong.items())
-            return Verdict(says=causes, ranks=tuple(wrong))
+            return RankVerdict(says=causes, ranks=tuple(wrong))
         op, at, waits = self._call
         early = [rank for rank, state in others.items() if state.ended == "" and state.op < op and waits]
         if early:
-            return Verdict(says=f"{self._list(early)} finished, and others wait at {at!r}", ranks=tuple(early))
+            return RankVerdict(says=f"{self._list(early)} finished, and others wait at {at!r}", ranks=tuple(early))
         return None
 
-    def _dead(self, others: dict[int, State], gone: Collection[int]) -> Verdict | None:
+    def _dead(self, others: dict[int, RankState], gone: Collection[int]) -> RankVerdict | None:
         runs = [rank for rank in others if others[rank].ended is None]
         dead = [rank for rank in runs if rank in gone]
         if dead:
-            return Verdict(says=f"{self._list(dead)} died, at {self._points(dead)}", ranks=tuple(dead))
+            return RankVerdict(says=f"{self._list(dead)} died, at {self._points(dead)}", ranks=tuple(dead))
         limit = self._limits.silence
         if not any(self._silent[rank] > limit for rank in runs):
             return None
         # All that went silent together, as on a host that is gone.
         silent = [rank for rank in runs if self._silent[rank] > limit - 3 * self._limits.beat]
         has = "has" if len(silent) == 1 else "have"
-        return Verdict(
+        return RankVerdict(
             says=f"{self._list(silent)} {has} not answered for {limit:g} s, at {self._points(silent)}",
             ranks=tuple(silent),
         )
 
-    def _apart(self, others: dict[int, State]) -> Verdict | None:
+    def _apart(self, others: dict[int, RankState]) -> RankVerdict | None:
         """Return the verdict on ranks whose call of one number is another than this rank's."""
         op, at, _ = self._call
         return apart(self.names, {self._rank: at} | {r: state.at for r, state in others.items() if state.op == op})
 
-    def _late(self, others: dict[int, State]) -> Verdict | None:
+    def _late(self, others: dict[int, RankState]) -> RankVerdict | None:
         (op, at, waits), limit = self._call, self._limits.slow
         if limit is None or not waits or self._looked - self._since <= limit:
             return None
@@ -283,15 +297,15 @@ class Watch:
             f"{self._list(late)} {has} not come to {at!r} within {limit:g} s (--rank-timeout), "
             f"and {'is' if len(late) == 1 else 'are'} at {self._points(late)}"
         )
-        return Verdict(says=says, ranks=tuple(late))
+        return RankVerdict(says=says, ranks=tuple(late))
 
-    def _ended_by_signal(self, others: dict[int, State]) -> Verdict | None:
+    def _ended_by_signal(self, others: dict[int, RankState]) -> RankVerdict | None:
         if self._terminated is None:
             return None
         if all(state.terminated for state in others.values()):
-            return Verdict(says="all ranks were ended by SIGTERM")
+            return RankVerdict(says="all ranks were ended by SIGTERM")
         if self._looked - self._terminated > self._limits.silence + 2 * self._limits.beat:
-            return Verdict(says=f"{self.names[self._rank]} was ended by SIGTERM", ranks=(self._rank,))
+            return RankVerdict(says=f"{self.names[self._rank]} was ended by SIGTERM", ranks=(self._rank,))
         return None
 
     def _list(self, ranks: Sequence[int]) -> str:
@@ -320,7 +334,7 @@ def listed(names: Sequence[str], ranks: Sequence[int]) -> str:
     return shown if more <= 0 else f"{shown} and {counted(more, 'other rank')}"
 
 
-def apart(names: Sequence[str], points: dict[int, str]) -> Verdict | None:
+def apart(names: Sequence[str], points: dict[int, str]) -> RankVerdict | None:
     """Return the verdict on ranks that are in different calls; None where all are in the same.
 
     The smallest group is the cause; of groups of one size, all but the first rank's.
@@ -333,4 +347,4 @@ def apart(names: Sequence[str], points: dict[int, str]) -> Verdict | None:
     most = max(groups.values(), key=len)
     where = ", ".join(f"{listed(names, ranks)} at {at!r}" for at, ranks in groups.items())
     culprits = tuple(rank for ranks in groups.values() if ranks is not most for rank in ranks)
-    return Verdict(says=f"ranks are at different points: {where}", ranks=culprits)
+    return RankVerdict(says=f"ranks are at different points: {where}", ranks=culprits)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import RankError
 from capture_planner.runtime.ranks.plane import ControlPlane, meet
-from capture_planner.runtime.ranks.watch import Limits, Verdict, Watch
+from capture_planner.runtime.ranks.watch import RankVerdict, RankWatch, WaitLimits
 from support.ranks import World
 
-LIMITS = Limits(slow=30.0)
+LIMITS = WaitLimits(slow=30.0)
 HARMLESS = {"slow", "paused"}
 FAULTS = ("never", "dies", "stops", "raises", "hangs", "other topic", "finishes")
 
@@ -46,7 +46,7 @@ def run_rank(world, rank, size, topics, deviation, outcome, *, sees_deaths, dead
     """Do what one rank does: meet, exchange each topic, leave."""
     tasks = []
 
-    def end(verdict: Verdict) -> None:
+    def end(verdict: RankVerdict, is_raised: bool) -> None:
         outcome.error, outcome.ended = verdict.error(), world.now
         world.kill(*tasks)
 
@@ -57,7 +57,7 @@ def run_rank(world, rank, size, topics, deviation, outcome, *, sees_deaths, dead
             outcome.error, outcome.ended = error, world.now
             return
         names = [f"rank {each}" for each in range(size)]
-        watch = Watch(world, rank, names, LIMITS, gone=lambda: dead if sees_deaths else (), clock=world.clock)
+        watch = RankWatch(world, rank, names, LIMITS, gone=lambda: dead if sees_deaths else (), clock=world.clock)
 
         def watching() -> None:
             while outcome.ended is None:
