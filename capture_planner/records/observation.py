@@ -270,6 +270,7 @@ class Observation:
     torch: str | None = field("version of torch", default=None)
     rank: NonNegative = field("the rank of the process", default=0)
     world_size: Count = field("how many ranks there are", default=1)
+    replica: NonNegative = field("which of the engines that serve side by side and share nothing", default=0)
     started: Moment = field("when counting began, in UTC")
     seconds: Amount = field("time that the counts cover", default=0.0)
     plan: Digest | None = field("digest of the plan that was applied; None: the engine by itself", default=None)

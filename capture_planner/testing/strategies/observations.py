@@ -140,6 +140,7 @@ def observations(draw: DrawFn) -> Observation:
         torch=draw(maybe(any_text())),
         rank=draw(st.integers(0, 7)),
         world_size=draw(st.integers(1, 8)),
+        replica=draw(st.integers(0, 3)),
         started=draw(one_of(("2026-11-22T13:00:00Z", "2026-11-22T13:00:00.25+00:00"))),
         seconds=draw(_amounts()),
         plan=draw(maybe(one_of(("sha256:" + "0" * 64, "sha256:" + "a1" * 32)))),
