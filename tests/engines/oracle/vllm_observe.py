@@ -186,7 +186,11 @@ class ObservedEngine:
 
     def differences(self) -> Iterator[str]:
         """Yield where graphs, counts or answers differ from the engine's."""
-        captured = {role: [[*row[:4], *row[5:]] for row in rows] for role, rows in self.engine.graphs.items() if rows}
+        captured = {
+            role: [[*row[:4], *row[5:7]] for row in rows if row[7] == 1]
+            for role, rows in self.engine.graphs.items()
+            if rows
+        }
         own = {
             track.role.value: [
                 [e.mode.value[0], e.num_tokens, e.num_reqs, e.query_len, e.active_loras, e.draft_steps]
