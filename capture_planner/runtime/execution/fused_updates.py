@@ -186,17 +186,7 @@ def _entered(idx_mapping, token, states, ids, padding, rows, block: tl.constexpr
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keep(
-    idx_mapping,
-    tokens,
-    token,
-    proposed,
-    column,
-    padding,
-    width,
-    rows,
-    stride,
-    first: tl.constexpr,
-    block: tl.constexpr,
+    idx_mapping, tokens, token, proposed, column, padding, width, rows, stride, first: tl.constexpr, block: tl.constexpr
 ) -> None:
     # One program for all rows: with several, one would move the column on before another has read it.
     at = tl.load(column)
