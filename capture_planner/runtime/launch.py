@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import attrs
 import torch
 
-from capture_planner.errors import CaptureError, DifferenceError, RunError
+from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Attention
@@ -28,6 +28,7 @@ from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunRepor
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -103,6 +104,8 @@ def launch(
     progress: Progress,
     *,
     decode: Decode | None = None,
+    peers: Peers = ALONE,
+    offer: Callable[[Callable[[str], RunReport]], None] = lambda make: None,
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
 
@@ -110,7 +113,7 @@ def launch(
     these requests: before anything is captured, and where plan and backends say so before a model is
     loaded. An interruption ends in a report of what was done.
     """
-    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
+    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
     refuse_backends(plan, registry, device, choices.page_size)
     model = model_of(plan, choices.model, device=device, seed=choices.seed)
@@ -146,6 +149,7 @@ def launch(
         observer=keeper,
         adapters=adapters,
     ) as runner:
+        offer(lambda fault: run.report(runner, drafter, decode, interrupted=True, fault=fault))
         try:
             if choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
@@ -169,6 +173,11 @@ def launch(
                 )
         except KeyboardInterrupt:
             interrupted = True
+        except RankError as error:
+            # Made here, where the graphs are still there.
+            partial_report = run.report(runner, drafter, decode, interrupted=True, fault=str(error))
+            offer(lambda fault: partial_report)
+            raise
         report = run.report(runner, drafter, decode, interrupted=interrupted)
     if keeper is None or not any(served.tokens for served in report.served):
         return Outcome(report=report)
@@ -332,7 +341,9 @@ class _Run:
                 progress=advance,
             )
 
-    def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
+    def report(
+        self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool, fault: str = ""
+    ) -> RunReport:
         session, roles = runner.session, runner.parts.roles.values()
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
@@ -378,5 +389,6 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
+            fault=fault,
             comparison=runner.parts.comparison.report() if runner.parts.comparison is not None else None,
         )

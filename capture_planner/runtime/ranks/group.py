@@ -46,7 +46,9 @@ class RankGroup:
     def exchange(self, topic: str, value: Plain) -> tuple[Plain, ...]:
         return self._plane.exchange(topic, value)
 
-    def collect(self, topic: str, value: Plain) -> tuple[Plain, ...]:
+    def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
+        if interrupted:
+            self._watch.interrupt()
         return self._plane.collect(topic, value, COLLECTING)
 
     def agree(self, numbers: Sequence[int]) -> Array:

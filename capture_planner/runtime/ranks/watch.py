@@ -34,6 +34,8 @@ class WaitLimits:
     stopped itself accuses none."""
     grace: float = 2.0
     """From a verdict to the end of a process whose main thread does not raise it."""
+    parting: float = 10.0
+    """From there, or from where a main thread has raised it, to the end of a process that does not end by itself."""
     start: float = 10.0
     """For all ranks to start, from the moment at which this one has."""
     slow: float | None = None
@@ -142,6 +144,11 @@ class RankWatch:
         text = self._board.claim(VERDICT, json.dumps(attrs.asdict(verdict)))
         return self._conclude(text)
 
+    def interrupt(self) -> None:
+        """Let all ranks end as after Ctrl-C, which came to this one."""
+        self._left = self._left or self._clock()
+        self.accuse(RankVerdict(says="interrupted", interrupted=True))
+
     def cause(self, seconds: float) -> RankVerdict | None:
         """Wait for a verdict: why a connection broke, for example."""
         self._concluded.wait(seconds)
@@ -199,8 +206,8 @@ class RankWatch:
                 RankVerdict(says=f"the store that the ranks meet in has not answered for {self._unseen:.0f} s")
             )
         if self._verdict is not None:
-            since = self._left or self._concluded_at
-            if now - since > (self._limits.grace if self._left is None else 2 * self._limits.grace):
+            limit = self._limits.grace if self._left is None else self._limits.parting
+            if now - (self._left or self._concluded_at) > limit:
                 end(self._verdict, self._left is not None)
 
     def conclude(self, verdict: RankVerdict) -> None:
