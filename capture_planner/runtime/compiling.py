@@ -1,11 +1,39 @@
-"""What compiling kernels takes: a process pays it where no cache on disk has them, and later processes do not."""
+"""What is compiled: bodies, once for all sizes; and kernels, for which a process pays if no cache on disk has them."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from time import perf_counter
 from typing import Any
+
+import attrs
+import torch
+
+from capture_planner.runtime.compilation.compilers import compiler_for
+from capture_planner.runtime.execution.role import RoleRun
+
+
+@attrs.frozen
+class Compilation:
+    """What became of the bodies of a run."""
+
+    kinds: int
+    """Pieces that were compiled; layers that differ by their weights alone share theirs."""
+    seconds: float
+    not_compiled: tuple[str, ...]
+    """What runs as it is, with the reason."""
+
+
+def compile_bodies(roles: Sequence[RoleRun], device: torch.device) -> Compilation:
+    """Compile the bodies of all roles. What cannot be compiled runs as it is."""
+    started = perf_counter()
+    weights = [weight for role in roles for weight in role.body.weights()]
+    with torch.no_grad():
+        found = [role.compile(compiler_for(device), weights) for role in roles]
+    reasons = tuple(reason for _, each in found for reason in each)
+    return Compilation(sum(kinds for kinds, _ in found), perf_counter() - started, reasons)
 
 
 @contextlib.contextmanager

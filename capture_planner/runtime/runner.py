@@ -17,6 +17,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import Order, capture_all, session
+from capture_planner.runtime.compiling import Compilation, compile_bodies
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
@@ -77,6 +78,9 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             observer=observer or ForwardObserver(),
             adapters=adapters,
         )
+        roles = tuple(self.parts.roles.values())
+        self.compilation: Compilation | None = compile_bodies(roles, self.device) if self.policy.compile else None
+        """What was compiled, and what was not; None: nothing was to be."""
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
