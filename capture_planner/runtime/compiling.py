@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from capture_planner.runtime.compilation.compilers import compiler_for
+from capture_planner.runtime.compilation.forwards import Shared
 from capture_planner.runtime.execution.role import RoleRun
 
 
@@ -26,12 +27,12 @@ class Compilation:
     """What runs as it is, with the reason."""
 
 
-def compile_bodies(roles: Sequence[RoleRun], device: torch.device) -> Compilation:
+def compile_bodies(roles: Sequence[RoleRun], device: torch.device, shared: Shared) -> Compilation:
     """Compile the bodies of all roles. What cannot be compiled runs as it is."""
     started = perf_counter()
     weights = [weight for role in roles for weight in role.body.weights()]
     with torch.no_grad():
-        found = [role.compile(compiler_for(device), weights) for role in roles]
+        found = [role.compile(compiler_for(device), weights, shared) for role in roles]
     reasons = tuple(reason for _, each in found for reason in each)
     return Compilation(sum(kinds for kinds, _ in found), perf_counter() - started, reasons)
 

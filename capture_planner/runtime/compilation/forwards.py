@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,10 @@ class NotCompiled(RunError):
     """A forward cannot be compiled; the message says why."""
 
 
+Shared = dict[Hashable, CompiledForward]
+"""Compiled forwards that runners of the same networks share, by network, variant and kinds of inputs."""
+
+
 class Forwards:
     """The compiled forwards of one body by variant: of a target for so many active adapters, of a drafter by module.
 
@@ -38,16 +42,27 @@ class Forwards:
         return forward(attend, variant, **inputs) if found is None else found(attend, inputs)
 
     def compile(
-        self, forward: Forward, variant: int, inputs: Inputs, weights: Iterable[Weight], compiler: Compiler
+        self,
+        forward: Forward,
+        network: Hashable,
+        variant: int,
+        inputs: Inputs,
+        weights: Iterable[Weight],
+        compiler: Compiler,
+        shared: Shared,
     ) -> int:
-        """Compile one variant for inputs like these; return how many kinds of pieces it has.
+        """Compile one variant for inputs like these; return how many kinds of pieces were compiled.
 
-        Raises ``NotCompiled`` with the reason where it cannot be.
+        What ``shared`` has is not compiled again. Raises ``NotCompiled`` with the reason where it cannot be.
         """
         kinds = {name: (tensor, _dimension(name, tensor)) for name, tensor in inputs.items()}
+        key = (network, variant, compiler, *((name, _kind(*each)) for name, each in sorted(kinds.items())))
+        if key in shared:
+            self.compiled[variant] = shared[key]
+            return 0
         try:
             trace = traced(lambda attend, **given: forward(attend, variant, **given), kinds, weights)
-            self.compiled[variant] = compiled(trace, compiler)
+            self.compiled[variant] = shared[key] = compiled(trace, compiler)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiler and of a model's own code, anything
@@ -55,6 +70,11 @@ class Forwards:
             name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
             raise NotCompiled(f"{name}{message}") from error
         return self.compiled[variant].kinds
+
+
+def _kind(tensor: torch.Tensor, rows: int | None) -> Hashable:
+    extents = tuple(size for index, size in enumerate(tensor.shape) if index != rows)
+    return tensor.dtype, tensor.device, tensor.ndim, rows, extents
 
 
 def _dimension(name: str, tensor: torch.Tensor) -> int | None:

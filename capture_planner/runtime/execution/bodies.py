@@ -7,7 +7,7 @@ must not read what is theirs (vllm#39773). Results return through persistent buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -27,6 +27,10 @@ class Body(Protocol):
 
     forwards: Forwards
     """What runs ``forward``."""
+
+    @property
+    def network(self) -> Hashable:
+        """What ``forward`` depends on besides its arguments: bodies of the same one share what is compiled."""
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the network: the part that can be compiled, of tensors that are given."""
@@ -100,6 +104,10 @@ class TargetBody:
             inputs["lanes"] = self.fields["adapter_lanes"][:rows]
             inputs["active"] = self.fields["active_adapters"][:active]
         return active, inputs
+
+    @property
+    def network(self) -> Hashable:
+        return self.model, self.adapters, self.aux_layers
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the hidden states, and the auxiliary ones where a drafter reads them."""
@@ -180,6 +188,10 @@ class _DraftBody:
     distance: int
     """How far after a row's position its proposed token stands: 2 of a head, 1 of a draft model."""
     forwards: Forwards = attrs.field(factory=Forwards, kw_only=True)
+
+    @property
+    def network(self) -> Hashable:
+        return (self.drafter,)
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the hidden states that one module leaves."""

@@ -21,7 +21,7 @@ from capture_planner.errors import GuardError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import RolePlan
-from capture_planner.runtime.compilation.forwards import NotCompiled
+from capture_planner.runtime.compilation.forwards import NotCompiled, Shared
 from capture_planner.runtime.compilation.pieces import Compiler
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
@@ -290,7 +290,7 @@ class RoleRun:
 
     # Compilation.
 
-    def compile(self, compiler: Compiler, weights: Sequence[Weight]) -> tuple[int, list[str]]:
+    def compile(self, compiler: Compiler, weights: Sequence[Weight], shared: Shared) -> tuple[int, list[str]]:
         """Compile what the body's forwards run, each variant once.
 
         Returns the kinds of pieces that were compiled, and for each variant that cannot be compiled the reason; it runs
@@ -302,7 +302,9 @@ class RoleRun:
             extents = Extents(tokens=1, reqs=1, pages=self.fields.capacity.pages, adapters=adapters)
             for variant, inputs in self.body.examples(extents):
                 try:
-                    kinds += self.body.forwards.compile(self.body.forward, variant, inputs, weights, compiler)
+                    kinds += self.body.forwards.compile(
+                        self.body.forward, self.body.network, variant, inputs, weights, compiler, shared
+                    )
                 except NotCompiled as error:
                     reasons.append(f"{self.role.value}{f' ({variant})' if variant else ''}: {error}")
         return kinds, reasons
