@@ -197,8 +197,8 @@ def _large(dtype: DataType, device: torch.device) -> TargetModel:
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled(target: TargetModel) -> Shared:
-    """Return what the runs of a model share; the last one's is kept."""
+def _compiled(target: int) -> Shared:
+    """Return what the runs of a model share, by its ``id``; the last one's is kept, and with it the model."""
     return {}
 
 
@@ -239,7 +239,7 @@ class Deployment:
             device=self.device,
             options=Options(**options),
             observer=watching,
-            compiled=_compiled(self.target),
+            compiled=_compiled(id(self.target)),
         )
         with runner:
             runner.capture()

@@ -125,11 +125,11 @@ class Campaign:
                 CONSOLE.print(rig.absent, markup=False)
                 found.setdefault("absent", []).extend(attrs.asdict(absent) for absent in rig.absent)
             self.keep(name, "steps", found)
-        for size in map(str, self.requests):
-            both = found.get(size, {})
+        for number in self.requests:
+            both = found.get(str(number), {})
             if len(both) == 2:
                 both["ratio"] = both["compiled"]["step ms"] / both["not compiled"]["step ms"]
-                self.targets[f"{name}, {size} requests: at most {GOAL} of a step that is not compiled"] = (
+                self.targets[f"{name}, {number} requests: at most {GOAL} of a step that is not compiled"] = (
                     both["ratio"] <= GOAL
                 )
         return found
@@ -148,7 +148,8 @@ class Campaign:
 
     def equality(self, name: str) -> dict[str, Any]:
         """Serve random requests from graphs and from the same kernels without; compare tokens and logits."""
-        case, seen, steps, index = CASES[name], [], 0, 0
+        case, steps, index = CASES[name], 0, 0
+        seen: list[dict[str, Any]] = []
         began, share = time.perf_counter(), max(self.left() - 10, 20)
         while steps < self.arguments.steps and (not seen or time.perf_counter() - began < share):
             spec = (qwen if self.device.type == "cuda" else small)(case, (0, 3)[index % 2])

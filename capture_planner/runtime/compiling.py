@@ -12,7 +12,8 @@ import attrs
 import torch
 
 from capture_planner.runtime.compilation.compilers import compiler_for
-from capture_planner.runtime.compilation.forwards import Shared
+from capture_planner.runtime.compilation.forwards import Inputs, NotCompiled, Shared
+from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.role import RoleRun
 
 
@@ -29,12 +30,25 @@ class Compilation:
 
 def compile_bodies(roles: Sequence[RoleRun], device: torch.device, shared: Shared) -> Compilation:
     """Compile the bodies of all roles. What cannot be compiled runs as it is."""
-    started = perf_counter()
-    weights = [weight for role in roles for weight in role.body.weights()]
+    started, kinds, reasons = perf_counter(), 0, list[str]()
+    weights = [weight for role in roles for weight in role.body.weights()]  # a drafter may read the target's
+    compiler = compiler_for(device)
     with torch.no_grad():
-        found = [role.compile(compiler_for(device), weights, shared) for role in roles]
-    reasons = tuple(reason for _, each in found for reason in each)
-    return Compilation(sum(kinds for kinds, _ in found), perf_counter() - started, reasons)
+        for role, variant, inputs in _variants(roles):
+            body = role.body
+            try:
+                kinds += body.forwards.compile(body.forward, body.network, variant, inputs, weights, compiler, shared)
+            except NotCompiled as error:
+                reasons.append(f"{role.role.value}{f' ({variant})' if variant else ''}: {error}")
+    return Compilation(kinds, perf_counter() - started, tuple(reasons))
+
+
+def _variants(roles: Sequence[RoleRun]) -> Iterator[tuple[RoleRun, int, Inputs]]:
+    """Yield each variant of a forward that graphs hold, and the one without adapters, with inputs for it."""
+    for role in roles:
+        for adapters in sorted({0} | {role.adapters_of(entry) for entry in role.plan.entries}):
+            extents = Extents(tokens=1, reqs=1, pages=role.fields.capacity.pages, adapters=adapters)
+            yield from ((role, *example) for example in role.body.examples(extents))
 
 
 @contextlib.contextmanager

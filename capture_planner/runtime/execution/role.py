@@ -21,8 +21,6 @@ from capture_planner.errors import GuardError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import RolePlan
-from capture_planner.runtime.compilation.forwards import NotCompiled, Shared
-from capture_planner.runtime.compilation.pieces import Compiler
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body
@@ -35,7 +33,6 @@ from capture_planner.runtime.execution.profiling import profiled
 from capture_planner.runtime.execution.recurrent import RecurrentLayers
 from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, NULL_STATE, Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
-from capture_planner.runtime.models.protocols import Weight
 from capture_planner.runtime.options import ExecutionPolicy
 
 
@@ -188,11 +185,11 @@ class RoleRun:
         if entry is not None:
             # A PIECEWISE graph pads tokens alone. Each request has one adapter at most.
             reqs = real.reqs if entry.num_reqs is None else entry.num_reqs
-            adapters = self._adapters(entry)
+            adapters = self.adapters_of(entry)
             extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages, adapters=adapters)
         return ForwardStep(batch=batch, entry=entry, inputs=inputs, real=real, extents=extents)
 
-    def _adapters(self, entry: Entry) -> int:
+    def adapters_of(self, entry: Entry) -> int:
         """Return how many adapters an entry's graph holds."""
         most = min(entry.num_tokens, self.bounds.reqs) if entry.num_reqs is None else entry.num_reqs
         return min(entry.active_loras, most)
@@ -287,27 +284,6 @@ class RoleRun:
         else:
             recurrence(inputs, decays, out)
         return out
-
-    # Compilation.
-
-    def compile(self, compiler: Compiler, weights: Sequence[Weight], shared: Shared) -> tuple[int, list[str]]:
-        """Compile what the body's forwards run, each variant once.
-
-        Returns the kinds of pieces that were compiled, and for each variant that cannot be compiled the reason; it runs
-        as it is. ``weights``: of all networks, as a drafter may read the target's.
-        """
-        counts = {0} | {self._adapters(entry) for entry in self.plan.entries}
-        kinds, reasons = 0, []
-        for adapters in sorted(counts):
-            extents = Extents(tokens=1, reqs=1, pages=self.fields.capacity.pages, adapters=adapters)
-            for variant, inputs in self.body.examples(extents):
-                try:
-                    kinds += self.body.forwards.compile(
-                        self.body.forward, self.body.network, variant, inputs, weights, compiler, shared
-                    )
-                except NotCompiled as error:
-                    reasons.append(f"{self.role.value}{f' ({variant})' if variant else ''}: {error}")
-        return kinds, reasons
 
     # Capture.
 
