@@ -94,6 +94,9 @@ class RecordedGraphs:
     def reading(self) -> None:
         """Say nothing: a host's memory is many processes', and a recorded graph takes its pool alone."""
 
+    def settle(self) -> None:
+        """Do nothing: operators are done when they return."""
+
     def pool(self, limit: int | None = None) -> RecordedPool:
         return RecordedPool(limit)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
 
+from capture_planner.errors import RunError
+from capture_planner.records.text import counted
 from capture_planner.runtime.ranks.peers import Peers
 
 
@@ -25,6 +28,12 @@ class Collectives(Protocol):
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, ``[size, *part.shape]``."""
 
+    def keep(self, graph: object) -> None:
+        """Note a graph that holds calls: what they communicate through is there for as long as it is."""
+
+    def release(self) -> None:
+        """Give up what calls communicate through. Raises ``RunError`` while there is a graph that holds calls."""
+
 
 @final
 class _One:
@@ -38,6 +47,12 @@ class _One:
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         return part.unsqueeze(0)
 
+    def keep(self, graph: object) -> None:
+        """Do nothing: no graph holds a call."""
+
+    def release(self) -> None:
+        """Do nothing: there is nothing to give up."""
+
 
 WHOLE: Collectives = _One()
 """The collectives of a model that is whole on one rank: none."""
@@ -49,6 +64,7 @@ class GroupCollectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self.calls = dist.get_rank(group), dist.get_world_size(group), 0
         self._group = group
+        self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -60,6 +76,17 @@ class GroupCollectives:
         whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
         _gather(whole, part.contiguous(), group=self._group)
         return whole.view(self.size, *part.shape)
+
+    def keep(self, graph: object) -> None:
+        self._graphs.add(graph)
+
+    def release(self) -> None:
+        # The end of a process group waits for what graphs hold of it (pytorch#115388).
+        if self._graphs:
+            raise RunError(
+                f"{counted(len(self._graphs), 'graph')} with collectives in them are still there; leave the runner "
+                "before its ranks part"
+            )
 
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
