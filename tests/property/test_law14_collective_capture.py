@@ -147,7 +147,7 @@ def test_devices_are_idle_and_all_ranks_there_between_a_warm_up_and_its_capture(
     def work(peers):
         mine = events[peers.place.rank]
 
-        class Logged(Faulty):
+        class EventLog(Faulty):
             def settle(self):
                 mine.append("settle")
 
@@ -160,7 +160,7 @@ def test_devices_are_idle_and_all_ranks_there_between_a_warm_up_and_its_capture(
                 mine.append(topic.split()[0])
                 return super().exchange(topic, value)
 
-        return capture(each[peers.place.rank], Meeting(peers.place, peers.meeting), Logged())
+        return capture(each[peers.place.rank], Meeting(peers.place, peers.meeting), EventLog())
 
     on_ranks(2, work)
     graphs = each[0].plan.num_graphs
