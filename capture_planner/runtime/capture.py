@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import cast
 
 import attrs
+import torch
 
 from capture_planner.errors import BackendError, CaptureError, RunError
 from capture_planner.modes import Pool, Reason
@@ -28,7 +29,7 @@ from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.records.text import counted
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.graphs.graph import Graph, Grapher
 from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
@@ -81,12 +82,35 @@ class _Together:
     number: str
     """Of the capture, in all."""
 
-    def run(self, stage: str, entry: Entry, work: Callable[[], Result]) -> StageOutcome[Result]:
-        """Run a stage on every rank; all have called as many collectives in it."""
+    def warm_up(self, role: RoleRun, entry: Entry, grapher: Grapher) -> StageOutcome[Reading | None]:
+        """Warm up on every rank, and wait for the devices."""
+
+        def work() -> Reading | None:
+            role.warm_up(entry)
+            grapher.settle()
+            return grapher.reading()
+
+        return self._run("warm-up", entry, work, awaits=())
+
+    def capture(self, role: RoleRun, entry: Entry) -> StageOutcome[Graph]:
+        """Capture on every rank. Nothing runs in a CUDA capture: one that lacks memory keeps no rank waiting."""
+        return self._run("capture", entry, lambda: role.capture(entry), awaits=(torch.OutOfMemoryError,))
+
+    def _run(
+        self, stage: str, entry: Entry, work: Callable[[], Result], *, awaits: tuple[type[Exception], ...]
+    ) -> StageOutcome[Result]:
+        """Run a stage on every rank; all call as many collectives in it.
+
+        Where ranks share the model, an error that is not in ``awaits`` ends the run at once: other ranks may be inside
+        of collectives, from which nothing calls them back, and learn of it from the ranks' watch.
+        """
         before = self.among.calls
-        topic = f"{stage} {self.number}, {entry}"
         return on_every_rank(
-            self.peers, topic, work, state=lambda: f"{counted(self.among.calls - before, 'collective')}"
+            self.peers,
+            f"{stage} {self.number}, {entry}",
+            work,
+            awaits=(Exception,) if self.among.size == 1 else awaits,
+            state=lambda: counted(self.among.calls - before, "collective"),
         )
 
 
@@ -144,16 +168,10 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, togeth
     started = perf_counter()
     memory, alone, waiver = 0, 0, None
     before = grapher.reading()
-
-    def warm_up() -> Reading | None:
-        role.warm_up(entry)
-        grapher.settle()
-        return grapher.reading()
-
-    warmed = together.run("warm-up", entry, warm_up)
+    warmed = together.warm_up(role, entry, grapher)
     warm, unfit = warmed.result or before, warmed.unfit
     if unfit is None:
-        captured = together.run("capture", entry, lambda: role.capture(entry))
+        captured = together.capture(role, entry)
         unfit = captured.unfit
         if captured.result is not None:
             memory, alone = captured.result.memory, captured.result.alone

@@ -128,7 +128,7 @@ class StepInputs:
 
 
 def null_inputs(counts: Array, longest: int, page_size: int, ahead: int = 0) -> StepInputs:
-    """Return inputs of requests with ``counts int64[R]`` tokens that are nobody's: null page and null state alone.
+    """Return inputs of requests with ``counts int64[R]`` tokens of no request: null page and null state alone.
 
     Sequences are as long as the queries, the shortest that there can be, so that least is read (vLLM 0.33 does so too).
 

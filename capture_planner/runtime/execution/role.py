@@ -354,7 +354,7 @@ class RoleRun:
         return null_inputs(counts, longest, self.page_size)
 
     def dummy_inputs(self, batch: Batch, ahead: int) -> StepInputs:
-        """Return the inputs of a batch that is nobody's, of a rank that runs along; ``ahead`` decodes follow it."""
+        """Return the inputs of a batch without requests, of a rank that runs along; ``ahead`` decodes follow it."""
         counts = np.full(batch.num_reqs, batch.num_tokens // batch.num_reqs, dtype=np.int64)
         return null_inputs(counts, self.bounds.positions, self.page_size, ahead)
 

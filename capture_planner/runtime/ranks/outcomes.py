@@ -25,22 +25,30 @@ class StageOutcome(Generic[Result]):
 
 
 def on_every_rank(
-    peers: Peers, topic: str, stage: Callable[[], Result], *, state: Callable[[], Plain] = lambda: None
+    peers: Peers,
+    topic: str,
+    stage: Callable[[], Result],
+    *,
+    awaits: tuple[type[Exception], ...] = (Exception,),
+    state: Callable[[], Plain] = lambda: None,
 ) -> StageOutcome[Result]:
     """Run a stage on all ranks, and return its outcome when all are through with it.
 
     An error of any rank is raised on every one, before anything else is done together: its own on the rank that has
     it, ``RankError`` with the rank and its message on the others. So is a difference of ``state`` after the stage.
+
+    :param awaits: errors after which this rank waits for the others; one of another type leaves at once.
     """
     result: Result | None = None
     failure: Exception | None = None
     unfit: str | None = None
     try:
         result = stage()
-    except torch.OutOfMemoryError as error:
-        unfit = _line(error)
-    except Exception as error:
-        failure = error
+    except awaits as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            unfit = _line(error)
+        else:
+            failure = error
     broken = None if failure is None else _line(failure)
     outcomes = cast("list[list[Any]]", peers.exchange(topic, [broken, unfit, state()]))
     if failure is not None:
