@@ -44,6 +44,8 @@ _ALLOCATIONS = frozenset(
         aten.new_empty_strided.default,
     }
 )
+_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types of arguments that hold no tensor. Each operator's arguments are searched several times."""
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _OUR_FILES = (str(Path(torch.__file__).parent) + "/", __file__)
 
@@ -349,11 +351,14 @@ def _current() -> _Recording | None:
 
 def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Return arguments with each tensor, or place of one, changed."""
-    if isinstance(tree, torch.Tensor | OwnTensor):
+    kind = type(tree)
+    if kind in _LEAVES:
+        return tree
+    if issubclass(kind, (torch.Tensor, OwnTensor)):
         return change(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map(item, change) for item in tree)
-    if isinstance(tree, dict):
+    if issubclass(kind, (list, tuple)):
+        return kind([_map(item, change) for item in tree])
+    if issubclass(kind, dict):
         return {name: _map(item, change) for name, item in tree.items()}
     return tree
 
@@ -368,9 +373,13 @@ def _make(tensor: torch.Tensor | OwnTensor) -> torch.Tensor:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of arguments or of a result, in order."""
-    found: list[torch.Tensor] = []
-    _map(tree, found.append)
-    return found
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for item in tree if type(item) not in _LEAVES for tensor in _tensors(item)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
