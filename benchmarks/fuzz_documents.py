@@ -93,10 +93,7 @@ def campaign(
     indices = range(arguments.start, arguments.start + arguments.documents)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     deadline = time.perf_counter() + 60 * (math.inf if arguments.minutes is None else arguments.minutes)
-    with (
-        Progress(*columns, console=CONSOLE) as progress,
-        _results(arguments, prepare, check, indices) as results,
-    ):
+    with Progress(*columns, console=CONSOLE) as progress, _results(arguments, prepare, check, indices) as results:
         task = progress.add_task("documents", total=len(indices))
         for outcome in results:
             outcomes.append(outcome)

@@ -70,6 +70,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the end of the process collect everything: some libraries report what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny operators are slower on many threads, and many times slower where several workers compute."""

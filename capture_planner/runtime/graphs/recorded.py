@@ -29,6 +29,7 @@ from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.leftover import Leftover, leftover
 from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
+from capture_planner.runtime.graphs.trees import mapped, tensors_of
 
 aten = torch.ops.aten
 
@@ -44,8 +45,6 @@ _ALLOCATIONS = frozenset(
         aten.new_empty_strided.default,
     }
 )
-_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-"""Types of arguments that hold no tensor. Each operator's arguments are searched several times."""
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 _OUR_FILES = (str(Path(torch.__file__).parent) + "/", __file__)
 
@@ -137,11 +136,11 @@ class _Call:
 
     def described(self) -> tuple[str, str]:
         """Return the operator's name and its arguments: of tensors the dtype and the shape."""
-        return str(self.op), repr(_map((self.args, self.kwargs), _shape))
+        return str(self.op), repr(mapped((self.args, self.kwargs), _shape))
 
     def step(self) -> Step:
         """Return what runs it on the pool."""
-        args, kwargs = _map(self.args, _make), _map(self.kwargs, _make)
+        args, kwargs = mapped(self.args, _make), mapped(self.kwargs, _make)
         results = [None if result is None else result.made() for result in self.results]
         landing = [result for result in results if result is not None]
         if not landing:
@@ -156,7 +155,7 @@ class _Call:
 
 
 def _compute_and_copy(op: Any, args: Any, kwargs: Any, results: list[torch.Tensor | None]) -> None:
-    for place, value in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+    for place, value in zip(results, tensors_of(op(*args, **kwargs)), strict=True):
         if place is not None:
             place.copy_(value)
 
@@ -193,7 +192,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operator and keep it, or refuse it."""
         kwargs = kwargs or {}
         if self.is_between:
-            self._check_lent(func, _tensors((args, kwargs)))
+            self._check_lent(func, tensors_of((args, kwargs)))
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             raise _refusal(func, "it is a higher-order operator", "call what it stands for")
@@ -204,18 +203,18 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.inplace_view in func.tags:
             # It changes how a tensor looks at memory, and tensors are recorded as they look.
             return func(*args, **kwargs)
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             self._meet(tensor, func, is_own=False)
         if func in _CONSTANTS:
             # The forward may change it in place: each replay needs it as it was.
             func = aten.clone.default
         result = _run_without_random(func, args, kwargs)
-        outputs = _tensors(result)
+        outputs = tensors_of(result)
         # A result in memory that was known before is a view, or an argument that was changed in place.
         fresh = [self._meet(output, func, is_own=True) for output in outputs]
         if func not in _ALLOCATIONS and (func._schema.is_mutable or any(fresh)):
             results = tuple(self._own(out) if new else None for out, new in zip(outputs, fresh, strict=True))
-            self._items.append(_Call(func, _map(args, self._see), _map(kwargs, self._see), results))
+            self._items.append(_Call(func, mapped(args, self._see), mapped(kwargs, self._see), results))
         return result
 
     def split(self, between: Callable[[], object], tensors: Sequence[torch.Tensor]) -> None:
@@ -349,37 +348,12 @@ def _current() -> _Recording | None:
     return next((mode for mode in modes if isinstance(mode, _Recording)), None)
 
 
-def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with each tensor, or place of one, changed."""
-    kind = type(tree)
-    if kind in _LEAVES:
-        return tree
-    if issubclass(kind, (torch.Tensor, OwnTensor)):
-        return change(tree)
-    if issubclass(kind, (list, tuple)):
-        return kind([_map(item, change) for item in tree])
-    if issubclass(kind, dict):
-        return {name: _map(item, change) for name, item in tree.items()}
-    return tree
-
-
 def _shape(tensor: torch.Tensor | OwnTensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def _make(tensor: torch.Tensor | OwnTensor) -> torch.Tensor:
     return tensor.made() if isinstance(tensor, OwnTensor) else tensor
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of arguments or of a result, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [tensor for item in tree if type(item) not in _LEAVES for tensor in _tensors(item)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
