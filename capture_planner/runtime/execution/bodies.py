@@ -98,7 +98,7 @@ class TargetBody:
         if not _reads_all(entry):
             return
         rows = extents.tokens
-        tokens = self.model.logits(self.hidden[:rows]).argmax(-1)
+        tokens = self.model.likeliest(self.hidden[:rows])
         self.tokens[:rows].copy_(tokens)
         if self.advances and extents.reqs == rows:
             self.updates.advance(self.token_fields, rows, tokens)
@@ -107,7 +107,7 @@ class TargetBody:
         """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
         if not _reads_all(entry):
             rows = self.fields[SAMPLED_ROWS][:count]
-            self.tokens.index_copy_(0, rows, self.model.logits(self.hidden[rows]).argmax(-1))
+            self.tokens.index_copy_(0, rows, self.model.likeliest(self.hidden[rows]))
 
     def embed(self, input_ids: Array) -> None:
         """Fill ``embeddings`` for ``int32[T]``, where they are the input; rows past them become zero."""
