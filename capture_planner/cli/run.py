@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
     from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.ranks.peers import Peers
-    from capture_planner.runtime.ranks.processes import Launched
+    from capture_planner.runtime.ranks.processes import RankProcess
     from capture_planner.runtime.serving.workload import Decode, Request
 
 
@@ -137,7 +137,7 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
         _show(_launch(_plan(plan_file, environment), values=values), values, form)
         return
 
-    def command(me: Launched, plan: Callable[[], Plan]) -> RankCommand:
+    def command(me: RankProcess, plan: Callable[[], Plan]) -> RankCommand:
         return RankCommand(
             me=me,
             plan=plan,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
     from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.ranks.peers import Peers
-    from capture_planner.runtime.ranks.processes import Launched
+    from capture_planner.runtime.ranks.processes import RankProcess
     from capture_planner.runtime.ranks.watch import RankVerdict
 
 LAST_WORDS = 2.0
@@ -65,7 +65,7 @@ def _nothing(fault: str) -> Any:
 class RankCommand:
     """What one rank does, from when it is launched to its exit code."""
 
-    me: Launched
+    me: RankProcess
     plan: Callable[[], Plan]
     execute: Callable[[Plan, Peers, Callable[[Make], None]], Outcome]
     """Runs the plan with the other ranks; its third argument takes what makes a report of what has run."""
@@ -133,14 +133,14 @@ class RankCommand:
         return self.show(outcome)
 
 
-def launched() -> Launched | None:
+def launched() -> RankProcess | None:
     """Return what a launcher says to this process, None where it is alone."""
-    from capture_planner.runtime.ranks.processes import Launched
+    from capture_planner.runtime.ranks.processes import RankProcess
 
-    return Launched.of(os.environ)
+    return RankProcess.of(os.environ)
 
 
-def _device(plan: Plan, me: Launched) -> Any:
+def _device(plan: Plan, me: RankProcess) -> Any:
     """Return the device of this rank, which is the current one from here on."""
     import torch
 
@@ -159,7 +159,7 @@ def _device(plan: Plan, me: Launched) -> Any:
     return host.device_of(plan.environment)
 
 
-def run_here(plan: Plan, size: int, command: Callable[[Launched], RankCommand]) -> int:
+def run_here(plan: Plan, size: int, command: Callable[[RankProcess], RankCommand]) -> int:
     """Run all ranks of a plan on this host, and return the exit code of the first that failed, or 0."""
     # Imported here, so that the processes that are forked from this one have it.
     importlib.import_module("capture_planner.runtime.models.huggingface")

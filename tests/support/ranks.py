@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 
-class Killed(BaseException):
+class Kill(BaseException):
     """Ends a thread whose rank is gone."""
 
 
@@ -40,7 +40,7 @@ class World:
         return self.now
 
     def start(self, work: Callable[[], Any], delay: float = 0.0) -> Task:
-        """Start a thread; ``work`` may raise ``Killed``."""
+        """Start a thread; ``work`` may raise ``Kill``."""
         task = Task(wake=self.now + delay)
 
         def body() -> None:
@@ -48,7 +48,7 @@ class World:
             try:
                 if not task.killed:
                     work()
-            except Killed:
+            except Kill:
                 pass
             finally:
                 task.done = True
@@ -64,7 +64,7 @@ class World:
         for task in tasks:
             task.killed, task.wake = True, self.now
         if self._current in tasks:
-            raise Killed
+            raise Kill
 
     def pause(self, seconds: float) -> None:
         """Let others go on until the clock has moved by ``seconds``."""
@@ -74,7 +74,7 @@ class World:
         self._main.release()
         task.turn.acquire()
         if task.killed:
-            raise Killed
+            raise Kill
 
     def run(self, seconds: float) -> None:
         """Run until all tasks are done, or the clock has moved by ``seconds``; then end what is left."""

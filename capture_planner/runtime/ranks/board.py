@@ -21,7 +21,7 @@ class Board(Protocol):
         """Write a text, over the one that was there."""
 
     def read(self, keys: Sequence[str]) -> tuple[str | None, ...]:
-        """Return the texts of some keys; None where there is none."""
+        """Return the texts of some keys; None for a missing one."""
 
     def claim(self, key: str, text: str) -> str:
         """Write a text unless there is one that is not empty; return the text that is there then."""

@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 from capture_planner.errors import RankError
 from capture_planner.runtime.ranks.board import Board, StoreBoard, open_store
 from capture_planner.runtime.ranks.plane import LONGEST, ControlPlane, meet
-from capture_planner.runtime.ranks.processes import Launched, LocalProcesses, card
+from capture_planner.runtime.ranks.processes import LocalProcesses, RankProcess, card
 from capture_planner.runtime.ranks.watch import EndProcess, RankVerdict, RankWatch, WaitLimits, sentence
 
 CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "socket timeout", "broken pipe")
@@ -40,7 +40,7 @@ class Connection:
 
 
 @contextmanager
-def connected(me: Launched, limits: WaitLimits, end: EndProcess) -> Iterator[Connection]:
+def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[Connection]:
     """Meet the other ranks, and be watched by them until the end of the context.
 
     Raises ``RankError`` where a rank is missing, died, or ended with an error: the same sentence on all ranks. A main
@@ -95,7 +95,7 @@ def _end_with(connection: Connection, error: BaseException) -> None:
         raise verdict.error() from error
 
 
-def _part_from(board: Board, me: Launched, seconds: float, *, hosts_store: bool) -> None:
+def _part_from(board: Board, me: RankProcess, seconds: float, *, hosts_store: bool) -> None:
     """Read and write no more; a store in this process waits until no other rank does."""
     if not hosts_store:
         board.post(f"parted/{me.rank}", "")
@@ -141,7 +141,7 @@ def _on_sigterm(watch: RankWatch) -> Callable[[], object]:
     return lambda: signal.signal(signal.SIGTERM, before)
 
 
-def _unreachable(me: Launched, where: str, limits: WaitLimits, error: BaseException) -> str:
+def _unreachable(me: RankProcess, where: str, limits: WaitLimits, error: BaseException) -> str:
     reason = str(error).partition("\n")[0]
     if me.rank == 0 and not me.has_store:
         return f"rank 0 cannot open a store at {where}: {reason}; choose another MASTER_PORT"

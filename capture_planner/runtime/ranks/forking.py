@@ -21,7 +21,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
 from capture_planner.errors import RunError
-from capture_planner.runtime.ranks.processes import Launched
+from capture_planner.runtime.ranks.processes import RankProcess
 
 PATIENCE = 15.0
 """Seconds that ranks have to end once one has failed: they do by themselves, with the reason, in 10."""
@@ -48,7 +48,7 @@ class _Child:
     code: int | None = None
 
 
-def run_ranks(size: int, work: Callable[[Launched, Say], int], say: Say) -> int:
+def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> int:
     """Run ``work`` in a process for each rank; return the exit code of the first that failed, or 0.
 
     The first rank has this process's output. Of the others, only what they write to standard error is shown, each line
@@ -66,7 +66,7 @@ def run_ranks(size: int, work: Callable[[Launched, Say], int], say: Say) -> int:
         port = listening.getsockname()[1]
         children = []
         for rank in range(size):
-            me = Launched(rank=rank, size=size, local_rank=rank, address=ADDRESS, port=port, has_store=True)
+            me = RankProcess(rank=rank, size=size, local_rank=rank, address=ADDRESS, port=port, has_store=True)
             children.append(_fork(me, work, listening))
         # After all forks: neither its thread nor those that read can be in a process that is forked.
         file, limit = listening.detach(), timedelta(seconds=PATIENCE)
@@ -81,7 +81,7 @@ def run_ranks(size: int, work: Callable[[Launched, Say], int], say: Say) -> int:
     return code
 
 
-def _fork(me: Launched, work: Callable[[Launched, Say], int], listening: socket.socket) -> _Child:
+def _fork(me: RankProcess, work: Callable[[RankProcess, Say], int], listening: socket.socket) -> _Child:
     """Start the process of one rank, which ends with what ``work`` returns."""
     sys.stdout.flush()
     sys.stderr.flush()

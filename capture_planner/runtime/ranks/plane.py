@@ -84,7 +84,7 @@ class ControlPlane:
         return tuple(value for _, value in pairs)
 
     def collect(self, topic: str, value: Plain, seconds: float) -> tuple[Plain, ...]:
-        """Show a value to the first rank; there, return those of all ranks, None where there is none.
+        """Show a value to the first rank; there, return those of all ranks, None for a missing one.
 
         The last word of each rank, also of one that ends early: nothing waits for longer than ``seconds``, and no
         verdict is raised.

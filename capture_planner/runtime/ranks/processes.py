@@ -18,7 +18,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @attrs.frozen(kw_only=True)
-class Launched:
+class RankProcess:
     """What a launcher says to one process of several."""
 
     rank: int
@@ -31,7 +31,7 @@ class Launched:
     """Whether the launcher has a store at the address, as torchrun does; else the first rank opens it."""
 
     @classmethod
-    def of(cls, variables: Mapping[str, str]) -> Launched | None:
+    def of(cls, variables: Mapping[str, str]) -> RankProcess | None:
         """Read the variables that torchrun sets; None for a process that is alone.
 
         Raises ``RunError`` where some are missing or are no numbers.
