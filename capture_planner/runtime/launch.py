@@ -17,6 +17,7 @@ from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
+from capture_planner.runtime.alike import request_facts, start_facts
 from capture_planner.runtime.assembly import kv_dtype_of
 from capture_planner.runtime.chosen import Drafting, adapters_of, drafter_of, model_of, page_memory
 from capture_planner.runtime.execution.fields import tensor_of
@@ -29,6 +30,7 @@ from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.ranks.collectives import collectives_of
 from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.ranks.start import refuse_differences
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -116,6 +118,7 @@ def launch(
     """
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
+    refuse_differences(peers, "what the ranks run", start_facts(plan, registry, choices))
     refuse_backends(plan, registry, device, choices.page_size)
     among = collectives_of(peers)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
@@ -130,6 +133,7 @@ def launch(
     adapters = adapters_of(plan, model, choices.adapters, seed=choices.seed)
     if adapters is not None:
         requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
+    refuse_differences(peers, "the requests", request_facts(requests))
     run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher_for(device))
     pages = run.pages()
     run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
