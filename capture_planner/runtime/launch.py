@@ -28,6 +28,8 @@ from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunRepor
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.ranks.collectives import WHOLE, Collectives, collectives_of
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -103,8 +105,12 @@ def launch(
     progress: Progress,
     *,
     decode: Decode | None = None,
+    peers: Peers = ALONE,
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
+
+    Of several ranks, each calls it with its ``peers``: those of one replica share a model, and replicas take turns with
+    requests.
 
     Raises ``RunError`` or ``BackendError`` where the plan cannot be executed here, on this model or for
     these requests: before anything is captured, and where plan and backends say so before a model is
@@ -113,7 +119,8 @@ def launch(
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
     device = host.device_of(plan.environment)
     refuse_backends(plan, registry, device, choices.page_size)
-    model = model_of(plan, choices.model, device=device, seed=choices.seed)
+    among = collectives_of(peers)
+    model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
         _refuse_infinite(model)
     requests = admit(
@@ -127,6 +134,7 @@ def launch(
         requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
     run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher_for(device))
     pages = run.pages()
+    run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
@@ -145,6 +153,7 @@ def launch(
         options=choices.options,
         observer=keeper,
         adapters=adapters,
+        peers=peers,
     ) as runner:
         try:
             if choices.drafter in ("copy", "miss", "chance"):
@@ -160,9 +169,9 @@ def launch(
                     ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), choices.dump_graphs
                 )
             # Where a comparison found a difference, the report has it.
-            with contextlib.suppress(DifferenceError), progress("serve", len(requests)) as served_one:
+            with contextlib.suppress(DifferenceError), progress("serve", len(run.requests)) as served_one:
                 runner.serve(
-                    requests,
+                    run.requests,
                     answers=answers,
                     step_seconds=choices.step_seconds,
                     progress=lambda done: served_one(done.name),
@@ -207,7 +216,9 @@ def _answer(request: Request, served: RequestResult) -> Output:
     )
 
 
-def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
+def model_of(
+    plan: Plan, source: Path | None, *, device: torch.device, seed: int, among: Collectives = WHOLE
+) -> HuggingFaceModel:
     """Return the model at ``source``, or one of the plan's numbers, as ``load_target`` does.
 
     Raises ``RunError`` where that cannot be executed, or is another model than was planned for.
@@ -215,7 +226,8 @@ def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int
     # Here, since transformers takes seconds to import, and what is refused before needs none of it.
     from capture_planner.runtime.models.huggingface import differences, load_target
 
-    model = load_target(source, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=seed)
+    dtype = dtype_of(plan.model.dtype)
+    model = load_target(source, plan.model, device=device, dtype=dtype, seed=seed, among=among)
     if wrong := differences(model, plan.model):
         raise RunError(
             f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
@@ -244,6 +256,8 @@ def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, .
     """
     if not choice:
         return None
+    if model.among.size > 1:
+        raise RunError("adapters were chosen, and parallel.tensor is more than 1, which adapters are not spread over")
     if plan.lora is None:
         raise RunError("adapters were chosen, and the plan has no LoRA; plan with lora: {max_active: N}")
     from capture_planner.runtime.models.adapters import load_adapters
