@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 import torch
 
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.fingerprint import Fingerprint
@@ -27,7 +28,8 @@ from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunReport
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.plan_variants import as_captured, without_graphs, without_speculation
+from capture_planner.runtime.rank_report import with_ranks
 from capture_planner.runtime.ranks.collectives import collectives_of
 from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.ranks.start import refuse_differences
@@ -186,11 +188,12 @@ def launch(
             partial_report = run.report(runner, drafter, decode, interrupted=True, fault=str(error))
             offer(lambda fault: partial_report)
             raise
-        report = run.report(runner, drafter, decode, interrupted=interrupted)
-    if keeper is None or not any(served.tokens for served in report.served):
+        own = run.report(runner, drafter, decode, interrupted=interrupted)
+    report = with_ranks(own, runner.session, Dispatcher(as_captured(plan, own.captured)), peers)
+    if keeper is None or not any(served.tokens for served in own.served):
         return Outcome(report=report)
     try:
-        verification = run.verify(report.served, keeper, sums)
+        verification = run.verify(own.served, keeper, sums)
     except KeyboardInterrupt:
         return Outcome(report=attrs.evolve(report, interrupted=True))
     return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)

@@ -14,6 +14,7 @@ from capture_planner.records.fingerprint import Fingerprint, Fingerprints
 from capture_planner.records.plan import Plan, Waiver
 from capture_planner.runtime.eager_check.record import Comparison
 from capture_planner.runtime.graphs.reading import Reading
+from capture_planner.runtime.ranks.record import RankRecord
 from capture_planner.runtime.verification.record import OutputCheck
 
 
@@ -252,6 +253,8 @@ class RunReport:
     """LoRA adapters, by what they are and where their weights come from."""
     comparison: Comparison | None = None
     """What was compared with eager forwards; None: nothing was to be."""
+    ranks: RankRecord | None = None
+    """All ranks, in the report of the first; None: it ran alone."""
     verification: OutputCheck | None = None
     """Whether the output is the model's; None: not verified."""
 
