@@ -179,6 +179,9 @@ class BareGraphs:
         """Read nothing between captures."""
         return None
 
+    def settle(self) -> None:
+        """Do nothing: a capture waits for the device itself."""
+
     def pool(self, limit: int | None = None) -> CudaPool:
         """Make a pool without a limit, whose memory is read once, at the end."""
         return CudaPool(None)
