@@ -107,7 +107,7 @@ def read_document(path: str) -> Document:
 
     A folder stands for the newest observations of an engine's workers in it, as one.
     """
-    if Path(path).is_dir():
+    if path.strip() and Path(path).is_dir():
         return Document(path, node_of(codec.to_data(read_workers(path))))
     if path not in ("-", "/dev/stdin"):
         return Document.read(path)

@@ -41,7 +41,7 @@ def read_workers(folder: str | Path) -> Observation:
     documents = map(codec.Document.read, newest.values())
     named = [(each.name, each.load(Observation)) for each in documents if each.is_observation]
     if not named:
-        message = "no observation is in this folder"
+        message = "cannot be read: it is a folder, and has no observation"
         remedy = "name the folder that an engine observed into, or a file"
         raise InvalidDocument([Problem(file=str(folder), message=message, remedy=remedy)])
     return as_one(named)

@@ -93,7 +93,7 @@ def test_stages_of_a_pipeline_are_not_compared(world):
 
 
 def test_single_worker_asks_no_store():
-    """Without a process group there is none."""
+    """It has no process group."""
     workers.compare(manager([8]), "target", "plan x")
 
 

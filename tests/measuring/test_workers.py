@@ -134,7 +134,7 @@ def test_folder_stands_for_the_newest_workers_in_it(tmp_path):
 
 def test_folder_without_observations_is_an_error(tmp_path):
     """With what to name."""
-    with pytest.raises(InvalidDocument, match="no observation is in this folder"):
+    with pytest.raises(InvalidDocument, match="cannot be read: it is a folder, and has no observation"):
         read_workers(tmp_path)
 
 

@@ -63,7 +63,7 @@ def _workers(ranks: list[int]) -> str:
 def compare(manager: Any, topic: str, plan: str) -> None:
     """Compare what a graph manager will capture with its like on the other workers, where there are any.
 
-    :param plan: the digest of the plan, or why there is none.
+    :param plan: the digest of the plan, or that this worker has no plan.
     :raises RunError: as ``refuse_differences`` does; where the workers cannot be compared, a warning says why.
     """
     try:
