@@ -92,6 +92,7 @@ MAX_CHANGES = 8
     help="Write what each graph holds: Graphviz of CUDA graphs, text of recorded ones.",
 )
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
+@options.compiling
 @flag("--eager", "Run eager: capture no graphs.")
 @flag("--verify", "Check tokens and hidden states against the model in higher precision; exit code 2 if one is off.")
 @flag("--compare", "Also run each step eager; stop with exit code 2 at the first tensor that differs.")
@@ -171,7 +172,7 @@ def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
     prepare_torch(values["threads"])
     (source, decode), drafter = _workload(values), values["drafter"]
     same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify")
-    checks = ("trust", "debug", "poison", "strict", "compare")
+    checks = ("trust", "debug", "poison", "strict", "compare", "compile")
     choices = Choices(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
