@@ -28,8 +28,9 @@ from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunRepor
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from capture_planner.runtime.ranks.collectives import WHOLE, Collectives, collectives_of
+from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
 from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.ranks.symmetric import AllReduce, collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -85,6 +86,8 @@ class Choices:
     """Run although this machine is not the one that was planned for."""
     any_plan: bool = False
     """Run although the lint finds errors in the plan."""
+    all_reduce: AllReduce = "auto"
+    """How ranks that share a model add their parts, on GPUs."""
     options: Options = attrs.Factory(Options)
 
 
@@ -119,7 +122,7 @@ def launch(
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
     device = host.device_of(plan.environment)
     refuse_backends(plan, registry, device, choices.page_size)
-    among = collectives_of(peers)
+    among = collectives_of(peers, device, choices.all_reduce)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
         _refuse_infinite(model)
@@ -378,7 +381,7 @@ class _Run:
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
             adapters=() if self.adapters is None else self.adapters.names,
-            host=facts | {"seed": str(self.choices.seed)},
+            host=facts | {"seed": str(self.choices.seed), **self.model.among.facts},
             captured=captured,
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
