@@ -28,6 +28,7 @@ from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.leftover import Leftover, leftover
 from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
+from capture_planner.runtime.graphs.trees import mapped, tensors_of
 from capture_planner.runtime.graphs.unrecordable import (
     calling_line,
     check_host_sync,
@@ -144,11 +145,11 @@ class _Call:
 
     def described(self) -> tuple[str, str]:
         """Return the operator's name and its arguments: of tensors the dtype and the shape."""
-        return str(self.op), repr(_map((plain(self.args), self.kwargs), _shape))
+        return str(self.op), repr(mapped((plain(self.args), self.kwargs), _shape))
 
     def step(self) -> Step:
         """Return what runs it on the pool."""
-        args, kwargs = _map(self.args, _make), _map(self.kwargs, _make)
+        args, kwargs = mapped(self.args, _make), mapped(self.kwargs, _make)
         results = [None if result is None else result.made() for result in self.results]
         landing = [result for result in results if result is not None]
         if is_collective(self.op):
@@ -165,7 +166,7 @@ class _Call:
 
 
 def _compute_and_copy(op: Any, args: Any, kwargs: Any, results: list[torch.Tensor | None]) -> None:
-    for place, value in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+    for place, value in zip(results, tensors_of(op(*args, **kwargs)), strict=True):
         if place is not None:
             place.copy_(value)
 
@@ -202,7 +203,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operator and keep it, or refuse it."""
         kwargs = kwargs or {}
         if self.is_between:
-            self._check_lent(func, _tensors((args, kwargs)))
+            self._check_lent(func, tensors_of((args, kwargs)))
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             raise refusal(func, "it is a higher-order operator", "call what it stands for")
@@ -215,18 +216,18 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.inplace_view in func.tags:
             # It changes how a tensor looks at memory, and tensors are recorded as they look.
             return func(*args, **kwargs)
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             self._meet(tensor, func, is_own=False)
         if func in _CONSTANTS:
             # The forward may change it in place: each replay needs it as it was.
             func = aten.clone.default
         result = run_without_random(func, args, kwargs)
-        outputs = _tensors(result)
+        outputs = tensors_of(result)
         # A result in memory that was known before is a view, or an argument that was changed in place.
         fresh = [self._meet(output, func, is_own=True) for output in outputs]
         if func not in _ALLOCATIONS and (func._schema.is_mutable or any(fresh) or is_collective(func)):
             results = tuple(self._own(out) if new else None for out, new in zip(outputs, fresh, strict=True))
-            self._items.append(_Call(func, _map(args, self._see), _map(kwargs, self._see), results))
+            self._items.append(_Call(func, mapped(args, self._see), mapped(kwargs, self._see), results))
         return result
 
     def split(self, between: Callable[[], object], tensors: Sequence[torch.Tensor]) -> None:
@@ -327,27 +328,9 @@ def _current() -> _Recording | None:
     return next((mode for mode in modes if isinstance(mode, _Recording)), None)
 
 
-def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with each tensor, or place of one, changed."""
-    if isinstance(tree, torch.Tensor | OwnTensor):
-        return change(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map(item, change) for item in tree)
-    if isinstance(tree, dict):
-        return {name: _map(item, change) for name, item in tree.items()}
-    return tree
-
-
 def _shape(tensor: torch.Tensor | OwnTensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def _make(tensor: torch.Tensor | OwnTensor) -> torch.Tensor:
     return tensor.made() if isinstance(tensor, OwnTensor) else tensor
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of arguments or of a result, in order."""
-    found: list[torch.Tensor] = []
-    _map(tree, found.append)
-    return found
