@@ -23,7 +23,7 @@ AllReduce = Literal["auto", "nccl", "symmetric"]
 """How partial sums are added: ``auto`` takes symmetric memory where there is any, and for small tensors."""
 
 LARGEST = 1 << 20
-"""Most bytes of a tensor that is summed over symmetric memory. At two ranks each reads as much as NCCL moves."""
+"""Most bytes of a tensor that is summed over symmetric memory, where nothing else is said."""
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -39,15 +39,19 @@ class SymmetricCollectives(GroupCollectives):
     cannot read each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    largest: int
+    """Most bytes of a tensor that is summed over symmetric memory."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, largest: int = LARGEST) -> None:
         super().__init__(group)
+        self.largest = largest
         self._name = group.group_name
-        self.facts = {"all-reduce": f"symmetric memory up to {LARGEST:,} bytes, then NCCL"}
+        self.facts = {"all-reduce": f"symmetric memory up to {largest:,} bytes, then NCCL"}
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         with _without_multicast():
             try:
                 for dtype in _DTYPES:
-                    buffer = symmetric_memory.empty(LARGEST // dtype.itemsize, dtype=dtype, device=device)
+                    buffer = symmetric_memory.empty(largest // dtype.itemsize, dtype=dtype, device=device)
                     symmetric_memory.rendezvous(buffer, group)
                     self._buffers[dtype] = buffer
             except RuntimeError as error:
@@ -58,7 +62,7 @@ class SymmetricCollectives(GroupCollectives):
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(partial.dtype)
-        if buffer is None or partial.nbytes > LARGEST or partial.nbytes % _ALIGNMENT:
+        if buffer is None or partial.nbytes > self.largest or partial.nbytes % _ALIGNMENT:
             return super().all_reduce(partial)
         self.calls += 1
         mine = buffer[: partial.numel()].view(partial.shape)
