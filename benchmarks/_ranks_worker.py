@@ -29,7 +29,7 @@ from capture_planner.records.spec import Limits, Parallel, Policy, Sizes, Spec
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.graphs.choice import grapher_for
-from capture_planner.runtime.launch import drafter_of
+from capture_planner.runtime.chosen import drafter_of
 from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.ranks.connection import connected

@@ -6,20 +6,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Protocol
 
 import attrs
 import torch
 
-from capture_planner.errors import CaptureError, DifferenceError, RunError
-from capture_planner.modes import Role
+from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
 from capture_planner.plugins.registry import Registry
-from capture_planner.records.backend import Attention
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
-from capture_planner.runtime.assembly import dtype_of, kv_dtype_of
+from capture_planner.runtime.assembly import kv_dtype_of
+from capture_planner.runtime.chosen import Drafting, adapters_of, drafter_of, model_of, page_memory
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
@@ -28,7 +27,6 @@ from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunRepor
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
 from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.ranks.symmetric import AllReduce, collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
@@ -39,13 +37,8 @@ from capture_planner.runtime.verification.check import Output, check_output, wei
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
-if TYPE_CHECKING:
-    from capture_planner.runtime.models.huggingface import HuggingFaceModel
-
 CACHE_MEMORY = 1 << 30
 """Most bytes of the KV cache where its number of pages is not given."""
-
-Drafting = Literal["copy", "miss", "chance", "random"] | Path
 
 
 class Progress(Protocol):
@@ -109,6 +102,7 @@ def launch(
     *,
     decode: Decode | None = None,
     peers: Peers = ALONE,
+    offer: Callable[[Callable[[str], RunReport]], None] = lambda make: None,
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
 
@@ -119,7 +113,7 @@ def launch(
     these requests: before anything is captured, and where plan and backends say so before a model is
     loaded. An interruption ends in a report of what was done.
     """
-    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
+    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
     refuse_backends(plan, registry, device, choices.page_size)
     among = collectives_of(peers, device, choices.all_reduce)
@@ -158,6 +152,7 @@ def launch(
         adapters=adapters,
         peers=peers,
     ) as runner:
+        offer(lambda fault: run.report(runner, drafter, decode, interrupted=True, fault=fault))
         try:
             if choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
@@ -181,14 +176,15 @@ def launch(
                 )
         except KeyboardInterrupt:
             interrupted = True
+        except RankError as error:
+            # Made here, where the graphs are still there.
+            partial_report = run.report(runner, drafter, decode, interrupted=True, fault=str(error))
+            offer(lambda fault: partial_report)
+            raise
         report = run.report(runner, drafter, decode, interrupted=interrupted)
-    if keeper is None or not any(served.tokens for served in report.served):
-        return Outcome(report=report)
-    try:
-        verification = run.verify(report.served, keeper, sums)
-    except KeyboardInterrupt:
-        return Outcome(report=attrs.evolve(report, interrupted=True))
-    return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+    outcome = run.outcome(report, keeper, sums)
+    among.release()
+    return outcome
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -217,67 +213,6 @@ def _answer(request: Request, served: RequestResult) -> Output:
     return Output(
         prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
     )
-
-
-def model_of(
-    plan: Plan, source: Path | None, *, device: torch.device, seed: int, among: Collectives = WHOLE
-) -> HuggingFaceModel:
-    """Return the model at ``source``, or one of the plan's numbers, as ``load_target`` does.
-
-    Raises ``RunError`` where that cannot be executed, or is another model than was planned for.
-    """
-    # Here, since transformers takes seconds to import, and what is refused before needs none of it.
-    from capture_planner.runtime.models.huggingface import differences, load_target
-
-    dtype = dtype_of(plan.model.dtype)
-    model = load_target(source, plan.model, device=device, dtype=dtype, seed=seed, among=among)
-    if wrong := differences(model, plan.model):
-        raise RunError(
-            f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
-        )
-    return model
-
-
-def drafter_of(
-    plan: Plan, model: TargetModel, choice: Drafting, *, chance: float = 0.5, seed: int = 0
-) -> Drafter | None:
-    """Return the drafter that was chosen, sized for the plan; None for a plan without one. ``seed`` is the model's."""
-    if plan.speculative is None:
-        return None
-    from capture_planner.runtime.models.auxiliary import choose_drafter
-
-    states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
-    return choose_drafter(
-        choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
-    )
-
-
-def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, ...], *, seed: int) -> Adapters | None:
-    """Return the LoRA adapters that were chosen; None where none were.
-
-    Raises ``RunError`` for adapters of a plan without LoRA, and as ``load_adapters`` does.
-    """
-    if not choice:
-        return None
-    if model.among.size > 1:
-        raise RunError("adapters were chosen, and parallel.tensor is more than 1, which adapters are not spread over")
-    if plan.lora is None:
-        raise RunError("adapters were chosen, and the plan has no LoRA; plan with lora: {max_active: N}")
-    from capture_planner.runtime.models.adapters import load_adapters
-
-    return load_adapters(choice, model.linears(), seed=seed + 2)
-
-
-def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
-    """Return the bytes of one page: keys and values in all layers of target and drafter."""
-    layers = {Role.TARGET: model.num_layers}
-    if plan.speculative is not None:
-        layers[Role.DRAFT_PREFILL] = plan.speculative.model.num_layers
-    widths = 0
-    for role, count in layers.items():
-        each = Attention.of(plan, role, layers=1, window=None)
-        widths += count * each.num_kv_heads * each.head_dim
-    return 2 * widths * page_size * kv_dtype_of(plan.model).itemsize
 
 
 @attrs.frozen
@@ -332,6 +267,16 @@ class _Run:
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
+    def outcome(self, report: RunReport, keeper: RowKeeper | None, sums: Mapping[str, int]) -> Outcome:
+        """Verify what was served, where that was asked for and anything was."""
+        if keeper is None or not any(served.tokens for served in report.served):
+            return Outcome(report=report)
+        try:
+            verification = self.verify(report.served, keeper, sums)
+        except KeyboardInterrupt:
+            return Outcome(report=attrs.evolve(report, interrupted=True))
+        return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+
     def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
         """Hold what was served against the model in a higher precision."""
         by_name = {request.name: request for request in self.requests}
@@ -349,7 +294,9 @@ class _Run:
                 progress=advance,
             )
 
-    def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
+    def report(
+        self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool, fault: str = ""
+    ) -> RunReport:
         session, roles = runner.session, runner.parts.roles.values()
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
@@ -395,5 +342,6 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
+            fault=fault,
             comparison=runner.parts.comparison.report() if runner.parts.comparison is not None else None,
         )

@@ -240,6 +240,8 @@ class RunReport:
     serve_seconds: float
     interrupted: bool = False
     """Whether it was stopped before all requests were served."""
+    fault: str = ""
+    """The rank that stopped it, and what became of that one; empty: none did."""
     workspaces: int = 0
     """Bytes of the buffers that are backends' workspaces."""
     weights: int = 0

@@ -185,10 +185,14 @@ class RoleRun:
         if entry is not None:
             # A PIECEWISE graph pads tokens alone. Each request has one adapter at most.
             reqs = real.reqs if entry.num_reqs is None else entry.num_reqs
-            most = min(entry.num_tokens, self.bounds.reqs) if entry.num_reqs is None else entry.num_reqs
-            adapters = min(entry.active_loras, most)
+            adapters = self.adapters_of(entry)
             extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages, adapters=adapters)
         return ForwardStep(batch=batch, entry=entry, inputs=inputs, real=real, extents=extents)
+
+    def adapters_of(self, entry: Entry) -> int:
+        """Return how many adapters an entry's graph holds."""
+        most = min(entry.num_tokens, self.bounds.reqs) if entry.num_reqs is None else entry.num_reqs
+        return min(entry.active_loras, most)
 
     def stage_inputs(self, step: ForwardStep) -> None:
         self._apply(self.writes(step.inputs))
