@@ -104,9 +104,17 @@ def collectives_of(peers: Peers, device: torch.device, choice: AllReduce = "auto
         raise RunError("--all-reduce symmetric needs GPUs; use --all-reduce auto")
     if choice == "nccl" or device.type != "cuda":
         return GroupCollectives(group)
-    if choice == "auto" and (reason := _absence(peers, device)):
-        return GroupCollectives(group, reason)
-    return SymmetricCollectives(group, device)
+    if choice == "symmetric":
+        return SymmetricCollectives(group, device)
+    reason = _absence(peers, device)
+    found: Collectives | None = None
+    if reason is None:
+        try:
+            found = SymmetricCollectives(group, device)
+        except RunError as error:
+            reason = str(error)
+    reasons = [each for each in peers.exchange("symmetric memory", reason) if each is not None]
+    return GroupCollectives(group, str(reasons[0])) if reasons or found is None else found
 
 
 def _absence(peers: Peers, device: torch.device) -> str | None:
