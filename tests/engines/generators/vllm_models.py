@@ -354,6 +354,24 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+MODELS["sparse"] = {
+    **MODELS["mla"],
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+MODELS["dsa"] = {
+    **MODELS["sparse"],
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "qk_nope_head_dim": 192,
+    "index_topk": 1024,
+    "vocab_size": 128256,
+}
 for _name, _of in (("dsk", "dspark"), ("unstated", "mla")):
     MODELS[_name] = {key: value for key, value in MODELS[_of].items() if not key.startswith("num_nextn")}
 

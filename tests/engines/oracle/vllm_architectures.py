@@ -14,7 +14,8 @@ from typing import Any
 
 from support.files import module_at
 
-_PLAIN = ("GptOssForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "NemotronH", "Qwen3_5")
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+_PLAIN = ("GptOssForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "NemotronH", "Qwen3_5", *_SPARSE)
 """Of the architectures with a hook of their own, those whose hook changes no graph, or is emulated."""
 _ODD = re.compile(r"attn_backend=|StaticSinkAttention|CrossAttention\(|EncoderDecoder")
 _HEADS_OF_THEIR_OWN = ("Zamba2ForCausalLM",)
@@ -59,7 +60,8 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
     for group in _GROUPS:
         for architecture, (module, name) in getattr(registry, group).items():
             hooked = architecture in MODELS_CONFIG_MAP and not architecture.startswith(_PLAIN)
-            if hooked or architecture in config.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES:
+            breakable = architecture in config.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+            if hooked or (breakable and architecture not in _SPARSE):
                 continue
             try:
                 kind = model_class(module, name)

@@ -80,6 +80,7 @@ class Groups:
         if scheme is not None and cache.cache_dtype == "auto" and not model.use_mla:
             cache.cache_dtype = "fp8"
         options = {"num_heads": model.get_num_attention_heads(config.parallel_config)}
+        options["use_sparse"] = parts.is_sparse(config)
         if not model.use_mla:
             options = {
                 "attn_type": attn_type,

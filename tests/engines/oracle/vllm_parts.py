@@ -108,6 +108,20 @@ def recurrent_groups(config: Any) -> list[Any]:
     return [group(backend, backend.get_builder_cls(), None, "recurrent")]
 
 
+def is_sparse(config: Any) -> bool:
+    """Say whether the layers attend to the tokens that an indexer chose."""
+    return hasattr(config.model_config.hf_text_config, "index_topk")
+
+
+def indexer_groups(config: Any) -> list[Any]:
+    """Return the group of a sparse model's indexers, with the engine's builder."""
+    if not is_sparse(config):
+        return []
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend as Backend
+
+    return [group(Backend, Backend.get_builder_cls(), None, "indexer")]
+
+
 def group(backend: Any, builder: Any, spec: Any, layer: str) -> Any:
     """Return a stand-in for an attention group of one layer."""
     return SimpleNamespace(

@@ -24,6 +24,7 @@ ASSUMED_LENGTH = 32768
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 COUNTS_AS = f"a dense decoder of {ASSUMED_LENGTH} tokens"
 _MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _LENGTH_LEFT_OUT = 2048
 _MODELOPT = "modelopt"
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
@@ -62,6 +63,8 @@ class ModelFacts:
     """The checkpoint's KV cache dtype."""
     nope_size: int = 128
     """The part of MLA's heads without positional encoding."""
+    top: int = 0
+    """The tokens that each query of sparse MLA attends to; 0: to all."""
     sinks: bool = False
     soft_cap: bool = False
     """Whether attention logits are capped."""
@@ -84,6 +87,10 @@ class ModelFacts:
     """The largest ``--max-model-len`` that vLLM accepts."""
     odd: str | None = None
     """A feature of the model that is not emulated."""
+
+    @property
+    def sparse(self) -> bool:
+        return self.top > 0
 
     @property
     def known(self) -> bool:
@@ -144,6 +151,7 @@ def _from_config(checkpoint: Checkpoint) -> ModelFacts:
         quantization=quantized.get("quant_method"),
         cache=_cache(quantized),
         nope_size=int(text.get("qk_nope_head_dim") or 1),
+        top=int(text.get("index_topk") or 0),
         sinks=_sinks(architecture, text),
         soft_cap=bool(text.get("attn_logit_softcapping")),
         chunked=text.get("attention_chunk_size") is not None,
@@ -236,6 +244,8 @@ def _odd(checkpoint: Checkpoint, architecture: str) -> str | None:
             return f"the architecture {each}"
     if config.get("model_type") in names()["prefix_types"] and architecture in names()["multimodal"]:
         return "attention that sees images in both directions"
+    if text.get("index_topk") is not None and architecture not in _SPARSE:
+        return "sparse attention"
     for key, feature in rules()["unemulated_config_keys"].items():
         if text.get(key) is not None:
             return str(feature)
