@@ -9,7 +9,7 @@ from typing import Any
 _TARGETS = {
     **{"dense": 6, "short": 2, "moe": 2, "mla": 2, "oss": 1, "gemma": 1, "wide": 1, "hybrid": 1, "conv": 1},
     **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1, "whisper": 1},
-    **{"sparse": 1, "dsa": 1},
+    **{"sparse": 1, "dsa": 1, "nemotron": 1, "mimo": 1},
 }
 _LATENT = ("mla", "sparse", "dsa")
 _CACHES = ("auto", "fp8", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "nvfp4", "int8_per_token_head")
@@ -168,7 +168,7 @@ class Draw:
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
         plain = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named", "suffix", "dflash", "dspark"]
-        ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target in _LATENT) * 14
+        ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target in (*_LATENT, "nemotron")) * 14
         way = self.random.choice(ways)
         config["method"] = way
         if way in ("eagle", "eagle3"):
@@ -286,10 +286,12 @@ class Draw:
         if self.often(0.06):
             usual = ["fp8", "fp8", "mxfp8", "experts_int8", "humming", "fp8_per_block", "modelopt"]
             self.flag("--quantization", self.random.choice(usual + ["awq", "x"] * self.often(self.wild)))
-        if self.often(0.1 + 0.2 * (self.target in ("hybrid", "conv"))):
+        if self.often(0.1 + 0.2 * (self.target in ("hybrid", "conv", "nemotron"))):
             self.flag(self.random.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]))
             if self.often(0.1):
                 self.flag("--mamba-block-size", self.random.choice([64, 2048, 4096]))
+        if self.often(0.02):
+            self.flag("--disable-sliding-window")
         if self.often(0.05):
             self.flag("--seed", self.random.randint(0, 9))
 

@@ -354,6 +354,31 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+MODELS["mimo"] = {
+    **MODELS["moe"],
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "attention_chunk_size": 128,
+    "vocab_size": 128256,
+}
+MODELS["nemotron"] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "hybrid_override_pattern": "MEM*EM",
+    "num_hidden_layers": 6,
+    "n_routed_experts": 512,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+    "max_position_embeddings": 32768,
+    "vocab_size": 128256,
+}
 MODELS["sparse"] = {
     **MODELS["mla"],
     "architectures": ["DeepseekV32ForCausalLM"],

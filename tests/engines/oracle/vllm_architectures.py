@@ -18,6 +18,8 @@ _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _PLAIN = ("GptOssForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "NemotronH", "Qwen3_5", *_SPARSE)
 """Of the architectures with a hook of their own, those whose hook changes no graph, or is emulated."""
 _ODD = re.compile(r"attn_backend=|StaticSinkAttention|CrossAttention\(|EncoderDecoder")
+_CHOSEN_BY_LAYERS = ("MiMoV2FlashForCausalLM",)
+"""Of the architectures whose layers name their backend, those whose choice is emulated."""
 _HEADS_OF_THEIR_OWN = ("Zamba2ForCausalLM",)
 _ENCODER_DECODERS = ("WhisperForConditionalGeneration",)
 _SINKS = re.compile(r"sinks=self\.sinks")
@@ -72,7 +74,7 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
             odd = _ODD.search(source) or architecture in _HEADS_OF_THEIR_OWN
             odd = odd or info.is_attention_free or info.has_noops or info.is_pooling_model
             odd = odd or info.supports_transcription_only or not info.is_text_generation_model
-            if odd and architecture not in _ENCODER_DECODERS:
+            if odd and architecture not in (*_ENCODER_DECODERS, *_CHOSEN_BY_LAYERS):
                 continue
             if not info.supports_pp:
                 found["no_pipeline"].append(architecture)

@@ -89,7 +89,7 @@ class Groups:
                 "has_sliding_window": model.get_sliding_window() is not None,
                 "use_per_head_quant_scales": scheme is not None and scheme.get("strategy") == "attn_head",
             }
-        backend = get_attn_backend(
+        backend = parts.backend_of_layer(config) or get_attn_backend(
             model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=model.use_mla, **options
         )
         builder = backend.get_builder_cls()

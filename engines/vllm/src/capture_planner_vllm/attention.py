@@ -6,9 +6,11 @@ machine, model, dtypes and block size (vllm/platforms/cuda.py and vllm/v1/attent
 
 from __future__ import annotations
 
+import re
+
 import attrs
 
-from capture_planner.engines.parsing import refusal
+from capture_planner.engines.parsing import refusal, unfollowed
 from capture_planner.modes import GraphSupport
 from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
@@ -27,6 +29,9 @@ _PLAIN = ("auto", "float16", "bfloat16")
 _MLA_HEADS = (320, 512, 576)
 _NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
 _PACKED = "turboquant_"
+_FOREIGN = re.compile("ROCM_|XPU_|CPU_|AMX_")
+_UNEQUAL = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
+"""The backends of MiMo-V2, whose layers choose between them alone (models/mimo_v2.py)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -102,7 +107,7 @@ class AttentionChoice:
         return min(own, GraphSupport.UNIFORM_BATCH) if self.model.recurrent else own
 
     def _support(self, backend: str) -> GraphSupport:
-        if backend == "FLASH_ATTN":
+        if backend.startswith("FLASH_ATTN") and "MLA" not in backend:
             full = self.flash_attn_version() in ((3, 4) if has("fa4-graphs") else (3,))
             return GraphSupport.ALWAYS if full else GraphSupport.UNIFORM_BATCH
         if backend == "FLASHINFER":
@@ -116,7 +121,7 @@ class AttentionChoice:
             return GraphSupport.UNIFORM_BATCH if wide else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if backend == "CUTLASS_MLA":
             return GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        always = ("TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER_MLA")
+        always = ("TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER_MLA", _UNEQUAL[1])
         return GraphSupport.ALWAYS if backend in always else GraphSupport.UNIFORM_BATCH
 
     def _xqa_fits(self) -> bool:
@@ -129,11 +134,11 @@ class AttentionChoice:
 
     def refreshes(self, backend: str) -> bool:
         """Whether a backend can advance a draft to its next position inside a graph."""
-        if backend in ("FLASH_ATTN", "TRITON_MLA") or _SPARSE.get(backend, {}).get("refreshes"):
+        if backend in ("FLASH_ATTN", _UNEQUAL[0], "TRITON_MLA") or _SPARSE.get(backend, {}).get("refreshes"):
             return self.decode_context == 1
         if backend == "FLASHINFER":
             return self.capability[0] == 10 and self._trtllm_decode and self.decode_context == 1
-        return backend == "TRITON_ATTN"
+        return backend in ("TRITON_ATTN", _UNEQUAL[1])
 
     def varies(self, backend: str) -> bool:
         """Whether a decode graph serves any mix of query lengths up to 1 + K, as adaptive verification needs."""
@@ -254,9 +259,16 @@ class AttentionChoice:
         """Return the backend, ``name`` if given; raises ``FlagError`` if it cannot run, ``NotEmulated`` if unknown."""
         if self.cache.startswith(_PACKED):
             raise not_emulated("--kv-cache-dtype", self.cache, "give auto, fp8 or another built-in dtype")
+        if self.model.unequal:
+            if self._quantized:
+                raise not_emulated("--kv-cache-dtype", f"{self.cache} with heads of two sizes", "give auto")
+            return name if name in _UNEQUAL else _UNEQUAL[self.flash_attn_version() not in (3, 4)]
         if name is not None:
             if name not in EMULATED:
                 remedy = f"give one of {', '.join(EMULATED)}"
+                if _FOREIGN.match(name):
+                    says = f"{name} is for a device that is not NVIDIA's, and is not emulated"
+                    raise unfollowed(flag, says, f"only NVIDIA GPUs are; {remedy}")
                 raise not_emulated(flag, "", remedy, reason=f"{name} is not emulated")
             reason = self.unusable(name)
             if reason is not None:
