@@ -1,11 +1,36 @@
-"""What compiling kernels takes: a process pays it where no cache on disk has them, and later processes do not."""
+"""What is compiled: bodies, once for all sizes; and kernels, for which a process pays if no cache on disk has them."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
+
+from capture_planner.runtime.compilation.compilers import compiler_for
+from capture_planner.runtime.compilation.forwards import Compilation, Inputs
+from capture_planner.runtime.execution.fields import Extents
+from capture_planner.runtime.execution.role import RoleRun
+
+
+def compile_bodies(roles: Sequence[RoleRun], device: torch.device, compilation: Compilation) -> None:
+    """Compile the bodies of all roles. What cannot be compiled runs as it is; ``compilation`` has the reason."""
+    weights = [weight for role in roles for weight in role.body.weights()]  # a drafter may read the target's
+    compiler = compiler_for(device)
+    with torch.no_grad():
+        for role, variant, inputs in _variants(roles):
+            body, label = role.body, f"{role.role.value}{f' ({variant})' if variant else ''}"
+            body.forwards.compile(body.forward, body.network, variant, inputs, weights, compiler, compilation, label)
+
+
+def _variants(roles: Sequence[RoleRun]) -> Iterator[tuple[RoleRun, int, Inputs]]:
+    """Yield each variant of a forward that graphs hold, and the one without adapters, with inputs for it."""
+    for role in roles:
+        for adapters in sorted({0} | {role.adapters_of(entry) for entry in role.plan.entries}):
+            extents = Extents(tokens=1, reqs=1, pages=role.fields.capacity.pages, adapters=adapters)
+            yield from ((role, *example) for example in role.body.examples(extents))
 
 
 @contextlib.contextmanager
