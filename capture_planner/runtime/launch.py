@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import attrs
 import torch
@@ -31,9 +31,9 @@ from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredM
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs, without_speculation
 from capture_planner.runtime.rank_report import with_ranks
-from capture_planner.runtime.ranks.collectives import collectives_of
 from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.ranks.start import refuse_differences
+from capture_planner.runtime.ranks.symmetric import AllReduce, collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -41,9 +41,6 @@ from capture_planner.runtime.serving.workload import Decode, Request, admit, wit
 from capture_planner.runtime.verification.check import Output, check_output, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
-
-if TYPE_CHECKING:
-    pass
 
 CACHE_MEMORY = 1 << 30
 """Most bytes of the KV cache where its number of pages is not given."""
@@ -87,6 +84,8 @@ class Choices:
     """Run although this machine is not the one that was planned for."""
     any_plan: bool = False
     """Run although the lint finds errors in the plan."""
+    all_reduce: AllReduce = "auto"
+    """How ranks that share a model add their parts, on GPUs."""
     options: Options = attrs.Factory(Options)
 
 
@@ -123,7 +122,7 @@ def launch(
     device = host.device_of(plan.environment)
     refuse_differences(peers, "what the ranks run", start_facts(plan, registry, choices))
     refuse_backends(plan, registry, device, choices.page_size)
-    among = collectives_of(peers)
+    among = collectives_of(peers, device, choices.all_reduce)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
         _refuse_infinite(model)
@@ -189,15 +188,11 @@ def launch(
             partial_report = run.report(runner, drafter, decode, interrupted=True, fault=str(error))
             offer(lambda fault: partial_report)
             raise
-        own = run.report(runner, drafter, decode, interrupted=interrupted)
-    report = with_ranks(own, runner.session, Dispatcher(as_captured(plan, own.captured)), peers)
-    if keeper is None or not any(served.tokens for served in own.served):
-        return Outcome(report=report)
-    try:
-        verification = run.verify(own.served, keeper, sums)
-    except KeyboardInterrupt:
-        return Outcome(report=attrs.evolve(report, interrupted=True))
-    return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+        report = run.report(runner, drafter, decode, interrupted=interrupted)
+    outcome = run.outcome(report, keeper, sums)
+    among.release()
+    dispatcher = Dispatcher(as_captured(plan, report.captured))
+    return attrs.evolve(outcome, report=with_ranks(outcome.report, runner.session, dispatcher, peers))
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -289,6 +284,16 @@ class _Run:
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
+    def outcome(self, report: RunReport, keeper: RowKeeper | None, sums: Mapping[str, int]) -> Outcome:
+        """Verify what was served, where that was asked for and anything was."""
+        if keeper is None or not any(served.tokens for served in report.served):
+            return Outcome(report=report)
+        try:
+            verification = self.verify(report.served, keeper, sums)
+        except KeyboardInterrupt:
+            return Outcome(report=attrs.evolve(report, interrupted=True))
+        return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+
     def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
         """Hold what was served against the model in a higher precision."""
         by_name = {request.name: request for request in self.requests}
@@ -341,7 +346,7 @@ class _Run:
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
             adapters=() if self.adapters is None else self.adapters.names,
-            host=facts | {"seed": str(self.choices.seed)},
+            host=facts | {"seed": str(self.choices.seed), **self.model.among.facts},
             captured=captured,
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
