@@ -25,7 +25,9 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
+from capture_planner.runtime.cache_memory import page_memory
 from capture_planner.runtime.graphs.choice import grapher_for
+from capture_planner.runtime.options import Options, refuse_acceptance
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -53,6 +55,8 @@ class Bench:
     load: Load = attrs.Factory(Load)
     """The load of a throughput; lengths that were not stated are shortened to fit the model."""
     only: tuple[str, ...] = FIGURES
+    acceptance: tuple[float, ...] = ()
+    """Shares of synthetic acceptance, see ``Options.acceptance``; empty: the target verifies the drafts."""
     compare: bool = True
     """Whether to compare the throughput with transformers."""
     quick: bool = False
@@ -93,6 +97,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
     """
     refuse_plan(plan, any_environment=bench.any_environment, any_plan=bench.any_plan)
     sizes = served_sizes(plan, bench.requests)
+    refuse_acceptance(plan, bench.acceptance)
     device = host.device_of(plan.environment)
     page_size = bench.page_size or (64 if device.type == "cuda" else 16)
     if "throughput" in bench.only:
@@ -116,6 +121,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
         clock=clock_of(device),
         effort=bench.effort,
         sizes=sizes,
+        options=Options(acceptance=bench.acceptance, seed=bench.seed),
     )
     results, interrupted = _figures(rig, bench, progress)
     return BenchReport(
@@ -164,7 +170,7 @@ def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load
     pages = max(64, num_reqs * -(-(load.prompt + load.output + drafts) // page_size), longest)
     if device.type != "cuda":
         return pages
-    page = launch.page_memory(plan, model, page_size)
+    page = page_memory(plan, model, page_size)
     return max(1, min(pages, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 
@@ -178,6 +184,8 @@ def _facts(bench: Bench) -> dict[str, str]:
             facts[package] = metadata.version(package)
     facts["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts["seed"] = str(bench.seed)
+    if bench.acceptance:
+        facts["acceptance"] = f"synthetic: {', '.join(f'{rate:g}' for rate in bench.acceptance)}"
     if bench.quick:
         facts["quick"] = "yes: few repeats, not to be quoted"
     if bench.command:

@@ -33,6 +33,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.text import counted
 from capture_planner.runtime import host, launch
+from capture_planner.runtime.cache_memory import HOST_MEMORY, page_memory
 from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.ledger import GraphCapture
@@ -143,7 +144,7 @@ def _rig(plan: Plan, registry: Registry, settings: ProfileSettings) -> Rig:
     page_size = settings.page_size or (64 if device.type == "cuda" else 16)
     refuse_backends(plan, registry, device, page_size)
     model = launch.model_of(plan, settings.model, device=device, seed=settings.seed)
-    pages = settings.pages or _pages(plan, launch.page_memory(plan, model, page_size), device, settings, page_size)
+    pages = settings.pages or _pages(plan, page_memory(plan, model, page_size), device, settings, page_size)
     return Rig(
         plan=plan,
         model=model,
@@ -161,7 +162,7 @@ def _rig(plan: Plan, registry: Registry, settings: ProfileSettings) -> Rig:
 def _pages(plan: Plan, page: int, device: torch.device, settings: ProfileSettings, page_size: int) -> int:
     """Return pages for every request at the context, within a share of the memory."""
     length = min(plan.model.max_model_len, settings.context + _longest_query(plan) + ROOM)
-    free = CACHE_SHARE * torch.cuda.mem_get_info()[0] if device.type == "cuda" else launch.CACHE_MEMORY
+    free = CACHE_SHARE * torch.cuda.mem_get_info()[0] if device.type == "cuda" else HOST_MEMORY
     return max(8, min(plan.limits.max_num_reqs * -(-length // page_size), int(free) // page))
 
 

@@ -28,6 +28,7 @@ from capture_planner.records.text import counted
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.protocols import Drafter
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -108,6 +109,8 @@ class Rig:
     effort: Effort
     sizes: tuple[int, ...]
     """Numbers of requests, each served by a graph."""
+    options: Options = attrs.Factory(Options)
+    """Of every runner."""
     absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
 
@@ -118,7 +121,8 @@ class Rig:
         """Assemble a runner of a variant of the plan; on exit, free all of its memory."""
         self.settle()
         registry, grapher = registry or self.registry, grapher or self.grapher
-        runner = Runner(plan, self.model, self.drafter, registry, grapher, pages=self.pages, device=self.device)
+        drafter, pages, device = self.drafter, self.pages, self.device
+        runner = Runner(plan, self.model, drafter, registry, grapher, pages=pages, device=device, options=self.options)
         try:
             with runner:
                 yield runner

@@ -12,7 +12,6 @@ import click
 import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
-from capture_planner.cli.common import INTERRUPTED
 from capture_planner.cli.compare import compare
 from capture_planner.cli.conformance import conformance
 from capture_planner.cli.engine import engine
@@ -24,6 +23,7 @@ from capture_planner.cli.new_backend import new_backend
 from capture_planner.cli.profile import profile
 from capture_planner.cli.ranks import ranks
 from capture_planner.cli.run import run
+from capture_planner.cli.signals import Interruption, terminable
 from capture_planner.cli.spec import spec
 from capture_planner.cli.traffic import traffic
 from capture_planner.cli.tune import tune
@@ -33,17 +33,19 @@ from capture_planner.report.writing import printable, printable_lines
 
 
 def main() -> NoReturn:
-    """Run the command line; every error a user can make ends as text and exit code 1, an interruption with 130."""
+    """Run the command line; errors of users end as text and exit code 1, interruptions with 130 or 143."""
     arguments = sys.argv[1:]
     code: object = 1
+    interruption = Interruption()
     _show_plugin_warnings()
     try:
         if sys.stdout is None:
             raise CapturePlannerError("standard output is closed; redirect it to /dev/null to discard it")
-        code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
+        with terminable() as interruption:
+            code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False, obj=interruption)
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
-        code = INTERRUPTED
+        code = interruption.code
     except click.ClickException as error:
         error.show(file=(text := io.StringIO()))
         click.echo(printable_lines(text.getvalue()), nl=False, err=True)

@@ -15,7 +15,6 @@ from capture_planner.analysis.diff import diff
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
-    INTERRUPTED,
     emit,
     emit_file,
     plan_of,
@@ -27,6 +26,7 @@ from capture_planner.cli.common import (
     show_notes,
 )
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
+from capture_planner.cli.signals import exit_interrupted
 from capture_planner.codec import dumps
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
@@ -35,8 +35,8 @@ from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
-    from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.serving.workload import Decode, Request
+    from capture_planner.runtime.session import RunReport
 
 
 MAX_CHANGES = 8
@@ -51,9 +51,11 @@ MAX_CHANGES = 8
     default="random",
     metavar="copy|miss|chance|random|FOLDER",
     help="Source of draft tokens: always right, always wrong, right with probability --chance, a head with "
-    "random weights, or a folder with an EAGLE or EAGLE-3 head.",
+    "random weights, or a folder with an EAGLE or EAGLE-3 head. The first three copy a rehearsal, which holds in "
+    "float32 and float64; in bfloat16 give --acceptance.",
 )
 @option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@options.acceptance
 @click.option(
     "--adapters",
     multiple=True,
@@ -83,7 +85,17 @@ MAX_CHANGES = 8
 @options.seed
 @options.page_size(16)
 @options.threads
-@options.pages("up to 1 GiB of memory")
+@options.pages("what there is memory for, and use: on a GPU by --memory-utilization, else up to 1 GiB")
+@click.option(
+    "--memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of a GPU's memory that weights, buffers, graphs and KV cache may take together. Default: 0.9.",
+)
+@option(
+    "--warm-up/--no-warm-up",
+    default=None,
+    help="Run steps of the workload's shapes before the clock starts. Default: on a GPU.",
+)
 @click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
 @click.option(
     "--dump-graphs",
@@ -108,7 +120,8 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     """Execute a plan: reserve memory, capture graphs, serve requests, and report.
 
     Without a GPU, graphs are recorded operator by operator and replayed on the same storage. Requests are
-    generated, or read from a trace or a file of prompts. Ctrl-C ends with a complete report of what ran.
+    generated, or read from a trace or a file of prompts. Ctrl-C and SIGTERM end
+    with a complete report of what ran.
     """
     _refuse_contradictions(values)
     refuse_outputs(plan_file, {"--html": values["html"], "--fingerprints": values["fingerprints"]})
@@ -153,7 +166,7 @@ def _end(outcome: Outcome, *, as_json: bool) -> None:
     if verification is not None:
         show_lines(verification.says, err=as_json)
     if outcome.report.interrupted:
-        context.exit(INTERRUPTED)
+        exit_interrupted()
     is_wrong = verification is not None and not verification.passed
     if is_wrong or (comparison is not None and comparison.difference is not None):
         context.exit(FINDINGS)
@@ -165,20 +178,23 @@ def _plan(file: str, environment: str | None) -> Plan:
 
 
 def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
-    from capture_planner.runtime.launch import Choices, launch
+    from capture_planner.runtime.choices import Choices
+    from capture_planner.runtime.launch import launch
     from capture_planner.runtime.options import Options
 
     prepare_torch(values["threads"])
     (source, decode), drafter = _workload(values), values["drafter"]
-    same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify")
+    same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify", "warm_up")
     checks = ("trust", "debug", "poison", "strict", "compare")
     choices = Choices(
-        **{name: values[name] for name in (*same, "any_environment", "any_plan")},
+        **{name: values[name] for name in (*same, "memory_utilization", "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
         dump_graphs=None if values["dump_graphs"] is None else Path(values["dump_graphs"]),
         step_seconds=values["step_time"],
-        options=Options(**{name: values[name] for name in checks}),
+        options=Options(
+            **{name: values[name] for name in checks}, acceptance=values["acceptance"] or (), seed=values["seed"]
+        ),
     )
     return launch(plan, registry.load_backends(), source, choices, progress_bars(values["progress"]), decode=decode)
 
@@ -228,7 +244,7 @@ def _refuse_contradictions(values: dict[str, Any]) -> None:
                 raise click.UsageError(f"--adapters {folder}: no such folder; give folders, or one number.")
     elif not 1 <= adapters <= _MOST_ADAPTERS:
         raise click.UsageError(f"--adapters {adapters}: expected 1 to {_MOST_ADAPTERS}.")
-    for name in ("step_time", "chance", "rate"):
+    for name in ("step_time", "chance", "rate", "memory_utilization"):
         if values[name] is not None and not math.isfinite(values[name]):
             raise click.UsageError(f"{dashed(name)} is {values[name]}; give a finite number.")
 
