@@ -85,7 +85,7 @@ MAX_CHANGES = 8
 @options.seed
 @options.page_size(16)
 @options.threads
-@options.pages("what there is memory for, and use: on a GPU by --memory-utilization, else up to 1 GiB")
+@options.pages("every request at full length, as far as memory allows: on a GPU by --memory-utilization, else 1 GiB")
 @click.option(
     "--memory-utilization",
     type=click.FloatRange(0, 1, min_open=True),

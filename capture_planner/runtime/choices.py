@@ -33,7 +33,7 @@ class Choices:
     seed: int = 0
     page_size: int = 16
     pages: int | None = None
-    """Pages of the KV cache; None: for ``max_num_reqs`` requests of full length, within what there is memory for."""
+    """Pages of the KV cache; None: for ``max_num_reqs`` requests of full length, as far as memory allows."""
     memory_utilization: float | None = None
     """Share of a device's memory that all together may take; None: ``cache_memory.SHARE``. Not without a device."""
     warm_up: bool | None = None

@@ -237,7 +237,7 @@ class _Run:
     grapher: Grapher
 
     def pages(self) -> tuple[PageFormat, CacheMemory]:
-        """Return the KV cache's pages, and why so many: as chosen, or what there is memory for."""
+        """Return the KV cache's pages, and why so many: as chosen, or as far as memory allows."""
         choices, plan = self.choices, self.plan
         needed = cache_memory.PageRange.of(plan, self.model, self.requests, choices.page_size)
         if choices.pages is not None:

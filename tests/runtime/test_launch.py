@@ -376,3 +376,24 @@ def test_the_drafters_own_shape_is_cached():
     assert outcome.differing == ()
     rows = MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim + 2 * 1 * 4
     assert outcome.report.kv_cache == 2 * rows * 21 * 4 * 8
+
+
+def test_a_rehearsal_that_does_not_hold_is_reported():
+    """What the target says from a wrong graph is not what it said eager: the drafter then copies what is wrong."""
+    wrong = started(backend=WrongReference(GraphMode.FULL, 3), drafter="copy").report
+    assert 0 < wrong.otherwise <= 7
+    assert any("use --acceptance" in line for line in json_of_report(wrong)["verdict"])
+    right = served("copy").report
+    assert right.otherwise == 0
+    assert right.tally.accepted_tokens == right.tally.drafted_tokens
+
+
+def test_a_launch_warms_up_where_it_is_told_to():
+    """Steps that are compared or verified are not warmed up; on a processor nothing is."""
+    assert served("copy").report.warm_up is None
+    warm = started(warm_up=True).report
+    assert warm.warm_up.ran == warm.warm_up.shapes > 0
+    assert [step.index for step in warm.steps] == list(range(len(warm.steps)))
+    verified = started(warm_up=True, verify=True)
+    assert (verified.report.warm_up.ran, verified.differing) == (0, ())
+    assert verified.report.warm_up.reason

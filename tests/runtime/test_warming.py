@@ -46,7 +46,7 @@ def eager_shapes(session):
     }
 
 
-@settings(max_examples=max(settings.default.max_examples // 3, 4))
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
 @given(data=st.data(), ahead=st.booleans(), synthetic=st.booleans(), seed=st.integers(0, 9))
 def test_every_shape_that_needs_it_is_warmed_up_and_no_token_changes(data, ahead, synthetic, seed):
     """Where lengths do not depend on tokens: without stop tokens, and with no drafter or synthetic acceptance."""

@@ -39,7 +39,7 @@ class Serving:
     _progress: Callable[[RequestResult], None] | None
     _runs_ahead: bool
     served: deque[RequestResult] = attrs.field()
-    """The last requests that are finished or cut off, as many as the session keeps; all of them where it keeps all."""
+    """The last requests that are finished or cut off, up to the session's bound; all of them without one."""
     is_over: bool = False
     """Whether it was cut off."""
     _pending: PendingStep | None = None
