@@ -36,6 +36,7 @@ from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.agreement import OneReplica
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import PendingStep, step_batch
 from capture_planner.runtime.serving.scheduler import ScheduledBatch
@@ -99,6 +100,7 @@ def served(runner: Runner, arguments: Any, own: Own) -> tuple[list[dict[str, flo
         scheduler,
         runner.parts,
         runner.dispatcher,
+        OneReplica(),
         runner.pages,
         session,
         0,
@@ -106,7 +108,7 @@ def served(runner: Runner, arguments: Any, own: Own) -> tuple[list[dict[str, flo
         deadline=0.0,
         real_steps=arguments.real_steps,
     )
-    serving = Serving(scheduler, launcher, session, runner.drafter, {}, own.finished, False)
+    serving = Serving(scheduler, launcher, OneReplica(), session, runner.drafter, {}, own.finished, False)
     readings, now, started, number = [], 0.0, perf_counter(), 0
     coming = arrivals(arguments.hours, arguments.rate, 1)
     upcoming = next(coming)

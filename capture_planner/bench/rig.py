@@ -25,6 +25,7 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
+from capture_planner.runtime.compilation.forwards import Shared
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.protocols import Drafter
@@ -113,6 +114,10 @@ class Rig:
     """Of every runner."""
     absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
+    compile: bool = False
+    """Whether bodies are compiled."""
+    compiled: Shared = attrs.Factory(dict)
+    """What the runners of this rig share."""
 
     @contextmanager
     def runner(
@@ -121,8 +126,17 @@ class Rig:
         """Assemble a runner of a variant of the plan; on exit, free all of its memory."""
         self.settle()
         registry, grapher = registry or self.registry, grapher or self.grapher
-        drafter, pages, device = self.drafter, self.pages, self.device
-        runner = Runner(plan, self.model, drafter, registry, grapher, pages=pages, device=device, options=self.options)
+        runner = Runner(
+            plan,
+            self.model,
+            self.drafter,
+            registry,
+            grapher,
+            pages=self.pages,
+            device=self.device,
+            options=attrs.evolve(self.options, compile=self.compile),
+            compiled=self.compiled,
+        )
         try:
             with runner:
                 yield runner

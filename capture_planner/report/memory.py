@@ -98,7 +98,9 @@ def _by_graph(numbers: RunSummary) -> Iterator[Section]:
     listed = graphs[:MAX_GRAPHS]
     rest = len(numbers.graphs) - len(listed)
     memory = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
-    rows = [(g.role, g.entry.mode, extent(g.entry), *map(_change, (g.memory, g.driver, g.alone))) for g in listed]
+    rows: list[tuple[Cell, ...]] = [
+        (g.role, g.entry.mode, extent(g.entry), *map(_change, (g.memory, g.driver, g.alone))) for g in listed
+    ]
     grid = Grid.of(("graph of", "mode", "size", "allocator", "driver", "alone"), rows, text=3)
     notes = (f"and {counted(rest, 'other graph')}, which took {_change(memory)}",) if rest else ()
     yield Section(name="memory-by-graph", title="Memory by graph", grid=grid, notes=notes)

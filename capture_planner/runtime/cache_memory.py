@@ -24,6 +24,7 @@ from capture_planner.runtime.assembly import kv_dtype_of
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture
 from capture_planner.runtime.models.protocols import TargetModel
 from capture_planner.runtime.plan_variants import sampled
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
@@ -150,17 +151,18 @@ class Trial:
 
 
 def device_pages(
-    plan: Plan, needed: PageRange, share: float, make: MakeRunner, gauge: Gauge, limit: int | None
+    plan: Plan, needed: PageRange, share: float, make: MakeRunner, gauge: Gauge, limit: int | None, peers: Peers = ALONE
 ) -> tuple[PageFormat, CacheMemory]:
     """Return the largest cache that there is memory for, and use.
 
     :param share: of the device's memory that all together may take, other processes included.
     :param limit: bytes that a pool of graphs may hold; None: any.
+    :param peers: all ranks, which have the same number of pages: that of the rank with least room.
     :raises RunError: there is not enough for the longest request, or for the largest step.
     """
     used, total = gauge.used()
     most = needed.most * needed.memory
-    if most <= NO_TRIAL * (share * total - used):
+    if _least(peers, most <= NO_TRIAL * (share * total - used)):
         return needed.of_number(needed.most), CacheMemory(
             share=share, predicted=0, reason="every request at full length, which leaves room for any graphs"
         )
@@ -172,7 +174,7 @@ def device_pages(
         f"{share:g} of {_gib(total)} less {_gib(used)} of weights and others, {_gib(trial.fixed)} of buffers, "
         f"{_gib(trial.step)} of the largest step and {_gib(trial.graphs)} of graphs"
     )
-    pages = min(needed.most, left // needed.memory)
+    pages = _least(peers, min(needed.most, left // needed.memory))
     if pages < needed.least:
         raise RunError(
             f"the KV cache has {_gib(max(left, 0))}, and the longest request needs "
@@ -245,6 +247,10 @@ def predicted_graphs(plan: Plan, captured: Sequence[GraphCapture], limit: int | 
         driver += first.driver + more * max(_mean([graph.driver for graph in others]), LEAST_DRIVER)
     pools = 1 if plan.pool is Pool.SHARED else len(plan.roles)
     return int((memory if limit is None else min(memory, limit * pools)) + driver)
+
+
+def _least(peers: Peers, number: int) -> int:
+    return int(peers.agree([number]).min())
 
 
 def _mean(values: Sequence[int]) -> float:

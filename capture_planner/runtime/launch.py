@@ -29,6 +29,8 @@ from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestRes
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.ranks.collectives import WHOLE, Collectives, collectives_of
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -66,8 +68,12 @@ def launch(
     progress: Progress,
     *,
     decode: Decode | None = None,
+    peers: Peers = ALONE,
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
+
+    Of several ranks, each calls it with its ``peers``: those of one replica share a model, and replicas take turns with
+    requests.
 
     Raises ``RunError`` or ``BackendError`` where the plan cannot be executed here, on this model or for
     these requests: before anything is captured, and where plan and backends say so before a model is
@@ -77,7 +83,8 @@ def launch(
     device = host.device_of(plan.environment)
     refuse_contradictions(plan, registry, choices, device)
     refuse_backends(plan, registry, device, choices.page_size)
-    model = model_of(plan, choices.model, device=device, seed=choices.seed)
+    among = collectives_of(peers)
+    model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
         _refuse_infinite(model)
     requests = admit(
@@ -91,8 +98,11 @@ def launch(
         requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     variant = without_graphs(plan) if choices.eager else plan
-    run = _Run(plan, variant, model, drafter, adapters, registry, requests, choices, progress, grapher_for(device))
+    run = _Run(
+        plan, variant, model, drafter, adapters, registry, requests, choices, progress, grapher_for(device), peers
+    )
     pages, cache = run.pages()
+    run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
     keeper = RowKeeper() if choices.verify else None
@@ -115,15 +125,15 @@ def launch(
             with (
                 contextlib.suppress(DifferenceError),
                 compiled_seconds() as late,
-                progress("serve", len(requests)) as served_one,
+                progress("serve", len(run.requests)) as served_one,
             ):
 
                 def served(done: RequestResult) -> None:
                     nonlocal otherwise
-                    otherwise += answers is not None and not is_answer(done, answers[done.name])
+                    otherwise += answers is not None and not done.repeats(answers[done.name])
                     served_one(done.name)
 
-                runner.serve(requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
+                runner.serve(run.requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
         except KeyboardInterrupt:
             interrupted = True
         report = attrs.evolve(
@@ -140,12 +150,6 @@ def launch(
     except KeyboardInterrupt:
         return Outcome(report=attrs.evolve(report, interrupted=True))
     return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
-
-
-def is_answer(done: RequestResult, answer: Sequence[int]) -> bool:
-    """Say whether a request was answered as in its rehearsal; ``answer`` begins with the prompt."""
-    expected = tuple(answer[done.prompt_tokens : done.prompt_tokens + len(done.tokens)])
-    return done.tokens == expected
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -176,7 +180,9 @@ def _answer(request: Request, served: RequestResult) -> Output:
     )
 
 
-def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
+def model_of(
+    plan: Plan, source: Path | None, *, device: torch.device, seed: int, among: Collectives = WHOLE
+) -> HuggingFaceModel:
     """Return the model at ``source``, or one of the plan's numbers, as ``load_target`` does.
 
     Raises ``RunError`` where that cannot be executed, or is another model than was planned for.
@@ -184,7 +190,8 @@ def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int
     # Here, since transformers takes seconds to import, and what is refused before needs none of it.
     from capture_planner.runtime.models.huggingface import differences, load_target
 
-    model = load_target(source, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=seed)
+    dtype = dtype_of(plan.model.dtype)
+    model = load_target(source, plan.model, device=device, dtype=dtype, seed=seed, among=among)
     if wrong := differences(model, plan.model):
         raise RunError(
             f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
@@ -213,6 +220,8 @@ def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, .
     """
     if not choice:
         return None
+    if model.among.size > 1:
+        raise RunError("adapters were chosen, and parallel.tensor is more than 1, which adapters are not spread over")
     if plan.lora is None:
         raise RunError("adapters were chosen, and the plan has no LoRA; plan with lora: {max_active: N}")
     from capture_planner.runtime.models.adapters import load_adapters
@@ -235,6 +244,7 @@ class _Run:
     choices: Choices
     progress: Progress
     grapher: Grapher
+    peers: Peers
 
     def pages(self) -> tuple[PageFormat, CacheMemory]:
         """Return the KV cache's pages, and why so many: as chosen, or as far as memory allows."""
@@ -247,7 +257,7 @@ class _Run:
         share = cache_memory.SHARE if choices.memory_utilization is None else choices.memory_utilization
         make = functools.partial(self.runner, options=attrs.evolve(choices.options, compare=False, poison=False))
         return cache_memory.device_pages(
-            self.variant, needed, share, make, cache_memory.DeviceGauge(), self.graph_memory
+            self.variant, needed, share, make, cache_memory.DeviceGauge(), self.graph_memory, self.peers
         )
 
     @property
@@ -262,6 +272,7 @@ class _Run:
         options: Options,
         observer: ForwardObserver | None = None,
         session: Session | None = None,
+        peers: Peers | None = None,
     ) -> Runner:
         """Assemble a runner of the plan or a variant."""
         return Runner(
@@ -276,6 +287,7 @@ class _Run:
             observer=observer,
             adapters=self.adapters,
             session=session,
+            peers=self.peers if peers is None else peers,
         )
 
     def warm_up(self, runner: Runner) -> WarmUp | None:
@@ -287,6 +299,8 @@ class _Run:
             return WarmUp(
                 shapes=0, ran=0, seconds=0.0, reason="steps are verified or compared, and times are not quoted"
             )
+        if self.peers.place.size > 1:
+            return WarmUp(shapes=0, ran=0, seconds=0.0, reason="ranks step together, and are not warmed up")
         with self.progress("warm up", 1) as advance:
             done = runner.warm_up(self.requests, step_seconds=choices.step_seconds)
             advance("warm up")
@@ -303,7 +317,7 @@ class _Run:
         for each in self.requests:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
-        plain = self.runner(without_speculation(self.plan, self.registry), pages, Options())
+        plain = self.runner(without_speculation(self.plan, self.registry), pages, Options(), peers=ALONE)
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(

@@ -167,6 +167,18 @@ class Step:
     """Of the accepted tokens, the same."""
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class RankStep:
+    """What the replicas of a model submitted for one step that some of them had work for."""
+
+    numbers: tuple[tuple[int, ...], ...]
+    """Of each replica; ``runtime.serving.agreement.vectors_of`` reads them."""
+    seconds: float
+    """What agreeing took on this rank's host, the wait for the slowest included."""
+    is_idle: bool
+    """Whether this rank ran dummy batches."""
+
+
 @attrs.frozen(kw_only=True)
 class RequestResult:
     """One request. Times are in seconds of wall clock from when it entered the queue."""
@@ -185,6 +197,10 @@ class RequestResult:
     """Which of the report's ``adapters`` it had, counted from 1; 0: none."""
     waited_for: Wait | None = None
     """What was missing when it, or one before it, could not be admitted; None: it did not wait."""
+
+    def repeats(self, answer: Sequence[int]) -> bool:
+        """Say whether its tokens are those of an answer that begins with the prompt, as far as they go."""
+        return self.tokens == tuple(answer[self.prompt_tokens : self.prompt_tokens + len(self.tokens)])
 
     @property
     def per_token(self) -> float | None:

@@ -18,14 +18,17 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import Order, capture_all, session
-from capture_planner.runtime.compiling import compiled_seconds
+from capture_planner.runtime.compilation.forwards import Shared
+from capture_planner.runtime.compiling import Compilation, compile_bodies, compiled_seconds
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Wait, WarmUp
 from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.serving.acceptance import SyntheticAcceptance
+from capture_planner.runtime.serving.agreement import OneReplica, Replicas, StepRanks
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.scheduler import Scheduler
@@ -44,6 +47,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
     :param session: where forwards, steps and requests are noted; one that keeps all rows by default.
     :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
         ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
+    :param compiled: what other runners of the same model have compiled; gets what this one compiles.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         options: Options | None = None,
         observer: ForwardObserver | None = None,
         adapters: Adapters | None = None,
+        compiled: Shared | None = None,
+        peers: Peers = ALONE,
         session: Session | None = None,
     ) -> None:
         options = options or Options()
@@ -71,7 +77,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         if adapters is not None and plan.lora is None:
             raise RunError("adapters were given, and the plan has none; plan with lora: {max_active: N}")
         self.plan, self.model, self.drafter = plan, model, drafter
-        self.adapters = adapters
+        self.adapters, self.peers = adapters, peers
         self.pages = pages
         self.device = device or torch.device("cpu")
         self.session = session or Session()
@@ -87,6 +93,11 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             observer=observer or ForwardObserver(),
             adapters=adapters,
         )
+        roles = tuple(self.parts.roles.values())
+        self.compilation: Compilation | None = None
+        if self.policy.compile:
+            self.compilation = compile_bodies(roles, self.device, {} if compiled is None else compiled)
+        """What was compiled, and what was not; None: nothing was to be."""
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
@@ -129,7 +140,17 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         # Not inference_mode: tensors made in it, as backends make them, could not be changed outside of it. A replay,
         # which dispatches no operator, would gain nothing from it.
         with self.session.capturing(), torch.no_grad(), session(roles):
-            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory, order=order):
+            captures = capture_all(
+                self.plan,
+                roles,
+                self._grapher,
+                strict=strict,
+                memory=memory,
+                order=order,
+                peers=self.peers,
+                among=self.model.among,
+            )
+            for done in captures:
                 self.session.captured.append(done)
                 if progress is not None:
                     progress(done)
@@ -171,10 +192,19 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self._refuse_while_serving("start")
         scheduler, count = self._scheduler(requests), self.session.tally.steps
         self._started = scheduler
+        dispatcher: Dispatcher | Replicas = self.dispatcher
+        ranks: StepRanks = OneReplica()
+        if self.peers.place.data_size > 1:
+            # The same on every rank, also on one that has no graphs: what it lacks, no rank uses.
+            planned = Dispatcher(as_captured(self.plan, self.session.captured))
+            captured = planned.plan.num_graphs == 0 or not self.policy.options.replay
+            captured = captured or any(role.graphs for role in self.parts.roles.values())
+            rows = self.parts.draft_rows
+            dispatcher = ranks = Replicas(planned, self.peers, self.session, scheduler.states, rows, captured=captured)
         launcher = StepLauncher(
-            scheduler, self.parts, self.dispatcher, self.pages, self.session, count, acceptance=self._acceptance
+            scheduler, self.parts, dispatcher, ranks, self.pages, self.session, count, acceptance=self._acceptance
         )
-        return self._begin(launcher, scheduler, self.session, answers, progress)
+        return self._begin(launcher, scheduler, ranks, self.session, answers, progress)
 
     def warm_up(self, requests: Sequence[Request], *, step_seconds: float = 0.01, limit: float = WARM_UP) -> WarmUp:
         """Run a step of each shape that serving these requests will have and no FULL graph serves; see ``warming``.
@@ -184,11 +214,12 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         ``start`` does.
         """
         self._refuse_while_serving("warm_up")
-        started, session, scheduler = perf_counter(), Session(most=0), self._scheduler(requests)
+        started, session, scheduler, ranks = perf_counter(), Session(most=0), self._scheduler(requests), OneReplica()
         launcher = WarmUpLauncher(
             scheduler,
             self.parts,
             self.dispatcher,
+            ranks,
             self.pages,
             session,
             0,
@@ -196,7 +227,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             deadline=started + limit,
             tokens=_unused_tokens(requests),
         )
-        serving = self._begin(launcher, scheduler, session, None, None)
+        serving = self._begin(launcher, scheduler, ranks, session, None, None)
         reason = ""
         with compiled_seconds() as compiled, contextlib.ExitStack() as end:
             end.callback(serving.cut_off)
@@ -242,12 +273,13 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self,
         launcher: StepLauncher,
         scheduler: Scheduler,
+        ranks: StepRanks,
         session: Session,
         answers: Answers | None,
         progress: Callable[[RequestResult], None] | None,
     ) -> Serving:
         drafter, ahead = self.drafter, self.policy.run_ahead
-        self._serving = Serving(scheduler, launcher, session, drafter, answers or {}, progress, ahead)
+        self._serving = Serving(scheduler, launcher, ranks, session, drafter, answers or {}, progress, ahead)
         return self._serving
 
     def _refuse_while_serving(self, what: str) -> None:

@@ -12,7 +12,7 @@ from capture_planner.records.fingerprint import Fingerprints
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.eager_check.record import Comparison
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import CacheMemory, Forward, GraphCapture, RequestResult, Step, WarmUp
+from capture_planner.runtime.ledger import CacheMemory, Forward, GraphCapture, RankStep, RequestResult, Step, WarmUp
 from capture_planner.runtime.tally import Tally
 from capture_planner.runtime.verification.record import OutputCheck
 
@@ -30,6 +30,8 @@ class Session:
     captured: list[GraphCapture] = attrs.Factory(list)
     forwards: list[Forward] = attrs.Factory(list)
     steps: list[Step] = attrs.Factory(list)
+    rank_steps: list[RankStep] = attrs.Factory(list)
+    """Of replicas, those that any of them had work for; of many, the last."""
     served: list[RequestResult] = attrs.Factory(list)
     every_step: int = 1
     """Of so many steps one is in ``steps``, and its forwards in ``forwards``: those whose index it divides."""
@@ -61,6 +63,11 @@ class Session:
             if self.most is not None and len(self.served) > self.most:
                 self.every_request *= 2
                 del self.served[1::2]
+
+    def add_rank_step(self, step: RankStep) -> None:
+        self.rank_steps.append(step)
+        if self.most is not None and len(self.rank_steps) > 2 * self.most:
+            del self.rank_steps[: -self.most]
 
     def _thin(self, count: int) -> None:
         if self.most is not None and count > self.most:
