@@ -15,12 +15,11 @@ import attrs
 import torch
 
 from capture_planner.errors import RunError
-from capture_planner.modes import Pool, Role
+from capture_planner.modes import Pool
 from capture_planner.records._base import grouped
-from capture_planner.records.backend import Attention
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.runtime.assembly import kv_dtype_of
+from capture_planner.runtime.chosen import page_memory
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture
 from capture_planner.runtime.models.protocols import TargetModel
 from capture_planner.runtime.plan_variants import sampled
@@ -104,18 +103,6 @@ class PageRange:
     def of_number(self, pages: int) -> PageFormat:
         """Return the format with so many pages, and the null page."""
         return attrs.evolve(self.format, num_pages=1 + pages)
-
-
-def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
-    """Return the bytes of one page: keys and values in all layers of target and drafter."""
-    layers = {Role.TARGET: model.num_layers}
-    if plan.speculative is not None:
-        layers[Role.DRAFT_PREFILL] = plan.speculative.model.num_layers
-    widths = 0
-    for role, count in layers.items():
-        each = Attention.of(plan, role, layers=1, window=None)
-        widths += count * each.num_kv_heads * each.head_dim
-    return 2 * widths * page_size * kv_dtype_of(plan.model).itemsize
 
 
 def stated_pages(pages: int, needed: PageRange, requests: Sequence[Request]) -> tuple[PageFormat, CacheMemory]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import attrs
 import torch
@@ -11,9 +10,8 @@ import torch
 from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
+from capture_planner.runtime.chosen import Drafting
 from capture_planner.runtime.options import ExecutionPolicy, Options
-
-Drafting = Literal["copy", "miss", "chance", "random"] | Path
 
 ORACLES = ("copy", "miss", "chance")
 """Drafters that are told what the target says, by a rehearsal."""

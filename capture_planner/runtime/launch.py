@@ -6,19 +6,19 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import attrs
 import torch
 
-from capture_planner.errors import CaptureError, DifferenceError, RunError
+from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.runtime import cache_memory, host
-from capture_planner.runtime.assembly import dtype_of, kv_dtype_of
-from capture_planner.runtime.choices import ORACLES, Choices, Drafting, refuse_contradictions
+from capture_planner.runtime.assembly import kv_dtype_of
+from capture_planner.runtime.choices import ORACLES, Choices, refuse_contradictions
+from capture_planner.runtime.chosen import adapters_of, drafter_of, model_of
 from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.execution.role import ForwardObserver
@@ -29,7 +29,7 @@ from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestRes
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from capture_planner.runtime.ranks.collectives import WHOLE, Collectives, collectives_of
+from capture_planner.runtime.ranks.collectives import collectives_of
 from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
@@ -39,9 +39,6 @@ from capture_planner.runtime.session import MOST_ROWS, RunReport, Session
 from capture_planner.runtime.verification.check import Output, check_output, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
-
-if TYPE_CHECKING:
-    from capture_planner.runtime.models.huggingface import HuggingFaceModel
 
 
 class Progress(Protocol):
@@ -69,6 +66,7 @@ def launch(
     *,
     decode: Decode | None = None,
     peers: Peers = ALONE,
+    offer: Callable[[Callable[[str], RunReport]], None] = lambda make: None,
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
 
@@ -79,7 +77,7 @@ def launch(
     these requests: before anything is captured, and where plan and backends say so before a model is
     loaded. An interruption ends in a report of what was done.
     """
-    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
+    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
     refuse_contradictions(plan, registry, choices, device)
     refuse_backends(plan, registry, device, choices.page_size)
@@ -110,6 +108,7 @@ def launch(
     sums = weight_sums(weights) if choices.verify else {}
     session, otherwise, warm, late = Session(most=MOST_ROWS), 0, None, []
     with run.runner(variant, pages, choices.options, keeper, session) as runner:
+        offer(lambda fault: run.report(runner, decode, interrupted=True, fault=fault))
         try:
             if choices.drafter in ORACLES:
                 answers = run.rehearse(pages)
@@ -136,6 +135,11 @@ def launch(
                 runner.serve(run.requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
         except KeyboardInterrupt:
             interrupted = True
+        except RankError as error:
+            # Made here, where the graphs are still there.
+            partial_report = run.report(runner, decode, interrupted=True, fault=str(error))
+            offer(lambda fault: partial_report)
+            raise
         report = attrs.evolve(
             run.report(runner, decode, interrupted=interrupted),
             otherwise=otherwise,
@@ -178,55 +182,6 @@ def _answer(request: Request, served: RequestResult) -> Output:
     return Output(
         prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
     )
-
-
-def model_of(
-    plan: Plan, source: Path | None, *, device: torch.device, seed: int, among: Collectives = WHOLE
-) -> HuggingFaceModel:
-    """Return the model at ``source``, or one of the plan's numbers, as ``load_target`` does.
-
-    Raises ``RunError`` where that cannot be executed, or is another model than was planned for.
-    """
-    # Here, since transformers takes seconds to import, and what is refused before needs none of it.
-    from capture_planner.runtime.models.huggingface import differences, load_target
-
-    dtype = dtype_of(plan.model.dtype)
-    model = load_target(source, plan.model, device=device, dtype=dtype, seed=seed, among=among)
-    if wrong := differences(model, plan.model):
-        raise RunError(
-            f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
-        )
-    return model
-
-
-def drafter_of(
-    plan: Plan, model: TargetModel, choice: Drafting, *, chance: float = 0.5, seed: int = 0
-) -> Drafter | None:
-    """Return the drafter that was chosen, sized for the plan; None for a plan without one. ``seed`` is the model's."""
-    if plan.speculative is None:
-        return None
-    from capture_planner.runtime.models.auxiliary import choose_drafter
-
-    states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
-    return choose_drafter(
-        choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
-    )
-
-
-def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, ...], *, seed: int) -> Adapters | None:
-    """Return the LoRA adapters that were chosen; None where none were.
-
-    Raises ``RunError`` for adapters of a plan without LoRA, and as ``load_adapters`` does.
-    """
-    if not choice:
-        return None
-    if model.among.size > 1:
-        raise RunError("adapters were chosen, and parallel.tensor is more than 1, which adapters are not spread over")
-    if plan.lora is None:
-        raise RunError("adapters were chosen, and the plan has no LoRA; plan with lora: {max_active: N}")
-    from capture_planner.runtime.models.adapters import load_adapters
-
-    return load_adapters(choice, model.linears(), seed=seed + 2)
 
 
 @attrs.frozen
@@ -342,8 +297,9 @@ class _Run:
                 progress=advance,
             )
 
-    def report(self, runner: Runner, decode: Decode | None, *, interrupted: bool) -> RunReport:
-        session, roles, drafter = runner.session, runner.parts.roles.values(), self.drafter
+    def report(self, runner: Runner, decode: Decode | None, *, interrupted: bool, fault: str = "") -> RunReport:
+        """Return what has run so far; nothing of the session changes."""
+        session, roles, drafter = runner.session.copied(), runner.parts.roles.values(), self.drafter
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
         for each, waits_for in runner.unadmitted(self.requests):
@@ -392,5 +348,6 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
+            fault=fault,
             comparison=runner.parts.comparison.report() if runner.parts.comparison is not None else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -41,6 +42,18 @@ class Session:
     """Of the last capture."""
     serve_seconds: float = 0.0
     """Of all requests that were served to their end."""
+
+    def copied(self) -> Session:
+        """Return a session that goes on by itself."""
+        return attrs.evolve(
+            self,
+            tally=copy.deepcopy(self.tally),
+            captured=[*self.captured],
+            forwards=[*self.forwards],
+            steps=[*self.steps],
+            rank_steps=[*self.rank_steps],
+            served=[*self.served],
+        )
 
     def add_forward(self, forward: Forward) -> None:
         self.tally.add_forward(forward)
@@ -123,6 +136,8 @@ class RunReport:
     serve_seconds: float
     interrupted: bool = False
     """Whether it was stopped before all requests were served."""
+    fault: str = ""
+    """The rank that stopped it, and what became of that one; empty: none did."""
     workspaces: int = 0
     """Bytes of the buffers that are backends' workspaces."""
     weights: int = 0

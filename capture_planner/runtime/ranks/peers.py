@@ -90,6 +90,14 @@ class Peers(Protocol):
         NCCL on GPUs, gloo on CPUs.
         """
 
+    def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
+        """Return the last words of all ranks on the first one, by rank; None where there are none, and on all others.
+
+        Not collective: it waits for seconds at most, and raises no ``RankError``.
+
+        :param interrupted: by Ctrl-C, on this rank: all others are to end as if it had come to them.
+        """
+
     def close(self) -> None:
         """End the groups. Graphs with collectives in them are released before."""
 
@@ -108,6 +116,9 @@ class _Alone:
 
     def tensor_group(self) -> None:
         return None
+
+    def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
+        return (value,)
 
     def close(self) -> None:
         return None
