@@ -25,7 +25,7 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.runtime.compilation.forwards import Shared
+from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.protocols import Drafter
@@ -114,9 +114,7 @@ class Rig:
     """Of every runner."""
     absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
-    compile: bool = False
-    """Whether bodies are compiled."""
-    compiled: Shared = attrs.Factory(dict)
+    compilation: Compilation = attrs.Factory(Compilation)
     """What the runners of this rig share."""
 
     @contextmanager
@@ -134,8 +132,8 @@ class Rig:
             grapher,
             pages=self.pages,
             device=self.device,
-            options=attrs.evolve(self.options, compile=self.compile),
-            compiled=self.compiled,
+            options=self.options,
+            compilation=self.compilation,
         )
         try:
             with runner:

@@ -12,6 +12,7 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.chosen import Drafting
 from capture_planner.runtime.options import ExecutionPolicy, Options
+from capture_planner.runtime.ranks.symmetric import AllReduce
 
 ORACLES = ("copy", "miss", "chance")
 """Drafters that are told what the target says, by a rehearsal."""
@@ -53,6 +54,8 @@ class Choices:
     """Run although this machine is not the one that was planned for."""
     any_plan: bool = False
     """Run although the lint finds errors in the plan."""
+    all_reduce: AllReduce = "auto"
+    """How ranks that share a model add their parts, on GPUs."""
     options: Options = attrs.Factory(Options)
 
 

@@ -19,6 +19,7 @@ from capture_planner.runtime import cache_memory, host
 from capture_planner.runtime.assembly import kv_dtype_of
 from capture_planner.runtime.choices import ORACLES, Choices, refuse_contradictions
 from capture_planner.runtime.chosen import adapters_of, drafter_of, model_of
+from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.execution.role import ForwardObserver
@@ -29,8 +30,8 @@ from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestRes
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from capture_planner.runtime.ranks.collectives import collectives_of
 from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.ranks.symmetric import collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -81,7 +82,7 @@ def launch(
     device = host.device_of(plan.environment)
     refuse_contradictions(plan, registry, choices, device)
     refuse_backends(plan, registry, device, choices.page_size)
-    among = collectives_of(peers)
+    among = collectives_of(peers, device, choices.all_reduce)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
         _refuse_infinite(model)
@@ -147,13 +148,9 @@ def launch(
             warm_up=warm,
             compiled=tuple(late),
         )
-    if keeper is None or not any(served.tokens for served in report.served):
-        return Outcome(report=report)
-    try:
-        verification = run.verify(report.served, keeper, sums)
-    except KeyboardInterrupt:
-        return Outcome(report=attrs.evolve(report, interrupted=True))
-    return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+    outcome = run.outcome(report, keeper, sums)
+    among.release()
+    return outcome
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -200,6 +197,7 @@ class _Run:
     progress: Progress
     grapher: Grapher
     peers: Peers
+    compilation: Compilation = attrs.Factory(Compilation)
 
     def pages(self) -> tuple[PageFormat, CacheMemory]:
         """Return the KV cache's pages, and why so many: as chosen, or as far as memory allows."""
@@ -241,6 +239,7 @@ class _Run:
             options=options,
             observer=observer,
             adapters=self.adapters,
+            compilation=self.compilation,
             session=session,
             peers=self.peers if peers is None else peers,
         )
@@ -272,13 +271,24 @@ class _Run:
         for each in self.requests:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
-        plain = self.runner(without_speculation(self.plan, self.registry), pages, Options(), peers=ALONE)
+        options = Options(compile=self.choices.options.compile)
+        plain = self.runner(without_speculation(self.plan, self.registry), pages, options, peers=ALONE)
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(
                 longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
+
+    def outcome(self, report: RunReport, keeper: RowKeeper | None, sums: Mapping[str, int]) -> Outcome:
+        """Verify what was served, where that was asked for and anything was."""
+        if keeper is None or not any(served.tokens for served in report.served):
+            return Outcome(report=report)
+        try:
+            verification = self.verify(report.served, keeper, sums)
+        except KeyboardInterrupt:
+            return Outcome(report=attrs.evolve(report, interrupted=True))
+        return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
 
     def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
         """Hold what was served against the model in a higher precision."""
@@ -323,6 +333,7 @@ class _Run:
             captured = tuple(attrs.evolve(done, fingerprint=_fingerprint(runner, done)) for done in captured)
         except CaptureError as error:
             facts["no fingerprints"] = str(error)
+        facts |= runner.compilation.facts()
         if decode is not None:
             served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
         return RunReport(
@@ -330,7 +341,7 @@ class _Run:
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
             adapters=() if self.adapters is None else self.adapters.names,
-            host=facts | {"seed": str(self.choices.seed)},
+            host=facts | {"seed": str(self.choices.seed), **self.model.among.facts},
             captured=captured,
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),

@@ -43,8 +43,8 @@ class Options:
     says, see ``serving.acceptance``. Tokens are then not the model's. Empty: greedy verification."""
     seed: int = 0
     """Of the synthetic acceptance."""
-    compile: bool = False
-    """Compile the layers of target and drafter, once for all sizes. On a CPU the operators are
+    compile: bool | None = None
+    """Compile the layers of target and drafter, once for all sizes; None: on a GPU. On a CPU the operators are
     called as they were traced, which saves nothing."""
     compare: bool = False
     """Run each forward that a graph serves eagerly too, and stop at the first tensor that differs, with
@@ -90,7 +90,7 @@ class ExecutionPolicy:
             # Where a first draft pass has rows of its own, which ones are real depends on what verification keeps.
             drafts_on_device=_chosen(options.drafts_on_device, is_gpu, options)
             and not (plan.speculative is not None and plan.speculative.has_own_rows),
-            compile=options.compile,
+            compile=is_gpu if options.compile is None else options.compile,
             draft_decodes_need_host=waiting.get(Role.DRAFT_DECODE, False),
         )
 

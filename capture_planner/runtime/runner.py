@@ -18,8 +18,8 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import Order, capture_all, session
-from capture_planner.runtime.compilation.forwards import Shared
-from capture_planner.runtime.compiling import Compilation, compile_bodies, compiled_seconds
+from capture_planner.runtime.compilation.forwards import Compilation
+from capture_planner.runtime.compiling import compile_bodies, compiled_seconds
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Wait, WarmUp
@@ -47,7 +47,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
     :param session: where forwards, steps and requests are noted; one that keeps all rows by default.
     :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
         ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
-    :param compiled: what other runners of the same model have compiled; gets what this one compiles.
+    :param compilation: what other runners of the same model compiled; gets what this one compiles.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         options: Options | None = None,
         observer: ForwardObserver | None = None,
         adapters: Adapters | None = None,
-        compiled: Shared | None = None,
+        compilation: Compilation | None = None,
         peers: Peers = ALONE,
         session: Session | None = None,
     ) -> None:
@@ -93,11 +93,10 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             observer=observer or ForwardObserver(),
             adapters=adapters,
         )
-        roles = tuple(self.parts.roles.values())
-        self.compilation: Compilation | None = None
+        self.compilation = compilation or Compilation()
+        """What was compiled, and what could not be."""
         if self.policy.compile:
-            self.compilation = compile_bodies(roles, self.device, {} if compiled is None else compiled)
-        """What was compiled, and what was not; None: nothing was to be."""
+            self._compile()
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
@@ -108,6 +107,12 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
     def policy(self) -> ExecutionPolicy:
         """What was decided for all steps before anything was built."""
         return self.parts.policy
+
+    def _compile(self) -> None:
+        with contextlib.ExitStack() as release:
+            release.push(self)
+            compile_bodies(tuple(self.parts.roles.values()), self.device, self.compilation)
+            release.pop_all()
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:
