@@ -10,7 +10,9 @@ as large as --max-total-tokens allows, or large enough.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers  # noqa: F401  (loaded before the finder: it looks for optional packages)
 
@@ -111,6 +114,25 @@ class Sglang:
         for module in (decode, prefill):
             module.tqdm = types.SimpleNamespace(tqdm=_Bar)
         decode.torch_compile_decoration = types.SimpleNamespace(patch_model=lambda *_, **__: contextlib.nullcontext())
+        self._keep_what_no_launch_changes()
+
+    def _keep_what_no_launch_changes(self) -> None:
+        """Build once what SGLang builds anew for each launch: its parser of each device, and the fields of its records."""
+        fields, add = msgspec.structs.fields, self.m.server_args.ServerArgs.add_cli_args
+        kept = functools.cache(fields)
+        msgspec.structs.fields = lambda kind: kept(kind) if isinstance(kind, type) else fields(kind)
+
+        @functools.cache
+        def parser(capability: tuple[int, int]) -> argparse.ArgumentParser:
+            found = argparse.ArgumentParser(prog="sglang serve")
+            add(found)
+            return found
+
+        self.m.server_args.argparse = types.SimpleNamespace(
+            **vars(argparse) | {"ArgumentParser": lambda **_: parser(torch.cuda.get_device_capability())}
+        )
+        self.m.server_args.ServerArgs.add_cli_args = staticmethod(lambda _: None)
+        logging.basicConfig = lambda **_: None
 
     @contextlib.contextmanager
     def _machine(self, environment: Environment) -> Iterator[None]:
