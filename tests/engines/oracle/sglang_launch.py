@@ -17,12 +17,17 @@ from support.files import module_at
 drafts = module_at(Path(__file__).parent / "sglang_drafts.py")
 
 
+class Refusal(Exception):
+    """What SGLang refuses where it makes its pools."""
+
+
 class Launch:
     """One launch: SGLang's runners over a resolved record."""
 
     def __init__(self, m: Any, record: Any, models: Any) -> None:
         self.m, self.models = m, models
         m.context.publish(record, role="scheduler", ranks=m.context.SpawnRanks(world_rank=0, gpu_id=0))
+        m.experts.initialize_moe_config()
         self.record = record
         self.schedule, self.spec = m.context.get_schedule(), m.context.get_spec()
         self.parallel, self.graph = m.context.get_parallel(), m.context.get_exec().graph
@@ -45,14 +50,27 @@ class Launch:
         else:
             # Enough for the fewest requests that a pool is made for, and no more.
             tokens = max(4 * self.context, 4096)
-        configurator = types.SimpleNamespace(
-            model_config=types.SimpleNamespace(context_len=self.context),
+        kind = self.m.pools.KVCacheConfigurator
+        methods = ("_handle_max_mamba_cache", "_calculate_mamba_ratio", "resolve_max_num_reqs")
+        # Its own fields are slots, of which most describe a device.
+        own = type("Pools", (types.SimpleNamespace,), {name: getattr(kind, name) for name in methods})
+        configurator = own(
+            model_config=self.config,
             attn_dp_size=self.parallel.attn_dp_size,
-            mambaish_config=None,
+            pp_size=self.record.pp_size,
+            spec_algorithm=self.algorithm,
+            mambaish_config=self.m.hybrids.mambaish_config(self.config),
+            hybrid_gdn_config=self.m.hybrids.hybrid_gdn_config(self.config),
+            hybrid_kda_config=None,
+            fused_entry_bytes=lambda _: None,
+            extra_mamba_cache_bytes_per_req=0,
         )
-        found = self.m.pools.KVCacheConfigurator.resolve_max_num_reqs(configurator, tokens)
+        if configurator.mambaish_config is not None:
+            # In GiB: room for the states of as many requests as the flags allow.
+            configurator._handle_max_mamba_cache(1 << 40)
+        found = configurator.resolve_max_num_reqs(tokens)
         if found < 1:
-            raise AssertionError("max_running_request is zero")
+            raise Refusal("max_running_request is zero")
         return int(found)
 
     def _lora_manager(self) -> Any:
@@ -170,7 +188,7 @@ class Launch:
             ragged_verify_mode=False,
             attention_graph_variants=None,
             is_encoder_decoder=False,
-            enable_two_batch_overlap=False,
+            enable_two_batch_overlap=m.context.get_exec().overlap.enable_two_batch_overlap,
             is_dllm=False,
             dllm_config=None,
         )
@@ -326,7 +344,7 @@ class Launch:
     def buckets(self, ranks: Sequence[Sequence[int]]) -> list[int | None] | None:
         """Return the size that all ranks of attention DP replay, for each list of their request counts."""
         runner = self.runners[Role.TARGET, "decode"]
-        if runner is None or not self.parallel.attn_dp_enabled:
+        if runner is None or not self.parallel.attn_dp_enabled or not runner.require_mlp_tp_gather:
             return None
         return [self._bucket(runner, counts) for counts in ranks]
 
@@ -337,12 +355,29 @@ class Launch:
             batch_size=counts[0],
             original_global_num_tokens_cpu=list(counts),
             can_run_decode_cuda_graph=True,
+            can_run_tbo=self._splits(max(counts)),
             lora_ids=None,
             input_ids=torch.empty(counts[0] * runner.captured_req_width, device="meta"),
         )
         if not runner.can_run_graph(forward):
             return None
         return int(runner._pad_to_bucket(runner._max_dp_batch_size(forward), runner.capture_bs))
+
+    def _splits(self, requests: int) -> bool:
+        """Whether the scheduler splits a batch of decodes that each rank has, where it asks the ranks at all."""
+        if not self.m.common.require_mlp_sync():
+            return False
+        preparer = self.m.overlap.TboDPAttentionPreparer()
+        local = types.SimpleNamespace(
+            forward_mode=self.m.batches.ForwardMode.DECODE,
+            spec_info=None,
+            batch_size=lambda: requests,
+            extend_lens=None,
+            is_extend_in_batch=False,
+        )
+        gathered = torch.tensor([preparer.prepare_all_gather(local)] * self.parallel.num_dp_ranks)
+        index, _ = preparer.compute_output(gathered)
+        return index is not None
 
     def _answer_decode(self, batch: Batch, width: int | None) -> list[Any] | None:
         runner = self.runners[batch.role, "decode"]
@@ -360,6 +395,7 @@ class Launch:
             input_ids=torch.empty(batch.num_tokens, device="meta"),
             original_global_num_tokens_cpu=ranks,
             can_run_decode_cuda_graph=True,
+            can_run_tbo=self._splits(batch.num_reqs),
             can_run_dp_draft_cuda_graph=True,
             lora_ids=ids if batch.role is Role.TARGET else None,
         )

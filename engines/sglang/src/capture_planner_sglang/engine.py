@@ -26,7 +26,7 @@ from capture_planner.records.batch_space import DecodeFamily, Domain
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
-from capture_planner_sglang import capture, graph_rules, latent, rules
+from capture_planner_sglang import capture, families, graph_rules, latent, rules
 from capture_planner_sglang.export import BACKENDS, export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, HISTORY, UNEMULATED_VARIABLES, name_of, parse
@@ -57,9 +57,12 @@ def resolve(command: Sequence[str], environment: Environment) -> Startup:
     graph_rules.default_backends(r)
     rules.check_parallel(r)
     graph_rules.fill_sizes(r)
+    families.choose_defaults(r)
     rules.choose_attention(r)
     latent.limit_prefills(r)
+    families.check_prefills(r)
     graph_rules.lower_for_attention_dp(r)
+    rules.choose_experts(r)
     rules.resolve_speculation(r)
     if args.debug_tensor_dump_output_folder is not None:
         for phase in (DECODE, PREFILL):
