@@ -77,3 +77,6 @@ def draw_overlap(random: Random, flags: dict[str, list[str]]) -> None:
             flags["--enable-dp-lm-head"] = []
     if random.random() < (0.4 if "--moe-a2a-backend" in flags else 0.05):
         flags["--enable-two-batch-overlap"] = []
+        flags.pop("--cuda-graph-backend-prefill", None)
+        if "prefill" in flags.get("--cuda-graph-config", [""])[0]:
+            del flags["--cuda-graph-config"]

@@ -96,7 +96,7 @@ def drafts_prefills(models: Any, architecture: str) -> bool:
 
 
 def _encodes(models: Any, source: str) -> bool:
-    """Whether a class, or one of the Qwen3-VL encoder that it imports, captures its encoder where a variable says so."""
+    """Whether a class, or Qwen3-VL's encoder that it imports, captures its encoder where a variable says so."""
     vision = (models.folder / "models" / "qwen3_vl.py").read_text(encoding="utf-8")
     return ENCODER in source or ("models.qwen3_vl import" in source and ENCODER in vision)
 

@@ -40,11 +40,7 @@ _HERE = Path(__file__).parent
 stubs, launching = module_at(_HERE / "stubs.py"), module_at(_HERE / "sglang_launch.py")
 reading = module_at(_HERE / "sglang_models.py")
 
-_ABSENT = (
-    "sglang.kernels",
-    "sglang.srt.layers.quantization",
-    "sglang.srt.layers.attention.deepseek_v4_backend",
-)
+_ABSENT = ("sglang.kernels", "sglang.srt.layers.quantization", "sglang.srt.layers.attention.deepseek_v4_backend")
 """Compiled kernels, whose import needs a compiler, and attention that no graph depends on."""
 _CHUNKS = "sglang.kernels.ops.attention.fla.chunk_delta_h"
 """The kernel whose chunks of linear attention are a fact of pages."""
@@ -130,7 +126,7 @@ class Sglang:
         self._keep_what_no_launch_changes()
 
     def _keep_what_no_launch_changes(self) -> None:
-        """Build once what SGLang builds anew for each launch: its parser of each device, and the fields of its records."""
+        """Build once what SGLang builds for each launch: its parser of each device, and the fields of its records."""
         fields, add = msgspec.structs.fields, self.m.server_args.ServerArgs.add_cli_args
         kept = functools.cache(fields)
         msgspec.structs.fields = lambda kind: kept(kind) if isinstance(kind, type) else fields(kind)

@@ -1,12 +1,14 @@
 """SGLang 0.5.23: what it captures and how it dispatches, from its own flags.
 
-Emulated are ordinary text decoders, without latent attention. Where ``--model-path`` is a folder or a known model, its
-``config.json`` gives the architecture and the longest sequence. The KV pool is assumed to hold what the flags allow.
+Emulated are text decoders, also with latent and sparse attention, and Qwen's models with linear attention and with
+images. Where ``--model-path`` is a folder or a known model, its ``config.json`` gives the architecture and the longest
+sequence. The KV pool is assumed to hold what the flags allow.
 
     flags       the command line and its YAML file
     resolution  the values that the rules work on
     graph_rules settings of each phase's graphs
     rules       parallel sizes, attention, speculation, adapters
+    families    images, linear and sparse attention
     capture     request pool, alignment, managers
     managers    which graph serves a batch
 """
@@ -40,7 +42,7 @@ _SHOWN = """
     max_running_requests max_total_tokens chunked_prefill_size max_prefill_tokens page_size tp_size pp_size
     dp_size attn_dp_size moe_dense_tp_size attention_backend disable_cuda_graph_padding speculative_algorithm
     speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens enable_lora max_loras_per_batch
-    lora_backend disaggregation_mode
+    lora_backend disaggregation_mode speculative_draft_attention_backend moe_a2a_backend enable_two_batch_overlap
 """
 
 
@@ -100,7 +102,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         # SGLang counts the bare model among its adapters; ours come with one more for such rows.
         lora=Lora(max_active=max(args.max_loras_per_batch - 1, 1)) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
-        assumptions=_assumptions(r),
+        assumptions=(*_assumptions(r), *families.assumptions(r, decodes.sizes[-1] if decodes else 0)),
     )
 
 

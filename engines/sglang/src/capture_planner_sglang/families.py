@@ -7,9 +7,11 @@ images), mem_cache/kv_cache_configurator.py (slots of states), multimodal/vit_cu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from capture_planner.engines.parsing import refusal, unfollowed
 from capture_planner.planning.sizing.engine_lists import GiB
-from capture_planner_sglang.resolution import DECODE, FULL, Startup
+from capture_planner_sglang.resolution import DECODE, DISABLED, FULL, Startup
 
 SPARSE_BACKEND = "dsa"
 _SPARSE_PAGE, _STATE_CHUNK = 64, 64
@@ -18,6 +20,7 @@ _PROFILED = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGenerat
 _BUFFERED = ("extra_buffer", "extra_buffer_lazy")
 _STRATEGY = "--mamba-radix-cache-strategy"
 _ENCODER_BACKENDS = (None, "triton_attn", "fa3", "fa4")
+DISPATCH = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 ENCODER = "SGLANG_VIT_ENABLE_CUDA_GRAPH"
 
 
@@ -29,7 +32,7 @@ def choose_defaults(r: Startup) -> None:
     if not args.disable_radix_cache and args.mamba_radix_cache_strategy in _BUFFERED and not r.model.has("hybrid"):
         raise refusal(_STRATEGY, "SGLang keeps states of linear attention only", "leave it out")
     if _profiled(r) and args.attention_backend is None and args.decode_attention_backend is None:
-        says = f"decodes of a {r.model.architecture} run on flashinfer on a Hopper of {_PROFILED_MEMORY // GiB} GiB or more"
+        says = f"decodes of a {r.model.architecture} run on flashinfer on Hopper"
         r.rewrite("decode_attention_backend", "flashinfer", "decodes-of-qwen3-vl", says)
     if r.model.sparse:
         if (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend) == (None,) * 3:
@@ -65,7 +68,7 @@ def _choose_linear(r: Startup) -> None:
     shares = not args.disable_radix_cache
     if r.environment.device.sm[0] == 10 and args.attention_backend is None:
         topk, algorithm = args.speculative_eagle_topk, args.speculative_algorithm
-        linear = topk is None and algorithm is None or (topk == 1 and args.page_size in (1, None))
+        linear = (topk is None and algorithm is None) or (topk == 1 and args.page_size in (1, None))
         states = not shares or algorithm is not None or args.mamba_radix_cache_strategy in _BUFFERED
         chosen, page = ("trtllm_mha", 64) if linear and states else ("triton", 1)
         says = f"on SM100, {chosen} runs beside linear attention, with pages of {page} tokens"
@@ -79,7 +82,7 @@ def _choose_linear(r: Startup) -> None:
     page, interval = args.page_size, args.mamba_track_interval
     if args.mamba_radix_cache_strategy == "no_buffer":
         if page not in (1, None) or not args.disable_overlap_schedule or args.attention_backend == "trtllm_mha":
-            says = "SGLang's no_buffer needs pages of 1, --disable-overlap-schedule, and another backend than trtllm_mha"
+            says = "SGLang's no_buffer needs pages of 1, --disable-overlap-schedule, and no trtllm_mha"
             raise refusal(_STRATEGY, says, "give extra_buffer")
         return
     if args.mamba_radix_cache_strategy == "extra_buffer_lazy" and args.disaggregation_mode != "null":
@@ -110,11 +113,36 @@ def most_requests(r: Startup) -> int | None:
     return None if size is None else int(size // args.attn_dp_size // each)
 
 
+def assumptions(r: Startup, largest: int) -> Iterator[str]:
+    """Yield what rests on the machine's memory, and on DeepEP itself, which SGLang does not ask.
+
+    ``largest`` is the largest decode graph, in requests; 0 without any.
+    """
+    args = r.args
+    by_flag = args.disable_radix_cache and args.max_running_requests is not None
+    if largest and r.model.has("hybrid") and args.max_mamba_cache_size is None and not by_flag:
+        yield (
+            "states of linear attention are assumed to fit for all requests of the pool; memory decides that, and "
+            "decode graphs above what fits are not captured; give --max-mamba-cache-size, or observe the engine"
+        )
+    width = (args.speculative_num_draft_tokens if args.speculative_algorithm else None) or 1
+    ranks = 1 if args.disable_attn_tp_gather else args.tp_size // args.attn_dp_size
+    if args.moe_a2a_backend == "deepep" and largest * width > args.dispatch_tokens * ranks:
+        yield (
+            f"DeepEP itself stops above {args.dispatch_tokens} tokens of a rank at low latency, on which start-up "
+            f"rests; give --cuda-graph-max-bs-decode {args.dispatch_tokens * ranks // width}, or raise {DISPATCH}"
+        )
+
+
 def check_prefills(r: Startup) -> None:
     """Refuse whole prefill graphs of families whose capture is not emulated, and judge graphs of the encoder."""
     images, linear = r.model.has("multimodal"), r.model.has("hybrid")
+    if r.args.enable_two_batch_overlap and r.prefill.backend != DISABLED:
+        says = "prefill graphs of two overlapping microbatches, which SGLang calls unsupported, are not emulated"
+        raise unfollowed("--cuda-graph-backend-prefill", says, "leave it out, or give disabled")
     if r.prefill.backend == FULL and (images or linear):
-        says = f"SGLang's whole prefill graphs of {'linear attention' if linear else 'a model with images'} are not emulated"
+        what = "linear attention" if linear else "a model with images"
+        says = f"SGLang's whole prefill graphs of {what} are not emulated"
         raise unfollowed("--cuda-graph-backend-prefill", says, "give breakable or disabled")
     if not r.args.encoder_graphs or not images:
         return

@@ -13,6 +13,7 @@ from capture_planner_sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL,
 _PIPELINE_PREFILL_TOKENS = 8192
 _LLAMA_2_PREFILL_TOKENS = 4096
 _DEEPEP_TOKENS, _DEEPEP_STEP = 2048, 8
+_STAGES = "with pipeline stages, prefill graphs are off until a flag asks for them"
 _IMAGES = "prefills of a model that takes images run without graphs until a flag asks for them"
 
 
@@ -77,7 +78,7 @@ def default_backends(r: Startup) -> None:
     args, mode = r.args, r.args.disaggregation_mode
     free = (PREFILL, "backend") not in r.locked
     for rule, off, says in (
-        ("pipeline-prefill", args.pp_size > 1, "with pipeline stages, prefill graphs are off until a flag asks for them"),
+        ("pipeline-prefill", args.pp_size > 1, _STAGES),
         ("overlap-prefill", args.enable_two_batch_overlap, "two overlapping microbatches have no prefill graphs"),
         ("multimodal-prefill", r.model.has("multimodal") and not r.model.has("multimodal_prefill_graphs"), _IMAGES),
     ):

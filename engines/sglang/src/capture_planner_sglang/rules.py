@@ -300,7 +300,9 @@ def check_launch(r: Startup) -> None:
     args = r.args
     if args.enable_two_batch_overlap and args.moe_a2a_backend == "none" and not r.attention_dp:
         says = "SGLang overlaps microbatches with experts' all-to-all or with attention DP only"
-        raise refusal("--enable-two-batch-overlap", says, "give --moe-a2a-backend deepep or --attn-dp-size, or leave it out")
+        raise refusal(
+            "--enable-two-batch-overlap", says, "give --moe-a2a-backend deepep or --attn-dp-size, or leave it out"
+        )
     if args.disable_cuda_graph_padding and args.enable_torch_compile:
         reason = "SGLang would compile the model for each batch size"
         raise refusal("--disable-cuda-graph-padding", reason, "drop it or --enable-torch-compile")
