@@ -23,6 +23,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
+from capture_planner.runtime.compilation.forwards import Shared
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
 from capture_planner.runtime.ledger import Session
@@ -195,6 +196,12 @@ def _large(dtype: DataType, device: torch.device) -> TargetModel:
         return load_target(Path(folder), model, device=device, dtype=getattr(torch, dtype.value))
 
 
+@functools.lru_cache(maxsize=1)
+def _compiled(target: int) -> Shared:
+    """Return what the runs of a model share, by its ``id``; the last one's is kept, and with it the model."""
+    return {}
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Deployment:
     """A plan with everything that it takes to run it."""
@@ -232,6 +239,7 @@ class Deployment:
             device=self.device,
             options=Options(**options),
             observer=watching,
+            compiled=_compiled(id(self.target)),
         )
         with runner:
             runner.capture()

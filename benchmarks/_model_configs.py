@@ -1,4 +1,4 @@
-"""The config.json of models with random weights: Qwen3-0.6B's and 8B's shapes, each with an EAGLE-3 head."""
+"""The config.json of models with random weights: shapes of Qwen3, dense and of experts, each with an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -45,14 +45,6 @@ def drafter_of(shape: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-CONFIGS = {
-    "small": config_of(_SMALL, 28, tied=True),
-    "small-drafter": drafter_of(_SMALL),
-    "large": config_of(_LARGE, 36, tied=False),
-    "large-drafter": drafter_of(_LARGE),
-}
-
-
 def mixture(layers: int) -> dict[str, Any]:
     """Return the config.json of Qwen3-30B-A3B: 128 experts, of which each token takes 8; with 48 layers, all of it."""
     return {
@@ -73,3 +65,15 @@ def mixture(layers: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
+
+
+_EXPERTS = mixture(8) | {"num_experts": 16}
+
+CONFIGS = {
+    "small": config_of(_SMALL, 28, tied=True),
+    "small-drafter": drafter_of(_SMALL),
+    "large": config_of(_LARGE, 36, tied=False),
+    "large-drafter": drafter_of(_LARGE),
+    "mixture": _EXPERTS,
+    "mixture-drafter": drafter_of({name: _EXPERTS[name] for name in _LARGE}),
+}

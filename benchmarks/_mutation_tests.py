@@ -29,6 +29,7 @@ _PADDED = (
     "property/test_law9_inert_padding.py",
     "property/test_law10_frozen.py",
 )
+_PARTS = "conformance/test_suite_parts.py"
 _BACKENDS = "gallery/test_gallery_backends.py::test_it_is_caught_in_its_case"
 _RUNNERS = "gallery/test_gallery_runners.py::test_it_is_caught_in_its_case"
 _CASES = (
@@ -68,7 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engines/test_tuning.py",
     ),
     "planning/measured_schedule": ("planning/test_schedule_times.py", "planning/test_measured_schedule.py"),
-    "planning/planner": _PLANS,
+    "planning/planner": ("planning/test_price.py", *_PLANS, "property/test_law6_resolution.py"),
     "planning/price": ("planning/test_price.py",),
     "planning/role": _PLANS,
     "planning/steps": ("planning/test_steps.py", *_MEASURED, "engines/test_tuning.py"),
@@ -87,21 +88,26 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/execution/padding": _PADDED,
     "conformance/adapter_rows": ("gallery/test_gallery_adapters.py", *_CASES),
     "conformance/audit": ("conformance/test_conformance.py",),
-    "conformance/canaries": _CASES,
+    "conformance/canaries": (_PARTS, *_CASES),
     "conformance/causes": ("conformance/test_causes.py", *_CASES),
     "conformance/capture_attack": ("conformance/test_capture_attack.py", _RUNNERS, *_CASES),
     "conformance/classification": _CASES,
     "conformance/declaration_checks": ("conformance/test_conformance.py", _BACKENDS),
     "conformance/forward_checks": _CASES,
-    "conformance/garbage": _CASES,
-    "conformance/private": ("conformance/test_causes.py", *_CASES),
+    "conformance/garbage": (_PARTS, *_CASES),
+    "conformance/private": (_PARTS, "conformance/test_causes.py", *_CASES),
     "conformance/rank_agreement": ("gallery/test_gallery_plans.py",),
-    "conformance/reference_dispatch": ("conformance/test_scene.py", "gallery/test_gallery_plans.py", _RUNNERS),
+    "conformance/reference_dispatch": (
+        "property/test_law3_next_fit.py",
+        "property/test_law1_coverage.py",
+        "gallery/test_gallery_plans.py",
+        _RUNNERS,
+    ),
     "conformance/scene_batch": _CASES,
     "conformance/served_rows": _CASES,
     "conformance/shapes": ("conformance/test_scene.py", "conformance/test_conformance.py"),
     "conformance/steps": _CASES,
     "conformance/tampering": ("conformance/test_conformance.py", *_CASES),
     "conformance/watch": _CASES,
-    "conformance/widening": ("conformance/test_causes.py", *_CASES),
+    "conformance/widening": (_PARTS, "conformance/test_causes.py", *_CASES),
 }

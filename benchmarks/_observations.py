@@ -11,10 +11,10 @@ from capture_planner.records.observation import Observation, ObservedRole
 
 
 def newest(folder: Path) -> list[Observation]:
-    """Return the newest observation of each rank in a folder, by rank."""
+    """Return the newest observation of each worker in a folder, by replica and rank."""
     files = sorted(folder.glob("*.rank*.yaml"), key=lambda path: path.stat().st_mtime_ns)
-    found = {each.rank: each for each in map(codec.load_observation, files)}
-    return [found[rank] for rank in sorted(found)]
+    found = {(each.replica, each.rank): each for each in map(codec.load_observation, files)}
+    return [found[place] for place in sorted(found)]
 
 
 def eager_share(role: ObservedRole) -> float | None:

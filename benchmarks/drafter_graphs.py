@@ -39,7 +39,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Roles, RoleSpec, Sizes, Spec
-from capture_planner.runtime import host, launch
+from capture_planner.runtime import chosen, host
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.protocols import Drafter, TargetModel
 from capture_planner.runtime.runner import Runner
@@ -201,9 +201,9 @@ def measure(model: Model, arguments: Any) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         write_config(model, Path(folder))
-        target = launch.model_of(by_name[FULL], Path(folder), device=device, seed=0)
+        target = chosen.model_of(by_name[FULL], Path(folder), device=device, seed=0)
         count_upwards(target)
-        drafter: Drafter | None = launch.drafter_of(by_name[FULL], target, "chance", chance=CHANCE)
+        drafter: Drafter | None = chosen.drafter_of(by_name[FULL], target, "chance", chance=CHANCE)
         longest = arguments.prompt_tokens + arguments.output_tokens + K
         pages = PageFormat(
             page_size=arguments.page_size, num_pages=1 + max(arguments.loads) * -(-longest // arguments.page_size)

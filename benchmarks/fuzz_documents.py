@@ -21,7 +21,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -87,20 +88,14 @@ def _one(arguments: argparse.Namespace) -> int:
 def campaign(
     arguments: argparse.Namespace, prepare: Callable[[argparse.Namespace], None], check: Callable[[int], Outcome]
 ) -> list[Outcome]:
-    """Check every index in worker processes, each of which is prepared once."""
+    """Check every index in worker processes, each of which is prepared once; in this one if ``--jobs`` is 1."""
     outcomes: list[Outcome] = []
     indices = range(arguments.start, arguments.start + arguments.documents)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    context = multiprocessing.get_context("spawn")
     deadline = time.perf_counter() + 60 * (math.inf if arguments.minutes is None else arguments.minutes)
-    with (
-        Progress(*columns, console=CONSOLE) as progress,
-        context.Pool(arguments.jobs, prepare, (arguments,), maxtasksperchild=2000) as pool,
-    ):
+    with Progress(*columns, console=CONSOLE) as progress, _results(arguments, prepare, check, indices) as results:
         task = progress.add_task("documents", total=len(indices))
-        results = pool.imap_unordered(check, indices)
-        for _ in indices:
-            outcome = results.next(timeout=60 + 10 * arguments.hang)  # a worker that dies is not waited for
+        for outcome in results:
             outcomes.append(outcome)
             progress.advance(task)
             if time.perf_counter() > deadline:
@@ -109,6 +104,25 @@ def campaign(
                 progress.console.print(f"[red]{outcome.index}[/] {outcome.made_by}: ", end="")
                 progress.console.print("; ".join(outcome.violations), markup=False, highlight=False)
     return sorted(outcomes, key=lambda outcome: outcome.index)
+
+
+@contextmanager
+def _results(
+    arguments: argparse.Namespace,
+    prepare: Callable[[argparse.Namespace], None],
+    check: Callable[[int], Outcome],
+    indices: range,
+) -> Iterator[Iterator[Outcome]]:
+    """Yield the outcomes, as they are ready."""
+    if arguments.jobs == 1:  # another process would import everything again
+        prepare(arguments)
+        yield map(check, indices)
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(arguments.jobs, prepare, (arguments,), maxtasksperchild=2000) as pool:
+        results = pool.imap_unordered(check, indices)
+        # A worker that dies is not waited for.
+        yield (results.next(timeout=60 + 10 * arguments.hang) for _ in indices)
 
 
 def report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) -> int:

@@ -13,6 +13,7 @@
          +- CaptureError      a forward cannot be captured
          +- GuardError        something that a graph depends on has moved; names what
          +- DifferenceError   a graph computed something else than an eager forward; carries where
+         +- RankError         a rank is missing, died, or does something else than the others; names the ranks
 
 An installed plugin that is broken is a ``PluginWarning``: it stops only what uses it.
 
@@ -141,4 +142,15 @@ class DifferenceError(RunError):
 
     def __init__(self, message: str, difference: object) -> None:
         self.difference = difference
+        super().__init__(message)
+
+
+class RankError(RunError):
+    """A rank of a plan with several is missing, died, does not answer, or does something else than the others.
+
+    ``ranks``: the ranks that are the cause.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        self.ranks = tuple(ranks)
         super().__init__(message)

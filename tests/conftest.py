@@ -19,6 +19,7 @@ slow, and a faster test holds the same law:
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import os
@@ -29,6 +30,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
+
+# Tiny operators are slower on many threads, and several workers share the cores. It holds for processes of tests too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -58,6 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("thorough")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported to no later garbage collection: a capture that leaves tensors behind looks at it all."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the end of the process collect everything: some libraries report what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ LAYERS = (
     "conformance",
     "report",
     "cli",
+    "__main__",
 )
 """Lowest first: a part imports the parts before it, and itself."""
 

@@ -24,6 +24,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime.capture import begin
+from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.graphs.cuda import CudaPool
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.leftover import Leftover
@@ -36,7 +37,8 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
     """Capture the plan, first once to load kernels, then alternately. Raises ``Absence`` without graphs."""
     if not rig.plan.num_graphs:
         raise Absence("the plan captures nothing")
-    first, captured = _ours(rig, advance)
+    with compiled_seconds() as compiled:
+        first, captured = _ours(rig, advance)
     ours, bare = [], []
     for _ in range(rig.effort.runs if rig.device.type == "cuda" else 0):
         cost, captured = _ours(rig, advance)
@@ -45,6 +47,7 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
     return CaptureFigure(
         graphs=rig.plan.num_graphs,
         first_seconds=first.seconds,
+        first_compiled=sum(compiled),
         first_driver=first.driver,
         ours=_median(ours) if ours else first,
         bare=_median(bare) if bare else None,
@@ -175,6 +178,9 @@ class BareGraphs:
     def reading(self) -> Reading | None:
         """Read nothing between captures."""
         return None
+
+    def settle(self) -> None:
+        """Do nothing: a capture waits for the device itself."""
 
     def pool(self, limit: int | None = None) -> CudaPool:
         """Make a pool without a limit, whose memory is read once, at the end."""

@@ -30,19 +30,19 @@ def decode(rig: Rig, advance: Callable[[str], None]) -> tuple[Decode, ...]:
         runner.capture()
         for size in rig.sizes:
             with rig.trying("decode"):
-                results[size] = _row(rig, runner, size, count, graphs=True)
+                results[size] = row(rig, runner, size, count, graphs=True)
                 advance(counted(size, "request"))
     with rig.runner(without_graphs(rig.plan)) as runner:
         for size, result in results.items():
             with rig.trying("decode"):
                 # An eager step takes several times as long, and fewer windows tell as much.
-                eager = _row(rig, runner, size, max(2, count // 2), graphs=False)
+                eager = row(rig, runner, size, max(2, count // 2), graphs=False)
                 results[size] = attrs.evolve(result, eager=eager.step)
                 advance(f"{counted(size, 'request')}, eager")
     return tuple(results.values())
 
 
-def _row(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -> Decode:
+def row(rig: Rig, runner: Runner, size: int, count: int, *, graphs: bool) -> Decode:
     """Measure up to ``count`` windows, with one of bare replays after each if there are graphs.
 
     Raises ``Absence`` if not even one window fits.

@@ -24,7 +24,7 @@ from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.runtime import host, launch
+from capture_planner.runtime import chosen, host, launch
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.serving.kv import PageFormat
@@ -101,10 +101,10 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
     if bench.pages is not None:
         refuse_few_pages(needs, bench.pages, page_size)
     refuse_backends(plan, registry, device, page_size)
-    model = launch.model_of(plan, bench.model, device=device, seed=bench.seed)
+    model = chosen.model_of(plan, bench.model, device=device, seed=bench.seed)
     longest = max((pages for _, pages in needs), default=0)
     pages = bench.pages or _pages(plan, model, device, bench.load, page_size, longest)
-    drafter = launch.drafter_of(plan, model, "random", seed=bench.seed)
+    drafter = chosen.drafter_of(plan, model, "random", seed=bench.seed)
     rig = Rig(
         plan=plan,
         model=model,
@@ -164,7 +164,7 @@ def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load
     pages = max(64, num_reqs * -(-(load.prompt + load.output + drafts) // page_size), longest)
     if device.type != "cuda":
         return pages
-    page = launch.page_memory(plan, model, page_size)
+    page = chosen.page_memory(plan, model, page_size)
     return max(1, min(pages, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 

@@ -32,7 +32,7 @@ from capture_planner.records.batch_space import decode_families, query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.text import counted
-from capture_planner.runtime import host, launch
+from capture_planner.runtime import chosen, host, launch
 from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.ledger import GraphCapture
@@ -142,12 +142,12 @@ def _rig(plan: Plan, registry: Registry, settings: ProfileSettings) -> Rig:
     device = host.device_of(plan.environment)
     page_size = settings.page_size or (64 if device.type == "cuda" else 16)
     refuse_backends(plan, registry, device, page_size)
-    model = launch.model_of(plan, settings.model, device=device, seed=settings.seed)
-    pages = settings.pages or _pages(plan, launch.page_memory(plan, model, page_size), device, settings, page_size)
+    model = chosen.model_of(plan, settings.model, device=device, seed=settings.seed)
+    pages = settings.pages or _pages(plan, chosen.page_memory(plan, model, page_size), device, settings, page_size)
     return Rig(
         plan=plan,
         model=model,
-        drafter=launch.drafter_of(plan, model, "random", seed=settings.seed),
+        drafter=chosen.drafter_of(plan, model, "random", seed=settings.seed),
         registry=registry,
         grapher=grapher_for(device),
         device=device,

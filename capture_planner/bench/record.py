@@ -147,6 +147,8 @@ class CaptureFigure:
     graphs: int
     first_seconds: float
     """The first capture of the process, which also compiles and loads kernels."""
+    first_compiled: float
+    """Seconds of it in which Triton compiled kernels: 0 where its cache on disk has them."""
     first_driver: int
     """Bytes that the first capture took outside of the allocator: later ones find them with the driver."""
     ours: CaptureCost

@@ -25,9 +25,11 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
+from capture_planner.runtime.compilation.forwards import Shared
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.protocols import Drafter
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -110,6 +112,10 @@ class Rig:
     """Numbers of requests, each served by a graph."""
     absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
+    compile: bool = False
+    """Whether bodies are compiled."""
+    compiled: Shared = attrs.Factory(dict)
+    """What the runners of this rig share."""
 
     @contextmanager
     def runner(
@@ -118,7 +124,17 @@ class Rig:
         """Assemble a runner of a variant of the plan; on exit, free all of its memory."""
         self.settle()
         registry, grapher = registry or self.registry, grapher or self.grapher
-        runner = Runner(plan, self.model, self.drafter, registry, grapher, pages=self.pages, device=self.device)
+        runner = Runner(
+            plan,
+            self.model,
+            self.drafter,
+            registry,
+            grapher,
+            pages=self.pages,
+            device=self.device,
+            options=Options(compile=self.compile),
+            compiled=self.compiled,
+        )
         try:
             with runner:
                 yield runner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -12,9 +11,9 @@ import click
 import capture_planner
 from capture_planner.cli import files
 from capture_planner.cli.bench import bench
-from capture_planner.cli.common import INTERRUPTED
 from capture_planner.cli.compare import compare
 from capture_planner.cli.conformance import conformance
+from capture_planner.cli.ending import exit_code_of
 from capture_planner.cli.engine import engine
 from capture_planner.cli.environment import environment
 from capture_planner.cli.export import export
@@ -27,33 +26,21 @@ from capture_planner.cli.run import run
 from capture_planner.cli.spec import spec
 from capture_planner.cli.traffic import traffic
 from capture_planner.cli.tune import tune
-from capture_planner.codec import dumps_json
-from capture_planner.errors import CapturePlannerError, InvalidValue, PluginWarning
-from capture_planner.report.writing import printable, printable_lines
+from capture_planner.errors import CapturePlannerError, PluginWarning
+from capture_planner.report.writing import printable
 
 
 def main() -> NoReturn:
     """Run the command line; every error a user can make ends as text and exit code 1, an interruption with 130."""
     arguments = sys.argv[1:]
-    code: object = 1
     _show_plugin_warnings()
-    try:
+
+    def work() -> object:
         if sys.stdout is None:
             raise CapturePlannerError("standard output is closed; redirect it to /dev/null to discard it")
-        code = cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        code = INTERRUPTED
-    except click.ClickException as error:
-        error.show(file=(text := io.StringIO()))
-        click.echo(printable_lines(text.getvalue()), nl=False, err=True)
-    except CapturePlannerError as error:
-        _show_error(error, as_json=any(word in ("--format=json", "json") for word in arguments))
-    except BrokenPipeError:
-        sys.stderr.close()
-    except OSError as error:
-        click.echo(f"error: {printable(str(error.filename or 'standard output'))}: {error.strerror or error}", err=True)
-    sys.exit(code if isinstance(code, int) else 0)
+        return cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
+
+    sys.exit(exit_code_of(work, as_json=any(word in ("--format=json", "json") for word in arguments)))
 
 
 def _show_plugin_warnings() -> None:
@@ -67,18 +54,6 @@ def _show_plugin_warnings() -> None:
             show_others(message, category, *others, **named)
 
     warnings.showwarning = show
-
-
-def _show_error(error: CapturePlannerError, *, as_json: bool) -> None:
-    problems = error.problems if isinstance(error, InvalidValue) else ()
-    for line in [str(problem) for problem in problems] or [str(error)]:
-        click.echo(f"error: {printable_lines(line)}", err=True)
-    if as_json:
-        keep = ("message", "remedy", "file", "line", "column")
-        listed: list[dict[str, Any]] = [
-            {"path": list(p.path)} | {name: getattr(p, name) for name in keep} for p in problems
-        ]
-        click.echo(dumps_json({"errors": listed or [{"message": str(error)}]}))
 
 
 FILES = [files.plan, files.show, files.explain, files.check, files.diff, files.backends, files.schema]

@@ -27,6 +27,7 @@ from capture_planner.cli.common import (
     show_notes,
 )
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
+from capture_planner.cli.run_ranks import Make, RankCommand, launched, run_as_rank, run_here
 from capture_planner.codec import dumps
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
@@ -36,6 +37,8 @@ from capture_planner.records.text import counted
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
     from capture_planner.runtime.ledger import RunReport
+    from capture_planner.runtime.ranks.peers import Peers
+    from capture_planner.runtime.ranks.processes import RankProcess
     from capture_planner.runtime.serving.workload import Decode, Request
 
 
@@ -101,6 +104,17 @@ MAX_CHANGES = 8
 @options.admit("Run")
 @click.option("--html", type=FILE, help="Write the report as an HTML page with charts.")
 @click.option("--fingerprints", type=FILE, help="Write the plan with fingerprints of its captured graphs.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(2, 64),
+    help="Start so many ranks on this host, the number of the plan's parallel.tensor x parallel.data.",
+)
+@click.option(
+    "--rank-timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Longest wait for a rank that answers but is behind the others. Default: 10 at the start, then no limit.",
+)
 @options.progress
 @options.environment
 @options.formats()
@@ -109,22 +123,56 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
 
     Without a GPU, graphs are recorded operator by operator and replayed on the same storage. Requests are
     generated, or read from a trace or a file of prompts. Ctrl-C ends with a complete report of what ran.
+
+    A plan for several ranks runs in as many processes: with --ranks on one host, or under torchrun.
     """
     _refuse_contradictions(values)
     refuse_outputs(plan_file, {"--html": values["html"], "--fingerprints": values["fingerprints"]})
     _refuse_unused(values)
     refuse_missing()
-    outcome = _launch(_plan(plan_file, environment), values)
-    from capture_planner.report.page import page
+    me = launched()
+    if values["ranks"] is not None and me is not None:
+        raise click.UsageError("--ranks starts the ranks itself, and a launcher has started this process; omit one.")
+    if values["ranks"] is None and me is None:
+        _show(_launch(_plan(plan_file, environment), values=values), values, form)
+        return
+
+    def command(me: RankProcess, plan: Callable[[], Plan]) -> RankCommand:
+        return RankCommand(
+            me=me,
+            plan=plan,
+            execute=partial(_launch, values=values),
+            show=partial(_show, values=values, form=form, rank=me.rank),
+            show_partial=partial(_emit, form=form),
+            as_json=form == "json",
+            slow=values["rank_timeout"],
+        )
+
+    if me is not None:
+        run_as_rank(command(me, partial(_plan, plan_file, environment)))
+    plan = _plan(plan_file, environment)
+    click.get_current_context().exit(run_here(plan, values["ranks"], partial(command, plan=lambda: plan)))
+
+
+def _show(outcome: Outcome, values: dict[str, Any], form: str, *, rank: int = 0) -> None:
+    """Show what was run; on other ranks than the first, only what is wrong on this one."""
+    report = outcome.report
+    if rank == 0:
+        _emit(report, form, outcome.differing)
+        from capture_planner.report.page import page
+        from capture_planner.report.run import run_report
+
+        emit_file(form, values["html"], lambda: page(run_report(report)))
+        _lock(report, values["fingerprints"], form)
+    _end(outcome, as_json=form == "json", rank=rank)
+
+
+def _emit(report: RunReport, form: str, differing: tuple[str, ...] | None = None) -> None:
     from capture_planner.report.plain import plain
     from capture_planner.report.run import run_report
     from capture_planner.report.terminal import tables
 
-    report = outcome.report
-    emit(form, lambda: plain(report) | {"differing": outcome.differing}, lambda: tables(run_report(report)))
-    emit_file(form, values["html"], lambda: page(run_report(report)))
-    _lock(report, values["fingerprints"], form)
-    _end(outcome, as_json=form == "json")
+    emit(form, lambda: plain(report) | {"differing": differing}, lambda: tables(run_report(report)))
 
 
 def _lock(report: RunReport, file: Path | None, form: str) -> None:
@@ -144,18 +192,18 @@ def _lock(report: RunReport, file: Path | None, form: str) -> None:
         emit_file(form, file, lambda: dumps(now))
 
 
-def _end(outcome: Outcome, *, as_json: bool) -> None:
-    """Print the results of comparisons, and exit with the code that fits."""
-    context, comparison = click.get_current_context(), outcome.report.comparison
-    if comparison is not None:
-        show_lines(comparison.says, err=as_json)
-    verification = outcome.report.verification
-    if verification is not None:
-        show_lines(verification.says, err=as_json)
-    if outcome.report.interrupted:
-        context.exit(INTERRUPTED)
+def _end(outcome: Outcome, *, as_json: bool, rank: int = 0) -> None:
+    """Print the results of comparisons, and exit with the code that fits; of a later rank only those that are wrong."""
+    context, report = click.get_current_context(), outcome.report
+    comparison, verification = report.comparison, report.verification
+    is_different = comparison is not None and comparison.difference is not None
     is_wrong = verification is not None and not verification.passed
-    if is_wrong or (comparison is not None and comparison.difference is not None):
+    for check, is_off in ((comparison, is_different), (verification, is_wrong)):
+        if check is not None and (rank == 0 or is_off):
+            show_lines(f"rank {rank}: {check.says}" if rank else check.says, err=as_json or rank > 0)
+    if report.interrupted:
+        context.exit(INTERRUPTED)
+    if is_wrong or is_different:
         context.exit(FINDINGS)
 
 
@@ -164,23 +212,31 @@ def _plan(file: str, environment: str | None) -> Plan:
     return plan_of(read_document(file), environment, default="cpu")
 
 
-def _launch(plan: Plan, values: dict[str, Any]) -> Outcome:
+def _launch(
+    plan: Plan, peers: Peers | None = None, offer: Callable[[Make], None] = lambda make: None, *, values: dict[str, Any]
+) -> Outcome:
+    """Execute a plan, with the other ranks where there are any."""
     from capture_planner.runtime.launch import Choices, launch
     from capture_planner.runtime.options import Options
+    from capture_planner.runtime.ranks.peers import ALONE
 
     prepare_torch(values["threads"])
     (source, decode), drafter = _workload(values), values["drafter"]
     same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify")
+    peers, dumped = peers or ALONE, None if values["dump_graphs"] is None else Path(values["dump_graphs"])
+    if dumped is not None and peers.place.size > 1:
+        dumped /= f"rank-{peers.place.rank}"
     checks = ("trust", "debug", "poison", "strict", "compare")
     choices = Choices(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
-        dump_graphs=None if values["dump_graphs"] is None else Path(values["dump_graphs"]),
+        dump_graphs=dumped,
         step_seconds=values["step_time"],
         options=Options(**{name: values[name] for name in checks}),
     )
-    return launch(plan, registry.load_backends(), source, choices, progress_bars(values["progress"]), decode=decode)
+    bars = progress_bars(values["progress"])
+    return launch(plan, registry.load_backends(), source, choices, bars, decode=decode, peers=peers, offer=offer)
 
 
 def _workload(values: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]], Decode | None]:
@@ -248,6 +304,7 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "compare": _GRAPHS,
     "rate": _GENERATED,
     "prompt_tokens": _GENERATED,
+    "rank_timeout": ("several ranks: --ranks or torchrun", lambda values: values["ranks"] or launched() is not None),
 }
 
 

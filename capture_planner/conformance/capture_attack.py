@@ -149,6 +149,9 @@ class WatchedGraphs:
     def reading(self) -> Reading | None:
         return self._beneath.reading()
 
+    def settle(self) -> None:
+        self._beneath.settle()
+
     def pool(self, limit: int | None = None) -> GraphPool:
         return self._beneath.pool(limit)
 

@@ -21,6 +21,7 @@ from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.scene import VOCABULARY
 from capture_planner.runtime.models.loading import weights_of
 from capture_planner.runtime.models.protocols import Attend, Scoring, Weight
+from capture_planner.runtime.ranks.collectives import WHOLE
 
 
 @attrs.frozen(kw_only=True)
@@ -226,7 +227,7 @@ class ProbeTarget(_Probe):
         super().__init__(tables, of_rows, "probe", width, vocabulary, seed)
         self.state_width = shape.width if shape.recurrent else 0
         self.mrope, self.windows, self.dtype = False, tables.shape.windows, tables.by_token.dtype
-        self.vocab_size, self.max_model_len = vocabulary, longest
+        self.vocab_size, self.max_model_len, self.among = vocabulary, longest, WHOLE
 
     def forward(
         self,
@@ -248,6 +249,9 @@ class ProbeTarget(_Probe):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.head
+
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits(hidden).argmax(dim=-1)
 
 
 class ProbeDrafter(_Probe):

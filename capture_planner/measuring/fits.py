@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 import attrs
@@ -114,12 +114,12 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
     """
     samples = [sample for capture in captures for sample in capture]
     known = all(sample.alone_mib is not None for sample in samples)
-    firsts = {id(_largest(capture, mode)) for capture in captures for mode in (GraphMode.PIECEWISE, GraphMode.FULL)}
+    firsts = {id(sample) for capture in captures for sample in _growing(capture)}
     by_family: dict[Family, list[GraphSample]] = {}
     for sample in samples:
         by_family.setdefault(sample.family, []).append(sample)
     costs = tuple(
-        _family_cost(family, by_family[family], firsts, known=known)
+        _family_cost(family, by_family[family], firsts, _driver_mib(family, captures), known=known)
         for family in sorted(by_family, key=lambda family: family_name(*family))
     )
     rests = [
@@ -135,12 +135,29 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
     return Fit(graphs=costs, base_mib=round(base, 6), base_seconds=round(cold, 6))
 
 
-def _largest(capture: Sequence[GraphSample], mode: GraphMode) -> GraphSample | None:
-    """Return the graph of a mode that was captured first, and so the largest one."""
-    return next((sample for sample in capture if sample.family[1] is mode), None)
+def _growing(capture: Sequence[GraphSample]) -> Iterator[GraphSample]:
+    """Yield the graphs that need more than all of their mode before them: the first, and larger ones of other roles."""
+    most: dict[GraphMode, float] = {}
+    for sample in capture:
+        mode, alone = sample.family[1], sample.alone_mib or 0.0
+        if alone > most.get(mode, -1.0):
+            most[mode] = alone
+            yield sample
 
 
-def _family_cost(family: Family, samples: Sequence[GraphSample], firsts: set[int], *, known: bool) -> GraphCost:
+def _driver_mib(family: Family, captures: Sequence[Sequence[GraphSample]]) -> float:
+    """Return what the driver takes for a graph: the mean over the first capture that has the family.
+
+    A driver keeps the memory of released graphs for those that follow, so later captures show less. It takes memory
+    for several graphs at once, so one graph by itself shows nothing.
+    """
+    capture = next(capture for capture in captures if any(sample.family == family for sample in capture))
+    return max(0.0, statistics.fmean(sample.driver_mib for sample in capture if sample.family == family))
+
+
+def _family_cost(
+    family: Family, samples: Sequence[GraphSample], firsts: set[int], driver_mib: float, *, known: bool
+) -> GraphCost:
     """Fit one family; where ``known``, by what each graph takes alone, and else by how pools grew.
 
     Without that, only graphs that came first in a pool show what a graph takes: those after them shared it.
@@ -159,7 +176,7 @@ def _family_cost(family: Family, samples: Sequence[GraphSample], firsts: set[int
     seconds = Line.robust([(float(sample.tokens), sample.seconds) for sample in samples[1:] or samples])
     figures = {
         "mib": each,
-        "driver_mib": max(0.0, statistics.median(sample.driver_mib for sample in samples)),  # kernels are loaded, too
+        "driver_mib": driver_mib,
         "largest_mib": memory.intercept,
         "mib_per_token": memory.slope,
         "mib_error": memory.error if known else (statistics.pstdev(later) if later else 0.0),

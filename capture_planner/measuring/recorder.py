@@ -25,9 +25,10 @@ from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.coarsening import Outcome, coarsened
+from capture_planner.measuring.vector_counts import Shared, VectorCounts
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
-from capture_planner.records.observation import MAX_BATCHES, BatchCount, Observation, ObservedRole
+from capture_planner.records.observation import MAX_BATCHES, MAX_VECTORS, BatchCount, Observation, ObservedRole
 
 LOGGER = logging.getLogger("capture_planner")
 
@@ -58,6 +59,12 @@ class StepSink(Protocol):
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
+
+    def vector(self, shared: Shared) -> None:
+        """Count one step by what the data-parallel ranks brought to it."""
+
+    def idle(self) -> None:
+        """Count one step in which this rank had no work."""
 
 
 @attrs.frozen
@@ -102,6 +109,8 @@ class Recorder:
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
         self._drafted: list[int] = []
         self._accepted: list[int] = []
+        self._vectors = VectorCounts()
+        self._idle_steps = 0
         self._base: Observation | None = None
         self._since = time.monotonic()
         self._changed = False
@@ -122,8 +131,9 @@ class Recorder:
                 for queue in (self._queue, self._timed, self._apart):
                     queue.clear()
                 tallies = (self._steps, self._rounded, self._samples, self._intervals, self._forgotten)
-                for counts in (*tallies, self._drafted, self._accepted):
+                for counts in (*tallies, self._drafted, self._accepted, self._vectors):
                     counts.clear()
+                self._idle_steps = 0
                 self._since = time.monotonic()
             self._base, self._changed = base, True
         if self._process != os.getpid():
@@ -157,6 +167,18 @@ class Recorder:
                 totals[:] = [a + index(b) for a, b in zip_longest(totals, more, fillvalue=0)]
             self._changed = True
 
+    def vector(self, shared: Shared) -> None:
+        """Count one step by what the data-parallel ranks brought to it."""
+        with self._lock:
+            self._vectors.add(shared)
+            self._changed = True
+
+    def idle(self) -> None:
+        """Count one step in which this rank had no work."""
+        with self._lock:
+            self._idle_steps += 1
+            self._changed = True
+
     def gather(self) -> None:
         """Count what is kept elsewhere; called by any thread before the counts are read or written."""
 
@@ -172,6 +194,8 @@ class Recorder:
             base, seconds = self._base, time.monotonic() - self._since
             steps, forgotten, rounded = self._steps.copy(), self._forgotten.copy(), self._rounded.copy()
             drafted, accepted = tuple(self._drafted), tuple(self._accepted)
+            vectors = {role: self._vectors.vectors(role, min(most, MAX_VECTORS)) for role in Role}
+            idle_steps = self._idle_steps
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
         known = {role.role: role for role in base.roles}
@@ -181,12 +205,17 @@ class Recorder:
             base,
             seconds=round(seconds, 3),
             roles=tuple(
-                self._with_counts(role, _StepTallies(steps, rounded, forgotten), most)
+                replace(
+                    self._with_counts(role, _StepTallies(steps, rounded, forgotten), most),
+                    vectors=vectors[role.role][0],
+                    other_vectors=vectors[role.role][1],
+                )
                 for role in roles
                 if role.role in known or role.role in met
             ),
             drafted=drafted,
             accepted=accepted,
+            idle_steps=idle_steps,
         )
 
     def _with_counts(self, role: ObservedRole, tallies: _StepTallies, most: int) -> ObservedRole:

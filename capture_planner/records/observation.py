@@ -33,6 +33,9 @@ from capture_planner.records.spec import SCHEMA_VERSION, Limits, Lora, Parallel,
 MAX_BATCHES = 512
 """Most batch shapes of one role in an observation; steps of others are only counted."""
 
+MAX_VECTORS = 32
+"""Most vectors of data-parallel ranks of one role in an observation; steps of others are only counted."""
+
 Amount = Annotated[float, AtLeast(0)]
 Tally = Annotated[int, Interval(0)]
 Moment = Annotated[
@@ -141,6 +144,54 @@ def _most_frequent_first(counts: tuple[BatchCount, ...]) -> tuple[BatchCount, ..
 
 
 @record
+class ObservedVector:
+    """What data-parallel ranks brought to a step, and how often; each list is by rank.
+
+    A rank without work has 0 requests, or the dummy batch that its engine submits for it: vLLM's vector does not tell
+    that from a decode of one request.
+    """
+
+    num_reqs: tuple[Tally, ...] = field("requests of each rank, without padding")
+    num_tokens: tuple[Tally, ...] = field("tokens of each rank, without padding")
+    query_len: tuple[Tally | None, ...] = field("tokens of every request of a rank; null where they differ")
+    past_prompt: tuple[bool, ...] = field("whether every request of a rank is past its prompt")
+    modes: tuple[GraphMode, ...] = field("the kind of graph that each rank would replay by itself; NONE: eager")
+    steps: Tally = field("how often it occurred while the observed rank had work")
+    graph: Tally | None = field("index of the graph that the observed rank ran; omitted where eager", default=None)
+    reason: Reason | None = field("why there was no graph", default=None)
+
+    def __attrs_post_init__(self) -> None:
+        names = ("num_reqs", "num_tokens", "query_len", "past_prompt", "modes")
+        lengths = {name: len(getattr(self, name)) for name in names}
+        raise_any(
+            Problem(path=(name,), message=f"{length} ranks, and num_reqs has {lengths['num_reqs']}")
+            for name, length in lengths.items()
+            if length != lengths["num_reqs"]
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.num_reqs)
+
+    def batch(self, role: Role, rank: int) -> Batch | None:
+        """Return what a rank brought, adapters unknown; None: it was idle."""
+        if not self.num_reqs[rank]:
+            return None
+        return Batch(
+            role=role,
+            num_reqs=self.num_reqs[rank],
+            num_tokens=self.num_tokens[rank],
+            query_len=self.query_len[rank],
+            past_prompt=self.past_prompt[rank],
+        )
+
+
+def _most_frequent_vectors(vectors: tuple[ObservedVector, ...]) -> tuple[ObservedVector, ...]:
+    return tuple(sorted(vectors, key=lambda each: (-each.steps, each.num_reqs, each.num_tokens, str(each))))
+
+
+@record
 class EagerCost:
     """The time of one eager step, measured right after capture."""
 
@@ -176,13 +227,19 @@ class ObservedRole:
     rounded_batches: Tally = field("of the steps, those of rare shapes that are listed as larger ones", default=0)
     other_batches: Tally = field("steps of batch shapes that are not listed", default=0)
     eager: tuple[EagerCost, ...] = field("what eager steps take, where the engine was profiled", default=())
+    vectors: tuple[ObservedVector, ...] = field(
+        "what data-parallel ranks brought to the role's steps, the most frequent first",
+        default=(),
+        converter=_most_frequent_vectors,
+    )
+    other_vectors: Tally = field("steps of vectors that are not listed", default=0)
 
     def __attrs_post_init__(self) -> None:
         raise_any(self._dangling())
 
     def _dangling(self) -> Iterator[Problem]:
         """Yield each answer and each batch that names no graph of the role, or not exactly one of graph and reason."""
-        for key, items in (("answers", self.answers), ("batches", self.batches)):
+        for key, items in (("answers", self.answers), ("batches", self.batches), ("vectors", self.vectors)):
             for item in items:
                 if item.graph is not None and not 0 <= item.graph < len(self.graphs):
                     message = f"graph {item.graph}, and the role has {len(self.graphs)}"
@@ -213,6 +270,7 @@ class Observation:
     torch: str | None = field("version of torch", default=None)
     rank: NonNegative = field("the rank of the process", default=0)
     world_size: Count = field("how many ranks there are", default=1)
+    replica: NonNegative = field("which of the engines that serve side by side and share nothing", default=0)
     started: Moment = field("when counting began, in UTC")
     seconds: Amount = field("time that the counts cover", default=0.0)
     plan: Digest | None = field("digest of the plan that was applied; None: the engine by itself", default=None)
@@ -236,6 +294,7 @@ class Observation:
     roles: tuple[ObservedRole, ...] = field("the roles, target first")
     drafted: tuple[Tally, ...] = field("drafts proposed, by position", default=())
     accepted: tuple[Tally, ...] = field("drafts accepted, by position", default=())
+    idle_steps: Tally = field("steps in which the rank had no work and ran a dummy batch along", default=0)
     notes: tuple[str, ...] = field("what else matters, in sentences", default=())
 
     def __attrs_post_init__(self) -> None:

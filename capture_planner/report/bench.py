@@ -212,8 +212,9 @@ def _capture(report: BenchReport) -> Section:
     if result.bare is not None:
         notes = (
             f"runner / bare loop: {times(result.of_seconds)} in seconds, {times(result.of_memory)} in bytes per graph",
-            f"the first capture took {seconds(result.first_seconds)}, as it also compiles and loads kernels, and "
-            f"{size(result.first_driver)} in the driver, which later ones find there",
+            f"the first capture took {seconds(result.first_seconds)}, as it also loads kernels and compiled "
+            f"{seconds(result.first_compiled)} of it, and {size(result.first_driver)} in the driver, which later ones "
+            "find there",
         )
     grid = Grid.of((counted(result.graphs, "graph"), "time", "in pools", "in the driver", "a graph"), rows, text=1)
     return Section(name="capture", grid=grid, notes=(*_skipped(report, "capture"), *notes))

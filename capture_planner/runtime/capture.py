@@ -6,23 +6,35 @@ made anew. A graph that does not fit into memory is left out, and what it would 
 
 All captures together are one session: its graphs are replayed once it has ended, and after an error
 inside of it there are none.
+
+Several ranks capture the same entries in the same order, or leave out the same ones: after each warm-up and after each
+capture they wait for each other, and an error of one is raised on all (law 14). Between the last warm-up and a capture
+the devices are idle: what still runs on one, such as a kernel that is compiled, would be captured (sglang#33795).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
+from typing import cast
 
+import attrs
 import torch
 
 from capture_planner.errors import BackendError, CaptureError, RunError
 from capture_planner.modes import Pool, Reason
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
+from capture_planner.records.text import counted
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.graphs.graph import Graph, Grapher
+from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.ledger import GraphCapture
+from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
+from capture_planner.runtime.ranks.outcomes import Result, StageOutcome, on_every_rank, refuse_differences
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 
 Work = list[tuple[RoleRun, Entry]]
 """What is captured, in order."""
@@ -39,17 +51,75 @@ def capture_all(
     strict: bool,
     memory: int | None = None,
     order: Order | None = None,
+    peers: Peers = ALONE,
+    among: Collectives = WHOLE,
 ) -> Iterator[GraphCapture]:
     """Capture all entries of ``plan`` in a ``session``, and yield what each cost.
 
-    ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``, and for
-    any other error of a capture one that names its role and its entry.
+    ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``, for any
+    other error of a capture one that names its role and its entry, and ``RankError`` where that happened on another
+    rank, or where ranks capture other entries, in another order, or with other collectives in them.
+
+    :param peers: all ranks that capture this plan.
+    :param among: the collectives of the model, which graphs hold.
     """
     work = begin(plan, roles, grapher, memory)
-    for role, entry in order(work) if order else work:
+    if order:
+        work = order(work)
+    _refuse_other_work(work, peers)
+    for number, (role, entry) in enumerate(work, 1):
         with _named(role, entry):
-            captured = _capture(role, entry, grapher, strict)
+            captured = _capture(role, entry, grapher, strict, _Together(peers, among, f"{number} of {len(work)}"))
         yield captured
+
+
+@attrs.frozen
+class _Together:
+    """One capture of several ranks."""
+
+    peers: Peers
+    among: Collectives
+    number: str
+    """Of the capture, in all."""
+
+    def warm_up(self, role: RoleRun, entry: Entry, grapher: Grapher) -> StageOutcome[Reading | None]:
+        """Warm up on every rank, and wait for the devices."""
+
+        def work() -> Reading | None:
+            role.warm_up(entry)
+            grapher.settle()
+            return grapher.reading()
+
+        return self._run("warm-up", entry, work, awaits=())
+
+    def capture(self, role: RoleRun, entry: Entry) -> StageOutcome[Graph]:
+        """Capture on every rank. Nothing runs in a CUDA capture: one that lacks memory keeps no rank waiting."""
+        return self._run("capture", entry, lambda: role.capture(entry), awaits=(torch.OutOfMemoryError,))
+
+    def _run(
+        self, stage: str, entry: Entry, work: Callable[[], Result], *, awaits: tuple[type[Exception], ...]
+    ) -> StageOutcome[Result]:
+        """Run a stage on every rank; all call as many collectives in it.
+
+        Where ranks share the model, an error that is not in ``awaits`` ends the run at once: other ranks may be inside
+        of collectives, from which nothing calls them back, and learn of it from the ranks' watch.
+        """
+        before = self.among.calls
+        return on_every_rank(
+            self.peers,
+            f"{stage} {self.number}, {entry}",
+            work,
+            awaits=(Exception,) if self.among.size == 1 else awaits,
+            state=lambda: counted(self.among.calls - before, "collective"),
+        )
+
+
+def _refuse_other_work(work: Work, peers: Peers) -> None:
+    """Raise ``RankError`` at the first entry that some rank does not capture in this place."""
+    orders = peers.exchange("the order of captures", [f"{role.role.value}: {entry}" for role, entry in work])
+    places = itertools.zip_longest(*(cast("Sequence[str]", order) for order in orders), fillvalue="no more")
+    for number, entries in enumerate(places, 1):
+        refuse_differences(f"capture {number}", entries)
 
 
 @contextmanager
@@ -93,21 +163,24 @@ def begin(plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | 
     return sorted(work, key=lambda item: item[1].capture_order)
 
 
-def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> GraphCapture:
+def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, together: _Together) -> GraphCapture:
     """Capture one entry; the device is read before, between and after, so that growth has one cause."""
     started = perf_counter()
     memory, alone, waiver = 0, 0, None
-    before = warm = grapher.reading()
-    try:
-        role.warm_up(entry)
-        warm = grapher.reading()
-        graph = role.capture(entry)
-        memory, alone = graph.memory, graph.alone
-    except torch.OutOfMemoryError as error:
-        message = " ".join(str(error).split())
+    before = grapher.reading()
+    warmed = together.warm_up(role, entry, grapher)
+    warm, unfit = warmed.result or before, warmed.unfit
+    if unfit is None:
+        captured = together.capture(role, entry)
+        unfit = captured.unfit
+        if captured.result is not None:
+            memory, alone = captured.result.memory, captured.result.alone
+            together.among.keep(captured.result)
+    if unfit is not None:
+        role.drop(entry)
         if strict:
-            raise RunError(f"{role.role.value}: {entry} does not fit into memory: {message}") from error
-        waiver = _waiver(role.plan, entry, message)
+            raise RunError(f"{role.role.value}: {entry} does not fit into memory: {unfit}")
+        waiver = _waiver(role.plan, entry, unfit)
     after = grapher.reading()
     if waiver is not None and warm and after:
         # Nothing but the graph grew in between: this is what it left behind in its pool.

@@ -6,20 +6,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import torch
 
-from capture_planner.errors import CaptureError, DifferenceError, RunError
-from capture_planner.modes import Role
+from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
 from capture_planner.plugins.registry import Registry
-from capture_planner.records.backend import Attention
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import host
-from capture_planner.runtime.assembly import dtype_of, kv_dtype_of
+from capture_planner.runtime.assembly import kv_dtype_of
+from capture_planner.runtime.chosen import Drafting, adapters_of, drafter_of, model_of, page_memory
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
@@ -28,6 +27,8 @@ from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunRepor
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.ranks.collectives import collectives_of
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -37,12 +38,10 @@ from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
 if TYPE_CHECKING:
-    from capture_planner.runtime.models.huggingface import HuggingFaceModel
+    pass
 
 CACHE_MEMORY = 1 << 30
 """Most bytes of the KV cache where its number of pages is not given."""
-
-Drafting = Literal["copy", "miss", "chance", "random"] | Path
 
 
 class Progress(Protocol):
@@ -103,17 +102,23 @@ def launch(
     progress: Progress,
     *,
     decode: Decode | None = None,
+    peers: Peers = ALONE,
+    offer: Callable[[Callable[[str], RunReport]], None] = lambda make: None,
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
+
+    Of several ranks, each calls it with its ``peers``: those of one replica share a model, and replicas take turns with
+    requests.
 
     Raises ``RunError`` or ``BackendError`` where the plan cannot be executed here, on this model or for
     these requests: before anything is captured, and where plan and backends say so before a model is
     loaded. An interruption ends in a report of what was done.
     """
-    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan)
+    refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
     refuse_backends(plan, registry, device, choices.page_size)
-    model = model_of(plan, choices.model, device=device, seed=choices.seed)
+    among = collectives_of(peers)
+    model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
         _refuse_infinite(model)
     requests = admit(
@@ -127,6 +132,7 @@ def launch(
         requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
     run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher_for(device))
     pages = run.pages()
+    run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
@@ -145,7 +151,9 @@ def launch(
         options=choices.options,
         observer=keeper,
         adapters=adapters,
+        peers=peers,
     ) as runner:
+        offer(lambda fault: run.report(runner, drafter, decode, interrupted=True, fault=fault))
         try:
             if choices.drafter in ("copy", "miss", "chance"):
                 answers = run.rehearse(pages)
@@ -160,15 +168,20 @@ def launch(
                     ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), choices.dump_graphs
                 )
             # Where a comparison found a difference, the report has it.
-            with contextlib.suppress(DifferenceError), progress("serve", len(requests)) as served_one:
+            with contextlib.suppress(DifferenceError), progress("serve", len(run.requests)) as served_one:
                 runner.serve(
-                    requests,
+                    run.requests,
                     answers=answers,
                     step_seconds=choices.step_seconds,
                     progress=lambda done: served_one(done.name),
                 )
         except KeyboardInterrupt:
             interrupted = True
+        except RankError as error:
+            # Made here, where the graphs are still there.
+            partial_report = run.report(runner, drafter, decode, interrupted=True, fault=str(error))
+            offer(lambda fault: partial_report)
+            raise
         report = run.report(runner, drafter, decode, interrupted=interrupted)
     if keeper is None or not any(served.tokens for served in report.served):
         return Outcome(report=report)
@@ -205,62 +218,6 @@ def _answer(request: Request, served: RequestResult) -> Output:
     return Output(
         prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
     )
-
-
-def model_of(plan: Plan, source: Path | None, *, device: torch.device, seed: int) -> HuggingFaceModel:
-    """Return the model at ``source``, or one of the plan's numbers, as ``load_target`` does.
-
-    Raises ``RunError`` where that cannot be executed, or is another model than was planned for.
-    """
-    # Here, since transformers takes seconds to import, and what is refused before needs none of it.
-    from capture_planner.runtime.models.huggingface import differences, load_target
-
-    model = load_target(source, plan.model, device=device, dtype=dtype_of(plan.model.dtype), seed=seed)
-    if wrong := differences(model, plan.model):
-        raise RunError(
-            f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
-        )
-    return model
-
-
-def drafter_of(
-    plan: Plan, model: TargetModel, choice: Drafting, *, chance: float = 0.5, seed: int = 0
-) -> Drafter | None:
-    """Return the drafter that was chosen, sized for the plan; None for a plan without one. ``seed`` is the model's."""
-    if plan.speculative is None:
-        return None
-    from capture_planner.runtime.models.auxiliary import choose_drafter
-
-    states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
-    return choose_drafter(
-        choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
-    )
-
-
-def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, ...], *, seed: int) -> Adapters | None:
-    """Return the LoRA adapters that were chosen; None where none were.
-
-    Raises ``RunError`` for adapters of a plan without LoRA, and as ``load_adapters`` does.
-    """
-    if not choice:
-        return None
-    if plan.lora is None:
-        raise RunError("adapters were chosen, and the plan has no LoRA; plan with lora: {max_active: N}")
-    from capture_planner.runtime.models.adapters import load_adapters
-
-    return load_adapters(choice, model.linears(), seed=seed + 2)
-
-
-def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
-    """Return the bytes of one page: keys and values in all layers of target and drafter."""
-    layers = {Role.TARGET: model.num_layers}
-    if plan.speculative is not None:
-        layers[Role.DRAFT_PREFILL] = plan.speculative.model.num_layers
-    widths = 0
-    for role, count in layers.items():
-        each = Attention.of(plan, role, layers=1, window=None)
-        widths += count * each.num_kv_heads * each.head_dim
-    return 2 * widths * page_size * kv_dtype_of(plan.model).itemsize
 
 
 @attrs.frozen
@@ -332,7 +289,9 @@ class _Run:
                 progress=advance,
             )
 
-    def report(self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool) -> RunReport:
+    def report(
+        self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool, fault: str = ""
+    ) -> RunReport:
         session, roles = runner.session, runner.parts.roles.values()
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
@@ -378,5 +337,6 @@ class _Run:
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,
+            fault=fault,
             comparison=runner.parts.comparison.report() if runner.parts.comparison is not None else None,
         )

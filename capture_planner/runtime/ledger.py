@@ -153,6 +153,18 @@ class Step:
     """Requests that have arrived and are not admitted."""
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class RankStep:
+    """What the replicas of a model submitted for one step that some of them had work for."""
+
+    numbers: tuple[tuple[int, ...], ...]
+    """Of each replica; ``runtime.serving.agreement.vectors_of`` reads them."""
+    seconds: float
+    """What agreeing took on this rank's host, the wait for the slowest included."""
+    is_idle: bool
+    """Whether this rank ran dummy batches."""
+
+
 @attrs.frozen(kw_only=True)
 class RequestResult:
     """One request. Times are in seconds of wall clock from when it entered the queue."""
@@ -178,6 +190,8 @@ class Session:
     captured: list[GraphCapture] = attrs.Factory(list)
     forwards: list[Forward] = attrs.Factory(list)
     steps: list[Step] = attrs.Factory(list)
+    rank_steps: list[RankStep] = attrs.Factory(list)
+    """Of replicas, those that any of them had work for."""
     served: list[RequestResult] = attrs.Factory(list)
     capture_seconds: float = 0.0
     """Of the last capture."""
@@ -226,6 +240,8 @@ class RunReport:
     serve_seconds: float
     interrupted: bool = False
     """Whether it was stopped before all requests were served."""
+    fault: str = ""
+    """The rank that stopped it, and what became of that one; empty: none did."""
     workspaces: int = 0
     """Bytes of the buffers that are backends' workspaces."""
     weights: int = 0

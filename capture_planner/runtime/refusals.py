@@ -14,14 +14,15 @@ from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.environment import DeviceKind
 from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import capacity_of, refuse_planning_backends, reserve_all
 from capture_planner.runtime.execution.fields import Fields
 from capture_planner.runtime.serving.kv import PageFormat
 
 
-def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool) -> None:
-    """Refuse a plan with errors, for another machine, or for more than one device.
+def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool, size: int = 1) -> None:
+    """Refuse a plan with errors, for another machine, or for a number of ranks other than ``size``.
 
     ``any_plan`` admits errors that the lint finds, ``any_environment`` other versions than were planned
     for. Raises ``RunError``.
@@ -37,15 +38,26 @@ def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool) -> None:
             f"the plan is for the environment {plan.environment.name}: {'; '.join(wrong)}; plan for this "
             "machine (--any-environment runs it all the same)"
         )
-    parallel = plan.parallel
-    if parallel.data > 1:
+    refuse_other_size(plan, size)
+    if plan.parallel.decode_context > 1:
         raise RunError(
-            f"parallel.data is {parallel.data}: a plan is executed by one rank, and the others would not be there to "
-            "agree with; plan it with 1"
+            f"parallel.decode_context is {plan.parallel.decode_context}: the runner does not divide the KV of a "
+            "request; plan it with 1"
         )
-    for name, ranks in (("tensor", parallel.tensor), ("decode_context", parallel.decode_context)):
-        if ranks > 1:
-            raise RunError(f"parallel.{name} is {ranks}: a plan is executed on one device; plan it with 1")
+
+
+def refuse_other_size(plan: Plan, size: int) -> None:
+    """Raise ``RunError`` for a number of ranks that is not the plan's: none runs without those that it waits for."""
+    parallel = plan.parallel
+    needed = parallel.tensor * parallel.data
+    if needed == size:
+        return
+    started = "this is one process" if size == 1 else f"{size} were started"
+    how = "run it as one process" if needed == 1 else f"use --ranks {needed}, or torchrun --nproc-per-node {needed}"
+    raise RunError(
+        f"the plan is for {counted(needed, 'rank')} (parallel.tensor {parallel.tensor} x parallel.data "
+        f"{parallel.data}), and {started}; {how}"
+    )
 
 
 def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_size: int) -> None:

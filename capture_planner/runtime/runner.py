@@ -17,12 +17,16 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import Order, capture_all, session
+from capture_planner.runtime.compilation.forwards import Shared
+from capture_planner.runtime.compiling import Compilation, compile_bodies
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
 from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
+from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.serving.agreement import OneReplica, Replicas, StepRanks
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.scheduler import Scheduler
@@ -35,6 +39,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
 
     :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
         ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
+    :param compiled: what other runners of the same model have compiled; gets what this one compiles.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         options: Options | None = None,
         observer: ForwardObserver | None = None,
         adapters: Adapters | None = None,
+        compiled: Shared | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         options = options or Options()
         if (plan.speculative is None) != (drafter is None):
@@ -61,7 +68,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         if adapters is not None and plan.lora is None:
             raise RunError("adapters were given, and the plan has none; plan with lora: {max_active: N}")
         self.plan, self.model, self.drafter = plan, model, drafter
-        self.adapters = adapters
+        self.adapters, self.peers = adapters, peers
         self.pages = pages
         self.device = device or torch.device("cpu")
         self.session = Session()
@@ -77,6 +84,11 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             observer=observer or ForwardObserver(),
             adapters=adapters,
         )
+        roles = tuple(self.parts.roles.values())
+        self.compilation: Compilation | None = None
+        if self.policy.compile:
+            self.compilation = compile_bodies(roles, self.device, {} if compiled is None else compiled)
+        """What was compiled, and what was not; None: nothing was to be."""
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
@@ -118,7 +130,17 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         # Not inference_mode: tensors made in it, as backends make them, could not be changed outside of it. A replay,
         # which dispatches no operator, would gain nothing from it.
         with self.session.capturing(), torch.no_grad(), session(roles):
-            for done in capture_all(self.plan, roles, self._grapher, strict=strict, memory=memory, order=order):
+            captures = capture_all(
+                self.plan,
+                roles,
+                self._grapher,
+                strict=strict,
+                memory=memory,
+                order=order,
+                peers=self.peers,
+                among=self.model.among,
+            )
+            for done in captures:
                 self.session.captured.append(done)
                 if progress is not None:
                     progress(done)
@@ -176,9 +198,18 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             num_adapters=0 if self.adapters is None else len(self.adapters.names),
         )
         count = len(self.session.steps)
-        launcher = StepLauncher(scheduler, self.parts, self.dispatcher, self.pages, self.session, count)
+        dispatcher: Dispatcher | Replicas = self.dispatcher
+        ranks: StepRanks = OneReplica()
+        if self.peers.place.data_size > 1:
+            # The same on every rank, also on one that has no graphs: what it lacks, no rank uses.
+            planned = Dispatcher(as_captured(plan, self.session.captured))
+            captured = planned.plan.num_graphs == 0 or not self.policy.options.replay
+            captured = captured or any(role.graphs for role in self.parts.roles.values())
+            rows = self.parts.draft_rows
+            dispatcher = ranks = Replicas(planned, self.peers, self.session, scheduler.states, rows, captured=captured)
+        launcher = StepLauncher(scheduler, self.parts, dispatcher, ranks, self.pages, self.session, count)
         self._serving = Serving(
-            scheduler, launcher, self.session, self.drafter, answers or {}, progress, self.policy.run_ahead
+            scheduler, launcher, ranks, self.session, self.drafter, answers or {}, progress, self.policy.run_ahead
         )
         return self._serving
 

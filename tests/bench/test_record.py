@@ -104,6 +104,7 @@ capturings = st.builds(
     record.CaptureFigure,
     graphs=counts,
     first_seconds=seconds,
+    first_compiled=seconds,
     first_driver=sizes,
     ours=costs,
     bare=st.none() | costs,

@@ -66,7 +66,10 @@ def run(executing: Callable[[str, str], Run]) -> Run:
         (("h100.yaml",), "the plan is for NVIDIA H100 80GB HBM3"),
         (("h100.yaml", "--any-environment"), "the plan is for NVIDIA H100 80GB HBM3"),
         (("unreadable.yaml",), "not YAML"),
-        (("tensor.yaml",), "parallel.tensor is 2"),
+        (("tensor.yaml",), "the plan is for 2 ranks"),
+        (("tensor.yaml", "--ranks", "3"), "and 3 were started; use --ranks 2"),
+        (("plan.yaml", "--ranks", "2"), "the plan is for 1 rank (parallel.tensor 1 x parallel.data 1), and 2 were"),
+        (("plan.yaml", "--rank-timeout", "5"), "--rank-timeout goes with several ranks: --ranks or torchrun"),
     ],
 )
 def test_what_cannot_run_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:

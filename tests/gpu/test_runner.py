@@ -70,7 +70,7 @@ def test_graphs_give_the_tokens_of_eager_kernels(case, place):
 @everywhere
 @pytest.mark.parametrize("poison", [False, True])
 def test_steps_launched_ahead_give_the_same_tokens(case, place, poison):
-    """Launched before the tokens of the step before are read; what is poisoned was read by then."""
+    """RankProcess before the tokens of the step before are read; what is poisoned was read by then."""
     spec = small(case, 0)
     seen = check(made_of(case, place, spec, 1), poison=poison, run_ahead=True)
     assert seen["ran ahead"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner.measuring.fits import GraphSample, Line, entry_family, fit_graphs, predict
+from capture_planner.measuring.fits import GraphSample, Line, entry_family, fit_graphs, predict, predict_graphs
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import replace
 from capture_planner.records.profile import CostCurve, Profile
@@ -20,6 +20,11 @@ from support.commands import PLAN
 POINTS = st.lists(st.tuples(st.floats(1, 1000), st.floats(0, 1000)), min_size=1, max_size=8)
 FULL = (Role.TARGET, GraphMode.FULL, 1, None)
 PIECES = (Role.TARGET, GraphMode.PIECEWISE, None, None)
+DRAFTS = (Role.DRAFT_PREFILL, GraphMode.FULL, 1, None)
+FAMILIES = {PIECES: (0.1, 0.026), FULL: (0.2, 0.29), DRAFTS: (0.1, 0.03)}
+"""MiB that each graph adds to a pool, and MiB per token of its intermediates."""
+DRIVER = 1.5
+"""MiB that a driver takes for a graph."""
 
 
 @given(st.floats(0, 100), st.floats(0, 10), st.sets(st.integers(1, 512), min_size=3, max_size=8))
@@ -46,23 +51,38 @@ def test_a_single_point_says_nothing_about_its_error(point):
     assert Line.of([point]).error == pytest.approx(point[1])
 
 
-def capture(draw, sizes, noise):
-    """What a capture into a shared pool reads: pieces first, then full graphs, each kind largest first."""
-    samples = []
-    for family, each, slope in ((PIECES, 0.1, 0.026), (FULL, 0.2, 0.29)):
-        for index, tokens in enumerate(sorted(sizes[family], reverse=True)):
-            alone = slope * tokens * draw.uniform(1 - noise, 1 + noise)
-            samples.append(
-                GraphSample(
-                    family=family,
-                    tokens=tokens,
-                    seconds=(0.06 + 1e-5 * tokens) * draw.uniform(1 - noise, 1 + noise),
-                    mib=20 + alone if index == 0 else each,
-                    alone_mib=alone,
-                    driver_mib=1.5,
-                )
+def capture(draw, sizes, noise, kept=0.0):
+    """What a capture into a shared pool reads: pieces first, then full graphs, each kind largest first.
+
+    :param kept: MiB that the driver has from released graphs; it takes more only when these are used up.
+    """
+    samples, largest, taken = [], dict.fromkeys(GraphMode, -20.0), 0.0
+    work = [(family, tokens) for family in FAMILIES for tokens in sizes.get(family, ())]
+    for family, tokens in sorted(work, key=lambda graph: (graph[0][1] is GraphMode.FULL, -graph[1])):
+        mode, (each, slope) = family[1], FAMILIES[family]
+        alone = slope * tokens * draw.uniform(1 - noise, 1 + noise)
+        growth, largest[mode] = max(0.0, alone - largest[mode]), max(alone, largest[mode])
+        taken += DRIVER
+        samples.append(
+            GraphSample(
+                family=family,
+                tokens=tokens,
+                seconds=(0.06 + 1e-5 * tokens) * draw.uniform(1 - noise, 1 + noise),
+                mib=growth or each,
+                alone_mib=alone,
+                driver_mib=min(DRIVER, max(0.0, taken - kept)),
             )
+        )
     return samples
+
+
+def captures_of(draw, sizes):
+    """What captures one after the other read, each released before the next."""
+    kept, groups = 0.0, []
+    for each in sizes:
+        groups.append(capture(draw, each, 0.02, kept))
+        kept = max(kept, DRIVER * len(groups[-1]))
+    return groups
 
 
 def profile_of(captures):
@@ -92,6 +112,19 @@ def plan_of(sizes, pool=Pool.SHARED):
     return replace(shipped, speculative=None, pool=pool, roles=(replace(target, entries=tuple(entries), waivers=()),))
 
 
+def work_of(sizes):
+    """Graphs of these sizes, on the entries of the plan that ships."""
+    full, piece = (
+        codec.load_plan(PLAN).role(Role.TARGET).entries[-1],
+        codec.load_plan(PLAN).role(Role.TARGET).entries[0],
+    )
+    return [
+        (role, replace_entry(full if query_len else piece, tokens, tokens if query_len else None))
+        for (role, _, query_len, _), several in sizes.items()
+        for tokens in several
+    ]
+
+
 def replace_entry(entry, tokens, reqs):
     return attrs.evolve(entry, num_tokens=tokens, num_reqs=reqs, query_len=1 if reqs else None)
 
@@ -100,13 +133,20 @@ def replace_entry(entry, tokens, reqs):
 def test_a_plan_that_was_never_captured_is_predicted_within_bounds(seed, others):
     """From a few groups of other sizes: memory within 10 % of what its capture reads, and time within 15 %."""
     draw = random.Random(seed)
-    groups = [
-        capture(draw, {PIECES: draw.sample(range(1, 513), 4), FULL: draw.sample(range(1, 257), 4)}, 0.02)
-        for _ in range(6)
-    ]
-    sizes = {PIECES: sorted(others), FULL: sorted({max(1, size // 2) for size in others})}
+    groups = captures_of(
+        draw,
+        [
+            {
+                PIECES: draw.sample(range(1, 513), 4),
+                FULL: draw.sample(range(1, 257), 4),
+                DRAFTS: draw.sample(range(1, 513), 4),
+            }
+            for _ in range(6)
+        ],
+    )
+    sizes = {PIECES: sorted(others), FULL: sorted({max(1, size // 2) for size in others}), DRAFTS: sorted(others)}
     held_out = capture(draw, sizes, 0.02)
-    prediction = predict(profile_of(groups), plan_of(sizes))
+    prediction = predict_graphs(profile_of(groups), work_of(sizes))
     memory = sum(sample.mib + sample.driver_mib for sample in held_out)
     assert prediction.memory_mib == pytest.approx(memory, rel=0.10)
     assert prediction.seconds == pytest.approx(sum(sample.seconds for sample in held_out), rel=0.15)

@@ -52,6 +52,34 @@ def test_budget_price_has_the_graphs_of_the_plan_with_and_without_the_budget(dep
     assert not any(d.rule == RULE for role in found.roles[1:] for d in role.decisions)
 
 
+@given(deployments(max_reqs=32, max_tokens=256, measured=False))
+def test_each_kind_of_batch_keeps_within_its_graphs(deployment):
+    """Over all roles; a kind that has room for all of its graphs loses none to the other's bound."""
+    budget = deployment.spec.budget
+    alone = attrs.evolve(deployment, spec=replace(deployment.spec, budget=Budget(graphs=budget.graphs)))
+    try:
+        found, free = (
+            {
+                kind: [(role.role, entry) for role in plan.roles for entry in role.entries if is_of(entry, kind)]
+                for kind in Kind
+            }
+            for plan in (alone.plan(), attrs.evolve(deployment, spec=replace(deployment.spec, budget=Budget())).plan())
+        )
+    except PlanningError:
+        reject()
+    for kind in Kind:
+        most = budget.allowed_of(kind)
+        if most is None or len(free[kind]) <= most:
+            assert found[kind] == free[kind]
+        else:
+            assert len(found[kind]) <= most
+
+
+def is_of(entry, kind):
+    """Whether a graph is for a kind of batch."""
+    return (entry.query_len is None) == (kind is Kind.MIXED)
+
+
 @given(st.integers(2, 95))
 def test_price_states_the_worst_padding_of_both_kinds(most):
     """To a tenth of a percent, before and after; a kind without graphs says so."""

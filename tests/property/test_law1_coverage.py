@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.modes import GraphMode, Reason
+from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, most_tokens
 from capture_planner.testing import arbitrary_plans, plans
 from support import reference
@@ -17,6 +18,23 @@ def test_every_admissible_batch_has_an_entry_or_a_waiver(plan):
         for batch in reference.admissible(plan, role):
             entry = reference.dispatch(plan, batch)
             assert entry is not None or reference.is_waived(role, batch), (str(role.role), batch)
+
+
+@given(plans(max_reqs=17, max_tokens=96))
+def test_nothing_is_waived_that_a_graph_serves(plan):
+    """Law 1: a waiver is no larger than what it is for; one of mixed batches counts tokens alone.
+
+    So where a backend takes fewer requests than tokens, whether a mixed batch is served depends on both: its waiver
+    begins where a batch of as many requests as tokens is not served any more.
+    """
+    for role in plan.roles:
+        for batch in reference.admissible(plan, role):
+            if reference.dispatch(plan, batch) is None or not reference.is_waived(role, batch):
+                continue
+            assert not reference.is_decode(batch), batch
+            waivers = [w for w in role.waivers if w.kind is Kind.MIXED and w.first <= batch.num_tokens <= w.last]
+            assert {waiver.reason for waiver in waivers} == {Reason.BACKEND_CAP}, batch
+            assert batch.num_reqs < min(waiver.first for waiver in waivers), batch
 
 
 @given(plans(max_reqs=17, max_tokens=96) | arbitrary_plans(max_tokens=96))
@@ -81,6 +99,15 @@ def test_waived_batch_has_a_message(plan, data):
     assert waiver.message
     assert waiver.reason not in (Reason.UNCOVERED, Reason.NOT_ADMISSIBLE)
     assert waiver.first <= waiver.last
+
+
+@given(plans(max_reqs=64))
+def test_adjacent_ranges_are_waived_together(plan):
+    """Law 1: for the same reason and of the same query length, one waiver has them all."""
+    for role in plan.roles:
+        ends = {(w.kind, w.query_len, w.max_loras, w.reason, w.message, w.last + 1) for w in role.waivers}
+        starts = {(w.kind, w.query_len, w.max_loras, w.reason, w.message, w.first) for w in role.waivers}
+        assert not ends & starts
 
 
 @given(plans(max_reqs=64))

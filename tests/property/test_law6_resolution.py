@@ -250,7 +250,7 @@ def test_planned_modes_obey_the_rules_of_their_role(deployment):
     target = plan.role(Role.TARGET).mode
     for role in plan.roles:
         assert role.mode <= role.requested
-        if role.role is Role.DRAFT_PREFILL:
+        if role.role.is_drafter:
             assert role.requested is target or not plan.num_graphs
         if role.role is Role.DRAFT_DECODE:
             assert role.mode in (D, N)

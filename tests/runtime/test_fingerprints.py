@@ -107,21 +107,26 @@ def test_addresses_and_order_are_no_part_of_a_fingerprint(nodes, data):
     assert not any(re.search("0x[0-9a-f]", name) for name in first.kernels)
 
 
+def histories(nodes):
+    """Return what a graph computes: of each node itself and the histories of those before it, in any order."""
+    found = []
+    for node in nodes:
+        launch = (node["kernel"], node["grid"]) if node["type"] == "KERNEL" else ()
+        found.append((node["type"], launch, tuple(sorted(found[index] for index in node["before"]))))
+    return sorted(found)
+
+
 @given(graphs(), st.data())
 def test_another_kernel_launch_or_edge_is_another_fingerprint(nodes, data):
-    """Each change of one kernel node is seen."""
-    kernels = [index for index, node in enumerate(nodes) if node["type"] == "KERNEL"]
-    order = range(len(nodes))
-    before = read(nodes, order)
-    for index in kernels:
-        node = nodes[index]
-        change = data.draw(st.sampled_from(("kernel", "grid", "before")))
-        other = {"kernel": "other", "grid": node["grid"] + 1, "before": set(range(index)) ^ set(node["before"])}
-        changed = [*nodes[:index], node | {change: other[change]}, *nodes[index + 1 :]]
-        if change != "before" or index:
-            after = read(changed, order)
-            assert after.topology != before.topology
-            assert (after.kernels != before.kernels) is (change == "kernel")
+    """Each change of one node is seen, but an edge that moves between nodes with equal histories."""
+    before = read(nodes, range(len(nodes)))
+    for index, node in enumerate(nodes):
+        edges = data.draw(st.sets(st.integers(0, index - 1)) if index else st.just(set()))
+        for other in ({"kernel": "other"}, {"grid": node["grid"] + 1}, {"before": edges}):
+            changed = [*nodes[:index], node | other, *nodes[index + 1 :]]
+            after = read(changed, range(len(nodes)))
+            assert (after.topology == before.topology) is (histories(changed) == histories(nodes))
+            assert (after.kernels != before.kernels) is ("kernel" in other and node["type"] == "KERNEL")
 
 
 def test_graphs_inside_nodes_count():

@@ -48,8 +48,11 @@ REFUSED_PLANS = {
         {"environment": attrs.evolve(HERE, packages={"torch": "1.0", "no-such-package": "3"})},
         "no-such-package 3 was planned for and is not installed; torch 1.0 was planned for and",
     ),
-    "data": ({"spec": replace(SPEC, parallel=Parallel(data=2))}, "parallel.data is 2: a plan is executed by one rank"),
-    "tensor": ({"spec": replace(SPEC, parallel=Parallel(tensor=2))}, "parallel.tensor is 2"),
+    "data": (
+        {"spec": replace(SPEC, parallel=Parallel(data=2))},
+        "the plan is for 2 ranks (parallel.tensor 1 x parallel.data 2), and this is one",
+    ),
+    "tensor": ({"spec": replace(SPEC, parallel=Parallel(tensor=2))}, "use --ranks 2, or torchrun --nproc-per-node 2"),
     "decode context": ({"spec": replace(SPEC, parallel=Parallel(decode_context=2))}, "parallel.decode_context is 2"),
     "fp8": ({"spec": changed_model(dtype=DataType.FP8)}, "in fp8; the runner computes in"),
     "nvfp4 cache": ({"spec": changed_model(kv_dtype=DataType.NVFP4)}, "in nvfp4; the runner computes in"),

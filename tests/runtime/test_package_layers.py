@@ -6,7 +6,7 @@ from pathlib import Path
 from capture_planner import runtime
 
 HERE = Path(runtime.__file__).parent
-LAYERS = ("models", "graphs", "execution", "eager_check", "verification", "serving")
+LAYERS = ("ranks", "models", "graphs", "compilation", "execution", "eager_check", "verification", "serving")
 """Lowest first; the modules of the package itself are above and below them, and checked one by one."""
 
 

@@ -163,16 +163,20 @@ def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
     st.lists(st.integers(-1, 6), min_size=1, max_size=300, unique_by=lambda place: place if place >= 0 else id),
     st.integers(1, 4),
     st.booleans(),
+    st.integers(1, 3),
 )
-def test_the_kernels_keep_drafts_as_torch_does(fused, mapping, width, again):
-    """One proposal after another, the columns held at the last; padded rows share a row of their own."""
+def test_the_kernels_keep_drafts_as_torch_does(fused, mapping, width, again, columns):
+    """One proposal after another, the columns held at the last; padded rows share a row of their own.
+
+    Tokens may be a column of a table, as a parallel pass has them.
+    """
     found = []
     idx_mapping = torch.tensor(mapping, dtype=torch.int32)
     for updates in (fused, TORCH):
         state = DraftState.make(7, width, 2, torch.float32, CPU)
         for number in range(width + again):
-            tokens = torch.arange(len(mapping)) * 10 + number
-            updates.keep(state, idx_mapping, tokens, first=number == 0)
+            table = torch.arange(len(mapping) * columns).view(-1, columns) * 10 + number
+            updates.keep(state, idx_mapping, table[:, 0], first=number == 0)
         places, ids = updates.entered(state, idx_mapping)
         real = torch.tensor(mapping) >= 0
         assert ids[~real].eq(0).all()

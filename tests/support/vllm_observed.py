@@ -20,6 +20,10 @@ STANDIN = Path(__file__).parents[1] / "engines" / "standin"
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 
 
+INDEX = 0
+"""The index of the replica, where it is one of several that share nothing."""
+
+
 class Event:
     """A CUDA event whose time is the count of events before it; it has passed once ``ready`` says so."""
 
@@ -86,6 +90,7 @@ def config(
         parallel_config=SimpleNamespace(
             data_parallel_size=ranks,
             data_parallel_rank=rank,
+            data_parallel_index=INDEX or rank,
             rank=0,
             world_size=1,
             tensor_parallel_size=1,

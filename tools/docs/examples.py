@@ -32,7 +32,10 @@ from capture_planner import cli
 ROOT = Path(__file__).parent.parent.parent
 
 BLOCK = re.compile(r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
-_PIPELINE = re.compile(r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)(?:\|(?P<filter>.+))?")
+_PIPELINE = re.compile(
+    r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)"
+    r"(?:\|(?P<filter>.+)|> (?P<target>\S+))?"
+)
 _DOTS = re.compile(r"^\.\.\.\n", re.M)
 _MEASURED = re.compile(r"[ ]*\b[\d.,]*\d ?(?:us|ms|s|tokens/s|bytes|B|KiB|MiB|GiB)\b")
 
@@ -125,11 +128,14 @@ class Workspace:
         stdin = self._shell(pipeline["source"]) if pipeline["source"] else ""
         arguments = shlex.split(pipeline["arguments"])
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-        if not pipeline["filter"]:
+        if not pipeline["filter"] and not pipeline["target"]:
             self._call(arguments, stdin, out, out)
             return _text(out)
         err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
         self._call(arguments, stdin, out, err)
+        if pipeline["target"]:
+            (self.folder / pipeline["target"]).write_text(_text(out), "utf-8")
+            return _text(err)
         return _text(err) + self._shell(pipeline["filter"], _text(out))
 
     def _call(self, arguments: list[str], stdin: str, out: io.TextIOWrapper, err: io.TextIOWrapper) -> None:

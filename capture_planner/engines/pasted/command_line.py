@@ -152,9 +152,9 @@ def _length(program: str, words: Sequence[str], index: int) -> int:
     """Return how many of the words are the program, or 0; ``index``: of the first word in the command."""
     parts = program.split()
     if parts[:2] == ["python", "-m"]:
-        if list(words[:2]) == parts[1:]:
-            return 2
-        return int(words[0].endswith(f"{parts[2].replace('.', '/')}.py"))
+        module, *rest = parts[2:]
+        count = 2 if list(words[:2]) == ["-m", module] else int(words[0].endswith(f"{module.replace('.', '/')}.py"))
+        return count + len(rest) if count and list(words[count : count + len(rest)]) == rest else 0
     if len(parts) == 1 and index and "-" not in program:  # ``serve`` is a word like others, but in front
         return 0
     return len(parts) if [_plain(words[0]), *words[1 : len(parts)]] == parts else 0

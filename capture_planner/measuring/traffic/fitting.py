@@ -79,9 +79,8 @@ def summed(batches: Iterable[TrafficCount]) -> tuple[TrafficCount, ...]:
 def _merged(rare: list[TrafficCount], tokens: float, reqs: float) -> tuple[Counter[Shape], float]:
     """Return the shapes on a grid, and by which share their tokens grew."""
     # Each number occurs in many shapes.
-    each_tokens, each_reqs = ({getattr(each, name) or 0 for each in rare} for name in ("num_tokens", "num_reqs"))
-    grown_of = {number: min(rounded_up(number, tokens), max(each_tokens)) for number in each_tokens}
-    room_of = {number: min(rounded_up(number, reqs), max(each_reqs)) for number in each_reqs if number}
+    grown_of = _rounded({batch.num_tokens for batch in rare}, tokens)
+    room_of = _rounded({batch.num_reqs for batch in rare}, reqs)
     rounded: Counter[Shape] = Counter()
     before = after = 0
     for batch in rare:
@@ -92,3 +91,10 @@ def _merged(rare: list[TrafficCount], tokens: float, reqs: float) -> tuple[Count
         room = num_reqs and min(room_of[num_reqs], grown)
         rounded[(*kind, room, grown)] += batch.count  # type: ignore[index]
     return rounded, after / before - 1
+
+
+def _rounded(numbers: set[int | None], share: float) -> dict[int, int]:
+    """Return what each number is rounded up to, none of them above the largest."""
+    given = [number for number in numbers if number]
+    largest = max(given, default=0)
+    return {number: min(rounded_up(number, share), largest) for number in given}

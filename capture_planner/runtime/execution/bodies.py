@@ -7,14 +7,15 @@ must not read what is theirs (vllm#39773). Results return through persistent buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import attrs
 import torch
 
 from capture_planner.records.batch import Entry
+from capture_planner.runtime.compilation.forwards import Forwards, Inputs
 from capture_planner.runtime.execution.fields import SAMPLED_ROWS, Extents, Fields, TensorRef
 from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
@@ -23,6 +24,19 @@ from capture_planner.runtime.models.protocols import Adapters, Attend, Drafter, 
 
 class Body(Protocol):
     """What one role runs as one forward."""
+
+    forwards: Forwards
+    """What runs ``forward``."""
+
+    @property
+    def network(self) -> Hashable:
+        """What ``forward`` depends on besides its arguments: bodies of the same one share what is compiled."""
+
+    def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Run the network: the part that can be compiled, of tensors that are given."""
+
+    def examples(self, extents: Extents) -> Iterator[tuple[int, Inputs]]:
+        """Yield each variant of ``forward`` that a step of such extents runs, with inputs for it."""
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         """Run the model over ``extents.tokens`` rows of the persistent inputs."""
@@ -64,29 +78,51 @@ class TargetBody:
     """Whether a graph of one token a request ends with the fields of the next step."""
     adapters: Adapters | None = None
     """What LoRA adds to the model's layers; None: nothing, also in graphs for active adapters."""
+    forwards: Forwards = attrs.Factory(Forwards)
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         rows = extents.tokens
-        positions = self.fields["positions"][:rows]
+        hidden, *aux = self.forwards.run(self.forward, attend, *self._inputs(extents))
+        self.hidden[:rows].copy_(hidden)
+        if self.aux is not None:
+            self.aux[:rows].copy_(aux[0])
+
+    def examples(self, extents: Extents) -> Iterator[tuple[int, Inputs]]:
+        """Yield the one variant: how many adapters are active."""
+        yield self._inputs(extents)
+
+    def _inputs(self, extents: Extents) -> tuple[int, Inputs]:
+        rows, inputs = extents.tokens, {"positions": self.fields["positions"][: extents.tokens]}
         if self.model.mrope:
-            positions = self.fields["mrope_positions"].view(-1, 3)[:rows].t()
-        with self._adapted(extents):
+            inputs["positions"] = self.fields["mrope_positions"].view(-1, 3)[:rows].t()
+        if self.embeddings is None:
+            inputs["input_ids"] = self.input_ids(rows)
+        else:
+            inputs["embeddings"] = self.embeddings[:rows]
+        active = extents.adapters if self.adapters is not None else 0
+        if active:
+            inputs["lanes"] = self.fields["adapter_lanes"][:rows]
+            inputs["active"] = self.fields["active_adapters"][:active]
+        return active, inputs
+
+    @property
+    def network(self) -> Hashable:
+        return self.model, self.adapters, self.aux_layers
+
+    def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the hidden states, and the auxiliary ones where a drafter reads them."""
+        lanes, active = inputs.get("lanes"), inputs.get("active")
+        with ExitStack() as stack:
+            if self.adapters is not None and lanes is not None and active is not None:
+                stack.enter_context(self.adapters.applied(lanes, active))
             hidden, aux = self.model.forward(
-                input_ids=None if self.embeddings is not None else self.input_ids(rows),
-                embeddings=self.embeddings[:rows] if self.embeddings is not None else None,
-                positions=positions,
+                input_ids=inputs.get("input_ids"),
+                embeddings=inputs.get("embeddings"),
+                positions=inputs["positions"],
                 attend=attend,
                 aux_layers=self.aux_layers,
             )
-        self.hidden[:rows].copy_(hidden)
-        if self.aux is not None and aux is not None:
-            self.aux[:rows].copy_(aux)
-
-    def _adapted(self, extents: Extents) -> AbstractContextManager[None]:
-        if self.adapters is None or not extents.adapters:
-            return nullcontext()
-        lanes, active = self.fields["adapter_lanes"], self.fields["active_adapters"]
-        return self.adapters.applied(lanes[: extents.tokens], active[: extents.adapters])
+        return [hidden] if aux is None else [hidden, aux]
 
     def input_ids(self, rows: int) -> torch.Tensor:
         """Return the ids ``int[rows]`` that the next forward reads, answers of the step before included."""
@@ -98,7 +134,7 @@ class TargetBody:
         if not _reads_all(entry):
             return
         rows = extents.tokens
-        tokens = self.model.logits(self.hidden[:rows]).argmax(-1)
+        tokens = self.model.likeliest(self.hidden[:rows])
         self.tokens[:rows].copy_(tokens)
         if self.advances and extents.reqs == rows:
             self.updates.advance(self.token_fields, rows, tokens)
@@ -107,7 +143,7 @@ class TargetBody:
         """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
         if not _reads_all(entry):
             rows = self.fields[SAMPLED_ROWS][:count]
-            self.tokens.index_copy_(0, rows, self.model.logits(self.hidden[rows]).argmax(-1))
+            self.tokens.index_copy_(0, rows, self.model.likeliest(self.hidden[rows]))
 
     def embed(self, input_ids: Array) -> None:
         """Fill ``embeddings`` for ``int32[T]``, where they are the input; rows past them become zero."""
@@ -151,6 +187,15 @@ class _DraftBody:
     updates: Updates
     distance: int
     """How far after a row's position its proposed token stands: 2 of a head, 1 of a draft model."""
+    forwards: Forwards = attrs.field(factory=Forwards, kw_only=True)
+
+    @property
+    def network(self) -> Hashable:
+        return (self.drafter,)
+
+    def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the hidden states that one module leaves."""
+        return [self.drafter.forward(**inputs, attend=attend, module=variant)]
 
     def weights(self) -> Iterator[Weight]:
         return self.drafter.weights()
@@ -169,13 +214,17 @@ class DraftPrefillBody(_DraftBody):
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
         rows = extents.tokens
-        hidden = self.drafter.forward(
-            input_ids=self.fields["input_ids"][:rows],
-            positions=self.fields["positions"][:rows],
-            hidden=self.source(rows),
-            attend=attend,
-        )
+        (hidden,) = self.forwards.run(self.forward, attend, 0, self._inputs(rows))
         self.hidden[:rows].copy_(hidden)
+
+    def examples(self, extents: Extents) -> Iterator[tuple[int, Inputs]]:
+        """Yield the one module."""
+        yield 0, self._inputs(extents.tokens)
+
+    def _inputs(self, rows: int) -> Inputs:
+        """Return what a module reads, of the first of several."""
+        ids, positions = self.fields["input_ids"][:rows], self.fields["positions"][:rows]
+        return {"input_ids": ids, "positions": positions, "hidden": self.source(rows)}
 
     def source(self, rows: int) -> torch.Tensor:
         """Return the state that each row goes on from, ``[rows, hidden_size]``."""
@@ -212,15 +261,22 @@ class DraftDecodeBody(_DraftBody):
         """Run one step; it ends with the fields of the next."""
         rows = extents.reqs
         mapping = self.fields["idx_mapping"][:rows]
-        states, ids = self.updates.entered(self.state, mapping)
-        positions = self.fields["positions"][:rows]
-        hidden = self.drafter.forward(
-            input_ids=ids, positions=positions, hidden=self.state.hidden[states], attend=attend
-        )
-        tokens = self.drafter.propose(hidden, states, positions + self.distance)
+        states, inputs = self._inputs(rows)
+        (hidden,) = self.forwards.run(self.forward, attend, 0, inputs)
+        tokens = self.drafter.propose(hidden, states, inputs["positions"] + self.distance)
         self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=False)
         self.updates.advance(self.token_fields, rows)
+
+    def examples(self, extents: Extents) -> Iterator[tuple[int, Inputs]]:
+        """Yield the one module."""
+        yield 0, self._inputs(extents.reqs)[1]
+
+    def _inputs(self, rows: int) -> tuple[torch.Tensor, Inputs]:
+        """Return the states' rows, and what the module reads."""
+        states, ids = self.updates.entered(self.state, self.fields["idx_mapping"][:rows])
+        positions, hidden = self.fields["positions"][:rows], self.state.hidden[states]
+        return states, {"input_ids": ids, "positions": positions, "hidden": hidden}
 
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Nothing: a token and a request are the same here."""

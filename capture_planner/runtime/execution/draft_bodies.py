@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import attrs
 import torch
 
 from capture_planner.records.batch import Entry
+from capture_planner.runtime.compilation.forwards import Inputs
 from capture_planner.runtime.execution.bodies import DraftPrefillBody
 from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.models.protocols import Attend
@@ -58,19 +61,23 @@ class ModulesBody(DraftPrefillBody):
         # Padded requests have no row: what they draft goes behind the real ones.
         places = torch.where(mapping < 0, rows, last)
         states, _ = self.updates.entered(self.state, mapping)
-        positions, ids = self.fields["positions"][:rows], self.fields["input_ids"][:rows]
-        hidden = self.source(rows)
+        inputs = self._inputs(rows)
+        ids, positions = inputs["input_ids"], inputs["positions"]
         for number in range(most):
-            hidden = self.drafter.forward(
-                input_ids=ids, positions=positions, hidden=hidden, attend=attend, module=number
-            )
+            (hidden,) = self.forwards.run(self.forward, attend, number, inputs)
             at = positions[last] + self.distance + number
             tokens = self.drafter.propose(hidden[last], states, at, number)
             self.updates.keep(self.state, mapping, tokens, first=number == 0)
             ids = torch.cat([ids[1:], ids.new_zeros(2)])
             ids = ids.index_copy(0, places, tokens.to(ids.dtype))[:rows]
+            inputs = {"input_ids": ids, "positions": positions, "hidden": hidden}
         self.hidden[:rows].copy_(hidden)
         self.state.hidden.index_copy_(0, states, hidden[last])
+
+    def examples(self, extents: Extents) -> Iterator[tuple[int, Inputs]]:
+        """Yield each module."""
+        inputs = self._inputs(extents.tokens)
+        yield from ((number, inputs) for number in range(self.state.proposed.shape[1]))
 
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
         """Nothing: tokens are drafted between the modules."""

@@ -67,6 +67,7 @@ class FusedUpdates(Updates):
             state.padding,
             state.proposed.shape[1],
             len(tokens),
+            tokens.stride(0),
             first=first,
             block=_BLOCK,
             **_ONE_WARP,
@@ -185,7 +186,7 @@ def _entered(idx_mapping, token, states, ids, padding, rows, block: tl.constexpr
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _keep(
-    idx_mapping, tokens, token, proposed, column, padding, width, rows, first: tl.constexpr, block: tl.constexpr
+    idx_mapping, tokens, token, proposed, column, padding, width, rows, stride, first: tl.constexpr, block: tl.constexpr
 ) -> None:
     # One program for all rows: with several, one would move the column on before another has read it.
     at = tl.load(column)
@@ -197,7 +198,7 @@ def _keep(
         state = tl.load(idx_mapping + row, mask=inside, other=-1)
         state = tl.where(state >= 0, state, padding).to(tl.int64)
         # Padded rows all write the last state, which no request has; which of them wins does not matter.
-        token_id = tl.load(tokens + row, mask=inside, other=0)
+        token_id = tl.load(tokens + row * stride, mask=inside, other=0)
         tl.store(token + state, token_id, mask=inside)
         tl.store(proposed + state * width + at, token_id, mask=inside)
     tl.store(column, tl.minimum(at + 1, width - 1))

@@ -11,7 +11,7 @@ import numpy as np
 
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.runtime.execution.fields import Extents
-from capture_planner.runtime.executor import NULL_SLOT
+from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, NULL_STATE
 
 Array = np.ndarray[Any, Any]
 
@@ -125,6 +125,34 @@ class StepInputs:
             active_adapters=self.active_adapters,
             page_size=self.page_size,
         )
+
+
+def null_inputs(counts: Array, longest: int, page_size: int, ahead: int = 0) -> StepInputs:
+    """Return inputs of requests with ``counts int64[R]`` tokens of no request: null page and null state alone.
+
+    Sequences are as long as the queries, the shortest that there can be, so that least is read (vLLM 0.33 does so too).
+
+    :param longest: positions that the model has.
+    :param ahead: draft decodes that go on from this one, which the block table is wide enough for.
+    """
+    reqs, tokens = len(counts), int(counts.sum())
+    starts = np.zeros(reqs + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    lengths = np.minimum(counts, longest).astype(np.int32)
+    # As wide as the lengths say, since lists of pages are made from both.
+    pages = -(-(int(lengths.max()) + ahead) // page_size)
+    return StepInputs(
+        input_ids=np.zeros(tokens, dtype=np.int32),
+        positions=np.minimum(np.arange(tokens) - np.repeat(starts[:-1], counts), longest - 1),
+        slot_mapping=np.full(tokens, NULL_SLOT, dtype=np.int64),
+        query_start_loc=starts,
+        seq_lens=lengths,
+        block_table=np.full((reqs, pages), NULL_PAGE, dtype=np.int32),
+        idx_mapping=np.arange(reqs, dtype=np.int32),
+        cu_num_draft_tokens=(starts[1:] - np.arange(1, reqs + 1)).astype(np.int32),
+        state_indices=np.full(reqs, NULL_STATE, dtype=np.int32),
+        page_size=page_size,
+    )
 
 
 class _DeclaredArrays(dict[str, Array]):

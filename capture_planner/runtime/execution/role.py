@@ -27,11 +27,11 @@ from capture_planner.runtime.execution.bodies import Body
 from capture_planner.runtime.execution.calls import LayerCalls
 from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
-from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs
+from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs, null_inputs
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.profiling import profiled
 from capture_planner.runtime.execution.recurrent import RecurrentLayers
-from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, NULL_STATE, Scoring
+from capture_planner.runtime.executor import Scoring
 from capture_planner.runtime.graphs.graph import Graph, Grapher, GraphPool
 from capture_planner.runtime.options import ExecutionPolicy
 
@@ -185,10 +185,14 @@ class RoleRun:
         if entry is not None:
             # A PIECEWISE graph pads tokens alone. Each request has one adapter at most.
             reqs = real.reqs if entry.num_reqs is None else entry.num_reqs
-            most = min(entry.num_tokens, self.bounds.reqs) if entry.num_reqs is None else entry.num_reqs
-            adapters = min(entry.active_loras, most)
+            adapters = self.adapters_of(entry)
             extents = Extents(tokens=entry.num_tokens, reqs=reqs, pages=real.pages, adapters=adapters)
         return ForwardStep(batch=batch, entry=entry, inputs=inputs, real=real, extents=extents)
+
+    def adapters_of(self, entry: Entry) -> int:
+        """Return how many adapters an entry's graph holds."""
+        most = min(entry.num_tokens, self.bounds.reqs) if entry.num_reqs is None else entry.num_reqs
+        return min(entry.active_loras, most)
 
     def stage_inputs(self, step: ForwardStep) -> None:
         self._apply(self.writes(step.inputs))
@@ -306,6 +310,10 @@ class RoleRun:
         self._captured[entry] = graph, self.attention.graph_state()
         return graph
 
+    def drop(self, entry: Entry) -> None:
+        """Let go of the graph of an entry, if there is one: another rank has none of it."""
+        self._captured.pop(entry, None)
+
     def end_capture(self) -> None:
         """Let all graphs of the session be replayed."""
         self.graphs.update({entry: graph for entry, (graph, _) in self._captured.items()})
@@ -340,31 +348,19 @@ class RoleRun:
         """Return the largest batch that the entry serves; it reads and writes null page and null state alone.
 
         Every request has one token at least, no request is longer than the model, and there are no more
-        than the limits admit: what an entry has beyond that is padding, at capture as at replay. Sequences are as long
-        as the queries: the shortest that there can be, so that a warm-up reads least (vLLM 0.33 does so too).
+        than the limits admit: what an entry has beyond that is padding, at capture as at replay.
         """
         longest = self.bounds.positions
         reqs = min(entry.num_reqs or entry.num_tokens, entry.num_tokens, self.bounds.reqs)
         tokens = reqs * entry.query_len if entry.query_len else min(entry.num_tokens, reqs * longest)
         counts = np.full(reqs, tokens // reqs, dtype=np.int64)
         counts[: tokens % reqs] += 1
-        starts = np.zeros(reqs + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
-        lengths = np.minimum(counts, longest).astype(np.int32)
-        # As wide as the lengths say, since lists of pages are made from both.
-        pages = -(-int(lengths.max()) // self.page_size)
-        return StepInputs(
-            input_ids=np.zeros(tokens, dtype=np.int32),
-            positions=np.minimum(np.arange(tokens) - np.repeat(starts[:-1], counts), longest - 1),
-            slot_mapping=np.full(tokens, NULL_SLOT, dtype=np.int64),
-            query_start_loc=starts,
-            seq_lens=lengths,
-            block_table=np.full((reqs, pages), NULL_PAGE, dtype=np.int32),
-            idx_mapping=np.arange(reqs, dtype=np.int32),
-            cu_num_draft_tokens=(starts[1:] - np.arange(1, reqs + 1)).astype(np.int32),
-            state_indices=np.full(reqs, NULL_STATE, dtype=np.int32),
-            page_size=self.page_size,
-        )
+        return null_inputs(counts, longest, self.page_size)
+
+    def dummy_inputs(self, batch: Batch, ahead: int) -> StepInputs:
+        """Return the inputs of a batch without requests, of a rank that runs along; ``ahead`` decodes follow it."""
+        counts = np.full(batch.num_reqs, batch.num_tokens // batch.num_reqs, dtype=np.int64)
+        return null_inputs(counts, self.bounds.positions, self.page_size, ahead)
 
     def poison(self) -> None:
         """Overwrite all that a forward must not depend on."""

@@ -208,6 +208,9 @@ class CudaGraphs:
         free, total = torch.cuda.mem_get_info()
         return Reading(used=total - free, held=torch.cuda.memory_reserved())
 
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
     def pool(self, limit: int | None = None) -> CudaPool:
         """Make a pool. A limit is checked after each capture: the allocator knows none."""
         return CudaPool(limit)

@@ -65,6 +65,9 @@ class Grapher(Protocol):
     def reading(self) -> Reading | None:
         """Wait for the device, give back what no tensor owns, and read its memory; None: a host."""
 
+    def settle(self) -> None:
+        """Wait until the device has done all that it was given."""
+
     def pool(self, limit: int | None = None) -> GraphPool:
         """Make a pool that refuses to hold more than ``limit`` bytes."""
 

@@ -7,8 +7,9 @@ the ``ImportError`` of an optional module, keeps the frames of all its callers, 
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Mapping
-from types import CellType, FrameType, FunctionType
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import attrs
@@ -17,7 +18,11 @@ import torch
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (tuple, list, dict, set, CellType, FunctionType)
 _DEPTH = 4
-"""How many containers may lie between a tensor and a frame, or a tensor and an object that has a name."""
+"""How many objects may lie between a tensor and a frame, or containers between a tensor and an object with a name."""
+_WIDTH = 64
+"""How many objects of a level are followed to frames: looking for referrers takes as long as there are."""
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Frames that can go on."""
 
 
 @attrs.frozen
@@ -52,16 +57,13 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
 
     gc.collect()
     left = living()
-    holders = _holders(left)
-    frames = [each for each in holders if type(each) is FrameType]
+    frames = _ended_frames(left)
     if frames:
-        holders.clear()
         left.clear()
         for frame in frames:
             frame.clear()
         left = living()
-        holders = _holders(left)
-    return Leftover(sum(sizes[key] for key in {key_of(tensor) for tensor in left}), _names(left, holders))
+    return Leftover(sum(sizes[key] for key in {key_of(tensor) for tensor in left}), _names(left, _holders(left)))
 
 
 def own_address(tensor: torch.Tensor) -> int:
@@ -70,8 +72,20 @@ def own_address(tensor: torch.Tensor) -> int:
     return storage.data_ptr() if storage.resizable() else 0
 
 
+def _ended_frames(tensors: list[torch.Tensor]) -> list[FrameType]:
+    """Return the frames that refer to tensors, also through other objects. A frame that runs is no referrer."""
+    frames: list[FrameType] = []
+    level: list[Any] = tensors
+    for _ in range(_DEPTH):
+        own = {id(tensors), id(level), id(frames)}
+        referrers = [each for each in gc.get_referrers(*level[:_WIDTH]) if id(each) not in own] if level else []
+        frames += [each for each in referrers if type(each) is FrameType and not each.f_code.co_flags & _SUSPENDS]
+        level = [each for each in referrers if not isinstance(each, (FrameType, ModuleType, type))]
+    return frames
+
+
 def _holders(tensors: list[torch.Tensor]) -> list[Any]:
-    """Return what refers to tensors, also through containers. Of frames, only those that have ended are referrers."""
+    """Return what refers to tensors, also through containers."""
     holders: list[Any] = []
     level: list[Any] = tensors
     for _ in range(_DEPTH):

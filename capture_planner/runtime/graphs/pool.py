@@ -41,11 +41,13 @@ def lay_out(blocks: Sequence[Block], chunks: Sequence[int] = ()) -> Layout:
     free offset of the first chunk that has room; what fits none goes into one new chunk. The new
     chunk is never larger than it would be if there were no chunks.
     """
-    layout = _first_fit(blocks, chunks)
-    if not layout.grows or not chunks:
-        return layout
+    return _lay_out(blocks, chunks, _first_fit(blocks, ()))
+
+
+def _lay_out(blocks: Sequence[Block], chunks: Sequence[int], fresh: Layout) -> Layout:
+    """As ``lay_out``; ``fresh`` is the layout without chunks."""
+    layout = _first_fit(blocks, chunks) if chunks else fresh
     # Fewer blocks can pack worse than more: then the chunks that exist are left alone.
-    fresh = _first_fit(blocks, ())
     if layout.grows <= fresh.grows:
         return layout
     return Layout(tuple((len(chunks), offset) for _, offset in fresh.places), fresh.grows)
@@ -116,7 +118,8 @@ class RecordedPool:
 
         Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then as it was before.
         """
-        layout = lay_out(blocks, [chunk.nbytes() for chunk in self._chunks])
+        fresh = _first_fit(blocks, ())
+        layout = _lay_out(blocks, [chunk.nbytes() for chunk in self._chunks], fresh)
         if self.limit is not None and self.memory + layout.grows > self.limit:
             raise torch.OutOfMemoryError(
                 f"a graph needs {layout.grows:,} bytes more than its pool holds ({self.memory:,} bytes), "
@@ -125,7 +128,7 @@ class RecordedPool:
         if layout.grows:
             self._chunks.append(torch.UntypedStorage(layout.grows))  # type: ignore[no-untyped-call]
         places = tuple((self._chunks[chunk], offset) for chunk, offset in layout.places)
-        return Allocation(places, layout.grows, lay_out(blocks).grows)
+        return Allocation(places, layout.grows, fresh.grows)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -10,11 +10,9 @@ their place in the pool when it is over, once it is known how long each is alive
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import attrs
@@ -24,11 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from capture_planner.errors import CaptureError, RunError
 from capture_planner.records.fingerprint import Fingerprint, digest_of
+from capture_planner.runtime.graphs.collective import is_collective, is_unfinished, plain, run_collective
 from capture_planner.runtime.graphs.dump import write_operators
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.leftover import Leftover, leftover
 from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
+from capture_planner.runtime.graphs.trees import mapped, tensors_of
+from capture_planner.runtime.graphs.unrecordable import (
+    calling_line,
+    check_host_sync,
+    describe,
+    is_plain,
+    refusal,
+    run_without_random,
+)
 
 aten = torch.ops.aten
 
@@ -45,7 +53,6 @@ _ALLOCATIONS = frozenset(
     }
 )
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
-_OUR_FILES = (str(Path(torch.__file__).parent) + "/", __file__)
 
 Step = Callable[[], object]
 
@@ -76,7 +83,7 @@ class RecordedGraph:
     def replay(self) -> None:
         """Run again on the same storage. Raises ``CaptureError`` while a forward is captured."""
         if _current() is not None:
-            raise CaptureError(f"a graph cannot be replayed while another is captured{_place()}")
+            raise CaptureError(f"a graph cannot be replayed while another is captured{calling_line()}")
         with torch.inference_mode(self._in_inference_mode), torch.no_grad():
             for step in self._steps:
                 step()
@@ -87,6 +94,9 @@ class RecordedGraphs:
 
     def reading(self) -> None:
         """Say nothing: a host's memory is many processes', and a recorded graph takes its pool alone."""
+
+    def settle(self) -> None:
+        """Do nothing: operators are done when they return."""
 
     def pool(self, limit: int | None = None) -> RecordedPool:
         return RecordedPool(limit)
@@ -102,7 +112,7 @@ class RecordedGraphs:
         if not isinstance(pool, RecordedPool):
             raise RunError(f"a {type(pool).__name__} is no pool of recorded graphs; make one with pool()")
         if _current() is not None:
-            raise CaptureError(f"a capture cannot begin while a forward is captured{_place()}")
+            raise CaptureError(f"a capture cannot begin while a forward is captured{calling_line()}")
         recording = _Recording()
         with torch.no_grad():
             with _HostReads(recording), recording:
@@ -119,7 +129,7 @@ class RecordedGraphs:
         """
         recording = _current()
         if recording is None:
-            raise CaptureError(f"a graph can be split only while its forward is captured{_place()}")
+            raise CaptureError(f"a graph can be split only while its forward is captured{calling_line()}")
         recording.split(functools.partial(between, *reads, *writes), (*reads, *writes))
 
 
@@ -135,13 +145,15 @@ class _Call:
 
     def described(self) -> tuple[str, str]:
         """Return the operator's name and its arguments: of tensors the dtype and the shape."""
-        return str(self.op), repr(_map((self.args, self.kwargs), _shape))
+        return str(self.op), repr(mapped((plain(self.args), self.kwargs), _shape))
 
     def step(self) -> Step:
         """Return what runs it on the pool."""
-        args, kwargs = _map(self.args, _make), _map(self.kwargs, _make)
+        args, kwargs = mapped(self.args, _make), mapped(self.kwargs, _make)
         results = [None if result is None else result.made() for result in self.results]
         landing = [result for result in results if result is not None]
+        if is_collective(self.op):
+            return functools.partial(run_collective, self.op, args, kwargs)
         if not landing:
             return functools.partial(self.op._op, *args, **kwargs)
         if self.op in _COPIES:
@@ -154,7 +166,7 @@ class _Call:
 
 
 def _compute_and_copy(op: Any, args: Any, kwargs: Any, results: list[torch.Tensor | None]) -> None:
-    for place, value in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+    for place, value in zip(results, tensors_of(op(*args, **kwargs)), strict=True):
         if place is not None:
             place.copy_(value)
 
@@ -191,35 +203,37 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operator and keep it, or refuse it."""
         kwargs = kwargs or {}
         if self.is_between:
-            self._check_lent(func, _tensors((args, kwargs)))
+            self._check_lent(func, tensors_of((args, kwargs)))
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
-            raise _refusal(func, "it is a higher-order operator", "call what it stands for")
+            raise refusal(func, "it is a higher-order operator", "call what it stands for")
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        _check_host_sync(func, args, kwargs)
+        check_host_sync(func, args, kwargs)
+        if is_unfinished(func):
+            raise refusal(func, "its result arrives later", "call torch.distributed, which waits for it")
         if torch.Tag.inplace_view in func.tags:
             # It changes how a tensor looks at memory, and tensors are recorded as they look.
             return func(*args, **kwargs)
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             self._meet(tensor, func, is_own=False)
         if func in _CONSTANTS:
             # The forward may change it in place: each replay needs it as it was.
             func = aten.clone.default
-        result = _run_without_random(func, args, kwargs)
-        outputs = _tensors(result)
+        result = run_without_random(func, args, kwargs)
+        outputs = tensors_of(result)
         # A result in memory that was known before is a view, or an argument that was changed in place.
         fresh = [self._meet(output, func, is_own=True) for output in outputs]
-        if func not in _ALLOCATIONS and (func._schema.is_mutable or any(fresh)):
+        if func not in _ALLOCATIONS and (func._schema.is_mutable or any(fresh) or is_collective(func)):
             results = tuple(self._own(out) if new else None for out, new in zip(outputs, fresh, strict=True))
-            self._items.append(_Call(func, _map(args, self._see), _map(kwargs, self._see), results))
+            self._items.append(_Call(func, mapped(args, self._see), mapped(kwargs, self._see), results))
         return result
 
     def split(self, between: Callable[[], object], tensors: Sequence[torch.Tensor]) -> None:
         """Run ``between`` and keep that it runs here, on these tensors."""
         if self.is_between:
-            raise CaptureError(f"what runs between two pieces cannot split the graph again{_place()}")
+            raise CaptureError(f"what runs between two pieces cannot split the graph again{calling_line()}")
         for tensor in tensors:
             self._meet(tensor, "split", is_own=False)
         own = [tensor for tensor in tensors if self._storages[storage_key(tensor)].is_own]
@@ -259,8 +273,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _meet(self, tensor: torch.Tensor, func: Any, *, is_own: bool) -> bool:
         """Return whether the tensor's storage is new; then it is the graph's own, or stood before."""
-        if not _is_plain(tensor):
-            raise _refusal(func, f"it works on {_describe(tensor)}", "use plain strided CPU tensors")
+        if not is_plain(tensor):
+            raise refusal(func, f"it works on {describe(tensor)}", "use plain strided CPU tensors")
         key = storage_key(tensor)
         if key in self._storages:
             return False
@@ -277,11 +291,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return OwnTensor.of(tensor, storage)
 
     def _check_lent(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
-        storages = [self._storages.get(storage_key(tensor)) for tensor in tensors if _is_plain(tensor)]
+        storages = [self._storages.get(storage_key(tensor)) for tensor in tensors if is_plain(tensor)]
         if any(storage is not None and storage.is_own for storage in storages):
             raise CaptureError(
                 f"what runs between two pieces calls {func} on a tensor of the graph that is not among "
-                f"the reads and writes of the split{_place()}; name that very tensor, or derive from it there"
+                f"the reads and writes of the split{calling_line()}; name that very tensor, or derive from it there"
             )
 
 
@@ -294,41 +308,8 @@ class _HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOST_READS and not self._recording.is_between:
-            raise _refusal(func.__name__, "it reads a device value on the host", "keep values on the device")
+            raise refusal(func.__name__, "it reads a device value on the host", "keep values on the device")
         return func(*args, **(kwargs or {}))
-
-
-def _check_host_sync(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse an operator whose host code waits for device values."""
-    if torch.Tag.data_dependent_output in func.tags or func is aten._linalg_check_errors.default:
-        raise _refusal(func, "it reads a device value on the host", "keep values on the device")
-    if func is aten.index.Tensor:
-        is_dynamic = any(_is_mask(index) for index in args[1])
-    elif func.overloadpacket in (aten.index_put, aten.index_put_):
-        is_dynamic = args[2].numel() != 1 and any(_is_mask(index) for index in args[1])
-    elif func is aten.repeat_interleave.Tensor:
-        is_dynamic = kwargs.get("output_size") is None
-    else:
-        is_dynamic = torch.Tag.dynamic_output_shape in func.tags
-    if is_dynamic:
-        raise _refusal(func, "a shape depends on device values", "select with torch.where or masked_fill")
-
-
-def _is_mask(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _run_without_random(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator, and refuse it if it drew random numbers (with a dropout of 0 it does not)."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return func(*args, **kwargs)
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
-    generator = next(given, torch.default_generator)
-    before = generator.get_state()
-    result = func(*args, **kwargs)
-    if not torch.equal(before, generator.get_state()):
-        raise _refusal(func, "a replay would draw the same random numbers again", "sample outside")
-    return result
 
 
 @functools.cache
@@ -347,53 +328,9 @@ def _current() -> _Recording | None:
     return next((mode for mode in modes if isinstance(mode, _Recording)), None)
 
 
-def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments with each tensor, or place of one, changed."""
-    if isinstance(tree, torch.Tensor | OwnTensor):
-        return change(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map(item, change) for item in tree)
-    if isinstance(tree, dict):
-        return {name: _map(item, change) for name, item in tree.items()}
-    return tree
-
-
 def _shape(tensor: torch.Tensor | OwnTensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def _make(tensor: torch.Tensor | OwnTensor) -> torch.Tensor:
     return tensor.made() if isinstance(tensor, OwnTensor) else tensor
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of arguments or of a result, in order."""
-    found: list[torch.Tensor] = []
-    _map(tree, found.append)
-    return found
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    kind = "a conjugate or negated view" if tensor.is_conj() or tensor.is_neg() else type(tensor).__name__
-    return f"{kind} of {tensor.dtype} and {tensor.layout} on {tensor.device}"
-
-
-def _refusal(func: object, why: str, remedy: str) -> CaptureError:
-    return CaptureError(f"no graph can hold {func}{_place()}: {why}; {remedy}")
-
-
-def _place() -> str:
-    """Return where the caller's own code is: its innermost line outside torch and this module."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OUR_FILES):
-        frame = frame.f_back
-    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -43,7 +43,7 @@ class DraftLanguageModel:
         self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
     ) -> torch.Tensor:
         """Return its likeliest token after each row, ``int64[N]``."""
-        return self._model.logits(hidden).argmax(dim=-1)
+        return self._model.likeliest(hidden)
 
     def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """Do nothing: it is not given answers."""
@@ -76,7 +76,7 @@ def load_draft_model(
         vocab_size=draft.vocab_size or target.vocab_size,
         dtype=DataType(str(target.dtype).removeprefix("torch.")),
     )
-    model = load_target(source, shape, device=device, dtype=target.dtype, seed=seed)
+    model = load_target(source, shape, device=device, dtype=target.dtype, seed=seed, among=target.among)
     names = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
     pairs = [(name, getattr(shape, name), getattr(model, name)) for name in names]
     problems = contradictions("speculative.model", pairs, model.name)

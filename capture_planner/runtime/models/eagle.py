@@ -93,6 +93,8 @@ def load_drafter(
     if found is not None and found.files:
         fill(drafter, tensors, found.config.parent)
     _check(drafter, target)
+    with library_errors(f"{name} cannot be spread over ranks"):
+        drafter.spread()
     return drafter
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from capture_planner.errors import RunError
 from capture_planner.runtime.models.interface import INTERFACE, Call
 from capture_planner.runtime.models.loading import weights_of
 from capture_planner.runtime.models.protocols import Attend, TargetModel, Weight
+from capture_planner.runtime.models.spread import Vocabulary, spread
 
 Config = Any
 """A ``LlamaConfig`` with what EAGLE adds to it, which has no types of its own."""
@@ -77,11 +79,13 @@ class _Head(nn.Module):
         self.head_dim: int = config.head_dim
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = getattr(config, "draft_vocab_size", None) or target.vocab_size
+        self._vocabulary = Vocabulary(self.vocab_size, target.among)
         self.windows: tuple[int | None, ...] = (None,) * self.num_layers
         self.aux_layers: tuple[int, ...] = ()
         self.mask_token: int = getattr(config, "mask_token", 0)
         self.mask_hidden: nn.Parameter | None = None
-        self._target_embed, self._target_logits = target.embed, target.logits
+        self._among = target.among
+        self._target_embed, self._target_likeliest = target.embed, target.likeliest
         config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.norm: nn.Module = nn.Identity()
@@ -100,9 +104,18 @@ class _Head(nn.Module):
     ) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
         normed = self.norm(hidden)
-        logits = self._target_logits(normed) if self.lm_head is None else self.lm_head(normed)
-        token = logits.argmax(dim=-1)
+        own = self.lm_head
+        token = self._target_likeliest(normed) if own is None else self._vocabulary.likeliest(own(normed))
         return token if self.d2t is None else token + self.d2t[token]
+
+    def spread(self) -> None:
+        """Leave of the layers, and of its own output embeddings, what this rank has: its plan counts on their heads.
+
+        What mixes its inputs stays whole, and so do the output embeddings of MTP modules.
+        """
+        spread(self, LlamaConfig.base_model_tp_plan, kv_heads=self.num_kv_heads, among=self._among)
+        if self.lm_head is not None:
+            self._vocabulary.keep(self.lm_head)
 
     def learn(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """Do nothing: these heads are not given answers."""
@@ -248,7 +261,9 @@ class Mtp(_Head):
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]``, by one module's head."""
         shared: Any = self.layers[module]
         own = shared.shared_head.head
-        logits: torch.Tensor = self._target_logits(hidden) if own is None else own(hidden)
+        if own is None:
+            return self._target_likeliest(hidden)
+        logits: torch.Tensor = own(hidden)
         return logits.argmax(dim=-1)
 
 

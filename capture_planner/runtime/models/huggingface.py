@@ -13,31 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import DataType, Model
 from capture_planner.runtime.models.interface import INTERFACE, SUPPORTED, Call, Probe, RefuseHostReads
-from capture_planner.runtime.models.loading import (
-    Source,
-    contradictions,
-    library_errors,
-    locate,
-    read_tensors,
-    seeded,
-    weights_of,
-)
+from capture_planner.runtime.models.loading import Source, contradictions, library_errors, locate, seeded, weights_of
+from capture_planner.runtime.models.pretrained import llama_of, pretrained, read_configuration
 from capture_planner.runtime.models.protocols import Attend, Weight
+from capture_planner.runtime.models.spread import Vocabulary, spread
+from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts."""
@@ -57,10 +43,11 @@ class HuggingFaceModel:
     """A ``TargetModel``: the decoder of a Hugging Face model, and its output embeddings.
 
     Made by ``load_target``. Raises ``RunError`` where the model cannot be executed in a graph, or
-    its attention is not what the contract has. ``sinks`` says whether a layer has learned sinks.
+    its attention is not what the contract has. ``sinks`` says whether a layer has learned sinks. Heads are counted
+    over all ranks ``among`` which the model is spread.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, max_model_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, name: str, max_model_len: int, among: Collectives = WHOLE) -> None:
         config = model.config.get_text_config(decoder=True)
         self.name = name
         self.windows, self.state_width = _windows(config), 0
@@ -75,6 +62,7 @@ class HuggingFaceModel:
         self._decoder = untyped.get_decoder()
         self._head = untyped.get_output_embeddings()
         self._embedding = self._decoder.get_input_embeddings()
+        self.among = among
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._logit_scale = float(getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
         lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
@@ -82,9 +70,21 @@ class HuggingFaceModel:
         if self._head is None or layers is None:
             raise RunError(f"{name} has no output embeddings, or no list of its layers; {SUPPORTED}")
         self._layers = layers
+        self._vocabulary = Vocabulary(self.vocab_size, among)
+        self._vocabulary.keep(self._head)
         kept = {*self._decoder.modules(), self._head}
         self._parts = [(part, module) for part, module in model.named_modules() if module in kept]
-        self.num_heads, self.num_kv_heads, self.head_dim, self.sinks = self._probe(model)
+        heads, of_rank, self.head_dim, self.sinks = self._probe(model)
+        self.num_heads, self.num_kv_heads = heads, of_rank
+        if among.size > 1:
+            self.num_heads, self.num_kv_heads = config.num_attention_heads, _kv_heads(config)
+            planned = (self.num_heads // among.size, max(self.num_kv_heads // among.size, 1))
+            if (heads, of_rank) != planned:
+                raise RunError(
+                    f"{name}: each of {among.size} ranks has {heads} query and {of_rank} key/value heads, expected "
+                    f"{planned[0]} and {planned[1]}: its tp_plan in transformers does not spread its attention; plan "
+                    "it with parallel.tensor 1"
+                )
 
     def forward(
         self,
@@ -126,6 +126,14 @@ class HuggingFaceModel:
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``, scaled and softcapped."""
+        return self._vocabulary.whole(self._logits(hidden))
+
+    @torch.no_grad()
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._vocabulary.likeliest(self._logits(hidden))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens that this rank has."""
         logits: torch.Tensor = self._head(hidden)
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
@@ -165,7 +173,7 @@ class HuggingFaceModel:
             with RefuseHostReads():  # type: ignore[no-untyped-call]
                 expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
                 hidden, _ = self.forward(input_ids=tokens, embeddings=None, positions=positions, attend=part)
-                logits = self.logits(hidden)
+                logits = self._logits(hidden)
         except RunError as error:
             raise RunError(f"{self.name}: {error}") from error
         except Exception as error:  # of a configuration with impossible numbers, anything
@@ -191,7 +199,13 @@ class HuggingFaceModel:
 
 
 def load_target(
-    source: Path | None, shape: Model, *, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
+    source: Path | None,
+    shape: Model,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    among: Collectives = WHOLE,
 ) -> HuggingFaceModel:
     """Return the model at ``source``, or one of the plan's numbers with random weights.
 
@@ -200,6 +214,9 @@ def load_target(
     for the same ``seed`` and device type; the global generators are left as they were. ``dtype`` of the weights; None:
     the configuration's, or else the one in ``shape``.
 
+    Spread over the ranks ``among``, it is made or read whole first, and then each rank keeps its part: so that the
+    numbers are the same for any number of ranks.
+
     Raises ``RunError`` where there is no model, where weights are missing, and where the model is of a kind that is not
     executed.
     """
@@ -207,7 +224,7 @@ def load_target(
     subject = f"model {shape.name}" if source is None else str(source)
     kind = "no random model has its numbers" if source is None else "not a configuration that transformers reads"
     with library_errors(f"{subject}: {kind}"):
-        config = _llama(shape) if source is None else _configuration(found)
+        config = llama_of(shape) if source is None else read_configuration(found)
         text = config.get_text_config(decoder=True)
         _refuse(config, text, source)
         stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
@@ -222,7 +239,7 @@ def load_target(
     model: Any
     with library_errors(f"{subject}: cannot be loaded"):
         if found.files:
-            model = _pretrained(factory, found, config, options)
+            model = pretrained(factory, found, config, options)
         else:
             with seeded(seed, device):
                 model = factory.from_config(config, **options)
@@ -231,7 +248,9 @@ def load_target(
     if not model._supports_attention_backend:
         raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
     with library_errors(f"{name} cannot be executed"):
-        return HuggingFaceModel(model.eval().requires_grad_(False).to(device), name, shape.max_model_len)
+        model.eval().requires_grad_(False)
+        spread(model, model.tp_plan, kv_heads=_kv_heads(text), among=among, within=model.get_decoder())
+        return HuggingFaceModel(model.to(device), name, shape.max_model_len, among)
 
 
 def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
@@ -283,67 +302,9 @@ def _scale(factor: float, module: nn.Module, args: Any, kwargs: Any, output: Any
     return (after, *rest) if isinstance(output, tuple) else after
 
 
-def _llama(shape: Model) -> LlamaConfig:
-    if shape.latent is not None or shape.sinks or not shape.causal or shape.head_dim % 2:
-        raise RunError(
-            f"model {shape.name}: no random model is made with latent attention, sinks, attention that is not "
-            "causal, or an odd head_dim; give a folder, or a configuration"
-        )
-    hidden = shape.hidden_size or shape.num_heads * shape.head_dim
-    return LlamaConfig(
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        vocab_size=shape.vocab_size or 256,
-        max_position_embeddings=shape.max_model_len,
-        tie_word_embeddings=False,
-    )
-
-
-def _configuration(found: Source) -> PreTrainedConfig:
-    """Read a configuration; code next to it is not run, and no question about it is put on the terminal."""
-    stated = found.read_config()
-    if stated.get("auto_map") and stated.get("model_type") not in CONFIG_MAPPING:
-        raise RunError(f"{found.config}: its model is code next to it, which is not run; {SUPPORTED}")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(found.config, trust_remote_code=False)
-    return config
-
-
-def _pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    """Load weights; the library would make up those that are missing.
-
-    It is given tensors, not the folder: there it would follow the index, an adapter's configuration or a file name in
-    config.json to other folders and to pickled weights.
-    """
-    folder = found.config.parent
-    tensors = {name: stored.tensor for name, stored in read_tensors(found.files).items()}
-    with torch.device("meta"):
-        alike = factory.from_config(config, **options)
-    with _no_progress_bars():
-        model, loading = type(alike).from_pretrained(
-            None, config=alike.config, state_dict=tensors, local_files_only=True, output_loading_info=True, **options
-        )
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        raise RunError(f"{folder}: its safetensors lack {listed}; they do not belong to config.json")
-    loaded: PreTrainedModel = model
-    return loaded
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Leave standard error to our own progress bars; transformers has a switch for the whole process."""
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
-    try:
-        yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+def _kv_heads(config: PreTrainedConfig) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
 
 
 def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:

@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import nn
 
+from capture_planner.runtime.ranks.collectives import Collectives
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class Scoring:
@@ -80,6 +82,8 @@ class TargetModel(_Network, Protocol):
     mrope: bool
     """Whether positions have three sections (multimodal rope), and so the shape ``[3, T]``."""
     dtype: torch.dtype
+    among: Collectives
+    """Of the ranks that it is spread over: heads are counted over all of them, and each has its part."""
 
     def forward(
         self,
@@ -102,6 +106,9 @@ class TargetModel(_Network, Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``."""
+
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the token with the largest logit, ``int64[N]``, for hidden states ``[N, hidden_size]``."""
 
 
 class LayeredModel(TargetModel, Protocol):

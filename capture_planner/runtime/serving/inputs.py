@@ -120,6 +120,16 @@ class DraftRows:
         )
 
 
+def own_prefill_counts(scheduled: ScheduledBatch, states: RequestStates, draft: DraftRows) -> Array:
+    """Return the rows of each request in a first draft pass with rows of its own, ``int64[R]``.
+
+    A request at the model's end has those that fit.
+    """
+    base = states.computed[scheduled.state_indices]
+    counts: Array = np.minimum(scheduled.counts + 1 - draft.shift + draft.masks, states.max_model_len - base)
+    return counts
+
+
 def own_prefill_inputs(
     target: StepInputs,
     scheduled: ScheduledBatch,

@@ -23,6 +23,7 @@ from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.execution.role import ForwardTimes
 from capture_planner.runtime.execution.updates import VerificationInputs
 from capture_planner.runtime.ledger import Forward, Session
+from capture_planner.runtime.serving.agreement import Replicas, StepRanks
 from capture_planner.runtime.serving.inputs import (
     active_loras,
     draft_decode_inputs,
@@ -95,7 +96,8 @@ class StepLauncher:
 
     _scheduler: Scheduler
     _parts: Parts
-    _dispatcher: Dispatcher
+    _dispatcher: Dispatcher | Replicas
+    _ranks: StepRanks
     _pages: PageFormat
     _session: Session
     _count: int
@@ -136,12 +138,30 @@ class StepLauncher:
             promised=self._promised(scheduled, inputs) if parts.state is None else None,
         )
 
+    def run_along(self) -> None:
+        """Run the forwards of a step on dummy batches, where other ranks have requests and this one has none."""
+        self._count += 1
+        self._advanced, parts, ranks = None, self._parts, self._ranks
+        parts.observer.batch(())
+        if parts.comparison is not None:
+            parts.comparison.begin(self._count - 1, (), {})
+        for role, answer in ranks.answers.items():
+            batch, each = answer.batch, parts.roles[role]
+            assert batch is not None, "an idle rank has a dummy batch"
+            inputs = each.dummy_inputs(batch, ranks.draft_tokens)
+            if role is not Role.DRAFT_DECODE:
+                each.run(batch, answer.dispatch, inputs, perf_counter())
+            elif ranks.draft_tokens > 1:
+                longest = self._scheduler.states.max_model_len
+                run_chain(each, batch, answer.dispatch, inputs, ranks.draft_tokens - 1, max_model_len=longest)
+
     def _target_inputs(self, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
         """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
         last, self._advanced = self._advanced, None
         is_decode = not scheduled.prompts and scheduled.query_len == 1
-        if last and last.room and is_decode and np.array_equal(last.state_indices, scheduled.state_indices):
-            # The same requests in the same rows: the fields on the device are this step's already.
+        is_steady = self._ranks.is_steady and is_decode
+        if last and last.room and is_steady and np.array_equal(last.state_indices, scheduled.state_indices):
+            # The same requests in the same rows of the same graph: the fields on the device are this step's already.
             inputs = last.inputs.next_decode()
             self._advanced = _NextDecodes(last.state_indices, inputs, last.room - 1)
             return inputs, True

@@ -13,6 +13,7 @@ from capture_planner.errors import RunError
 from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.ledger import RequestResult, Session, Step
 from capture_planner.runtime.models.protocols import Drafter
+from capture_planner.runtime.serving.agreement import StepRanks
 from capture_planner.runtime.serving.launching import PendingStep, StepLauncher
 from capture_planner.runtime.serving.scheduler import AdmittedRequest, ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
@@ -31,6 +32,7 @@ class Serving:
 
     scheduler: Scheduler
     _launcher: StepLauncher
+    _ranks: StepRanks
     _session: Session
     _drafter: Drafter | None
     _answers: Answers
@@ -44,7 +46,11 @@ class Serving:
 
     @property
     def done(self) -> bool:
-        """Whether all requests are served and nothing is under way."""
+        """Whether all requests are served, also those of other ranks, and nothing is under way."""
+        return self._is_through and self._ranks.all_done
+
+    @property
+    def _is_through(self) -> bool:
         return self.scheduler.done and self._pending is None
 
     @torch.no_grad()
@@ -56,17 +62,21 @@ class Serving:
         if self.is_over:
             raise RunError("this serving was cut off; start another")
         started = perf_counter()
+        is_done = self._is_through
         scheduled, admitted = self.scheduler.schedule()
         if self._drafter is not None:
             for live in admitted:
                 self._drafter.learn(live.state_index, self._answers.get(live.request.name, ()))
+        scheduled = self._ranks.begin(scheduled, is_done=is_done)
         now = None if scheduled is None else self._launcher.launch(scheduled, started)
+        if self._ranks.others_work:
+            self._launcher.run_along()
         if self._runs_ahead:
             # The device has work now, so that reading the tokens of the step before costs it no pause.
             now, self._pending = self._pending, now
         if now is not None:
             self._complete(now)
-        return now is not None or self._pending is not None
+        return now is not None or self._pending is not None or self._ranks.others_work
 
     def cut_off(self) -> None:
         """Take down the requests that were not finished, where serving stops early; nothing is run after."""
@@ -86,7 +96,8 @@ class Serving:
         finished = self._finished(scheduled, verification)
         proposed = step.proposed
         if self._drafter is not None:
-            if proposed is None and len(finished) < scheduled.num_reqs:
+            # Replicas draft alike, also where all requests of one are finished.
+            if proposed is None and (len(finished) < scheduled.num_reqs or not self._ranks.all_done):
                 proposed = self._launcher.draft(step, verification)
             if proposed is not None:
                 self._propose(scheduled, verification, proposed())

@@ -17,6 +17,7 @@ from capture_planner.records.observation import (
     Observation,
     ObservedGraph,
     ObservedRole,
+    ObservedVector,
 )
 from capture_planner.testing.strategies.plans import decisions, entries, list_of
 from capture_planner.testing.strategies.specs import specs
@@ -84,6 +85,24 @@ def _batch_counts(draw: DrawFn, graphs: int) -> BatchCount:
 
 
 @composite
+def _vectors(draw: DrawFn, graphs: int) -> ObservedVector:
+    size = draw(st.integers(1, 4))
+
+    def by_rank(values: SearchStrategy[Any]) -> tuple[Any, ...]:
+        return tuple(draw(st.lists(values, min_size=size, max_size=size)))
+
+    return ObservedVector(
+        num_reqs=by_rank(st.integers(0, 64)),
+        num_tokens=by_rank(st.integers(0, 512)),
+        query_len=by_rank(maybe(st.integers(1, 4))),
+        past_prompt=by_rank(st.booleans()),
+        modes=by_rank(one_of(GraphMode)),
+        steps=draw(st.integers(0, 1 << 40)),
+        **draw(_outcomes(graphs)),
+    )
+
+
+@composite
 def _observed_roles(draw: DrawFn, role: Role) -> ObservedRole:
     graphs = tuple(draw(list_of(_graphs(), max_size=8)))
     costs = st.builds(
@@ -98,6 +117,8 @@ def _observed_roles(draw: DrawFn, role: Role) -> ObservedRole:
         rounded_batches=draw(st.integers(0, 1 << 40)),
         other_batches=draw(st.integers(0, 1 << 40)),
         eager=tuple(draw(list_of(costs, max_size=2))),
+        vectors=tuple(draw(list_of(_vectors(len(graphs)), max_size=2))),
+        other_vectors=draw(st.integers(0, 1 << 40)),
     )
 
 
@@ -119,6 +140,7 @@ def observations(draw: DrawFn) -> Observation:
         torch=draw(maybe(any_text())),
         rank=draw(st.integers(0, 7)),
         world_size=draw(st.integers(1, 8)),
+        replica=draw(st.integers(0, 3)),
         started=draw(one_of(("2026-11-22T13:00:00Z", "2026-11-22T13:00:00.25+00:00"))),
         seconds=draw(_amounts()),
         plan=draw(maybe(one_of(("sha256:" + "0" * 64, "sha256:" + "a1" * 32)))),
@@ -138,5 +160,6 @@ def observations(draw: DrawFn) -> Observation:
         roles=tuple(draw(_observed_roles(role)) for role in roles),
         drafted=draw(positions),
         accepted=draw(positions),
+        idle_steps=draw(st.integers(0, 1 << 40)),
         notes=draw(texts),
     )

@@ -87,6 +87,8 @@ def parameters(folder: Path, module: str, name: str) -> tuple[str, ...] | None:
     *owner, function = name.split(".")
     body = _class(path, owner[0]).body if owner else ast.parse(path.read_text()).body
     for node in body:
+        if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names):
+            return parameters(folder, str(node.module), name)
         if isinstance(node, ast.FunctionDef) and node.name == function:
             every = node.args
             return tuple(each.arg for each in (*every.posonlyargs, *every.args, *every.kwonlyargs))
@@ -122,6 +124,12 @@ class Counts:
 
     def draft(self, drafted: Any, accepted: Any) -> None:
         raise AssertionError("nothing is drafted here")
+
+    def vector(self, shared: Any) -> None:
+        raise AssertionError("the ranks' sums are not observed here")
+
+    def idle(self) -> None:
+        raise AssertionError("no rank is idle here")
 
 
 class ObservedEngine:
@@ -178,7 +186,11 @@ class ObservedEngine:
 
     def differences(self) -> Iterator[str]:
         """Yield where graphs, counts or answers differ from the engine's."""
-        captured = {role: [[*row[:4], *row[5:]] for row in rows] for role, rows in self.engine.graphs.items() if rows}
+        captured = {
+            role: [[*row[:4], *row[5:7]] for row in rows if row[7] == 1]
+            for role, rows in self.engine.graphs.items()
+            if rows
+        }
         own = {
             track.role.value: [
                 [e.mode.value[0], e.num_tokens, e.num_reqs, e.query_len, e.active_loras, e.draft_steps]

@@ -193,6 +193,8 @@ def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation
         engine="vllm",
         engine_version=_version(),
         rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
+        # Replicas of a model without experts share nothing: each has data_parallel_size 1, and its index.
+        replica=getattr(parallel, "data_parallel_index", 0) - parallel.data_parallel_rank,
         world_size=parallel.world_size * replicas,
         started=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         model=str(config.model_config.model),

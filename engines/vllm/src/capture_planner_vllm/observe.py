@@ -31,9 +31,10 @@ from capture_planner_vllm import device, facts, profile
 from capture_planner_vllm import observe_seams as seams
 from capture_planner_vllm.captures import Captures
 from capture_planner_vllm.observe_seams import ObservedFields, Seam
+from capture_planner_vllm.observe_steps import StepHooks
 from capture_planner_vllm.seam import LOG, report, wrap
 from capture_planner_vllm.steps import Track
-from capture_planner_vllm.watch import DISPATCHED, OUTPUT, SAMPLED, SCHEDULED, SPECIALIZED, StepRecorder, StepWatch
+from capture_planner_vllm.watch import StepRecorder, StepWatch
 
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
@@ -67,7 +68,7 @@ def attach(
     Observer(Path(folder), seconds, plan, decisions or {}).watch_managers(module)
 
 
-class Observer:
+class Observer(StepHooks):
     """Observes the model runner of one process."""
 
     def __init__(
@@ -76,12 +77,10 @@ class Observer:
         self._folder, self._seconds, self._plan, self._decisions = folder, seconds, plan, decisions
         self._profile = os.environ.get(PROFILE) == "1"
         self._base: Observation | None = None
-        self._active: StepWatch | None = None
         self._captures: Captures | None = None
         self._recorder: StepRecorder | None = None
-        self._runners = 0
         self._attached = False
-        self._asks = self._reads_drafts = self._reads_joins = True
+        self._asks = self._reads_drafts = True
         self._tracks: tuple[Track, ...] = ()
         self._notes: list[str] = []
 
@@ -104,6 +103,7 @@ class Observer:
         original = getattr(sys.modules.get(seams.RANKS), seams.STEP.name, None)
         if self._wrap(seams.STEP, self._dispatch_step):
             seams.replace_copies(original, getattr(sys.modules[seams.RANKS], seams.STEP.name))
+        self._wrap(seams.RANK_GROUP, self._rank_group)
         self._wrap(seams.FORWARD, self._forward_start)
         self._wrap(seams.SAMPLE, self._sample_tokens)
         self._reads_drafts = self._fits(seams.SCHEDULED) and self._fits(seams.SAMPLED)
@@ -212,7 +212,9 @@ class Observer:
         self._base = base
         self._finish()
         self._runners += 1
-        name = f"vllm.rank{base.rank}.{os.getpid()}" + ("" if self._runners == 1 else f".{self._runners}")
+        replica = f"replica{base.replica}." if base.replica else ""
+        number = "" if self._runners == 1 else f".{self._runners}"
+        name = f"vllm.{replica}rank{base.rank}.{os.getpid()}{number}"
         drafts, bonus = runner.num_speculative_steps if self._reads_drafts else 0, facts.bonus_tokens(runner)
         watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts)
         recorder = StepRecorder(self._folder, name, self._seconds, watch, self._failed)
@@ -267,133 +269,3 @@ class Observer:
                 self._recorder.close()
         except Exception as error:
             self._failed("ending the observation", error)
-
-    # Steps: the hot path. Each wrapper is written out, without a layer in between.
-
-    def _dummy_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _dummy_run(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            active = self._active
-            if active is None or active.dummies:
-                return original(runner, *args, **kwargs)
-            self._active = None
-            try:
-                return original(runner, *args, **kwargs)
-            finally:
-                self._active = active
-
-        return _dummy_run
-
-    def _execute_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def execute_model(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._active is None and self._runners == 0:
-                self._begin_eager(runner, kwargs)
-            watch = self._active
-            if watch is None:
-                return original(runner, scheduler_output, *args, **kwargs)
-            try:
-                timing = next(watch.turns)
-                if timing or watch.since:
-                    watch.begin(timing, not self._reads_joins or bool(scheduler_output.scheduled_new_reqs))
-                if watch.drafts:
-                    watch.log((SCHEDULED, scheduler_output.scheduled_spec_decode_tokens))
-            except Exception as error:
-                self._failed("beginning a step", error)
-            result = original(runner, scheduler_output, *args, **kwargs)
-            if watch.timing:
-                try:
-                    watch.forward_end()
-                except Exception as error:
-                    self._failed("timing a forward", error)
-            return result
-
-        return execute_model
-
-    def _dispatch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def dispatch_cg_and_sync_dp(
-            cudagraph_manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *a: Any, **k: Any
-        ) -> Any:
-            answer = original(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *a, **k)
-            watch = self._active
-            if watch is not None:
-                try:
-                    event = (DISPATCHED, cudagraph_manager, num_reqs, num_tokens, uniform_token_count, k, answer[0])
-                    watch.log(event)
-                    if watch.timing:
-                        watch.timed(event)
-                except Exception as error:
-                    self._failed("counting a dispatch", error)
-            return answer
-
-        return dispatch_cg_and_sync_dp
-
-    def _specialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def specialize_spec_tokens(manager: Any, desc: Any, num_speculative_tokens: int) -> Any:
-            answer = original(manager, desc, num_speculative_tokens)
-            watch = self._active
-            if watch is not None:
-                try:
-                    watch.log(event := (SPECIALIZED, answer, num_speculative_tokens))
-                    if watch.timing:
-                        watch.timed(event)
-                except Exception as error:
-                    self._failed("counting a draft decode", error)
-            return answer
-
-        return specialize_spec_tokens
-
-    def _forward_start(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def forward_start(collector: Any) -> None:
-            original(collector)
-            watch = self._active
-            if watch is not None and watch.timing:
-                try:
-                    watch.forward()
-                except Exception as error:
-                    self._failed("timing a forward", error)
-
-        return forward_start
-
-    def _sample_tokens(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(runner, *args, **kwargs)
-            watch = self._active
-            if watch is not None:
-                try:
-                    if watch.drafts:
-                        watch.log((SAMPLED, id(output)))
-                    if watch.timing:
-                        watch.end()
-                except Exception as error:
-                    self._failed("ending a step", error)
-            return output
-
-        return sample_tokens
-
-    def _get_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_output(output: Any) -> Any:
-            result = original(output)
-            watch = self._active
-            if watch is not None and watch.drafts:
-                try:
-                    # The scheduler shortens these lists; only their lengths can wait.
-                    watch.log((OUTPUT, id(output), result.req_ids, watch.lengths(map(len, result.sampled_token_ids))))
-                except Exception as error:
-                    self._failed("counting drafts", error)
-            return result
-
-        return get_output
-
-    def _shutdown(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def shutdown(runner: Any) -> None:
-            self._finish()
-            original(runner)
-
-        return shutdown

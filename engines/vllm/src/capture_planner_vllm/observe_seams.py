@@ -54,9 +54,9 @@ class Seam:
             has = tuple(inspect.signature(function).parameters)
         except (TypeError, ValueError) as error:
             raise LookupError(f"{self.module}.{self.name} shows no parameters: {error}") from error
-        if has[: len(self.parameters)] != self.parameters:
-            expected = ", ".join(self.parameters)
-            raise LookupError(f"{self.module}.{self.name} takes ({', '.join(has)}), expected ({expected}, ...)")
+        if has[: len(self.parameters) or None] != self.parameters:
+            expected = ", ".join([*self.parameters, "..."] if self.parameters else [])
+            raise LookupError(f"{self.module}.{self.name} takes ({', '.join(has)}), expected ({expected})")
         return owner, name
 
 
@@ -112,6 +112,7 @@ CAPTURE_MODEL = Seam(RUNNER, "GPUModelRunner.capture_model", ("self", "profile_o
 DUMMY = Seam(RUNNER, "GPUModelRunner._dummy_run", ("self", "num_tokens"), "counts, times and drafts")
 EXECUTE = Seam(RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output"), "counts, times and drafts")
 STEP = Seam(RANKS, "dispatch_cg_and_sync_dp", _BATCH, "counts and times")
+RANK_GROUP = Seam(RANKS, "get_dp_group", (), "what data-parallel ranks bring to a step")
 SAMPLE = Seam(RUNNER, "GPUModelRunner.sample_tokens", ("self",), "drafts, and times of drafters")
 SHUTDOWN = Seam(RUNNER, "GPUModelRunner.shutdown", ("self",), "the last counts before a shutdown")
 FORWARD = Seam(OUTPUTS, "StepTimingCollector.forward_start", ("self",), "times of the target")
@@ -123,7 +124,10 @@ SPECIALIZE = Seam(
     "counts of draft decodes",
 )
 
-SEAMS = (INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE)
+SEAMS = (
+    *(INIT, CAPTURE, DISPATCH, CAPTURE_MODEL, DUMMY, EXECUTE, STEP, RANK_GROUP),
+    *(SAMPLE, SHUTDOWN, FORWARD, OUTPUT, SPECIALIZE),
+)
 
 
 def replace_copies(original: Any, replacement: Any) -> None:

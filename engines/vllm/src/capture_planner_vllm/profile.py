@@ -14,6 +14,7 @@ from typing import Any
 
 from capture_planner.measuring.coarsening import Outcome
 from capture_planner.measuring.recorder import Shape, TimedShape
+from capture_planner.measuring.vector_counts import Shared
 from capture_planner.modes import Role
 from capture_planner.records.observation import EagerCost
 from capture_planner_vllm import device
@@ -77,6 +78,12 @@ class EagerSteps:
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Dummy runs verify no drafts."""
+
+    def vector(self, shared: Shared) -> None:
+        """Ranks bring dummy batches."""
+
+    def idle(self) -> None:
+        """Dummy runs are no steps without work."""
 
     def costs(self) -> dict[Role, tuple[EagerCost, ...]]:
         """Return the medians by role, ascending."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from capture_planner.measuring.recorder import Recorder, StepSink
 from capture_planner.modes import Role
+from capture_planner_vllm.observe_ranks import shares
 from capture_planner_vllm.steps import Dispatches, Pass, Track, Verifications
 
 EVERY = 64
@@ -26,7 +27,7 @@ EVERY = 64
 SLICE = 512
 """Events that are read in one go, in less than a millisecond: the engine waits for the interpreter meanwhile."""
 
-SCHEDULED, DISPATCHED, SPECIALIZED, SAMPLED, OUTPUT = range(5)
+SCHEDULED, DISPATCHED, SPECIALIZED, SAMPLED, OUTPUT, VECTOR, IDLE = range(7)
 """What is logged: the first item of each tuple. What reads it in ``steps`` says what is behind."""
 
 
@@ -97,6 +98,7 @@ class StepWatch:
         :param dummies: whether dummy runs are steps too.
         """
         self.sink, self.drafts, self.dummies = sink, drafts, dummies
+        self.ranks = max((track.ranks for track in tracks), default=1)
         self._events: deque[tuple[Any, ...]] = deque()  # its methods are atomic: any thread may log
         self.log = self._events.append
         self.lengths: Callable[[Iterable[int]], Sequence[int]] = bytes if drafts + bonus < 256 else tuple
@@ -112,6 +114,8 @@ class StepWatch:
         self._clock, self._timed = Clock(event), Dispatches(tracks)
         self._target: Pass | None = None
         """The target's pass in a step that is timed."""
+        self._vector: Any = None
+        """What the ranks brought to the dispatch that is logged next."""
 
     def begin(self, timing: bool, joined: bool) -> None:
         """Begin a step that is timed, or one after a timed step.
@@ -189,18 +193,31 @@ class StepWatch:
             kind = event[0]
             if kind == DISPATCHED:
                 passes.append(dispatched(event))
+                if self._vector is not None:
+                    self._shared(passes[-1])
             elif kind == SCHEDULED:
                 scheduled(event)
             elif kind == SPECIALIZED:
                 passes.append(specialized(event))
             elif kind == SAMPLED:
                 sampled(event, dispatches.query_len)
-            else:
+            elif kind == OUTPUT:
                 accepted(event)
+            elif kind == VECTOR:
+                self._vector = event[1]
+            else:
+                self.sink.idle()
         distinct = {id(each): each for each in passes}  # those that are alike are the same object
         for number, steps in Counter(map(id, passes)).items():
             if (each := distinct[number]) is not None:
                 self.sink.add(each[0], steps)
+
+    def _shared(self, passed: Pass | None) -> None:
+        """Count the vector of a dispatch."""
+        vector, self._vector = self._vector, None
+        if passed is not None:
+            role, *_, graph, reason = passed[0]
+            self.sink.vector((role, shares(vector.tolist()), graph, reason))
 
 
 class StepRecorder(Recorder):

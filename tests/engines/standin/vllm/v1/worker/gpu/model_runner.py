@@ -63,7 +63,8 @@ class GPUModelRunner:
         )
         self.execute_model(output, dummy_run=True)
         if self.speculator is not None:
-            self.speculator.propose(num_reqs, num_tokens, width or None, self.num_speculative_steps)
+            drafts = self.num_speculative_steps
+            self.speculator.propose(num_reqs, num_tokens, width or None, drafts, self.state[3])
         self.dummies.append((num_tokens, uniform_decode))
 
     def execute_model(
@@ -78,7 +79,7 @@ class GPUModelRunner:
         randomize_inputs=False,
     ):
         uniform = scheduler_output.uniform
-        desc, _ = dispatch_cg_and_sync_dp(
+        desc, ranks = dispatch_cg_and_sync_dp(
             self.cudagraph_manager,
             len(scheduler_output.num_scheduled_tokens),
             scheduler_output.total_num_scheduled_tokens,
@@ -90,14 +91,14 @@ class GPUModelRunner:
             num_active_loras=0,
         )
         self.step_timing.forward_start()
-        self.state = (scheduler_output, desc, dummy_run)
+        self.state = (scheduler_output, desc, dummy_run, ranks)
 
     def sample_tokens(self, grammar_output):
-        output, desc, dummy_run = self.state
+        output, desc, dummy_run, ranks = self.state
         num_reqs = len(output.num_scheduled_tokens)
         answers = {"target": desc}
         if self.speculator is not None:
-            answers |= self.speculator.propose(num_reqs, desc.num_tokens, output.uniform, output.drafts)
+            answers |= self.speculator.propose(num_reqs, desc.num_tokens, output.uniform, output.drafts, ranks)
         if not dummy_run:
             self.answers.append((output, answers))
         return AsyncOutput(ModelRunnerOutput(list(output.num_scheduled_tokens), output.sampled))

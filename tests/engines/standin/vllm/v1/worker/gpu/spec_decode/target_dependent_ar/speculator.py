@@ -28,17 +28,18 @@ class TargetDependentARSpeculator:
             lengths = self.vllm_config.chain_lengths if self.supports_decode_metadata_update else ()
             self.decode_cudagraph_manager.capture(None, lengths=lengths)
 
-    def propose(self, num_reqs, num_tokens_padded, uniform, num_speculative_tokens):
+    def propose(self, num_reqs, num_tokens_padded, uniform, num_speculative_tokens, ranks=None):
         dp_size = self.vllm_config.parallel_config.data_parallel_size
+        across = {"dp_size": dp_size, "dp_rank": 0, "dp_sync_state": ranks}
         uniform = None if uniform is None else np.int64(uniform)  # vLLM's drafters take a maximum by numpy
         answers = {}
         desc, _ = dispatch_cg_and_sync_dp(
-            self.prefill_cudagraph_manager, num_reqs, num_tokens_padded, uniform, dp_size=dp_size, dp_rank=0
+            self.prefill_cudagraph_manager, num_reqs, num_tokens_padded, uniform, **across
         )
         answers["draft_prefill"] = desc
         if num_speculative_tokens > 1:
             desc, _ = dispatch_cg_and_sync_dp(
-                self.decode_cudagraph_manager, num_reqs, num_reqs, uniform_token_count=1, dp_size=dp_size, dp_rank=0
+                self.decode_cudagraph_manager, num_reqs, num_reqs, uniform_token_count=1, **across
             )
             answers["draft_decode"] = self.decode_cudagraph_manager.specialize_spec_tokens(desc, num_speculative_tokens)
         return answers

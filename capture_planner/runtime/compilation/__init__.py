@@ -1,0 +1,1 @@
+"""Compiled bodies: the layers of a model as few kernels, between calls of attention that stay as they are."""

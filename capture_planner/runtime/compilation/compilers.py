@@ -1,0 +1,30 @@
+"""What makes functions of the pieces of a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from capture_planner.runtime.compilation.pieces import Compiler, Function
+
+
+def operators(module: fx.GraphModule, inputs: list[Any]) -> Function:
+    """Run the operators one by one, as they were traced: recorded graphs see them."""
+    return module
+
+
+def inductor(module: fx.GraphModule, inputs: list[Any]) -> Function:
+    """Compile with Inductor, for any T. Its caches on disk have what an earlier process compiled."""
+    from torch._inductor import standalone_compile
+
+    for node in module.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
+    compiled: Function = standalone_compile(module, inputs, dynamic_shapes="from_graph")
+    return compiled
+
+
+def compiler_for(device: torch.device) -> Compiler:
+    """Return Inductor on a GPU. Elsewhere operators are run as they are: Inductor's code for a CPU calls none."""
+    return inductor if device.type == "cuda" else operators

@@ -1,0 +1,162 @@
+"""Tensor parallelism: a model's layers are spread over ranks as transformers' ``tp_plan`` says.
+
+The plan is the library's. What it says is done here, with plain tensors: the library's own weights are DTensors, which
+have no one address that a graph could hold and a guard could compare, and it neither repeats key/value heads where
+there are fewer of them than ranks nor reduces with anything but ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from capture_planner.errors import RunError
+from capture_planner.runtime.ranks.collectives import Collectives
+
+_WHOLE = frozenset(
+    {
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "colwise_gather_output",
+        "colwise_rep",
+        "rowwise_split_input",
+        "rowwise_rep",
+        "local_params",
+    }
+)
+"""Styles whose modules give the same whole output on every rank. They stay whole here, and so need no collective."""
+
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+
+class PartialLinear(nn.Module):
+    """The columns of a linear layer that this rank has: outputs are summed over ranks, then the bias is added."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, among: Collectives) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._among = among
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        total = self._among.all_reduce(nn.functional.linear(inputs, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class Vocabulary:
+    """The tokens of which each rank has the output embeddings, and so the logits; of one rank all."""
+
+    def __init__(self, vocab_size: int, among: Collectives) -> None:
+        self._among, self._vocab_size = among, vocab_size
+        self._width = -(-vocab_size // among.size)
+        self._first = among.rank * self._width
+
+    def keep(self, head: nn.Module) -> None:
+        """Leave of output embeddings, a linear layer, this rank's rows."""
+        if self._among.size > 1:
+            _keep_rows(head, slice(self._first, self._first + self._width))
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens ``[N, vocab_size]``, of those that each rank has."""
+        if self._among.size == 1:
+            return part
+        padded = nn.functional.pad(part, (0, self._width - part.shape[1]))
+        return self._among.gather(padded).transpose(0, 1).flatten(1)[:, : self._vocab_size]
+
+    def likeliest(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the token with the largest logit, ``int64[N]``: of each rank's best, not of all logits."""
+        if self._among.size == 1:
+            return part.argmax(dim=-1)
+        values, tokens = part.max(dim=-1)
+        # Exact in float64: any logit, and any token.
+        best = self._among.gather(torch.stack([values.double(), (tokens + self._first).double()]))
+        return best[:, 1].gather(0, best[:, 0].argmax(dim=0, keepdim=True))[0].long()
+
+
+def spread(
+    model: nn.Module, tp_plan: Mapping[str, str], *, kv_heads: int, among: Collectives, within: nn.Module | None = None
+) -> None:
+    """Leave of each layer of ``model`` what this rank has of it, in place.
+
+    :param tp_plan: by module or parameter, with ``*`` for a number, the style of transformers.
+    :param kv_heads: of a layer, over all ranks. Of fewer than there are ranks, neighbours have the same one.
+    :param within: a part of ``model``, outside of which nothing is changed.
+    :raises RunError: for a style that is not known here, and a width that the ranks cannot share.
+    """
+    if among.size == 1:
+        return
+    inside = set((within or model).modules())
+    parents = {name: module for name, module in model.named_modules() if module in inside}
+    names = {*parents, *(name for name, _ in model.named_parameters() if name.rpartition(".")[0] in parents)}
+    for name, style in _matches(tp_plan, names):
+        parent, _, leaf = name.rpartition(".")
+        owner, module = parents.get(parent, model), parents.get(name)
+        place = among.rank, among.size
+        if leaf in _KEYS_AND_VALUES and kv_heads < among.size:
+            place = among.rank * kv_heads // among.size, kv_heads
+        part = _Part(name, *place)
+        if style in _WHOLE:
+            continue
+        if style == "colwise" and isinstance(module, nn.Linear):
+            _keep_rows(module, part.slice_of(module.out_features))
+        elif style == "rowwise" and isinstance(module, nn.Linear):
+            columns = part.slice_of(module.in_features)
+            setattr(owner, leaf, PartialLinear(module.weight[:, columns].clone(), module.bias, among))
+        elif style == "moe_tp_experts" and module is not None:
+            module.register_forward_hook(_summed(among))
+        elif style in _OF_PARAMETERS and module is None:
+            axis, blocks = _OF_PARAMETERS[style]
+            whole: torch.Tensor = getattr(owner, leaf)
+            setattr(owner, leaf, nn.Parameter(part.of(whole, max(whole.ndim + axis, 0), blocks), requires_grad=False))
+        else:
+            raise RunError(
+                f"{name}: transformers spreads it in the style {style}, which is not executed; plan it with "
+                "parallel.tensor 1"
+            )
+
+
+_OF_PARAMETERS = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2), "packed_rowwise": (-1, 2)}
+"""Of parameters that are no linear layer's: the axis that is shared, and the blocks in which it is (gate and up)."""
+
+
+def _matches(tp_plan: Mapping[str, str], names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield each module or parameter that the plan has a style for."""
+    for pattern, style in tp_plan.items():
+        matcher = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        yield from ((name, style) for name in sorted(names) if matcher.fullmatch(name))
+
+
+class _Part:
+    """The part of a width that a rank has: the one at ``place`` of ``count`` equal ones."""
+
+    def __init__(self, name: str, place: int, count: int) -> None:
+        self._name, self._place, self._count = name, place, count
+
+    def slice_of(self, width: int) -> slice:
+        if width % self._count:
+            raise RunError(
+                f"{self._name}: {self._count} ranks cannot share a width of {width}; plan it with a parallel.tensor "
+                "that divides it"
+            )
+        each = width // self._count
+        return slice(self._place * each, (self._place + 1) * each)
+
+    def of(self, whole: torch.Tensor, axis: int, blocks: int) -> torch.Tensor:
+        """Return the part of each of ``blocks`` equal blocks along an axis, in memory of its own."""
+        chunks = whole.chunk(blocks, axis)
+        rows = self.slice_of(chunks[0].shape[axis])
+        return torch.cat([chunk.narrow(axis, rows.start, rows.stop - rows.start) for chunk in chunks], axis).clone()
+
+
+def _keep_rows(linear: nn.Module, rows: slice) -> None:
+    for name, whole in list(linear.named_parameters(recurse=False)):
+        setattr(linear, name, nn.Parameter(whole[rows].clone(), requires_grad=False))
+
+
+def _summed(among: Collectives) -> Callable[[nn.Module, object, torch.Tensor], torch.Tensor]:
+    return lambda module, inputs, output: among.all_reduce(output)

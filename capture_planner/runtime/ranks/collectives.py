@@ -1,0 +1,99 @@
+"""Collectives on the device, among the ranks that share one model: the sum after a layer, the choice of a token."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from capture_planner.errors import RunError
+from capture_planner.records.text import counted
+from capture_planner.runtime.ranks.peers import Peers
+
+
+class Collectives(Protocol):
+    """What a model that is spread over ranks calls in its forward. Graphs hold these calls."""
+
+    rank: int
+    """Among the tensor-parallel ranks."""
+    size: int
+    calls: int
+    """Collectives that were called so far, in graphs and outside: equal on all ranks, or they wait for each other."""
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks, of the shape of ``partial``, which may be overwritten."""
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, ``[size, *part.shape]``."""
+
+    def keep(self, graph: object) -> None:
+        """Note a graph that holds calls: what they communicate through is there for as long as it is."""
+
+    def release(self) -> None:
+        """Give up what calls communicate through. Raises ``RunError`` while there is a graph that holds calls."""
+
+
+@final
+class _One:
+    """Of a model that is whole on this rank."""
+
+    rank, size, calls = 0, 1, 0
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return part.unsqueeze(0)
+
+    def keep(self, graph: object) -> None:
+        """Do nothing: no graph holds a call."""
+
+    def release(self) -> None:
+        """Do nothing: there is nothing to give up."""
+
+
+WHOLE: Collectives = _One()
+"""The collectives of a model that is whole on one rank: none."""
+
+
+class GroupCollectives:
+    """Over a group of torch.distributed: NCCL on GPUs, which CUDA graphs hold, or gloo on CPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.calls = dist.get_rank(group), dist.get_world_size(group), 0
+        self._group = group
+        self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        dist.all_reduce(partial, group=self._group)
+        return partial
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        _gather(whole, part.contiguous(), group=self._group)
+        return whole.view(self.size, *part.shape)
+
+    def keep(self, graph: object) -> None:
+        self._graphs.add(graph)
+
+    def release(self) -> None:
+        # The end of a process group waits for what graphs hold of it (pytorch#115388).
+        if self._graphs:
+            raise RunError(
+                f"{counted(len(self._graphs), 'graph')} with collectives in them are still there; leave the runner "
+                "before its ranks part"
+            )
+
+
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The name of torch 2.13, or of those before it."""
+
+
+def collectives_of(peers: Peers) -> Collectives:
+    """Return the collectives among the ranks that share this one's model."""
+    group = peers.tensor_group()
+    return WHOLE if group is None else GroupCollectives(group)

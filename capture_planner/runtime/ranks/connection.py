@@ -1,0 +1,152 @@
+"""Connecting a process to the other ranks, and parting from them: with all, or because of one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import monotonic, sleep
+
+import attrs
+from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
+
+from capture_planner.errors import RankError
+from capture_planner.runtime.ranks.board import Board, StoreBoard, open_store
+from capture_planner.runtime.ranks.plane import LONGEST, ControlPlane, meet
+from capture_planner.runtime.ranks.processes import LocalProcesses, RankProcess, card
+from capture_planner.runtime.ranks.watch import EndProcess, RankVerdict, RankWatch, WaitLimits, sentence
+
+CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "socket timeout", "broken pipe")
+"""In errors of collectives whose other end is gone. The ranks' verdict says better which rank it was."""
+
+PARTING = 30.0
+"""Seconds that a store outlives the run, for ranks whose groups take long to close."""
+
+
+@attrs.frozen(kw_only=True)
+class Connection:
+    """What a connected process has."""
+
+    plane: ControlPlane
+    store: Store
+    hosts: tuple[str, ...]
+    """By rank."""
+    limits: WaitLimits
+
+    def raise_cause(self, error: BaseException) -> None:
+        """Raise which rank broke a connection, once the ranks know; return where none of them is gone."""
+        self.plane.raise_cause(error, self.limits.silence + self.limits.grace)
+
+
+@contextmanager
+def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[Connection]:
+    """Meet the other ranks, and be watched by them until the end of the context.
+
+    Raises ``RankError`` where a rank is missing, died, or ended with an error: the same sentence on all ranks. A main
+    thread that cannot raise it, as it waits inside a collective, is ended around by ``end``, on another thread.
+    """
+    where = f"{me.address}:{me.port}"
+    hosts_store = not me.has_store and me.rank == 0
+    try:
+        store = open_store(me.address, me.port, hosts=hosts_store, seconds=max(limits.start, limits.slow or 0))
+    except RuntimeError as error:
+        raise RankError(_unreachable(me, where, limits, error), () if me.has_store else (0,)) from error
+    board = StoreBoard(store, where, None if me.has_store else 0)
+    try:
+        cards = meet(board, me.rank, me.size, card(), limits)
+    except RankError:
+        _part_from(board, me, limits.beat, hosts_store=hosts_store)
+        raise
+    hosts = tuple(str(each["host"]) for each in cards)
+    names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
+    with ExitStack() as ends:
+        processes = LocalProcesses(me.rank, cards)
+        ends.callback(processes.close)
+        watch = RankWatch(board, me.rank, names, limits, gone=processes.gone)
+        ends.callback(_threads(watch, limits, end))
+        ends.callback(_on_sigterm(watch))
+        plane = ControlPlane(board, watch, me.rank, me.size)
+        connection = Connection(plane=plane, store=store, hosts=hosts, limits=limits)
+        try:
+            yield connection
+        except BaseException as error:
+            # What watches this process goes on: its end may wait for what a rank that is gone had to do.
+            ends.pop_all()
+            try:
+                _end_with(connection, error)
+            finally:
+                _part_from(board, me, limits.grace, hosts_store=hosts_store)
+            raise
+    watch.leave()
+    _part_from(board, me, PARTING, hosts_store=hosts_store)
+
+
+def _end_with(connection: Connection, error: BaseException) -> None:
+    """Show the others why this rank ends; raise their verdict where that is the cause."""
+    watch, limits = connection.plane.watch, connection.limits
+    text = f"{sentence(error)} {error.__cause__ or ''}".lower()
+    is_known = isinstance(error, RankError) or not isinstance(error, Exception)
+    if not is_known and any(word in text for word in CONNECTION_WORDS):
+        watch.cause(limits.silence + limits.grace)
+    verdict = watch.verdict
+    watch.leave(error if verdict is None else verdict.error())
+    if verdict is not None and not is_known:
+        raise verdict.error() from error
+
+
+def _part_from(board: Board, me: RankProcess, seconds: float, *, hosts_store: bool) -> None:
+    """Read and write no more; a store in this process waits until no other rank does."""
+    if not hosts_store:
+        board.post(f"parted/{me.rank}", "")
+        return
+    keys, until = [f"parted/{rank}" for rank in range(1, me.size)], monotonic() + seconds
+    while None in board.read(keys) and monotonic() < until:
+        sleep(LONGEST)
+
+
+def _threads(watch: RankWatch, limits: WaitLimits, end: EndProcess) -> Callable[[], None]:
+    """Start the threads of a watch; return what stops them."""
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(limits.beat):
+            try:
+                watch.look()
+            except RankError as error:
+                watch.conclude(RankVerdict(says=str(error), ranks=error.ranks))
+                return
+
+    def guard() -> None:
+        while not stop.wait(limits.beat):
+            watch.guard(end)
+
+    threads = [threading.Thread(target=work, name=work.__name__, daemon=True) for work in (look, guard)]
+    for thread in threads:
+        thread.start()
+
+    def join() -> None:
+        stop.set()
+        for thread in threads:
+            thread.join(limits.grace)
+
+    return join
+
+
+def _on_sigterm(watch: RankWatch) -> Callable[[], object]:
+    """Let SIGTERM wait for the reason: torchrun sends it to all ranks when one has died. Return what undoes it."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGTERM, lambda number, frame: watch.terminate())
+    return lambda: signal.signal(signal.SIGTERM, before)
+
+
+def _unreachable(me: RankProcess, where: str, limits: WaitLimits, error: BaseException) -> str:
+    reason = str(error).partition("\n")[0]
+    if me.rank == 0 and not me.has_store:
+        return f"rank 0 cannot open a store at {where}: {reason}; choose another MASTER_PORT"
+    cause = "its launcher has ended" if me.has_store else "rank 0, which opens it, has not started"
+    return (
+        f"rank {me.rank} found no store at {where} within {limits.start:g} s: {cause}, or the address cannot be "
+        f"reached from here: {reason}"
+    )

@@ -1,0 +1,112 @@
+"""Peers over torch.distributed: the control plane of a connection, gloo for the host, NCCL or gloo for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-ignore]
+
+from capture_planner.errors import RankError, RunError
+from capture_planner.runtime.ranks.connection import Connection
+from capture_planner.runtime.ranks.peers import Array, Place, Plain
+
+STEP = "the agreement of a step"
+FOREVER = timedelta(days=1)
+"""The limit of a collective: the watch of the ranks knows sooner, and better, what is wrong."""
+
+COLLECTING = 3.0
+"""Seconds in which the ranks' last words are waited for."""
+
+
+class RankGroup:
+    """The other ranks of a connected process, see ``Peers``.
+
+    The groups of torch.distributed are opened by the first call that needs one, on all ranks alike. Raises ``RunError``
+    for a process that has opened the default group already.
+    """
+
+    def __init__(self, connection: Connection, *, tensor_size: int, data_size: int, device: torch.device) -> None:
+        plane = connection.plane
+        self.place = Place.of(
+            plane.rank, tensor_size=tensor_size, data_size=data_size, host=connection.hosts[plane.rank]
+        )
+        self._connection, self._plane, self._watch, self._device = connection, plane, plane.watch, device
+        self._host: dist.ProcessGroup | None = None
+        self._tensor: dist.ProcessGroup | None = None
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The machine of each rank."""
+        return self._connection.hosts
+
+    def exchange(self, topic: str, value: Plain) -> tuple[Plain, ...]:
+        return self._plane.exchange(topic, value)
+
+    def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
+        if interrupted:
+            self._watch.interrupt()
+        return self._plane.collect(topic, value, COLLECTING)
+
+    def agree(self, numbers: Sequence[int]) -> Array:
+        host = self._opened()
+        buffers = self._buffers.get(len(numbers))
+        if buffers is None:
+            mine = torch.zeros(len(numbers), dtype=torch.int64)
+            all_ranks = torch.zeros(self.place.size * len(numbers), dtype=torch.int64)
+            buffers = self._buffers[len(numbers)] = mine, all_ranks
+        mine, all_ranks = buffers
+        self._watch.begin(STEP)
+        mine.numpy()[:] = numbers
+        try:
+            # As dist.all_gather_into_tensor does, whose checks would take as long again.
+            host._allgather_base(all_ranks, mine).wait()
+        except RuntimeError as error:
+            self._connection.raise_cause(error)
+            raise RankError(
+                f"{self.place}: the agreement of a step broke: {str(error).partition(chr(10))[0]}"
+            ) from error
+        self._watch.done()
+        return all_ranks.numpy().reshape(self.place.size, -1).copy()
+
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        self._opened()
+        return self._tensor
+
+    def close(self) -> None:
+        self.exchange("the end", None)
+        if self._host is not None:
+            dist.destroy_process_group()
+        self._host = self._tensor = None
+
+    def _opened(self) -> dist.ProcessGroup:
+        if self._host is None:
+            if dist.is_initialized():
+                raise RunError("this process has a group of torch.distributed already; end it before a plan is run")
+            self.exchange("the groups", None)
+            try:
+                self._host = self._open()
+            except RuntimeError as error:
+                self._connection.raise_cause(error)
+                raise
+        return self._host
+
+    def _open(self) -> dist.ProcessGroup:
+        place, is_gpu = self.place, self._device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            store=PrefixStore("groups", self._connection.store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=FOREVER,
+        )
+        # One of its own, so that agreements on one thread cannot mix with other collectives of the host.
+        host: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=FOREVER)
+        for data in range(place.data_size if place.tensor_size > 1 else 0):
+            ranks = range(data * place.tensor_size, (data + 1) * place.tensor_size)
+            group = dist.new_group(list(ranks), backend="nccl" if is_gpu else "gloo", timeout=FOREVER)
+            self._tensor = group if data == place.data else self._tensor
+        return host

@@ -1,0 +1,103 @@
+"""Law 8 for what really ran: replicas that serve requests run the same entries, and each says what it says alone."""
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from capture_planner.analysis.data_parallel import agree
+from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.modes import Reason
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.ranks.peers import ALONE
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.agreement import vectors_of
+from support.rank_threads import on_ranks, replicas_of
+from support.worlds import requests_of, worlds
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FEW = settings(max_examples=max(settings.default.max_examples // 2, 5))
+
+
+def served(world, requests, peers=None, *, captured=True, **options):
+    """Serve requests on one rank; return its runner and what each request was given."""
+    together = {} if peers is None else {"peers": peers}
+    runner = Runner(
+        world.plan,
+        world.target,
+        world.drafter,
+        world.registry,
+        RecordedGraphs(),
+        pages=world.pages,
+        options=Options(**options),
+        **together,
+    )
+    with runner:
+        if captured:
+            # By itself: a capture is collective, and this test leaves one rank out of it.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(runner, "peers", ALONE)
+                runner.capture()
+        found = runner.serve(requests)
+    return runner, {each.name: each.tokens for each in found}
+
+
+def ran(runner):
+    """Return by step and role the entry, and the reason where there is none."""
+    found = {}
+    for forward in runner.session.forwards:
+        found.setdefault((forward.step, forward.role), (forward.entry, forward.reason))
+    return found
+
+
+@FEW
+@given(worlds(), st.integers(2, 4), st.integers(0, 1 << 16), st.sampled_from((None, True)), st.booleans())
+def test_replicas_run_the_same_entries_and_say_what_one_model_says(world, size, seed, ahead, poison):
+    """Requests are dealt in turns, so that ranks are idle, in prompts and in decodes at different steps."""
+    each = replicas_of(world, size)
+    requests = requests_of(world, seed)[: size + 3]
+    _, expected = served(each[0], requests)
+    options = {"poison": poison} if poison else {"run_ahead": ahead, "drafts_on_device": ahead}
+    found = on_ranks(
+        size, lambda peers: served(each[peers.place.rank], requests[peers.place.data :: size], peers, **options)
+    )
+    assert all(not isinstance(one, Exception) for one in found), found
+    assert {name: tokens for _, answers in found for name, tokens in answers.items()} == expected
+    runners = [runner for runner, _ in found]
+    vectors = [[step.numbers for step in runner.session.rank_steps] for runner in runners]
+    assert all(one == vectors[0] for one in vectors)
+    idle = [[step.is_idle for step in runner.session.rank_steps] for runner in runners]
+    event("idle ranks run along" if any(map(any, idle)) else "no rank is idle")
+    dispatcher = Dispatcher(world.plan)
+    roles = [role.role for role in world.plan.roles]
+    forwards = [ran(runner) for runner in runners]
+    for step, numbers in enumerate(vectors[0]):
+        for role, vector in vectors_of(roles, numbers).items():
+            agreement = agree(dispatcher, vector)
+            for rank, entries in enumerate(forwards):
+                if (step, role) in entries:
+                    assert not idle[rank][step]
+                    assert entries[step, role] == (agreement.entry, agreement.reason)
+
+
+@FEW
+@given(worlds(), st.integers(2, 3), st.data())
+def test_one_rank_without_graphs_makes_all_eager_with_the_reason(world, size, data):
+    """A rank that captured nothing: where the plan has an entry, each rank says that a rank has none."""
+    each = replicas_of(world, size)
+    without = data.draw(st.integers(0, size - 1))
+    requests = requests_of(world, 0)[: size + 1]
+
+    def work(peers):
+        rank = peers.place.rank
+        return served(each[rank], requests[rank::size], peers, captured=rank != without)[0]
+
+    dispatcher = Dispatcher(each[0].plan)
+    roles = [role.role for role in world.plan.roles]
+    for runner in on_ranks(size, work):
+        assert isinstance(runner, Runner), runner
+        for (step, role), (entry, reason) in ran(runner).items():
+            vector = vectors_of(roles, runner.session.rank_steps[step].numbers)[role]
+            alone = dispatcher.dispatch(vector.joint())
+            assert entry is None
+            assert reason is (Reason.RANK if alone.entry is not None else alone.reason)

@@ -1,0 +1,78 @@
+"""Compiled bodies: what is served is what is served without them, to the bit, whatever the plan."""
+
+import pytest
+import torch
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from capture_planner import load_backends
+from capture_planner.errors import PlanningError
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records._base import replace
+from capture_planner.records.model import DataType
+from capture_planner.records.spec import Lora, Roles
+from capture_planner.runtime.assembly import dtype_of
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.adapters import LoraAdapters, random_adapters
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import with_adapters
+from support.runs import CPU, requests_for, runnable_specs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REGISTRY = load_backends()
+FEW = settings(max_examples=max(settings.default.max_examples // 3, 3))
+OPTIONS = st.fixed_dictionaries(
+    {
+        "poison": st.booleans(),
+        "replay": st.sampled_from((True, True, True, False)),
+        "run_ahead": st.booleans(),
+        "drafts_on_device": st.booleans(),
+    }
+)
+
+
+def served(plan, target, adapters, requests, **options):
+    """Return each request's tokens, and the bits that the last forwards of target and drafter left."""
+    drafter = None
+    if plan.speculative is not None:
+        length = plan.model.max_model_len + plan.speculative.num_tokens + 1
+        drafter = choose_drafter("random", plan.speculative, target, num_states=plan.limits.max_num_reqs, length=length)
+    pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
+    loaded = LoraAdapters(target.linears(), adapters) if adapters else None
+    with Runner(
+        plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages, options=Options(**options), adapters=loaded
+    ) as runner:
+        runner.capture()
+        tokens = {done.name: done.tokens for done in runner.serve(requests)}
+        state = runner.parts.state
+        left = [runner.parts.target.hidden, *([] if state is None else [state.hidden, state.proposed])]
+    return tokens, [tensor.nan_to_num(0.0) if tensor.is_floating_point() else tensor for tensor in left], runner
+
+
+@settings(FEW)
+@given(st.data(), OPTIONS)
+def test_a_compiled_run_has_the_bits_of_one_that_is_not(data, options):
+    """All modes, drafters and adapters, from graphs and without; padded and poisoned."""
+    spec = data.draw(runnable_specs(dtype=DataType.FLOAT32))
+    requests = data.draw(requests_for(spec))
+    lora = data.draw(st.sampled_from((None, None, Lora(max_active=2))))
+    try:
+        plan = make_plan(replace(spec, lora=lora, roles=Roles() if lora else spec.roles), CPU, REGISTRY)
+    except PlanningError:
+        plan = None
+    assume(plan is not None)
+    target = load_target(None, plan.model, device=torch.device("cpu"), dtype=dtype_of(plan.model.dtype), seed=5)
+    adapters = ()
+    if lora is not None:
+        adapters = random_adapters(target.linears(), 2, seed=3)
+        requests = with_adapters(requests, 2, seed=3)
+    tokens, left, runner = served(plan, target, adapters, requests, compile=True, **options)
+    assert runner.compilation.not_compiled == ()
+    expected, bits, _ = served(plan, target, adapters, requests, **options)
+    assert tokens == expected
+    assert all(map(torch.equal, left, bits))
+    event(f"{plan.speculative and plan.speculative.method}, {spec.mode}, lora {lora is not None}")
