@@ -224,7 +224,7 @@ def _check_own(error: Exception) -> None:
     """Raise an error that is not SGLang's: of this oracle, of a stub, or for want of a device."""
     *_, last = traceback.walk_tb(error.__traceback__)
     place = Path(last[0].f_code.co_filename)
-    mine = place.parent == _HERE and not isinstance(error, launching.Refusal | ValueError)
+    mine = place.parent == _HERE and not isinstance(error, launching.scheduling.Refusal | ValueError)
     lacking = any(word in str(error) for word in ("_Permissive", "Stub", "SimpleNamespace' object", "Pools' object"))
     if mine or lacking or place.parts[-3:-1] == ("torch", "cuda"):
         raise error

@@ -14,11 +14,8 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from support.files import module_at
 
-drafts = module_at(Path(__file__).parent / "sglang_drafts.py")
-
-
-class Refusal(Exception):
-    """What SGLang refuses where it makes its pools."""
+_HERE = Path(__file__).parent
+drafts, scheduling = module_at(_HERE / "sglang_drafts.py"), module_at(_HERE / "sglang_scheduling.py")
 
 
 class Launch:
@@ -36,42 +33,10 @@ class Launch:
         self.config = m.memory.model_config_of(record)
         self.context = self.config.context_len
         self.draft = drafts.config(m, record, self.algorithm)
-        self.pool = self._pool()
+        self.pool = scheduling.pool(self)
         self.lora = self._lora_manager()
         with self.parallel.override(tp_group=None):
             self.runners = self._capture()
-
-    def _pool(self) -> int:
-        tokens, page = self.view.max_total_tokens, self.view.page_size
-        if tokens is not None:
-            tokens = tokens // page * page
-        elif self.schedule.max_running_requests is not None:
-            tokens = 1 << 40
-        else:
-            # Enough for the fewest requests that a pool is made for, and no more.
-            tokens = max(4 * self.context, 4096)
-        kind = self.m.pools.KVCacheConfigurator
-        methods = ("_handle_max_mamba_cache", "_calculate_mamba_ratio", "resolve_max_num_reqs")
-        # Its own fields are slots, of which most describe a device.
-        own = type("Pools", (types.SimpleNamespace,), {name: getattr(kind, name) for name in methods})
-        configurator = own(
-            model_config=self.config,
-            attn_dp_size=self.parallel.attn_dp_size,
-            pp_size=self.record.pp_size,
-            spec_algorithm=self.algorithm,
-            mambaish_config=self.m.hybrids.mambaish_config(self.config),
-            hybrid_gdn_config=self.m.hybrids.hybrid_gdn_config(self.config),
-            hybrid_kda_config=None,
-            fused_entry_bytes=lambda _: None,
-            extra_mamba_cache_bytes_per_req=0,
-        )
-        if configurator.mambaish_config is not None:
-            # In GiB: room for the states of as many requests as the flags allow.
-            configurator._handle_max_mamba_cache(1 << 40)
-        found = configurator.resolve_max_num_reqs(tokens)
-        if found < 1:
-            raise Refusal("max_running_request is zero")
-        return int(found)
 
     def _lora_manager(self) -> Any:
         if not self.view.enable_lora:
@@ -355,29 +320,13 @@ class Launch:
             batch_size=counts[0],
             original_global_num_tokens_cpu=list(counts),
             can_run_decode_cuda_graph=True,
-            can_run_tbo=self._splits(max(counts)),
+            can_run_tbo=scheduling.splits(self, max(counts)),
             lora_ids=None,
             input_ids=torch.empty(counts[0] * runner.captured_req_width, device="meta"),
         )
         if not runner.can_run_graph(forward):
             return None
         return int(runner._pad_to_bucket(runner._max_dp_batch_size(forward), runner.capture_bs))
-
-    def _splits(self, requests: int) -> bool:
-        """Whether the scheduler splits a batch of decodes that each rank has, where it asks the ranks at all."""
-        if not self.m.common.require_mlp_sync():
-            return False
-        preparer = self.m.overlap.TboDPAttentionPreparer()
-        local = types.SimpleNamespace(
-            forward_mode=self.m.batches.ForwardMode.DECODE,
-            spec_info=None,
-            batch_size=lambda: requests,
-            extend_lens=None,
-            is_extend_in_batch=False,
-        )
-        gathered = torch.tensor([preparer.prepare_all_gather(local)] * self.parallel.num_dp_ranks)
-        index, _ = preparer.compute_output(gathered)
-        return index is not None
 
     def _answer_decode(self, batch: Batch, width: int | None) -> list[Any] | None:
         runner = self.runners[batch.role, "decode"]
@@ -395,7 +344,7 @@ class Launch:
             input_ids=torch.empty(batch.num_tokens, device="meta"),
             original_global_num_tokens_cpu=ranks,
             can_run_decode_cuda_graph=True,
-            can_run_tbo=self._splits(batch.num_reqs),
+            can_run_tbo=scheduling.splits(self, batch.num_reqs),
             can_run_dp_draft_cuda_graph=True,
             lora_ids=ids if batch.role is Role.TARGET else None,
         )

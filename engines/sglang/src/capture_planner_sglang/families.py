@@ -60,7 +60,7 @@ def _profiled(r: Startup) -> bool:
 
 
 def _choose_linear(r: Startup) -> None:
-    """Choose attention beside linear attention on SM100, and how states are kept for shared prefixes."""
+    """Choose the other layers' attention on SM100, and how states are kept for shared prefixes."""
     args = r.args
     if args.linear_attn_backend != "triton":
         says = f"SGLang's linear attention on {args.linear_attn_backend} is not emulated"
@@ -71,9 +71,9 @@ def _choose_linear(r: Startup) -> None:
         linear = (topk is None and algorithm is None) or (topk == 1 and args.page_size in (1, None))
         states = not shares or algorithm is not None or args.mamba_radix_cache_strategy in _BUFFERED
         chosen, page = ("trtllm_mha", 64) if linear and states else ("triton", 1)
-        says = f"on SM100, {chosen} runs beside linear attention, with pages of {page} tokens"
-        r.rewrite("attention_backend", chosen, "attention-beside-linear", says)
-        r.rewrite("page_size", page, "attention-beside-linear", says)
+        says = f"on SM100, {chosen} runs the layers without linear attention, with pages of {page} tokens"
+        r.rewrite("attention_backend", chosen, "attention-with-linear", says)
+        r.rewrite("page_size", page, "attention-with-linear", says)
     if not shares:
         return
     if args.mamba_radix_cache_strategy == "auto":
