@@ -23,7 +23,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.compilation.forwards import Shared
+from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
 from capture_planner.runtime.ledger import Session
@@ -197,9 +197,9 @@ def _large(dtype: DataType, device: torch.device) -> TargetModel:
 
 
 @functools.lru_cache(maxsize=1)
-def _compiled(target: int) -> Shared:
+def _compilation(target: int) -> Compilation:
     """Return what the runs of a model share, by its ``id``; the last one's is kept, and with it the model."""
-    return {}
+    return Compilation()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -217,7 +217,10 @@ class Deployment:
     grapher: Grapher
 
     def serve(self, plan: Plan, answers: Answers | None = None, *, watch: bool = False, **options: Any) -> Run:
-        """Serve all requests by a plan; ``watch`` keeps what the target's forwards left."""
+        """Serve all requests by a plan; ``watch`` keeps what the target's forwards left.
+
+        Bodies are not compiled unless ``options`` say so, since each tiny model would take seconds.
+        """
         drafter = None
         if plan.speculative is not None:
             drafter = choose_drafter(
@@ -237,9 +240,9 @@ class Deployment:
             self.grapher,
             pages=self.pages,
             device=self.device,
-            options=Options(**options),
+            options=Options(**{"compile": False} | options),
             observer=watching,
-            compiled=_compiled(id(self.target)),
+            compilation=_compilation(id(self.target)),
         )
         with runner:
             runner.capture()

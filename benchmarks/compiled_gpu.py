@@ -36,6 +36,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 
 REQUESTS = (1, 8, 64, 256)
@@ -108,10 +109,9 @@ class Campaign:
         for compiled in (True, False):
             rig = self.rig(name, compiled=compiled)
             with rig.runner(trimmed(rig.plan, rig.sizes)) as runner:
-                made = runner.compilation
-                if made is not None:
-                    found["compilation"] = attrs.asdict(made)
-                    CONSOLE.print(f"{name}: compiled {made.kinds} kinds in {made.seconds:.1f} s {made.not_compiled}")
+                if compiled:
+                    found["compilation"] = compilation(runner)
+                    CONSOLE.print(f"{name}: {found['compilation']}", highlight=False)
                 runner.capture()
                 pools = {id(role.pool): role.pool.memory for role in runner.parts.roles.values() if role.pool}
                 found[f"pool bytes, compiled {compiled}"] = sum(pools.values())
@@ -181,6 +181,12 @@ class Campaign:
         finish(self.arguments, {"results": self.results, "targets": self.targets})
 
 
+def compilation(runner: Runner) -> dict[str, Any]:
+    """Return what compiling took."""
+    made = runner.compilation
+    return {"kinds": made.kinds, "seconds": made.seconds, "not compiled": made.not_compiled}
+
+
 def cached(arguments: Any, name: str) -> dict[str, Any]:
     """Compile in a process of its own, from the caches on disk of this one; return what it took."""
     command = [sys.executable, __file__, "--only-compile", "--device", arguments.device, "--backends", name]
@@ -208,8 +214,7 @@ def main() -> int:
         campaign = Campaign(arguments)
         rig = campaign.rig(arguments.backends[0], compiled=True)
         with rig.runner(rig.plan) as runner:
-            assert runner.compilation is not None, "it was asked for"
-            CONSOLE.file.write(json.dumps(attrs.asdict(runner.compilation)) + "\n")
+            CONSOLE.file.write(json.dumps(compilation(runner)) + "\n")
         return 0
     # A folder of its own, so that the first time to compile is without what others left on disk.
     folder = tempfile.mkdtemp(prefix="inductor-")

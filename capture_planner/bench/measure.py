@@ -55,6 +55,8 @@ class Bench:
     only: tuple[str, ...] = FIGURES
     compare: bool = True
     """Whether to compare the throughput with transformers."""
+    compile: bool | None = None
+    """Compile the layers; None: on a GPU."""
     quick: bool = False
     """Fewer repeats, to try a bench rather than to quote its numbers."""
     any_environment: bool = False
@@ -116,13 +118,14 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
         clock=clock_of(device),
         effort=bench.effort,
         sizes=sizes,
+        compile=bench.compile,
     )
     results, interrupted = _figures(rig, bench, progress)
     return BenchReport(
         plan=plan,
         model=model.name if drafter is None else f"{model.name}, drafts by {drafter.name}",
         backends={name: registry[name].version for name in sorted({g.backend for r in plan.roles for g in r.groups})},
-        facts=_facts(bench),
+        facts=_facts(bench) | rig.compilation.facts(),
         clock=rig.clock.name,
         page_size=page_size,
         absent=tuple(rig.absent),

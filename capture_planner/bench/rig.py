@@ -25,7 +25,7 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.runtime.compilation.forwards import Shared
+from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.protocols import Drafter
@@ -112,9 +112,9 @@ class Rig:
     """Numbers of requests, each served by a graph."""
     absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
-    compile: bool = False
-    """Whether bodies are compiled."""
-    compiled: Shared = attrs.Factory(dict)
+    compile: bool | None = None
+    """Whether bodies are compiled; None: on a GPU."""
+    compilation: Compilation = attrs.Factory(Compilation)
     """What the runners of this rig share."""
 
     @contextmanager
@@ -133,7 +133,7 @@ class Rig:
             pages=self.pages,
             device=self.device,
             options=Options(compile=self.compile),
-            compiled=self.compiled,
+            compilation=self.compilation,
         )
         try:
             with runner:

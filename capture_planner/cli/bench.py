@@ -76,6 +76,7 @@ def _figures(text: str) -> tuple[str, ...]:
 @options.page_size(None, " Default: 64, or 16 on a CPU.")
 @options.pages("enough for the workload")
 @options.threads
+@options.compiling
 @options.admit("Measure")
 @click.option("--output", type=FILE, help="Write the record as JSON, as --format json prints it.")
 @click.option("--page", type=FILE, help="Write the record as an HTML page with charts.")
@@ -135,7 +136,7 @@ def _measure(plan: Plan, values: dict[str, Any]) -> BenchReport:
 
     prepare_torch(values["threads"])
     load = {name: values[name] for name in LOAD if values[name] is not None}
-    same = ("model", "seed", "requests", "page_size", "pages", "only", "compare", "quick")
+    same = ("model", "seed", "requests", "page_size", "pages", "only", "compare", "compile", "quick")
     settings = Bench(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         load=default_load(quick=values["quick"], **load),

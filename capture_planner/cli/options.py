@@ -65,6 +65,9 @@ seed = option("--seed", type=click.IntRange(0, (1 << 62) - 1), default=0, help="
 threads = option(
     "--threads", type=click.IntRange(1, 256), default=1, help="CPU threads per operator; changes how sums are rounded."
 )
+compiling = click.option(
+    "--compile/--no-compile", default=None, help="Compile the layers, once for all sizes. Default: on a GPU only."
+)
 progress = click.option(
     "--progress/--no-progress", default=None, help="Show progress bars. Default: on a terminal only."
 )

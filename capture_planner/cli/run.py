@@ -95,6 +95,7 @@ MAX_CHANGES = 8
     help="Write what each graph holds: Graphviz of CUDA graphs, text of recorded ones.",
 )
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
+@options.compiling
 @flag("--eager", "Run eager: capture no graphs.")
 @flag("--verify", "Check tokens and hidden states against the model in higher precision; exit code 2 if one is off.")
 @flag("--compare", "Also run each step eager; stop with exit code 2 at the first tensor that differs.")
@@ -226,7 +227,7 @@ def _launch(
     peers, dumped = peers or ALONE, None if values["dump_graphs"] is None else Path(values["dump_graphs"])
     if dumped is not None and peers.place.size > 1:
         dumped /= f"rank-{peers.place.rank}"
-    checks = ("trust", "debug", "poison", "strict", "compare")
+    checks = ("trust", "debug", "poison", "strict", "compare", "compile")
     choices = Choices(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),

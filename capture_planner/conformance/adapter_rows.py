@@ -34,6 +34,7 @@ from capture_planner.runtime.models.adapters import Adapter, LoraAdapters, Produ
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.runtime.models.protocols import Scoring
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
@@ -65,7 +66,15 @@ def check_adapters(seed: int, workloads: int = 30) -> str | None:
                 drafter = choose_drafter("random", plan.speculative, target, num_states=4, length=40)
             loaded = LoraAdapters(target.linears(), adapters)
             runner = Runner(
-                plan, target, drafter, subject.registry, subject.grapher, pages=pages, observer=watch, adapters=loaded
+                plan,
+                target,
+                drafter,
+                subject.registry,
+                subject.grapher,
+                pages=pages,
+                options=Options(compile=False),
+                observer=watch,
+                adapters=loaded,
             )
             releases.enter_context(runner)
             runner.capture()

@@ -91,7 +91,7 @@ class Stage(AbstractContextManager["Stage"]):
             self.graphs,
             pages=pages,
             device=device,
-            options=Options(run_ahead=scene.ahead, drafts_on_device=scene.ahead),
+            options=Options(run_ahead=scene.ahead, drafts_on_device=scene.ahead, compile=False),
             observer=self.watch,
         )
         try:

@@ -5,42 +5,24 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
-from time import perf_counter
 from typing import Any
 
-import attrs
 import torch
 
 from capture_planner.runtime.compilation.compilers import compiler_for
-from capture_planner.runtime.compilation.forwards import Inputs, NotCompiled, Shared
+from capture_planner.runtime.compilation.forwards import Compilation, Inputs
 from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.role import RoleRun
 
 
-@attrs.frozen
-class Compilation:
-    """What became of the bodies of a run."""
-
-    kinds: int
-    """Pieces that were compiled; layers that differ by their weights alone share theirs."""
-    seconds: float
-    not_compiled: tuple[str, ...]
-    """What runs as it is, with the reason."""
-
-
-def compile_bodies(roles: Sequence[RoleRun], device: torch.device, shared: Shared) -> Compilation:
-    """Compile the bodies of all roles. What cannot be compiled runs as it is."""
-    started, kinds, reasons = perf_counter(), 0, list[str]()
+def compile_bodies(roles: Sequence[RoleRun], device: torch.device, compilation: Compilation) -> None:
+    """Compile the bodies of all roles. What cannot be compiled runs as it is; ``compilation`` has the reason."""
     weights = [weight for role in roles for weight in role.body.weights()]  # a drafter may read the target's
     compiler = compiler_for(device)
     with torch.no_grad():
         for role, variant, inputs in _variants(roles):
-            body = role.body
-            try:
-                kinds += body.forwards.compile(body.forward, body.network, variant, inputs, weights, compiler, shared)
-            except NotCompiled as error:
-                reasons.append(f"{role.role.value}{f' ({variant})' if variant else ''}: {error}")
-    return Compilation(kinds, perf_counter() - started, tuple(reasons))
+            body, label = role.body, f"{role.role.value}{f' ({variant})' if variant else ''}"
+            body.forwards.compile(body.forward, body.network, variant, inputs, weights, compiler, compilation, label)
 
 
 def _variants(roles: Sequence[RoleRun]) -> Iterator[tuple[RoleRun, int, Inputs]]:

@@ -19,6 +19,7 @@ from capture_planner.records.text import counted
 from capture_planner.runtime import host
 from capture_planner.runtime.assembly import kv_dtype_of
 from capture_planner.runtime.chosen import Drafting, adapters_of, drafter_of, model_of, page_memory
+from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
@@ -156,7 +157,7 @@ def launch(
         offer(lambda fault: run.report(runner, drafter, decode, interrupted=True, fault=fault))
         try:
             if choices.drafter in ("copy", "miss", "chance"):
-                answers = run.rehearse(pages)
+                answers = run.rehearse(pages, runner.compilation)
             with progress("capture", runner.plan.num_graphs) as advance:
                 runner.capture(
                     memory=plan.budget.memory if choices.graph_memory is None else choices.graph_memory,
@@ -250,7 +251,7 @@ class _Run:
         most = plan.limits.max_num_reqs * -(-plan.model.max_model_len // size)
         return PageFormat(page_size=size, num_pages=1 + max(needed, min(most, fitting)))
 
-    def rehearse(self, pages: PageFormat) -> dict[str, tuple[int, ...]]:
+    def rehearse(self, pages: PageFormat, compilation: Compilation) -> dict[str, tuple[int, ...]]:
         """Serve everything eager and without a drafter; return each prompt with its answer.
 
         Answers go on for a step's drafts past their end: a drafter that copies them is right there too.
@@ -263,7 +264,16 @@ class _Run:
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
         alone, device = without_speculation(self.plan, self.registry), host.device_of(self.plan.environment)
         plain = Runner(
-            alone, self.model, None, self.registry, self.grapher, pages=pages, device=device, adapters=self.adapters
+            alone,
+            self.model,
+            None,
+            self.registry,
+            self.grapher,
+            pages=pages,
+            device=device,
+            options=Options(compile=self.choices.options.compile),
+            adapters=self.adapters,
+            compilation=compilation,
         )
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
@@ -316,6 +326,7 @@ class _Run:
             captured = tuple(attrs.evolve(done, fingerprint=_fingerprint(runner, done)) for done in captured)
         except CaptureError as error:
             facts["no fingerprints"] = str(error)
+        facts |= runner.compilation.facts()
         if decode is not None:
             served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
         return RunReport(

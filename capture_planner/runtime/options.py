@@ -35,8 +35,8 @@ class Options:
     """Verify, and fill the drafter's fields, on the device instead of waiting for the target's tokens
     on the host; None: on a GPU. Not where a backend of the drafter needs lengths on the host, nor where the first
     draft pass has rows of its own: of a draft model, and with parallel drafting."""
-    compile: bool = False
-    """Compile the layers of target and drafter, once for all sizes. On a CPU the operators are
+    compile: bool | None = None
+    """Compile the layers of target and drafter, once for all sizes; None: on a GPU. On a CPU the operators are
     called as they were traced, which saves nothing."""
     compare: bool = False
     """Run each forward that a graph serves eagerly too, and stop at the first tensor that differs, with
@@ -81,7 +81,7 @@ class ExecutionPolicy:
             # Where a first draft pass has rows of its own, which ones are real depends on what verification keeps.
             drafts_on_device=_chosen(options.drafts_on_device, is_gpu, options)
             and not (plan.speculative is not None and plan.speculative.has_own_rows),
-            compile=options.compile,
+            compile=is_gpu if options.compile is None else options.compile,
             draft_decodes_need_host=waiting.get(Role.DRAFT_DECODE, False),
         )
 

@@ -17,8 +17,8 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import Order, capture_all, session
-from capture_planner.runtime.compilation.forwards import Shared
-from capture_planner.runtime.compiling import Compilation, compile_bodies
+from capture_planner.runtime.compilation.forwards import Compilation
+from capture_planner.runtime.compiling import compile_bodies
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
@@ -39,7 +39,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
 
     :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
         ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
-    :param compiled: what other runners of the same model have compiled; gets what this one compiles.
+    :param compilation: what other runners of the same model compiled; gets what this one compiles.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         options: Options | None = None,
         observer: ForwardObserver | None = None,
         adapters: Adapters | None = None,
-        compiled: Shared | None = None,
+        compilation: Compilation | None = None,
         peers: Peers = ALONE,
     ) -> None:
         options = options or Options()
@@ -84,11 +84,10 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             observer=observer or ForwardObserver(),
             adapters=adapters,
         )
-        roles = tuple(self.parts.roles.values())
-        self.compilation: Compilation | None = None
+        self.compilation = compilation or Compilation()
+        """What was compiled, and what could not be."""
         if self.policy.compile:
-            self.compilation = compile_bodies(roles, self.device, {} if compiled is None else compiled)
-        """What was compiled, and what was not; None: nothing was to be."""
+            self._compile()
         self.dispatcher = Dispatcher(without_graphs(plan))
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
@@ -98,6 +97,12 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
     def policy(self) -> ExecutionPolicy:
         """What was decided for all steps before anything was built."""
         return self.parts.policy
+
+    def _compile(self) -> None:
+        with contextlib.ExitStack() as release:
+            release.push(self)
+            compile_bodies(tuple(self.parts.roles.values()), self.device, self.compilation)
+            release.pop_all()
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:

@@ -77,13 +77,17 @@ def test_a_spec_is_planned_for_this_machine(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only = ("--only", "decode", "--requests", "1", "--quick", "--format", "json")
     alone = run("spec.yaml", *only)
-    named = run("spec.yaml", *only, "--environment", "cpu", "--seed", "3", "--page-size", "4", "--pages", "40")
+    named = run(
+        "spec.yaml", *only, "--environment", "cpu", "--seed", "3", "--page-size", "4", "--pages", "40", "--compile"
+    )
     assert alone.err == "note: no --environment given; using cpu\n"
     assert named.err == ""
     assert alone.data["spec"] == named.data["spec"]
     assert [row["num_reqs"] for row in named.data["decode"]] == [1]
     assert (named.data["page_size"], alone.data["page_size"]) == (4, 16)
     assert named.data["facts"]["seed"] == "3"
+    assert "compiled" in named.data["facts"]
+    assert "compiled" not in alone.data["facts"]
 
 
 def test_a_model_of_ones_own_is_measured(run: Run) -> None:
@@ -93,7 +97,7 @@ def test_a_model_of_ones_own_is_measured(run: Run) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
     for name, layers in (("right", 1), ("wrong", 2)):
         LlamaConfig(**shape, intermediate_size=40, num_hidden_layers=layers).save_pretrained(name)
-    only = ("--only", "decode", "--requests", "1", "--quick")
+    only = ("--only", "decode", "--requests", "1", "--quick", "--no-compile")
     assert "of right, random weights" in run("plan.yaml", *only, "--model", "right").out
     wrong = run("plan.yaml", *only, "--model", "wrong/config.json")
     assert wrong.code == 1

@@ -261,12 +261,15 @@ def test_eager_captures_nothing(run: Run) -> None:
     assert {r["name"]: r["tokens"] for r in eager["requests"]} == {r["name"]: r["tokens"] for r in captured["requests"]}
 
 
-@pytest.mark.parametrize("options", [("--poison", "--debug"), ("--poison", "--trust"), ("--trust",)])
+@pytest.mark.parametrize(
+    "options", [("--poison", "--debug", "--compile"), ("--poison", "--trust"), ("--trust", "--no-compile")]
+)
 def test_answers_survive_every_check(run: Run, options: tuple[str, ...]) -> None:
-    """Spoiled, checked or trusted: the tokens are those of plain decoding, and the exit code is 0."""
+    """Spoiled, checked, trusted or compiled: the tokens are those of plain decoding, and the exit code is 0."""
     ran = run("plan.yaml", *FEW, *options, "--verify")
     assert ran.code == 0
     assert "verified: 3 requests, every token and row is within the noise of exact runs\n" in ran.out
+    assert bool(re.search(r"^ *compiled", ran.out, re.M)) == ("--compile" in options)
 
 
 def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

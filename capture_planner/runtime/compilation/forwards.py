@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 
+import attrs
 import torch
 
 from capture_planner.errors import RunError
+from capture_planner.records.text import counted
 from capture_planner.runtime.compilation.pieces import CompiledForward, Compiler, compiled
 from capture_planner.runtime.compilation.trace import traced
 from capture_planner.runtime.models.protocols import Attend, Weight
@@ -19,12 +23,46 @@ ROWS: Mapping[str, int | None] = {"positions": -1, "active": None}
 """Which dimension of an input is a row for each token; 0 of all that are not named here."""
 
 
-class NotCompiled(RunError):
-    """A forward cannot be compiled; the message says why."""
+@attrs.define(eq=False)
+class Compilation:
+    """What was compiled, for one runner or for several of the same networks, which then compile nothing again."""
 
+    seconds: float = 0.0
+    """What it took, what could not be compiled included."""
+    not_compiled: list[str] = attrs.Factory(list)
+    """What runs as it is, with the reason."""
+    _forwards: dict[Hashable, CompiledForward | None] = attrs.Factory(dict)
 
-Shared = dict[Hashable, CompiledForward]
-"""Compiled forwards that runners of the same networks share, by network, variant and kinds of inputs."""
+    @property
+    def kinds(self) -> int:
+        """How many pieces were compiled; layers that differ by their weights alone share theirs."""
+        return sum(forward.kinds for forward in self._forwards.values() if forward is not None)
+
+    def find(self, key: Hashable, label: str, make: Callable[[], CompiledForward]) -> CompiledForward | None:
+        """Return the forward of a key, compiled if it is not there; None where it cannot be compiled."""
+        if key not in self._forwards:
+            self._forwards[key] = None
+            with self._noted(label):
+                self._forwards[key] = make()
+        return self._forwards[key]
+
+    def facts(self) -> dict[str, str]:
+        """Describe it, for a report."""
+        facts = {"compiled": f"{counted(self.kinds, 'kind')} of pieces in {self.seconds:.1f} s"} if self.kinds else {}
+        return facts | ({"not compiled": "; ".join(self.not_compiled)} if self.not_compiled else {})
+
+    @contextmanager
+    def _noted(self, label: str) -> Iterator[None]:
+        started = perf_counter()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiler and of a model's own code, anything
+            name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
+            self.not_compiled.append(f"{label}: {name}{' '.join(str(error).split())[:300]}")
+        finally:
+            self.seconds += perf_counter() - started
 
 
 class Forwards:
@@ -49,27 +87,20 @@ class Forwards:
         inputs: Inputs,
         weights: Iterable[Weight],
         compiler: Compiler,
-        shared: Shared,
-    ) -> int:
-        """Compile one variant for inputs like these; return how many kinds of pieces were compiled.
-
-        What ``shared`` has is not compiled again. Raises ``NotCompiled`` with the reason where it cannot be.
-        """
+        compilation: Compilation,
+        label: str,
+    ) -> None:
+        """Compile one variant for inputs like these, unless a body of this network did so before."""
         kinds = {name: (tensor, _dimension(name, tensor)) for name, tensor in inputs.items()}
-        key = (network, variant, compiler, *((name, _kind(*each)) for name, each in sorted(kinds.items())))
-        if key in shared:
-            self.compiled[variant] = shared[key]
-            return 0
-        try:
+
+        def made() -> CompiledForward:
             trace = traced(lambda attend, **given: forward(attend, variant, **given), kinds, weights)
-            self.compiled[variant] = shared[key] = compiled(trace, compiler)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of a compiler and of a model's own code, anything
-            message = " ".join(str(error).split())[:300]
-            name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-            raise NotCompiled(f"{name}{message}") from error
-        return self.compiled[variant].kinds
+            return compiled(trace, compiler)
+
+        key = (network, variant, compiler, *((name, _kind(*each)) for name, each in sorted(kinds.items())))
+        found = compilation.find(key, label, made)
+        if found is not None:
+            self.compiled[variant] = found
 
 
 def _kind(tensor: torch.Tensor, rows: int | None) -> Hashable:

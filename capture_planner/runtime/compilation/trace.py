@@ -11,7 +11,12 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from capture_planner.errors import RunError
 from capture_planner.runtime.compilation.operators import TracedCalls
@@ -20,6 +25,7 @@ from capture_planner.runtime.models.protocols import Weight
 _ROWS = 251
 """T of the trace: that of a large decode step, for which kernels are chosen. A prime, so that no other extent is it."""
 
+_HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
@@ -63,8 +69,12 @@ def traced(
         calls.append(TracedCalls(real))
         return list(forward(calls[-1], **dict(zip(inputs, others, strict=True))))
 
-    with torch.no_grad():
-        module = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+    try:
+        with torch.no_grad():
+            module = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+    except GuardOnDataDependentSymNode as error:
+        raise RunError("its forward reads a device value on the host, and takes another path for it") from error
+    _refuse_operators(module.graph)
     _refuse_guards(shapes, rows)
     _with_rows(module.graph, rows)
     per_row = next((name, dimension) for name, (_, dimension) in inputs.items() if dimension is not None)
@@ -88,10 +98,29 @@ def _fake(mode: FakeTensorMode, name: str, tensor: torch.Tensor, dimension: int 
 def _refuse_guards(shapes: ShapeEnv, rows: Any) -> None:
     """Refuse a trace that holds for some T alone."""
     if rows.node.maybe_as_int() is not None:
-        raise RunError(f"its forward takes another path for each number of tokens (here {_ROWS})")
+        raise RunError("its forward needs the number of tokens as a fixed number (by len, int or a comparison)")
     guards = sorted({str(guard.expr) for guard in shapes.guards})
     if guards:
-        raise RunError(f"its forward depends on the number of tokens: it checks {', '.join(guards[:3])}")
+        raise RunError(f"its forward takes other paths for other numbers of tokens: it checks {', '.join(guards[:3])}")
+
+
+def _refuse_operators(graph: fx.Graph) -> None:
+    """Refuse what reads values on the host, and what waits for other processes, which a compiler may move."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target.namespace in ("c10d", "_c10d_functional"):
+            raise RunError(f"its forward calls other ranks ({node.target}), which is not compiled")
+        if not _HOST_READS.isdisjoint(node.target.tags) and not _is_gather(node):
+            raise RunError(f"its forward reads a device value on the host ({node.target})")
+
+
+def _is_gather(node: fx.Node) -> bool:
+    """Whether a node indexes by numbers: only a mask makes the shape depend on values."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return False
+    indices: Any = node.args[1]
+    return not any(index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _with_rows(graph: fx.Graph, rows: Any) -> None:
