@@ -151,7 +151,10 @@ def main() -> None:
             model = getattr(models.skeleton(architecture), "model", None)
             if not hasattr(model, "layers"):
                 found["without_prefill_graphs"].append(architecture)
-    _DATA.write_text(json.dumps(found, indent=1) + "\n")
+    names = found["not_followed"]
+    places = {name: [str(place) for place in models.naming(name, _PLACES)] for name in names}
+    kept = {**found, "decided_in": {name: each for name, each in places.items() if each}}
+    _DATA.write_text(json.dumps(kept, indent=1) + "\n")
     rows = [f'"{name}":{json.dumps(kept, separators=(",", ":"))}' for name, kept in golden.items()]
     text = ",\n".join(distinct)
     joined = ",\n".join(rows)

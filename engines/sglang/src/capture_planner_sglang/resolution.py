@@ -49,8 +49,17 @@ def architectures() -> Mapping[str, frozenset[str]]:
 
     Those that are followed are decoders of text that no rule for graphs touches, or whose rule is emulated.
     """
-    text = (resources.files(__package__) / "architectures.json").read_text(encoding="utf-8")
-    return {kind: frozenset(names) for kind, names in json.loads(text).items()}
+    return {kind: frozenset(names) for kind, names in _recorded().items()}
+
+
+@cache
+def _recorded() -> Mapping[str, Any]:
+    return dict(json.loads((resources.files(__package__) / "architectures.json").read_text(encoding="utf-8")))
+
+
+def decided_in(architecture: str | None) -> str:
+    """Return the release's files below ``sglang/srt`` that name an architecture that is not followed."""
+    return ", ".join(_recorded()["decided_in"].get(architecture, ()))
 
 
 @attrs.frozen

@@ -9,7 +9,16 @@ from capture_planner_sglang import latent
 from capture_planner_sglang.families import SPARSE_BACKEND
 from capture_planner_sglang.flags import ATTENTION_BACKENDS
 from capture_planner_sglang.latent import LATENT_BACKENDS
-from capture_planner_sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Startup, architectures, read_model
+from capture_planner_sglang.resolution import (
+    COUNTS_AS,
+    DECODE,
+    DISABLED,
+    PREFILL,
+    Startup,
+    architectures,
+    decided_in,
+    read_model,
+)
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
@@ -93,8 +102,10 @@ def _check_model(r: Startup) -> None:
             "whose rules for graphs are not emulated"
         )
     if reason is not None:
-        error = refusal if architecture is None else unfollowed
-        raise error("--model-path", reason, "observe the engine itself, or name another model")
+        error, places = refusal if architecture is None else unfollowed, decided_in(architecture)
+        reason += f"; SGLang 0.5.23 decides them in {places}" if places else ""
+        remedy = "observe the engine itself (launch --observe FOLDER), or name another model"
+        raise error("--model-path", reason, remedy)
 
 
 def read_attention_dp(r: Startup) -> None:
