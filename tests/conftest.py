@@ -44,7 +44,7 @@ _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 _UNSHRUNK = (Phase.explicit, Phase.generate)
 
 settings.register_profile(
-    "ci", max_examples=12, derandomize=True, deadline=None, suppress_health_check=_SLOW, phases=_UNSHRUNK
+    "ci", max_examples=8, derandomize=True, deadline=None, suppress_health_check=_SLOW, phases=_UNSHRUNK
 )
 settings.register_profile("dev", max_examples=100, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)

@@ -19,7 +19,9 @@ from rich.text import Text
 from capture_planner import codec
 from capture_planner.codec import Document, dumps_json, plain
 from capture_planner.codec import shipped as catalog
+from capture_planner.codec.documents import node_of
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
+from capture_planner.measuring.workers import read_workers
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
@@ -101,7 +103,12 @@ def machine_named(
 
 
 def read_document(path: str) -> Document:
-    """Read and parse a plan or spec, once; ``-`` is standard input. Raises ``InvalidDocument``."""
+    """Read and parse a plan or spec, once; ``-`` is standard input. Raises ``InvalidDocument``.
+
+    A folder stands for the newest observations of an engine's workers in it, as one.
+    """
+    if path.strip() and Path(path).is_dir():
+        return Document(path, node_of(codec.to_data(read_workers(path))))
     if path not in ("-", "/dev/stdin"):
         return Document.read(path)
     document = Document.parse(codec.read_stream(sys.stdin.buffer, "<stdin>"), "<stdin>")

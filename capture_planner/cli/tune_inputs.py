@@ -9,7 +9,6 @@ from pathlib import Path
 import attrs
 import click
 
-from capture_planner import codec
 from capture_planner.cli.common import ChosenMachine, machine_named, plan_document, read_document
 from capture_planner.cli.traffic import reading_bar
 from capture_planner.codec import shipped as catalog
@@ -121,7 +120,7 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
 
 
 def _observed(observation: Observation, file: str, environment: str | None) -> TuneSubject:
-    machine = next((each for each in _shipped() if each.device.name == observation.device), None)
+    machine = next((each for each in catalog.environments() if each.device.name == observation.device), None)
     if environment is not None:
         machine = catalog.find_environment(environment)
     if machine is None:
@@ -142,14 +141,10 @@ def _observed(observation: Observation, file: str, environment: str | None) -> T
     )
 
 
-def _shipped() -> list[Environment]:
-    return [codec.load_environment(path) for path in catalog.shipped_environments().values()]
-
-
 def _machine(name: str | None, profile: Profile | None) -> ChosenMachine:
     """Return the machine that is named, or else the one that the profile is of."""
     if name is None and profile is not None:
-        for each in _shipped():
+        for each in catalog.environments():
             if each.device.name == profile.device.name:
                 return ChosenMachine(each)
     return machine_named(name)

@@ -64,6 +64,13 @@ class Node:
         return node.line, node.column
 
 
+def node_of(data: Any) -> Node:
+    """Return plain data as a value whose parts are all at the beginning: it is of no file, or of several."""
+    if isinstance(data, dict):
+        return Node({key: node_of(value) for key, value in data.items()}, 1, 1)
+    return Node([node_of(item) for item in data] if isinstance(data, list) else data, 1, 1)
+
+
 def num_nodes(data: Any) -> int:
     """Return how many values a reader counts in plain data: every key, item and container."""
     if isinstance(data, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,21 @@ def shipped_profiles() -> dict[str, Path]:
     return _shipped("profiles")
 
 
+@functools.cache
+def _environment(path: Path) -> Environment:
+    return codec.load_environment(path)
+
+
+@functools.cache
+def _profile(path: Path) -> Profile:
+    return codec.load_profile(path)
+
+
+def environments() -> list[Environment]:
+    """Return the shipped environments in the order of their names. What ships is read once in a process."""
+    return [_environment(path) for path in shipped_environments().values()]
+
+
 @attrs.frozen
 class NearProfile:
     """A profile for a deployment, and how far it is from it."""
@@ -62,7 +78,7 @@ def find_profile(
     :param profiles: by name; None: those that ship.
     """
     if profiles is None:
-        profiles = {name: codec.load_profile(path) for name, path in shipped_profiles().items()}
+        profiles = {name: _profile(path) for name, path in shipped_profiles().items()}
     near = [
         NearProfile(name, profile, factor, _distance(profile, model, factor))
         for name, profile in sorted(profiles.items())
@@ -124,12 +140,12 @@ def find_environment(name: str) -> Environment:
     if not name.strip():
         raise CapturePlannerError(f"the environment {name!r} names no machine; {choices}")
     if name in shipped:
-        return codec.load_environment(shipped[name])
+        return _environment(shipped[name])
     if Path(name).suffix or Path(name).exists():
         return codec.load_environment(name)
     spelled = {_plain(each): each for each in shipped}
     if _plain(name) in spelled:
-        return codec.load_environment(shipped[spelled[_plain(name)]])
+        return _environment(shipped[spelled[_plain(name)]])
     meant = [each for plain, each in spelled.items() if _is_slip(_plain(name), plain)]
     hint = f"; did you mean {meant[0]}?" if len(meant) == 1 else ";"
     raise CapturePlannerError(f"no environment is named {name!r}{hint} {choices}")

@@ -76,7 +76,7 @@ class BudgetBounds:
         ladders = [ladder for working in roles for ladder in working.ladders]
         self.all = (*_counted(spec.budget, roles), *self._measured(spec.budget, ladders))
         self.seconds = spec.budget.seconds
-        self.is_estimate = any(self.price(ladder).micros_per_token for ladder in ladders)
+        self.is_estimate = any(self.price(ladder).micros_per_token for ladder in ladders if ladder.domain)
         """Whether graphs of one ladder take different times to capture."""
 
     def price(self, ladder: Ladder) -> GraphPrice:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import attrs
 import torch
@@ -28,8 +28,8 @@ from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunRepor
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from capture_planner.runtime.ranks.collectives import collectives_of
 from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.ranks.symmetric import AllReduce, collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -37,9 +37,6 @@ from capture_planner.runtime.serving.workload import Decode, Request, admit, wit
 from capture_planner.runtime.verification.check import Output, check_output, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
-
-if TYPE_CHECKING:
-    pass
 
 CACHE_MEMORY = 1 << 30
 """Most bytes of the KV cache where its number of pages is not given."""
@@ -83,6 +80,8 @@ class Choices:
     """Run although this machine is not the one that was planned for."""
     any_plan: bool = False
     """Run although the lint finds errors in the plan."""
+    all_reduce: AllReduce = "auto"
+    """How ranks that share a model add their parts, on GPUs."""
     options: Options = attrs.Factory(Options)
 
 
@@ -118,7 +117,7 @@ def launch(
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
     refuse_backends(plan, registry, device, choices.page_size)
-    among = collectives_of(peers)
+    among = collectives_of(peers, device, choices.all_reduce)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
         _refuse_infinite(model)
@@ -184,13 +183,9 @@ def launch(
             offer(lambda fault: partial_report)
             raise
         report = run.report(runner, drafter, decode, interrupted=interrupted)
-    if keeper is None or not any(served.tokens for served in report.served):
-        return Outcome(report=report)
-    try:
-        verification = run.verify(report.served, keeper, sums)
-    except KeyboardInterrupt:
-        return Outcome(report=attrs.evolve(report, interrupted=True))
-    return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+    outcome = run.outcome(report, keeper, sums)
+    among.release()
+    return outcome
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -282,6 +277,16 @@ class _Run:
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}
 
+    def outcome(self, report: RunReport, keeper: RowKeeper | None, sums: Mapping[str, int]) -> Outcome:
+        """Verify what was served, where that was asked for and anything was."""
+        if keeper is None or not any(served.tokens for served in report.served):
+            return Outcome(report=report)
+        try:
+            verification = self.verify(report.served, keeper, sums)
+        except KeyboardInterrupt:
+            return Outcome(report=attrs.evolve(report, interrupted=True))
+        return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
+
     def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
         """Hold what was served against the model in a higher precision."""
         by_name = {request.name: request for request in self.requests}
@@ -334,7 +339,7 @@ class _Run:
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
             adapters=() if self.adapters is None else self.adapters.names,
-            host=facts | {"seed": str(self.choices.seed)},
+            host=facts | {"seed": str(self.choices.seed), **self.model.among.facts},
             captured=captured,
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),

@@ -22,12 +22,16 @@ def same(found):
     return found.entry, found.padded_tokens, found.padded_reqs
 
 
-@given(deployments(max_reqs=24, max_tokens=128))
+def is_shared(spec):
+    """Whether the draft prefill has the target's rows, and no sizes are measured."""
+    is_drafted = spec.speculative is not None and not spec.speculative.has_own_rows
+    return is_drafted and spec.sizes.policy is not Policy.MEASURED
+
+
+@given(deployments(max_reqs=24, max_tokens=128, where=is_shared))
 def test_the_draft_prefill_has_the_targets_graphs_wherever_it_has_its_mode(deployment):
     """But for adapters, which drafters have none of, and drafters with rows of their own; without a budget."""
     spec = deployment.spec
-    assume(spec.speculative is not None and not spec.speculative.has_own_rows)
-    assume(spec.sizes.policy is not Policy.MEASURED)
     roles = attrs.evolve(spec.roles, draft_prefill=attrs.evolve(spec.roles.draft_prefill or RoleSpec(), sizes=None))
     roles = attrs.evolve(roles, target=attrs.evolve(spec.roles.target, sizes=None))
     try:

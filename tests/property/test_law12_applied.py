@@ -16,7 +16,7 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_families, is_admissible
 from capture_planner.testing import batches
 from capture_planner_vllm import hooks
-from engines.generators.vllm_plans import next_fit, runnable, vllm_plans
+from engines.generators.vllm_plans import next_fit, rank_answers, runnable, runnable_by_ranks, vllm_plans
 from support import reference
 from support.vllm_module import MANAGERS, CUDAGraphMode, capture, config_for, manager_for, vllm_modules
 
@@ -117,6 +117,41 @@ def test_draft_prefill_with_the_sizes_of_the_target_answers_as_the_dispatcher(mo
                 entry = reference.dispatch(usable, batch)
                 tokens = batch.num_tokens if entry is None else entry.num_tokens
                 assert answer(manager, batch, plan, tokens) == (None if entry is None else entry_row(entry, dynamic))
+
+
+def over_ranks(manager, vector):
+    """What each rank's target answers, as vLLM's ranks agree (worker/gpu/dp_utils.py)."""
+    alone = [ask(manager, batch, batch.num_tokens, batch.uniform_query_len) for batch in vector]
+    if None in alone:
+        return [None] * len(vector)
+    lengths = {batch.uniform_query_len for batch in vector}
+    uniform = lengths.pop() if len(lengths) == 1 else None
+    return [ask(manager, batch, max(each.num_tokens for each in vector), uniform) for batch in vector]
+
+
+def ask(manager, batch, tokens, uniform):
+    """One rank's answer for other tokens and another query length than its own."""
+    return descriptor_row(manager.dispatch(batch.num_reqs, tokens, uniform, batch.active_loras))
+
+
+@given(vllm_plans(), st.data())
+def test_data_parallel_ranks_run_the_planned_entry_of_their_vector(modules, plan, data):
+    """Law 12 over ranks, and law 8: as a scan over the plan's entries answers, idle ranks included, and all alike."""
+    config = config_for(modules, replace(plan, speculative=plan.speculative and replace(plan.speculative, schedule=())))
+    config.parallel_config.data_parallel_size = 2
+    hooks.set_sizes(plan, config)
+    with mock.patch.object(hooks, "current_plan", return_value=plan):
+        manager = manager_for(modules, config, plan, Role.TARGET)
+        captured = capture(manager)
+    usable = runnable_by_ranks(plan)
+    entries = usable.role(Role.TARGET).entries
+    assert [descriptor_row(desc) for desc in captured] == [entry_row(entry, False) for entry in entries]
+    idle = Batch.decode(Role.TARGET, 1, manager.decode_query_len, max(manager.lora_capture_cases))
+    ranks = st.lists(admissible(plan, Role.TARGET) | st.just(idle), min_size=2, max_size=4)
+    for vector in data.draw(st.lists(ranks, min_size=1, max_size=8)):
+        answers = over_ranks(manager, vector)
+        assert answers == [None if each is None else entry_row(each, False) for each in rank_answers(usable, vector)]
+        assert len({None if each is None else each[:2] for each in answers}) == 1
 
 
 @given(vllm_plans(), st.sampled_from(GraphMode), st.data())

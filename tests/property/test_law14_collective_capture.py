@@ -15,7 +15,7 @@ from support.rank_threads import on_ranks, replicas_of
 from support.worlds import spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 3, 4))
+FEW = settings(max_examples=max(settings.default.max_examples // 4, 3))
 SMALL = world_of(spec_of(k=0, mode=GraphMode.FULL_DECODE_ONLY))
 GRAPHS = worlds([mode for mode in GraphMode if mode is not GraphMode.NONE])
 

@@ -254,4 +254,5 @@ def test_planned_modes_obey_the_rules_of_their_role(deployment):
             assert role.requested is target or not plan.num_graphs
         if role.role is Role.DRAFT_DECODE:
             assert role.mode in (D, N)
-            assert role.mode is N or target in (D, S, F)
+            runs = "draft-decode-never-runs" not in {decision.rule for decision in role.decisions}
+            assert role.mode is N or target in (D, S, F) or not runs

@@ -16,7 +16,7 @@ from support.rank_threads import on_ranks, replicas_of
 from support.worlds import requests_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 2, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 4, 3))
 
 
 def served(world, requests, peers=None, *, captured=True, **options):
@@ -55,7 +55,7 @@ def ran(runner):
 def test_replicas_run_the_same_entries_and_say_what_one_model_says(world, size, seed, ahead, poison):
     """Requests are dealt in turns, so that ranks are idle, in prompts and in decodes at different steps."""
     each = replicas_of(world, size)
-    requests = requests_of(world, seed)[: size + 3]
+    requests = requests_of(world, seed)[: size + 2]
     _, expected = served(each[0], requests)
     options = {"poison": poison} if poison else {"run_ahead": ahead, "drafts_on_device": ahead}
     found = on_ranks(

@@ -90,6 +90,7 @@ class ThreadCollectives:
     size: int
     meeting: Meeting
     calls: int = 0
+    facts: dict[str, str] = attrs.Factory(dict)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return self.gather(partial).sum(dim=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from capture_planner.codec import Document
 from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
+from capture_planner.measuring.workers import speaker
 from capture_planner.modes import Role
 from capture_planner.records.observation import Observation
 from capture_planner.records.text import counted
@@ -23,7 +24,11 @@ def read_document(document: Document, options: SourceOptions) -> SourceCounts:
             accepted=traffic.accepted,
             notes=traffic.notes,
         )
-    observation = document.load(Observation)
+    return observed_counts(document.load(Observation))
+
+
+def observed_counts(observation: Observation) -> SourceCounts:
+    """Return the counts of an observation."""
     others = sum(role.other_batches for role in observation.roles)
     rounded = sum(role.rounded_batches for role in observation.roles)
     notes = {
@@ -50,6 +55,10 @@ def read_document(document: Document, options: SourceOptions) -> SourceCounts:
         drafted=observation.drafted,
         accepted=observation.accepted,
         notes=tuple(note for note, steps in notes.items() if steps),
+        worker=(
+            (observation.engine, observation.model, observation.world_size, *speaker(observation)),
+            observation.rank,
+        ),
     )
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import attrs
 
@@ -16,7 +17,7 @@ from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.measuring.traffic.fitting import summed
 from capture_planner.measuring.traffic.forward_pass import FORWARD_PASSES
 from capture_planner.measuring.traffic.lines import LineFormat, LineReader
-from capture_planner.measuring.traffic.observed import read_document, read_run_report
+from capture_planner.measuring.traffic.observed import observed_counts, read_document, read_run_report
 from capture_planner.measuring.traffic.prometheus import RECOGNISED, read_prometheus
 from capture_planner.measuring.traffic.request_trace import drafter_batches, is_trace, read_trace
 from capture_planner.measuring.traffic.sglang_log import DECODES, PREFILLS
@@ -32,6 +33,7 @@ from capture_planner.measuring.traffic.tensorrt_llm_log import ITERATION_LOG
 from capture_planner.measuring.traffic.vllm_acceptance import ACCEPTANCE
 from capture_planner.measuring.traffic.vllm_graph_table import GRAPH_TABLE
 from capture_planner.measuring.traffic.vllm_iterations import ITERATIONS
+from capture_planner.measuring.workers import read_workers
 from capture_planner.modes import Role
 from capture_planner.records.traffic import Traffic, TrafficCount
 
@@ -73,8 +75,9 @@ def read_traffic(
     read = [
         (TrafficSource(path), counts) for path in paths for counts in read_source(TrafficSource(path), options, advance)
     ]
+    read, left = _one_of_each(read)
     batches = summed(_completed(each, options) for _, counts in read for each in counts.batches)
-    notes = [note for _, counts in read for note in counts.notes]
+    notes = [*left, *(note for _, counts in read for note in counts.notes)]
     target = [each for each in batches if each.role is Role.TARGET]
     deployment = options.deployment
     if deployment is not None and deployment.speculative is not None and len(target) == len(batches):
@@ -96,11 +99,32 @@ def read_traffic(
     return traffic, tuple(sample for _, counts in read for sample in counts.samples)
 
 
+def _one_of_each(
+    read: Sequence[tuple[TrafficSource, SourceCounts]],
+) -> tuple[list[tuple[TrafficSource, SourceCounts]], list[str]]:
+    """Return the sources with the steps of one worker alone, of those that take the same; and what was left out."""
+    lowest: dict[object, int] = {}
+    for _, counts in read:
+        if counts.worker is not None:
+            place, rank = counts.worker
+            lowest[place] = min(rank, lowest.get(place, rank))
+    chosen, left = [], []
+    for source, counts in read:
+        if counts.worker is not None and counts.worker[1] != lowest[counts.worker[0]]:
+            left.append(f"{source.name}: rank {counts.worker[1]} takes the steps of rank {lowest[counts.worker[0]]}")
+            # Of the workers that take the same steps, one has the tokens.
+            counts = attrs.evolve(counts, batches=(), seconds=None, notes=())
+        chosen.append((source, counts))
+    return chosen, left
+
+
 def read_source(source: TrafficSource, options: SourceOptions, advance: Advance = lambda _: None) -> list[SourceCounts]:
     """Return what was counted in one source, in the format or the formats that it has.
 
     Raises ``InvalidDocument`` where it cannot be read, or has no batches of a known format.
     """
+    if Path(source.path).is_dir():
+        return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
     blocks = source.blocks(advance=advance)
     first = next(blocks, b"")
     if not first.strip():

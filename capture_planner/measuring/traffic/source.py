@@ -59,6 +59,8 @@ class SourceCounts:
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    worker: tuple[tuple[object, ...], int] | None = None
+    """Of an observation: its engine and data-parallel rank, whose workers take the same steps; and its own rank."""
 
 
 @attrs.frozen

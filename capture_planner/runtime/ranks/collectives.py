@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Protocol, final
 
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
-from capture_planner.runtime.ranks.peers import Peers
 
 
 class Collectives(Protocol):
@@ -21,6 +21,8 @@ class Collectives(Protocol):
     size: int
     calls: int
     """Collectives that were called so far, in graphs and outside: equal on all ranks, or they wait for each other."""
+    facts: Mapping[str, str]
+    """How sums are computed, for the report; empty of a model that is whole."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, of the shape of ``partial``, which may be overwritten."""
@@ -40,6 +42,7 @@ class _One:
     """Of a model that is whole on this rank."""
 
     rank, size, calls = 0, 1, 0
+    facts: Mapping[str, str] = {}
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return partial
@@ -61,8 +64,11 @@ WHOLE: Collectives = _One()
 class GroupCollectives:
     """Over a group of torch.distributed: NCCL on GPUs, which CUDA graphs hold, or gloo on CPUs."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, reason: str | None = None) -> None:
+        """Take a group; ``reason``: why it is taken, where something else was wanted."""
         self.rank, self.size, self.calls = dist.get_rank(group), dist.get_world_size(group), 0
+        backend = dist.get_backend(group)
+        self.facts: Mapping[str, str] = {"all-reduce": backend + (f", as {reason}" if reason else "")}
         self._group = group
         self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -91,9 +97,3 @@ class GroupCollectives:
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """The name of torch 2.13, or of those before it."""
-
-
-def collectives_of(peers: Peers) -> Collectives:
-    """Return the collectives among the ranks that share this one's model."""
-    group = peers.tensor_group()
-    return WHOLE if group is None else GroupCollectives(group)

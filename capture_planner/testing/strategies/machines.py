@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 from hypothesis import strategies as st
@@ -42,6 +42,7 @@ from capture_planner.testing.strategies.values import (
     maybe,
     one_of,
     versions,
+    words,
 )
 
 
@@ -95,7 +96,7 @@ def _fields(draw: DrawFn) -> MetadataField:
     dtype = draw(one_of(dtypes))
     low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-(1 << 31), (1 << 31) - 1))
     return MetadataField(
-        name=draw(st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)),
+        name=draw(words("abcdefghijklmnopqrstuvwxyz", "0123456789_", 8)),
         axis=draw(one_of(Axis)),
         inner=None if counts else draw(maybe(one_of(Axis))),
         dtype=dtype,
@@ -185,13 +186,20 @@ class PlanInputs:
 
 @composite
 def deployments(
-    draw: DrawFn, *, max_reqs: int = 512, max_tokens: int = 4096, measured: bool | None = None
+    draw: DrawFn,
+    *,
+    max_reqs: int = 512,
+    max_tokens: int = 4096,
+    measured: bool | None = None,
+    where: Callable[[Spec], bool] | None = None,
 ) -> PlanInputs:
     """Return specs with an environment, a registry that has every backend they name, and what they measured.
 
     :param measured: whether sizes are measured; None: sometimes, and the schedule of draft lengths too.
+    :param where: which specs are wanted; others are left before anything else is drawn.
     """
-    spec = draw(specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=measured is None))
+    each = specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=measured is None)
+    spec = draw(each if where is None else each.filter(where))
     environment, registry = draw(environments()), draw(registries())
     is_measured = spec.sizes.policy is Policy.MEASURED or (
         spec.speculative is not None and spec.speculative.is_measured

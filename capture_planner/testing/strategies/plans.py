@@ -29,6 +29,7 @@ from capture_planner.testing.strategies.values import (
     maybe,
     one_of,
     versions,
+    words,
 )
 
 
@@ -91,7 +92,7 @@ def _groups() -> SearchStrategy[GroupPlan]:
 def decisions() -> SearchStrategy[Decision]:
     return st.builds(
         Decision,
-        rule=st.from_regex(r"[a-z][a-z0-9-]{0,9}", fullmatch=True),
+        rule=words("abcdefghijklmnopqrstuvwxyz", "0123456789-", 9),
         before=any_text(),
         after=any_text(),
         role=one_of(Role),

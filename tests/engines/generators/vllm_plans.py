@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 from hypothesis import reject
 from hypothesis import strategies as st
@@ -56,6 +58,59 @@ def runnable(plan: Plan) -> Plan:
         replace(role, entries=tuple(entry for entry in role.entries if runs(entry, role.role))) for role in plan.roles
     )
     return replace(plan, roles=tuple(roles))
+
+
+def runnable_by_ranks(plan: Plan) -> Plan:
+    """Return the plan without the graphs that vLLM cannot run where data-parallel ranks pad together.
+
+    Each rank looks for a graph with its own requests and adapters, so neither may decide how far it pads: a graph of
+    mixed batches has room for as many requests as it can have, and each shape is there for every adapter case. All
+    draft K tokens, whatever a schedule says.
+    """
+    steps = (None, plan.speculative.num_tokens - 1) if plan.speculative is not None else (None,)
+
+    def pads_alike(entry: Entry, entries: tuple[Entry, ...]) -> bool:
+        cases = {each.active_loras for each in entries}
+        shape = attrs.evolve(entry, active_loras=0)
+        same = {each.active_loras for each in entries if attrs.evolve(each, active_loras=0) == shape}
+        most = min(entry.num_tokens, plan.limits.max_num_reqs)
+        return same == cases and (entry.query_len is not None or entry.num_reqs in (None, most))
+
+    roles = []
+    for role in plan.roles:
+        left = tuple(entry for entry in role.entries if pads_alike(entry, role.entries) and entry.draft_steps in steps)
+        roles.append(replace(role, entries=left))
+    return runnable(replace(plan, roles=tuple(roles)))
+
+
+def rank_answers(plan: Plan, batches: Sequence[Batch]) -> list[Entry | None]:
+    """Return the graph of the target on each rank, by a scan.
+
+    The rule of vllm/v1/worker/gpu/dp_utils.py, 0.33: where one rank has no graph, none has. Else each looks for its
+    own requests and adapters, with the most tokens of any.
+    """
+    entries = plan.role(Role.TARGET).entries
+
+    def fit(batch: Batch, tokens: int, uniform: int | None) -> Entry | None:
+        cases = sorted({entry.active_loras for entry in entries})
+        loras = min(batch.active_loras, plan.limits.max_num_reqs)
+        case = loras if loras == 0 else next((case for case in cases if case >= loras), loras)
+        able = (
+            entry
+            for entry in entries
+            if entry.active_loras == case
+            and entry.num_tokens >= tokens
+            and entry.query_len in (None, uniform)
+            and (entry.num_reqs is None or entry.num_reqs >= batch.num_reqs)
+        )
+        return min(able, key=lambda entry: entry.cost, default=None)
+
+    uniforms = {batch.uniform_query_len for batch in batches}
+    uniform = uniforms.pop() if len(uniforms) == 1 else None
+    if any(fit(batch, batch.num_tokens, batch.uniform_query_len) is None for batch in batches):
+        return [None] * len(batches)
+    tokens = max(batch.num_tokens for batch in batches)
+    return [fit(batch, tokens, uniform) for batch in batches]
 
 
 def own_case(plan: Plan, batch: Batch) -> Plan:

@@ -12,6 +12,7 @@ difference.
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from capture_planner.codec import load_plan
 from capture_planner.errors import FlagError
+from capture_planner.modes import Role
 from capture_planner.records.plan import Plan
 from capture_planner_vllm import hooks
 from capture_planner_vllm.agreement import plan_sizes
@@ -35,6 +37,8 @@ from engines.generators.vllm_plans import vllm_plans
 from engines.oracle.comparison import finish, options, oracle, say, sources
 from support import vllm_module
 
+VECTORS = 40
+"""Vectors of ranks that are tried of each plan."""
 LOCKED = sorted((Path(__file__).parents[3] / "plans" / "locked").glob("*.yaml"))
 METHODS = ("eagle", "eagle3")
 """Draft methods for which there is a draft model that fits the target."""
@@ -62,6 +66,7 @@ def managers(module: Any, folder: Path, count: int, number: int, seen: Counter[s
             for text in found:
                 say(f"seed {number}, plan {seen['plans']}: {text}")
             differing += bool(found)
+            differing += ranks(module, modules, plan, number + seen["plans"], seen)
             seen["plans"] += 1
             seen["graphs"] += sum(len(each) for each in applied.captured.values())
             seen["batches"] += applied.asked_batches
@@ -74,6 +79,21 @@ def managers(module: Any, folder: Path, count: int, number: int, seen: Counter[s
             say(text)
             differing += 1
     return differing
+
+
+def ranks(module: Any, modules: dict[str, Any], plan: Plan, number: int, seen: Counter[str]) -> int:
+    """Compare what 2 to 4 data-parallel ranks run of random vectors of a plan; return 1 where something differs."""
+    draw = random.Random(number)
+    applied = module.AppliedPlan(modules, plan, draw.randint(2, 4))
+    admissible = [*applied.batches(Role.TARGET)]
+    vectors = [
+        [None if draw.random() < 0.2 else draw.choice(admissible) for _ in range(applied.ranks)] for _ in range(VECTORS)
+    ]
+    found = list(applied.rank_differences(vectors))
+    for text in found[:3]:
+        say(f"seed {number}, plan {seen['plans']}, {applied.ranks} ranks: {text}")
+    seen["vectors of data-parallel ranks"] += len(vectors)
+    return bool(found)
 
 
 def launches(wheel: Path, seen: Counter[str]) -> Iterator[str]:

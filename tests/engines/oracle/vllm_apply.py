@@ -7,8 +7,8 @@ and what ``dispatch`` answers are the engine's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +23,12 @@ from capture_planner.records.batch_space import batches, decode_tiers
 from capture_planner.records.plan import Plan
 from capture_planner_vllm import hooks
 from capture_planner_vllm.agreement import plan_sizes
-from engines.generators.vllm_plans import next_fit, own_case, runnable
+from engines.generators.vllm_plans import next_fit, own_case, rank_answers, runnable, runnable_by_ranks
+from support import reference
 from support.files import module_at
 
 loading = module_at(Path(__file__).with_name("vllm_loading.py"))
+standins = module_at(Path(__file__).with_name("vllm_standins.py"))
 EXHAUSTIVE = 700
 """Plans of at most so many tokens are asked about every admissible batch; others about those around their sizes."""
 
@@ -34,11 +36,12 @@ EXHAUSTIVE = 700
 class AppliedPlan:
     """The managers of one plan, captured."""
 
-    def __init__(self, modules: dict[str, Any], plan: Plan) -> None:
-        self.modules, self.plan = modules, plan
+    def __init__(self, modules: dict[str, Any], plan: Plan, ranks: int = 1) -> None:
+        """:param ranks: data-parallel ranks; with several, vLLM always drafts K tokens."""
+        self.modules, self.plan, self.ranks = modules, plan, ranks
         self.table, self.drafters = modules[hooks.MANAGERS], modules[hooks.DRAFTERS]
         self.modes = _modes(modules)
-        self.dynamic = plan.speculative is not None and bool(plan.speculative.schedule)
+        self.dynamic = ranks == 1 and plan.speculative is not None and bool(plan.speculative.schedule)
         self.fused = any(entry.draft_steps for role in plan.roles for entry in role.entries)
         self.asked_batches = 0
         self.config = self._config()
@@ -59,7 +62,7 @@ class AppliedPlan:
             compilation_config=SimpleNamespace(
                 cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0)
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1, enable_dbo=False),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=self.ranks, enable_dbo=False),
             cache_config=SimpleNamespace(use_kda_recoverssm=False),
             speculative_config=speculative
             and SimpleNamespace(
@@ -147,6 +150,81 @@ class AppliedPlan:
                 theirs = self.asked(batch, tokens)
                 if theirs != wanted:
                     yield f"{batch} of {tokens} tokens: the engine answers {theirs} for {wanted}"
+
+    def rank_differences(self, vectors: Sequence[Sequence[Batch | None]]) -> Iterator[str]:
+        """Yield where ranks do not run what the plan says of their vector, or not the same; None is an idle rank."""
+        plan = runnable_by_ranks(self.plan)
+        for role in plan.roles:
+            captured = [self.row(desc) for desc in self.captured[role.role]]
+            if captured != [self.expected(entry, role.role) for entry in role.entries]:
+                yield f"{role.role} captures {captured} for the plan's {role.entries}"
+        for vector in vectors:
+            batches = [self._idle() if batch is None else batch for batch in vector]
+            answers = self._step(batches)
+            entries = rank_answers(plan, batches)
+            wanted = [None if entry is None else self.expected(entry, Role.TARGET) for entry in entries]
+            if [answer[Role.TARGET] for answer in answers] != wanted:
+                yield f"{vector}: {answers} for {wanted}"
+            for role in plan.planned:
+                ran = {None if each[role] is None else each[role][:2] for each in answers}
+                if len(ran) > 1:
+                    yield f"{vector}: ranks run {ran} of {role}"
+            if Role.DRAFT_DECODE in plan.planned and plan.speculative.num_tokens > 1:  # type: ignore[union-attr]
+                most = Batch.decode(Role.DRAFT_DECODE, max(batch.num_reqs for batch in batches), 1)
+                entry = reference.dispatch(plan, most) if plan.role(Role.DRAFT_DECODE).entries else None
+                row = None if entry is None else self.expected(entry, Role.DRAFT_DECODE)
+                if {answer[Role.DRAFT_DECODE] for answer in answers} != {row}:
+                    yield f"{vector}: draft decodes {answers} for {row}"
+
+    def _idle(self) -> Batch:
+        """Return what an idle rank runs: one decode, with the most adapters."""
+        cases = self.managers[Role.TARGET].lora_capture_cases
+        return Batch.decode(Role.TARGET, 1, 1 + self.config.num_speculative_tokens, max(cases))
+
+    def _step(self, batches: Sequence[Batch]) -> list[dict[Role, tuple[Any, ...] | None]]:
+        """Return what each rank runs, by role, as the model runner and the drafter dispatch over ranks."""
+        ranks, group = self.modules[f"{loading.GPU}.dp_utils"], standins.Group()
+        ranks.get_dp_group = lambda: group
+        for rank, batch in enumerate(batches):
+            with suppress(standins.FirstAllReduce):
+                self._over_ranks(ranks, Role.TARGET, batch, batch.num_tokens, rank, None)
+        group.total = torch.stack(group.said).sum(0).to(torch.int32)
+        found = []
+        for rank, batch in enumerate(batches):
+            desc, state = self._over_ranks(ranks, Role.TARGET, batch, batch.num_tokens, rank, None)
+            answers = {Role.TARGET: self.row(desc)}
+            if Role.DRAFT_PREFILL in self.managers:
+                tokens = max(batch.num_tokens, desc.num_tokens)
+                answers[Role.DRAFT_PREFILL] = self.row(
+                    self._over_ranks(ranks, Role.DRAFT_PREFILL, batch, tokens, rank, state)[0]
+                )
+            if Role.DRAFT_DECODE in self.managers:
+                base = self.modules[f"{loading.GPU}.spec_decode.speculator"].DraftModelSpeculator
+                uniform, tokens = base._build_uniform_batch_dp_sync(None, state, batch.num_reqs, 1)
+                decode = Batch.decode(Role.DRAFT_DECODE, batch.num_reqs, 1)
+                desc, _ = self._over_ranks(ranks, Role.DRAFT_DECODE, decode, tokens, rank, uniform)
+                manager = self.managers[Role.DRAFT_DECODE]
+                answers[Role.DRAFT_DECODE] = self.row(
+                    manager.specialize_spec_tokens(desc, self.config.num_speculative_tokens)
+                )
+            found.append(answers)
+        return found
+
+    def _over_ranks(self, ranks: Any, role: Role, batch: Batch, tokens: int, rank: int, state: Any) -> Any:
+        self.asked_batches += 1
+        target = role is Role.TARGET
+        longest = (batch.query_len or self.config.num_speculative_tokens + 1) if batch.past_prompt else None
+        return ranks.dispatch_cg_and_sync_dp(
+            self.managers[role],
+            batch.num_reqs,
+            tokens,
+            batch.uniform_query_len,
+            self.ranks,
+            rank,
+            max_query_len=longest if target else None,
+            num_active_loras=batch.active_loras if target else 0,
+            dp_sync_state=state,
+        )
 
     def _target_tokens(self, batch: Batch) -> int:
         """Return the tokens that the target's batch is padded to, which the draft prefill starts from."""

@@ -79,7 +79,8 @@ def role_table(plan: Plan, facts: ManagerFacts) -> RoleTable:
     entries = tuple(dict.fromkeys(_as_captured(entry, facts) for entry in usable))
     cases = sorted({entry.active_loras for entry in entries})
     most = facts.lora_cases[-1]
-    dispatch = {n: next((case for case in cases if case >= n), n) for n in range(1, most + 1)}
+    # An idle rank has the most adapters, and a batch not more than requests: without a case for it, all ran eager.
+    dispatch = {n: next((case for case in cases if case >= min(n, facts.max_num_reqs)), n) for n in range(1, most + 1)}
     decisions = [_omission(planned, facts, rule, entries_left) for rule, entries_left in left.items()]
     crossing = _crossing(entries, plan, facts)
     if crossing:
@@ -167,9 +168,10 @@ def _target_shapes(plan: Plan, facts: ManagerFacts) -> frozenset[Shape]:
         return frozenset()
     entries = plan.role(Role.TARGET).entries
     cases = tuple(sorted({entry.active_loras for entry in entries}))
+    cases_of = _cases_by_shape(entries)
     found: dict[Shape, set[int]] = {}
     for entry in entries:
-        if entry.mode is GraphMode.FULL:
+        if entry.mode is GraphMode.FULL and _ranks_obstacle(entry, facts, cases_of) is None:
             found.setdefault(_shape(entry), set()).add(entry.active_loras)
     return frozenset(shape for shape, has in found.items() if has.issuperset(served_cases(cases, shape[1] or 0)))
 

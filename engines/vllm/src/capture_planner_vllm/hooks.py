@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import logging
 import os
 import sys
@@ -31,9 +30,11 @@ from typing import Any
 from capture_planner.codec import load_plan
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import digest
 from capture_planner.records.plan import Decision, Plan
-from capture_planner_vllm import agreement
+from capture_planner_vllm import agreement, workers
 from capture_planner_vllm.apply import ManagerFacts, RoleTable, descriptor_fields, drafted_tokens, role_table
+from capture_planner_vllm.chains import DRAFTERS, MANAGERS, with_planned_chains
 from capture_planner_vllm.seam import (
     ModeReasons,
     after_import,
@@ -46,9 +47,7 @@ from capture_planner_vllm.seam import (
 
 PLAN = "CAPTURE_PLANNER_PLAN"
 CONFIG = "vllm.config.vllm"
-MANAGERS = "vllm.v1.worker.gpu.cudagraph_utils"
 LEGACY_RUNNER = "vllm.v1.worker.gpu_model_runner"
-DRAFTERS = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
 
 KNOWN_MANAGERS = {(MANAGERS, "ModelCudaGraphManager"), (DRAFTERS, "SpeculatorCudaGraphManager")}
 """Module and class of the managers that a plan has roles for; of others vLLM keeps its own lists."""
@@ -76,6 +75,8 @@ def install(*, apply: bool, observe: bool) -> None:
         after_import(MANAGERS, apply_to_managers)
     elif plan is not None:
         after_import(MANAGERS, check_managers)
+    elif apply and os.environ.get(PLAN):
+        after_import(MANAGERS, apply_to_managers)  # other workers may have read it
     if observe:
         after_import(MANAGERS, observe_managers)
         after_import(LEGACY_RUNNER, refuse_legacy_runner)
@@ -207,6 +208,9 @@ def _with_plan(original: Callable[[Any], None]) -> Callable[[Any], None]:
         plan = current_plan()
         if plan is None or not _filled(manager, plan):
             original(manager)
+        # Also where vLLM's own graphs are kept: other workers may have the plan's.
+        digested = "no plan" if plan is None else f"plan {digest(plan)[:15]}"
+        workers.compare(manager, f"{type(manager).__name__} of width {manager.decode_query_len}", digested)
 
     return init_candidates
 
@@ -330,37 +334,7 @@ def _fill_tables(manager: Any, plan: Plan, facts: ManagerFacts, table: RoleTable
     manager._candidates.update({key: lists[tried] for key, tried in table.candidates.items()})
     manager._lora_dispatch_map = dict(table.lora_dispatch)
     if facts.role is Role.DRAFT_DECODE and facts.dynamic:
-        wrap(type(manager), "capture", _with_planned_chains)
-
-
-def _with_planned_chains(original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def capture(manager: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(manager, *args, **kwargs)
-        fused = bound.arguments.get("specialize_spec_tokens", False)
-        bound.arguments["specialize_spec_tokens"] = not _settle_chains(manager, fused) and fused
-        original(*bound.args, **bound.kwargs)
-
-    return capture
-
-
-def _settle_chains(manager: Any, fused: bool) -> bool:
-    """Fit the keys of draft chains to what the drafter runs; return whether they name the chains already."""
-    chained = importlib.import_module(DRAFTERS).SpeculatorBatchDescriptor
-    descs = [desc for listed in manager._capture_descs.values() for desc in listed]
-    if not any(isinstance(desc, chained) for desc in descs):
-        return False
-    if fused:
-        return True
-    report(logging.WARNING, ["draft_decode: the plan has fused chains; this drafter's backend runs single steps"])
-    names = {field.name for field in fields(importlib.import_module(MANAGERS).BatchExecutionDescriptor)}
-    plain = importlib.import_module(MANAGERS).BatchExecutionDescriptor
-    for mode, listed in manager._capture_descs.items():
-        single = (plain(**{name: getattr(desc, name) for name in names}) for desc in listed)
-        manager._capture_descs[mode] = [*dict.fromkeys(single)]
-    return False
+        wrap(type(manager), "capture", with_planned_chains)
 
 
 # Checking only

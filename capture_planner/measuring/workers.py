@@ -1,0 +1,199 @@
+"""The observations of all workers of one engine, read as one: what the engine as a whole captured and ran.
+
+Tensor-parallel workers take the same steps, so those of one count; data-parallel ranks take their own, which add up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from capture_planner import codec
+from capture_planner.errors import InvalidDocument, Problem
+from capture_planner.records._base import replace
+from capture_planner.records.observation import BatchCount, Observation, ObservedRole
+from capture_planner.records.text import counted
+
+T = TypeVar("T")
+
+_PLACE = re.compile(r"(?P<place>.*rank\d+)\.\d+(\.\d+)?\.ya?ml")
+"""The names of files that engines write for a worker: what comes before its process."""
+
+_COMMON = ("engine", "engine_version", "model", "plan", "limits", "speculative", "lora", "parallel", "world_size")
+"""What the workers of an engine have in common."""
+
+
+def read_workers(folder: str | Path) -> Observation:
+    """Return the newest observation of each worker in a folder, as one.
+
+    Raises ``InvalidDocument`` where the folder has none, or they are not of one engine.
+    """
+    newest: dict[str, Path] = {}
+    for path in sorted(Path(folder).glob("*.y*ml"), key=lambda path: path.stat().st_mtime_ns):
+        match = _PLACE.fullmatch(path.name)
+        newest[match["place"] if match else ""] = path
+    documents = map(codec.Document.read, newest.values())
+    named = [(each.name, each.load(Observation)) for each in documents if each.is_observation]
+    if not named:
+        message = "cannot be read: it is a folder, and has no observation"
+        remedy = "name the folder that an engine observed into, or a file"
+        raise InvalidDocument([Problem(file=str(folder), message=message, remedy=remedy)])
+    return as_one(named)
+
+
+def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
+    """Return the observations of the workers of one engine as one; each has its file's name.
+
+    Times are the slowest worker's, memory is the tightest one's. Raises ``InvalidDocument`` where they differ in what
+    all workers have in common: the engine, its settings, or the graphs of a role.
+    """
+    named = sorted(named, key=lambda each: (each[1].replica, each[1].rank))
+    if len(named) == 1:
+        return named[0][1]
+    (name, first), *others = named
+    problems = [
+        Problem(file=file, message=f"{text}, compared with {name}", remedy="read each file by itself")
+        for file, other in others
+        for text in _differences(first, other)
+    ]
+    places = Counter((each.replica, each.rank) for _, each in named)
+    problems += [
+        Problem(file=file, message=f"another file is of rank {each.rank}, too", remedy="name one file of each worker")
+        for file, each in named
+        if places[each.replica, each.rank] > 1
+    ]
+    if problems:
+        raise InvalidDocument(problems)
+    seen = [each for _, each in named]
+    speaking = [*{speaker(each): each for each in reversed(seen)}.values()]
+    speaking.reverse()
+    return replace(
+        first,
+        started=min(each.started for each in seen),
+        seconds=round(sum(each.seconds for each in speaking), 3),
+        kv_blocks=_of(seen, "kv_blocks", min),
+        capture_seconds=_of(seen, "capture_seconds", max),
+        graph_mib=_of(seen, "graph_mib", max),
+        roles=tuple(
+            _role([each.roles[place] for each in seen], [each.roles[place] for each in speaking])
+            for place in range(len(first.roles))
+        ),
+        decisions=tuple(dict.fromkeys(decision for each in seen for decision in each.decisions)),
+        drafted=_sums(_drafts(seen, "drafted")),
+        accepted=_sums(_drafts(seen, "accepted")),
+        idle_steps=sum(each.idle_steps for each in speaking),
+        notes=tuple(dict.fromkeys(_notes(seen))),
+    )
+
+
+def speaker(seen: Observation) -> tuple[int, int]:
+    """Return the replica and the data-parallel rank of a worker: those of one take the same steps."""
+    return seen.replica, seen.rank // max(seen.world_size // seen.parallel.data, 1)
+
+
+def _differences(first: Observation, other: Observation) -> Iterator[str]:
+    for name in (
+        "engine",
+        "engine_version",
+        "model",
+        "plan",
+        "limits",
+        "speculative",
+        "lora",
+        "parallel",
+        "world_size",
+    ):
+        ours, theirs = getattr(first, name), getattr(other, name)
+        if ours != theirs:
+            yield f"{name} is {theirs if isinstance(theirs, str | int) else 'another'}"
+    roles, own = ({role.role: [graph.entry for graph in role.graphs] for role in each.roles} for each in (first, other))
+    if list(roles) != list(own):
+        yield f"rank {other.rank} has other roles"
+        return
+    for role, entries in roles.items():
+        if own[role] != entries:
+            had = f"{counted(len(own[role]), 'graph')} of {role.value}, not the {len(entries)} of rank {first.rank}"
+            yield f"rank {other.rank} captured {had} in this order"
+
+
+def _notes(seen: Sequence[Observation]) -> Iterator[str]:
+    for each in seen:
+        yield from each.notes
+    for replica in sorted({each.replica for each in seen}):
+        own = [each for each in seen if each.replica == replica]
+        missing = sorted(set(range(own[0].world_size)) - {each.rank for each in own})
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            yield f"of {counted(own[0].world_size, 'worker')}, there is no observation of rank {ranks}"
+
+
+def _of(items: Sequence[Any], name: str, choose: Callable[[Iterable[Any]], T]) -> T | None:
+    values = [value for each in items if (value := getattr(each, name)) is not None]
+    return choose(values) if values else None
+
+
+def _drafts(seen: Sequence[Observation], name: str) -> Iterator[tuple[int, ...]]:
+    """Yield the drafts of each data-parallel rank: of its workers, one has the tokens."""
+    by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for each in seen:
+        by_rank.setdefault(speaker(each), []).append(getattr(each, name))
+    for drafts in by_rank.values():
+        yield max(drafts, key=sum)
+
+
+def _sums(columns: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*columns, fillvalue=0))
+
+
+def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> ObservedRole:
+    first = every[0]
+    graphs = tuple(
+        attrs.evolve(
+            graph,
+            replays=sum(role.graphs[place].replays for role in speaking),
+            seconds=_of([role.graphs[place] for role in every], "seconds", max),
+            mib=_of([role.graphs[place] for role in every], "mib", max),
+            milliseconds=_of([role.graphs[place] for role in every], "milliseconds", max),
+        )
+        for place, graph in enumerate(first.graphs)
+    )
+    batches: dict[tuple[Any, ...], list[BatchCount]] = {}
+    for count in (count for role in speaking for count in role.batches):
+        shape = (count.num_reqs, count.num_tokens, count.query_len, count.past_prompt, count.active_loras)
+        batches.setdefault((*shape, count.graph, count.reason), []).append(count)
+    # A vector is counted by each rank that had work.
+    by_steps = sorted((each for role in speaking for each in role.vectors), key=lambda each: each.steps)
+    vectors = {replace(each, steps=0): each for each in by_steps}
+    return replace(
+        first,
+        graphs=graphs,
+        batches=tuple(map(_batch, batches.values())),
+        rounded_batches=sum(role.rounded_batches for role in speaking),
+        other_batches=sum(role.other_batches for role in speaking),
+        vectors=tuple(vectors.values()),
+        other_vectors=max(role.other_vectors for role in speaking),
+    )
+
+
+def _batch(counts: Sequence[BatchCount]) -> BatchCount:
+    samples = sum(count.samples for count in counts)
+    return attrs.evolve(
+        counts[0],
+        steps=sum(count.steps for count in counts),
+        samples=samples,
+        milliseconds=_mean(counts, "milliseconds"),
+        interval=_mean(counts, "interval"),
+    )
+
+
+def _mean(counts: Sequence[BatchCount], name: str) -> float | None:
+    """Return the mean of medians, by how many steps each is of."""
+    timed = [(getattr(count, name), count.samples or 1) for count in counts if getattr(count, name) is not None]
+    weight = sum(samples for _, samples in timed)
+    return round(sum(value * samples for value, samples in timed) / weight, 5) if timed else None

@@ -1,0 +1,148 @@
+"""The observations of an engine's workers as one: steps of tensor-parallel ones count once, data-parallel ones' all."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner import codec
+from capture_planner.cli.files import show
+from capture_planner.engines.observed import emulation_of
+from capture_planner.errors import InvalidDocument
+from capture_planner.measuring.traffic.reading import read_traffic
+from capture_planner.measuring.workers import as_one, read_workers
+from capture_planner.modes import Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
+from capture_planner.records.observation import BatchCount
+from capture_planner.records.spec import Parallel
+from support.observing import observation_of
+
+PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "tiny-mtp-cpu.cpu.yaml")
+BASE = observation_of(PLAN)
+REVERSED = replace(BASE.roles[0], graphs=BASE.roles[0].graphs[::-1], answers=())
+STEPS = st.dictionaries(st.integers(1, 4), st.tuples(st.integers(1, 9), st.sampled_from([None, 2.5])))
+"""How often decodes of so many requests ran, and their time."""
+
+
+def worker(rank, tensor, data, shapes, **changes):
+    """A worker whose target ran decodes of so many requests so many times."""
+    (target, *others) = BASE.roles
+    counts = tuple(
+        BatchCount(
+            num_reqs=reqs,
+            num_tokens=reqs,
+            query_len=1,
+            steps=steps,
+            reason=Reason.UNKNOWN,
+            milliseconds=milliseconds,
+            samples=int(milliseconds is not None),
+        )
+        for reqs, (steps, milliseconds) in shapes.items()
+    )
+    return replace(
+        BASE,
+        rank=rank,
+        world_size=tensor * data,
+        parallel=Parallel(tensor=tensor, data=data),
+        seconds=10.0,
+        kv_blocks=100 + rank,
+        capture_seconds=1.0 + rank,
+        roles=(replace(target, batches=counts), *others),
+        **changes,
+    )
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(
+        st.dictionaries(st.integers(1, 4), st.tuples(st.integers(1, 9), st.sampled_from([None, 2.5]))),
+        min_size=1,
+        max_size=3,
+    ),
+    st.randoms(),
+)
+def test_steps_are_those_of_one_worker_of_each_data_parallel_rank(tensor, ranks, order):
+    """In any order of the files; graphs are theirs, memory is the tightest worker's and time the slowest one's."""
+    data = len(ranks)
+    workers = [worker(rank, tensor, data, ranks[rank // tensor]) for rank in range(tensor * data)]
+    named = [(f"rank{each.rank}", each) for each in workers]
+    order.shuffle(named)
+    whole = as_one(named)
+    expected: Counter[int] = Counter()
+    for shapes in ranks:
+        expected.update({reqs: steps for reqs, (steps, _) in shapes.items()})
+    assert {count.num_reqs: count.steps for count in whole.roles[0].batches} == dict(expected)
+    assert (whole.kv_blocks, whole.capture_seconds) == (100, float(tensor * data))
+    assert (whole.seconds, whole.notes) == (10.0 * data, BASE.notes)
+    assert [role.graphs for role in whole.roles] == [role.graphs for role in BASE.roles]
+    assert codec.loads(codec.dumps(whole), type(whole)) == whole
+    batch = Batch.decode(Role.TARGET, 1, 1)
+    assert emulation_of(whole).dispatch(batch) == emulation_of(BASE).dispatch(batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"plan": None}, "plan is another"),
+        ({"engine_version": "0.32.0"}, "engine_version is 0.32.0"),
+        (
+            {"roles": (replace(BASE.roles[0], graphs=BASE.roles[0].graphs[::-1], answers=()), *BASE.roles[1:])},
+            "in this order",
+        ),
+        ({"roles": BASE.roles[:1]}, "other roles"),
+        ({"rank": 0}, "another file is of rank 0"),
+    ],
+    ids=["plan", "version", "graphs", "roles", "rank"],
+)
+def test_workers_of_other_engines_are_refused(changes, message):
+    """With the file, and what differs."""
+    one, other = worker(0, 2, 1, {}), worker(1, 2, 1, {})
+    with pytest.raises(InvalidDocument, match="second") as caught:
+        as_one([("first", one), ("second", replace(other, **changes))])
+    assert message in str(caught.value)
+
+
+def test_missing_worker_is_a_note():
+    """The counts are of those that are there."""
+    whole = as_one([(str(rank), worker(rank, 4, 1, {2: (5, None)})) for rank in (1, 2)])
+    assert whole.notes[-1] == "of 4 workers, there is no observation of rank 0, 3"
+    assert whole.roles[0].steps == 5
+
+
+def written(folder, *workers, process=7):
+    """Write files as an engine names them."""
+    for each in workers:
+        path = folder / f"vllm.rank{each.rank}.{process}.yaml"
+        path.write_text(codec.dumps(each))
+        os.utime(path, (process, process))
+    return [str(path) for path in sorted(folder.iterdir())]
+
+
+def test_folder_stands_for_the_newest_workers_in_it(tmp_path):
+    """Those of an earlier run are left out."""
+    written(tmp_path, *(worker(rank, 2, 1, {1: (9, None)}) for rank in range(2)), process=3)
+    written(tmp_path, *(worker(rank, 2, 1, {1: (2, None)}) for rank in range(2)))
+    assert read_workers(tmp_path).roles[0].steps == 2
+    shown = CliRunner().invoke(show, [str(tmp_path), "--format", "json"])
+    assert (shown.exit_code, codec.loads(shown.stdout, type(BASE))) == (0, read_workers(tmp_path))
+
+
+def test_folder_without_observations_is_an_error(tmp_path):
+    """With what to name."""
+    with pytest.raises(InvalidDocument, match="cannot be read: it is a folder, and has no observation"):
+        read_workers(tmp_path)
+
+
+def test_traffic_counts_the_steps_of_tensor_parallel_workers_once(tmp_path):
+    """Whether files are named or their folder; those of data-parallel ranks add up."""
+    files = written(tmp_path, *(worker(rank, 2, 2, {1 + rank // 2: (2, None)}) for rank in range(4)))
+    for sources in (files, [str(tmp_path)]):
+        traffic, _ = read_traffic(sources)
+        assert {(each.num_reqs, each.count) for each in traffic.batches} == {(1, 2), (2, 2)}
+        assert traffic.seconds == 20.0
+    assert f"{files[1]}: rank 1 takes the steps of rank 0" in read_traffic(files)[0].notes
