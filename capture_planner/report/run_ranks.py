@@ -12,8 +12,9 @@ from capture_planner.codec.plain import plain_some
 from capture_planner.records.text import counted
 from capture_planner.report.summary import Percentiles
 from capture_planner.report.writing import Grid, Section, percent, seconds
-from capture_planner.runtime.ledger import RunReport
+from capture_planner.runtime.distribution import Distribution
 from capture_planner.runtime.ranks.record import RankRecord, VectorCount
+from capture_planner.runtime.session import RunReport
 
 
 def rank_sections(report: RunReport) -> Iterator[Section]:
@@ -24,7 +25,7 @@ def rank_sections(report: RunReport) -> Iterator[Section]:
     parallel = report.plan.parallel
     size = parallel.tensor * parallel.data
     missing = size - len(record.rows)
-    skew = Percentiles.of(record.skews)
+    skew = Percentiles.of(Distribution.of(record.skews))
     lines = [f"{size} ranks: {counted(parallel.data, 'replica')} of {counted(parallel.tensor, 'tensor-parallel rank')}"]
     if skew is not None:
         lines.append(
@@ -68,7 +69,7 @@ def _agreed(waited: float, last: int, agreements: int) -> tuple[str, str]:
 
 @json_of(RankRecord)
 def _record(record: RankRecord) -> dict[str, Any]:
-    skew = Percentiles.of(record.skews)
+    skew = Percentiles.of(Distribution.of(record.skews))
     return {
         "rows": [attrs.asdict(row) for row in record.rows],
         "agreements": record.agreements,

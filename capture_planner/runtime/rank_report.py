@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -11,10 +12,14 @@ import attrs
 from capture_planner.analysis.data_parallel import Agreement, Vector, agree
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
-from capture_planner.runtime.ledger import RequestResult, RunReport, Session
+from capture_planner.runtime.ledger import RequestResult, Wait
 from capture_planner.runtime.ranks.peers import Peers, Plain
 from capture_planner.runtime.ranks.record import RankRecord, RankRow, VectorCount
 from capture_planner.runtime.serving.agreement import vectors_of
+from capture_planner.runtime.session import RunReport, Session
+
+COUNTS = ("requests", "finished", "output_tokens", "with_adapter")
+"""Counts of a tally that are sums over the replicas."""
 
 MOST_VECTORS = 200
 """Different vectors of all roles that a report lists."""
@@ -32,26 +37,39 @@ def with_ranks(report: RunReport, session: Session, dispatcher: Dispatcher, peer
         return report
     words: dict[str, Plain] = {
         "host": place.host,
-        "steps": len(session.steps),
+        "steps": report.counts.steps,
         "idle": sum(step.is_idle for step in session.rank_steps),
-        "tokens": sum(served.output_tokens for served in report.served),
+        "counts": {name: getattr(report.counts, name) for name in COUNTS},
         "seconds": report.serve_seconds,
         "agreed": [round(step.seconds, 7) for step in session.rank_steps],
         # Tensor-parallel ranks serve the same requests; the first of each replica tells.
-        "served": [attrs.asdict(served) for served in report.served] if place.rank and not place.tensor else [],
+        "served": [attrs.asdict(served) for served in report.served] if place.data and not place.tensor else None,
     }
     told = peers.collect("the report", words, interrupted=report.interrupted)
     if place.rank:
         return report
     heard = {rank: cast("Words", each) for rank, each in enumerate(told) if each is not None}
-    served = [
-        RequestResult(**{**each, "tokens": tuple(each["tokens"])}) for w in heard.values() for each in w["served"]
-    ]
+    replicas = [words for words in heard.values() if words["served"] is not None]
+    served = [_request(each) for words in replicas for each in words["served"]]
+    tally = copy.deepcopy(report.counts)
+    for each in served:
+        tally.add_request(each)
+    for name in COUNTS:
+        # Of many requests only some have rows.
+        setattr(tally, name, getattr(report.counts, name) + sum(words["counts"][name] for words in replicas))
     return attrs.evolve(
         report,
         served=(*report.served, *served),
+        tally=tally,
         serve_seconds=max(each["seconds"] for each in heard.values()),
         ranks=_record(session, dispatcher, peers, heard),
+    )
+
+
+def _request(fields: dict[str, Any]) -> RequestResult:
+    waited = fields["waited_for"]
+    return RequestResult(
+        **fields | {"tokens": tuple(fields["tokens"]), "waited_for": None if waited is None else Wait(waited)}
     )
 
 
@@ -63,8 +81,9 @@ def _record(session: Session, dispatcher: Dispatcher, peers: Peers, heard: Mappi
         for numbers, steps in counts.items()
         for vector in vectors_of(roles, numbers).values()
     ]
+    # From the last on: of many steps, the first are forgotten.
     steps = min((len(each["agreed"]) for each in heard.values()), default=0)
-    times = [[each["agreed"][step] for each in heard.values()] for step in range(steps)]
+    times = [[each["agreed"][-step] for each in heard.values()] for step in range(steps, 0, -1)]
     least = [min(each) for each in times]
     rows = []
     for at, (rank, each) in enumerate(heard.items()):
@@ -79,7 +98,7 @@ def _record(session: Session, dispatcher: Dispatcher, peers: Peers, heard: Mappi
                 tensor=tensor,
                 steps=each["steps"],
                 idle_steps=each["idle"],
-                output_tokens=each["tokens"],
+                output_tokens=each["counts"]["output_tokens"],
                 seconds=each["seconds"],
                 waited=sum(waits),
                 last=sum(wait == 0.0 for wait in waits),

@@ -57,11 +57,6 @@ def ranks_of(process: Fork, count: int) -> list[int]:
     raise AssertionError("the ranks did not start")
 
 
-def serves(pid: int) -> bool:
-    """Whether a rank has passed its start: it has connected to others."""
-    return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir()) > 4
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
     """Return a folder with specs, which is the current one."""
@@ -122,16 +117,18 @@ def test_ranks_that_share_a_model_have_one_set_of_requests(reports):
 )
 def test_a_run_that_is_stopped_reports_what_ran(number, code, says, folder):
     """A killed rank is named once by all; Ctrl-C, which comes to the command, ends all ranks."""
-    process = command("data.yaml", "--ranks", "2", *MANY)
+    dumped = folder / number.name
+    process = command("data.yaml", "--ranks", "2", "--dump-graphs", str(dumped), *MANY)
     ranks = ranks_of(process, 2)
     until = monotonic() + LONGEST
-    while not all(serves(rank) for rank in ranks) and monotonic() < until:
+    # Graphs are written once all are captured, before anything is served.
+    while not all((dumped / f"rank-{rank}").is_dir() for rank in range(2)) and monotonic() < until:
         sleep(0.05)
-    sleep(1.0)
     os.kill(ranks[1] if number == signal.SIGKILL else process.pid, number)
     started = monotonic()
     assert wait([process], LONGEST)
     assert monotonic() - started < 30.0
     assert process.code == code, process.err
     assert process.err.count(says) == 1 or not says
+    assert process.out, process.err
     assert json.loads(process.out)["interrupted"] is True

@@ -310,7 +310,7 @@ class RankWatch:
         if self._terminated is None:
             return None
         if all(state.terminated for state in others.values()):
-            return RankVerdict(says="all ranks were ended by SIGTERM")
+            return RankVerdict(says="all ranks were ended by SIGTERM", interrupted=True)
         if self._looked - self._terminated > self._limits.silence + 2 * self._limits.beat:
             return RankVerdict(says=f"{self.names[self._rank]} was ended by SIGTERM", ranks=(self._rank,))
         return None
