@@ -31,6 +31,9 @@ SAMPLED_FIELDS = (
 """Of the target, and read by the runner alone: the rows of a batch whose next token is read, and how many
 of them each request has. No plan names them, since no graph reads them."""
 
+ACROSS_REPLICAS = "num_tokens_across_dp"
+"""The field of plans with data-parallel ranks that has the tokens of each."""
+
 
 @attrs.frozen(kw_only=True)
 class Extents:

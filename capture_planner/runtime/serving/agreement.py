@@ -44,6 +44,9 @@ class StepRanks(Protocol):
     draft_tokens: int
     """k of the step."""
 
+    def tokens(self, role: Role) -> Array | None:
+        """Return the padded tokens of each replica in a role, ``int32[replicas]``; None: there is one."""
+
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         """Agree on a step, and return this rank's batch, with the drafts that all make after it.
 
@@ -57,6 +60,9 @@ class OneReplica:
     all_done, others_work, is_steady = True, False, True
     answers: Mapping[Role, Answer] = {}
     draft_tokens = 0
+
+    def tokens(self, role: Role) -> Array | None:
+        return None
 
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         return scheduled
@@ -81,6 +87,7 @@ class Replicas:
     ) -> None:
         self.all_done, self.others_work, self.is_steady, self.draft_tokens = False, False, False, 0
         self.answers: Mapping[Role, Answer] = {}
+        self._across: dict[Role, Array] = {}
         self._dispatcher, self._peers, self._session = dispatcher, peers, session
         self._states, self._draft, self._captured = states, draft, captured
         self._roles = tuple(role.role for role in dispatcher.plan.roles)
@@ -94,6 +101,10 @@ class Replicas:
         agreements = self._agreed(numbers)
         place, target = self._peers.place.data, agreements[Role.TARGET]
         self.answers = {role: agreement.answers[place] for role, agreement in agreements.items()}
+        self._across = {
+            role: np.array([_padded(answer) for answer in agreement.answers], np.int32)
+            for role, agreement in agreements.items()
+        }
         self.all_done = bool(numbers[:, 0].all())
         self.others_work = scheduled is None and target.joint is not None
         self.draft_tokens = target.draft_tokens or 0
@@ -105,6 +116,9 @@ class Replicas:
         if scheduled is None or scheduled.draft_tokens == self.draft_tokens:
             return scheduled
         return attrs.evolve(scheduled, draft_tokens=self.draft_tokens)
+
+    def tokens(self, role: Role) -> Array | None:
+        return self._across[role]
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return what serves the batch that this rank submitted for its role."""
@@ -178,6 +192,10 @@ def vectors_of(roles: Sequence[Role], numbers: Sequence[Sequence[int]]) -> dict[
         )
         for role, at in zip(roles, range(_HEAD, _HEAD + _EACH * len(roles), _EACH), strict=True)
     }
+
+
+def _padded(answer: Answer) -> int:
+    return 0 if answer.batch is None else answer.batch.num_tokens + answer.dispatch.padded_tokens
 
 
 def _packed(batch: Batch | None) -> tuple[int, ...]:
