@@ -254,6 +254,7 @@ class Deployment:
                 pool_bytes=sum(pool.memory for pool in pools.values()),
                 ahead=runner.policy.run_ahead,
                 watching=watching,
+                not_compiled=tuple(runner.compilation.not_compiled),
             )
 
 
@@ -267,6 +268,8 @@ class Run:
     ahead: bool
     """Whether steps were launched before the tokens of the one before were read."""
     watching: Watching | None
+    not_compiled: tuple[str, ...] = ()
+    """Of compiled bodies, what could not be."""
 
 
 def deployment(

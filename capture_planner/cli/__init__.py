@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import click
 
 import capture_planner
-from capture_planner.cli import files
-from capture_planner.cli.bench import bench
-from capture_planner.cli.compare import compare
-from capture_planner.cli.conformance import conformance
 from capture_planner.cli.ending import exit_code_of
-from capture_planner.cli.engine import engine
-from capture_planner.cli.environment import environment
-from capture_planner.cli.export import export
-from capture_planner.cli.init import init
-from capture_planner.cli.launch import launch
-from capture_planner.cli.new_backend import new_backend
-from capture_planner.cli.profile import profile
-from capture_planner.cli.ranks import ranks
-from capture_planner.cli.run import run
-from capture_planner.cli.spec import spec
-from capture_planner.cli.traffic import traffic
-from capture_planner.cli.tune import tune
 from capture_planner.errors import CapturePlannerError, PluginWarning
 from capture_planner.report.writing import printable
 
@@ -56,12 +42,36 @@ def _show_plugin_warnings() -> None:
     warnings.showwarning = show
 
 
-FILES = [files.plan, files.show, files.explain, files.check, files.diff, files.backends, files.schema]
-MEASURING = [traffic, profile, tune]
-OTHERS = [init, ranks, engine, spec, compare, export, launch, run, bench, conformance, environment, new_backend]
+FILES = ("plan", "show", "explain", "check", "diff", "backends", "schema")
+"""The commands of ``files``; the others have a module each, of their own name."""
+OTHERS = (
+    *("traffic", "profile", "tune", "init", "ranks", "engine", "spec", "compare", "export", "launch", "run", "bench"),
+    *("conformance", "environment", "new-backend"),
+)
 
 
-@click.group(commands=[*FILES, *MEASURING, *OTHERS], context_settings={"help_option_names": ["-h", "--help"]})
+class LazyCommands(Mapping[str, click.Command]):
+    """The commands by name; each is imported when it is first used, as a third of the start is modules of others."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self:
+            raise KeyError(name)
+        function = name.replace("-", "_")
+        module = importlib.import_module(f"{__name__}.{'files' if name in FILES else function}")
+        command: click.Command = getattr(module, function)
+        return command
+
+    def __contains__(self, name: object) -> bool:
+        return name in FILES or name in OTHERS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*FILES, *OTHERS))
+
+    def __len__(self) -> int:
+        return len(FILES) + len(OTHERS)
+
+
+@click.group(commands=LazyCommands(), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(capture_planner.__version__, prog_name="capture-planner")
 def cli() -> None:
     """Plan, check and explain which CUDA graphs a serving engine captures.

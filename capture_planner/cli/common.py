@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from capture_planner import codec
-from capture_planner.codec import Document, dumps_json, plain
+from capture_planner.codec import Document, dumps_json
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.documents import node_of
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
@@ -27,6 +27,7 @@ from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Policy, Spec
+from capture_planner.report.plain import plain
 from capture_planner.report.writing import printable, printable_lines
 
 FINDINGS = 2

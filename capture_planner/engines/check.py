@@ -129,7 +129,7 @@ def _finding(
 
         def removed(change: FlagChange) -> Emulation | None:
             if change not in tried:
-                after = engine.emulate(engine.fixes.applied(before.command, change), environment)
+                after = engine.fixes.after(engine.emulate, before.command, change, environment)
                 tried[change] = _subject(after, engine)
             left = any(each.role is diagnosis.role for each in rule.check(tried[change]))
             return None if left else tried[change].emulation

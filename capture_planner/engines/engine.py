@@ -18,6 +18,9 @@ from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Decision, Plan
 
+Emulator = Callable[[Sequence[str], Environment], Emulation]
+"""Emulates the words of an engine's command line on a machine; raises ``FlagError``."""
+
 
 class Fixes:
     """How to fix findings of ``check``: phrases such as ``raise --max-size to 64``, or "" for that in ``general``."""
@@ -35,6 +38,10 @@ class Fixes:
     def applied(self, command: Sequence[str], change: FlagChange) -> list[str]:
         """Return the command line with a change: the flags replace what it says."""
         return appended(command, change)
+
+    def after(self, emulate: Emulator, command: Sequence[str], change: FlagChange, machine: Environment) -> Emulation:
+        """Emulate a command line with a change; raises ``FlagError`` where the engine refuses it."""
+        return emulate(self.applied(command, change), machine)
 
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         """EN001: ``runs`` are decodes without a graph, all of one role."""
@@ -77,7 +84,7 @@ class Engine:
     """As on the command line: ``capture-planner engine NAME``."""
     version: str
     """The release whose rules are emulated."""
-    emulate: Callable[[Sequence[str], Environment], Emulation]
+    emulate: Emulator
     """Called with the words of the engine's own command line, without the program, and with the machine.
 
     Exact or not at all: raises ``FlagError`` with one ``Problem`` for each flag that the engine refuses, and

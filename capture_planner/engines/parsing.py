@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from capture_planner.engines.history import History
@@ -143,6 +144,10 @@ class Parser(argparse.ArgumentParser):
     """What to do about a word that belongs to no flag."""
     history: ClassVar[History]
     """Flags of older releases and of other engines, with what to write here."""
+
+    def __init__(self, **options: Any) -> None:
+        # Each flag that is added makes a formatter, which asks for the terminal's size unless it has one.
+        super().__init__(formatter_class=partial(argparse.HelpFormatter, width=80), **options)
 
     def refuse_gone(self, words: Sequence[str]) -> None:
         """Raise ``FlagError`` with every flag among words that the release has no more, and what it is called now."""

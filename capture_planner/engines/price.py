@@ -58,10 +58,12 @@ def bill(graphs: Iterable[CapturedGraph], once: tuple[float, float] = ONCE) -> G
 def change_text(before: Emulation, after: Emulation) -> str:
     """Say what other flags cost or save: ``928 more graphs, 1179 in all: 0.9 to 22.7 GiB and 28 to 232 s``."""
     old, new = (Counter(graph.role.is_drafter for graph in each.graphs) for each in (before, after))
-    total, by = len(after.graphs), len(after.graphs) - len(before.graphs)
+    was, total = (len(each.graphs) + sum(len(one.budgets) for one in each.encoders) for each in (before, after))
+    by = total - was
     if not by:
         return f"as many graphs, {total}"
     more, fewer = (new, old) if by > 0 else (old, new)
+    # Graphs of encoders were not measured, and may take next to nothing.
     least = [max(sum(LEAST[each][i] * (more[each] - fewer[each]) for each in LEAST), 0.0) for i in (0, 1)]
     mib, seconds = ((least[i], MOST[i] * abs(by)) for i in (0, 1))
     bill_ = GraphBill(abs(by), mib, seconds)

@@ -17,7 +17,10 @@ MOST_TRIED = 6
 
 @attrs.frozen
 class FlagChange:
-    """Flags to give, in place of what the command line says; written as in ``give --max-num-seqs 64``."""
+    """Flags to give, in place of what the command line says; written as in ``give --max-num-seqs 64``.
+
+    A name without dashes is a key of the engine's file, and its value one of YAML.
+    """
 
     flags: tuple[tuple[str, tuple[str, ...]], ...]
     instead: bool = False
@@ -29,7 +32,10 @@ class FlagChange:
         return cls(((flag, tuple(map(str, values))),), instead)
 
     def __str__(self) -> str:
-        return "give " + " and ".join(shlex.join((flag, *values)) for flag, values in self.flags)
+        return "give " + " and ".join(
+            shlex.join((flag, *values)) if flag.startswith("-") else f"{flag}: {values[0]} in the file of --config"
+            for flag, values in self.flags
+        )
 
 
 def appended(command: Sequence[str], change: FlagChange) -> list[str]:

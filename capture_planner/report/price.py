@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from capture_planner.planning import price
 from capture_planner.records.environment import DeviceKind
-from capture_planner.records.plan import Plan
+from capture_planner.records.plan import Forecast, Plan
+from capture_planner.records.spec import Budget
 from capture_planner.records.text import counted, format_bytes, rounded_bytes
 
 
@@ -33,14 +34,27 @@ def _estimate(plan: Plan) -> str:
 
 
 def budget_line(plan: Plan) -> str | None:
-    """Say which limit of the budget was reached, and what that costs.
+    """Say which limit of the budget was reached, and what that costs; of measured sizes, what they take of each limit.
 
-    None for a plan without a budget, and for measured sizes: those are within the budget, and have a forecast.
+    None for a plan without a budget.
     """
     decisions = (decision for role in plan.roles for decision in role.decisions)
     found = next((decision.message for decision in decisions if decision.rule == price.RULE), None)
     if found is not None:
         return f"budget: {found}"
+    if plan.forecast is not None:
+        return _measured_line(plan.budget, plan.forecast)
     kinds = {"decode": plan.budget.graphs.decode, "mixed": plan.budget.graphs.mixed}
     bounds = [text for _, text in plan.budget.bounds()] + [f"graphs.{k} {most:g}" for k, most in kinds.items() if most]
-    return f"budget: no limit is reached ({', '.join(bounds)})" if bounds and plan.forecast is None else None
+    return f"budget: no limit is reached ({', '.join(bounds)})" if bounds else None
+
+
+def _measured_line(budget: Budget, forecast: Forecast) -> str | None:
+    taken = {
+        f"{forecast.graphs} of {budget.max_graphs} graphs": budget.max_graphs,
+        f"{rounded_bytes(round(forecast.mib * (1 << 20)))} of {format_bytes(budget.memory or 0)}": budget.memory,
+        f"{forecast.seconds:.0f} of {budget.seconds or 0:g} s": budget.seconds,
+    }
+    used = [text for text, limit in taken.items() if limit is not None]
+    gain = f"one more graph takes {forecast.next_graph_ms:.2g} ms off the mean step"
+    return f"budget: {', '.join(used)}, by the profile; {gain}" if used else None

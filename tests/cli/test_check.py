@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from capture_planner.analysis import lint
+from capture_planner.codec import dumps, load_plan
 from capture_planner.engines.check import ENGINE_RULES
 from capture_planner.engines.observed_check import OBSERVED_RULES
+from capture_planner.records._base import replace
+from capture_planner.records.plan import Forecast
+from capture_planner.records.spec import Budget
 from support.commands import PLAN, SPEC, TINY, TINY_PLAN, Run, edited
 
 # check -------------------------------------------------------------------------------------------
@@ -183,3 +187,16 @@ def test_diff_says_when_a_mode_changes(run: Run) -> None:
     out = run("diff", "plans/locked/llama-3.2-3b-eagle-t4.t4.yaml", "new.h100.yaml").out
     assert "target: mode PIECEWISE became FULL_AND_PIECEWISE" in out
     assert "environment: name t4 became h100" in out
+
+
+def test_check_of_measured_sizes_says_what_they_take_of_the_budget(run: Run, tmp_path: Path) -> None:
+    """A measured plan had no line about its budget, as `plan` prints one: both say what is taken of each limit."""
+    digest = f"sha256:{0:064x}"
+    taken = {"graphs": 41, "mib": 1200.0, "seconds": 13.0, "next_graph_ms": 0.5, "prior": 0.0}
+    forecast = Forecast(profile=digest, expected=1.0, mean_step_ms=1.0, regret=0.0, eager_share=0.0, **taken)
+    measured = replace(load_plan(TINY_PLAN), forecast=forecast, budget=Budget(max_graphs=64, seconds=20.0))
+    file = tmp_path / "measured.yaml"
+    file.write_text(dumps(measured))
+    line = "budget: 41 of 64 graphs, 13 of 20 s, by the profile; one more graph takes 0.5 ms off the mean step"
+    assert f"{file}: {line}\n" in run("check", str(file)).out
+    assert line in run("show", str(file)).out

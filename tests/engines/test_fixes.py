@@ -3,8 +3,11 @@
 import random
 import re
 import shlex
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
+import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +17,12 @@ from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.check import NOTHING, check
 from capture_planner.engines.remedies import FlagChange
 from capture_planner.errors import FlagError
-from engines.generators import sglang, vllm
+from capture_planner_tensorrt_llm.flags import read_flags
+from capture_planner_tensorrt_llm.values import Problems
+from engines.generators import sglang, tensorrt_llm, vllm
 
 PRICED = re.compile(r"give (?P<words>.+) \((?P<price>(?:\d+ (?:more|fewer) graphs?, |as many graphs, )[^()]+)\)")
+IN_FILE = re.compile(r"(?P<name>\w+): (?P<value>.+) in the file of --config")
 H100 = find_environment("h100")
 FEW = settings(max_examples=max(settings.default.max_examples // 2, 5))
 ABOUT_A_MODEL = "EN007"
@@ -29,6 +35,10 @@ def changes_in(fix):
     for part in fix.split("; or "):
         match = PRICED.fullmatch(part)
         assert match is not None, fix
+        key = IN_FILE.fullmatch(match["words"])
+        if key is not None:
+            found.append((FlagChange(((key["name"], (key["value"],)),)), match["price"]))
+            continue
         flags: list[tuple[str, tuple[str, ...]]] = []
         for word in shlex.split(match["words"]):
             if word.startswith("-"):
@@ -37,6 +47,18 @@ def changes_in(fix):
                 flags[-1] = (flags[-1][0], (*flags[-1][1], word))
         found.append((FlagChange(tuple(flags)), match["price"]))
     return found
+
+
+def followed_by(engine, command, change):
+    """Return the command line with a change; one of a file's key is made in a file, as a person would."""
+    (name, values), *_ = change.flags
+    if name.startswith("-"):
+        return engine.fixes.applied(command, change)
+    line = read_flags(command, Problems())
+    options = {} if line.file is None else yaml.safe_load(Path(line.file).read_text()) or {}
+    with NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+        yaml.safe_dump({**options, name: yaml.safe_load(values[0])}, file)
+    return [*command, "--config", file.name]
 
 
 def follow(name, command, environment):
@@ -50,10 +72,10 @@ def follow(name, command, environment):
         if each.rule.code == ABOUT_A_MODEL:
             continue
         for change, price in changes_in(each.fix):
-            after = engine.emulate(engine.fixes.applied(command, change), environment)
+            after = engine.emulate(followed_by(engine, command, change), environment)
             left = [f for f in check(after, engine) if f.rule is each.rule and f.diagnosis.role is each.diagnosis.role]
             assert left == [], each.fix
-            assert f"{len(after.graphs)}" in price
+            assert f"{len(after.graphs) + sum(len(one.budgets) for one in after.encoders)}" in price
             followed += 1
     return followed
 
@@ -93,6 +115,21 @@ def test_fix_of_sglang_followed_word_for_word_removes_its_finding(seed, tmp_path
     follow("sglang", command, environment)
 
 
+@FEW
+@given(seed=st.integers(0, 2**32))
+def test_fix_of_tensorrt_llm_followed_word_for_word_removes_its_finding(seed, tmp_path_factory):
+    """Keys of its file are changed in a file."""
+    case = next(tensorrt_llm.cases(seed))
+    file = tmp_path_factory.mktemp("tensorrt_llm") / "options.yaml"
+    file.write_text(yaml.safe_dump(case.config))
+    command = [*case.flags, "--config", str(file)]
+    try:
+        find_engine("tensorrt-llm").emulate(command, H100)
+    except FlagError:
+        assume(False)
+    follow("tensorrt-llm", command, H100)
+
+
 SPECULATIVE = '{"method": "eagle3", "model": "x/y", "num_speculative_tokens": %d}'
 LINES = {
     "largest-decodes": ("vllm", "--max-num-seqs 700"),
@@ -104,6 +141,11 @@ LINES = {
         "--max-num-batched-tokens 512 --max-num-seqs 256 --cudagraph-capture-sizes 256 1024",
     ),
     "encoder-of-none": ("vllm", "Qwen/Qwen3-8B -cc.cudagraph_mm_encoder=true"),
+    "encoder-beyond-budgets": (
+        "vllm",
+        "Qwen/Qwen2.5-VL-7B-Instruct -cc.cudagraph_mm_encoder=true -cc.encoder_cudagraph_token_budgets=[512]",
+    ),
+    "requests-beyond-graphs": ("tensorrt-llm", "Qwen/Qwen3-8B --max_batch_size 300"),
     "wide-gaps": ("vllm", "--max-num-seqs 256 --cudagraph-capture-sizes 8 256"),
     "running-requests": ("sglang", "--model-path Qwen/Qwen3-8B --max-running-requests 600"),
     "few-decode-sizes": (
@@ -121,7 +163,12 @@ def test_fix_names_a_price_and_removes_its_finding(name):
 
 
 @pytest.mark.parametrize(
-    "line", ["vllm --max-num-seqs 700", "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600"]
+    "line",
+    [
+        "vllm --max-num-seqs 700",
+        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600",
+        "tensorrt-llm Qwen/Qwen3-8B --max_batch_size 300",
+    ],
 )
 def test_cheaper_fix_of_uncovered_decodes_is_fewer_requests(line):
     """The fix names a larger maximum, with more graphs, or fewer requests, with no more graphs than now."""

@@ -22,7 +22,7 @@ SCHEDULE = "num_speculative_tokens_per_batch_size"
 FRONT = {"vllm": ["m"], "sglang": [], "tensorrt-llm": []}
 KNOWN = {
     "vllm": {name for entry in flag_table().values() for name in (*entry["names"], *entry.get("no", ()))},
-    "sglang": set(sglang.PARSER._option_string_actions),
+    "sglang": set(sglang.sglang_parser()._option_string_actions),
     "tensorrt-llm": set(tensorrt_llm.ACCEPTED),
 }
 """Every flag that each engine takes."""

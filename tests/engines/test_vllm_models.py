@@ -19,7 +19,7 @@ from capture_planner_vllm.settings import DrafterKind
 from capture_planner_vllm.tables import flag_table, names, rules
 from engines.generators.vllm_models import MODELS, write_models
 
-H100 = find_environment("h100")
+H100, H200 = find_environment("h100"), find_environment("h200")
 ATTENTIONS = st.builds(
     AttentionChoice,
     capability=st.sampled_from([(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]),
@@ -131,12 +131,37 @@ def test_every_decoder_is_emulated(name, tmp_path):
     assert resolve([folder(tmp_path, architectures=[name])], H100)[0].mode is GraphMode.FULL_AND_PIECEWISE
 
 
+REAL_LINES = {
+    "deepseek-ai/DeepSeek-V3.2 --tensor-parallel-size 8 --tokenizer-mode deepseek_v32": "FLASH_ATTN_MLA_SPARSE",
+    "zai-org/GLM-5-FP8 -tp 8 --kv-cache-dtype fp8 -sc.method=mtp -sc.num_speculative_tokens=3": "FLASHMLA_SPARSE",
+    "XiaomiMiMo/MiMo-V2-Flash -dp 2 -tp 4 --enable-expert-parallel": "FLASH_ATTN_DIFFKV",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8 -sc.method=mtp -sc.num_speculative_tokens=3": "FLASH_ATTN",
+    "Qwen/Qwen3.5-9B --disable-sliding-window --enforce-eager": "FLASH_ATTN",
+}
+
+
+@pytest.mark.parametrize("line", REAL_LINES)
+def test_lines_that_people_run_are_answered(line):
+    """Sparse MLA, heads of two sizes, MTP of Nemotron-H, and a window that is not there: once all refused."""
+    found = emulate(line.split(), H200)
+    assert next(each.value for each in found.settings if each.name == "attention_backend") == REAL_LINES[line]
+    eager = "--enforce-eager" in line
+    assert found.modes[Role.TARGET] is (GraphMode.NONE if eager else GraphMode.FULL_AND_PIECEWISE)
+
+
+@pytest.mark.parametrize("flag", ["--use-replayssm", "--model=zai-org/GLM-5.3-Flash", "--model=google/gemma-4-31B-it"])
+def test_a_refusal_names_where_vllm_decides_and_how_to_see_it(flag):
+    """What is not emulated leads on: to the file of the release, and to an observation."""
+    with pytest.raises(NotEmulated, match=r"vllm/\S+.* decides; .*CAPTURE_PLANNER_OBSERVE=FOLDER"):
+        emulate([flag], H200)
+
+
 @pytest.mark.parametrize(
     "config",
     [
         {"architectures": ["MambaForCausalLM"]},
         {"architectures": ["BertModel"]},
-        {"architectures": ["DeepseekV32ForCausalLM"]},
+        {"architectures": ["DeepseekV4ForCausalLM"], "index_topk": 512},
         {"architectures": ["CohereAsrForConditionalGeneration"]},
         {"architectures": ["Unheard"]},
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},

@@ -18,13 +18,15 @@ def operators(module: fx.GraphModule, inputs: list[Any]) -> Function:
 
 def inductor(module: fx.GraphModule, inputs: list[Any]) -> Function:
     """Compile with Inductor, for any T. Its caches on disk have what an earlier process compiled."""
-    from torch._inductor import standalone_compile
-
     for node in module.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")
     with warnings.catch_warnings():
-        # A hint that TF32 would be faster; whether float32 is rounded is not the runner's to decide.
+        # A hint that TF32 would be faster, though how float32 is rounded is not for the runner to decide; and what
+        # torch says to its own modules.
         warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._inductor import standalone_compile  # takes seconds
+
         compiled: Function = standalone_compile(module, inputs, dynamic_shapes="from_graph")
     return compiled
 

@@ -9,13 +9,19 @@ from typing import Any
 _TARGETS = {
     **{"dense": 6, "short": 2, "moe": 2, "mla": 2, "oss": 1, "gemma": 1, "wide": 1, "hybrid": 1, "conv": 1},
     **{"chunked": 1, "quantized": 1, "float": 1, "vision": 1, "whisper": 1},
+    **{"sparse": 1, "dsa": 1, "nemotron": 1, "mimo": 1},
 }
+_LATENT = ("mla", "sparse", "dsa")
 _CACHES = ("auto", "fp8", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "nvfp4", "int8_per_token_head")
 _MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _BACKENDS = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
     *("FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA", "CUTLASS_MLA"),
     *("auto", "flash_attn", "XFORMERS"),
+)
+_SPARSE = (
+    *("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4", "FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE"),
+    *("FLASHINFER_MLA_SPARSE_SM90", "FLASHINFER_MLA_SPARSE_SM120"),
 )
 
 
@@ -162,7 +168,7 @@ class Draw:
         tokens = self.random.choice([1, 2, 3, 4, 5, 7, 15])
         config: dict[str, Any] = {"num_speculative_tokens": tokens}
         plain = ["ngram", "ngram_gpu", "eagle3", "eagle", "draft_model", "named", "suffix", "dflash", "dspark"]
-        ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target == "mla") * 14
+        ways = plain * 2 + ["custom_class"] + ["mtp"] * (self.target in (*_LATENT, "nemotron")) * 14
         way = self.random.choice(ways)
         config["method"] = way
         if way in ("eagle", "eagle3"):
@@ -240,7 +246,7 @@ class Draw:
             self.flag(self.random.choice(["--pipeline-parallel-size", "-pp"]), self.random.choice([1, 2]))
         if self.often(0.04):
             self.flag("-dcp", self.random.choice([1, 2, 4]))
-        if self.often(0.3 if self.target in ("moe", "mla", "oss") else self.wild):
+        if self.often(0.3 if self.target in ("moe", "oss", *_LATENT) else self.wild):
             self.flag(self.random.choice(["--enable-expert-parallel", "-ep"]))
         if self.often(0.08):
             backends = ["allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "naive"]
@@ -258,7 +264,7 @@ class Draw:
 
     def attention(self) -> None:
         if self.often(0.35):
-            usable = _BACKENDS[4:9] if self.target == "mla" else _BACKENDS[:4]
+            usable = {"mla": _BACKENDS[4:9], "sparse": _SPARSE, "dsa": _SPARSE}.get(self.target, _BACKENDS[:4])
             name = self.random.choice(_BACKENDS if self.often(self.wild * 3) else usable)
             if self.often(0.8):
                 self.flag("--attention-backend", name)
@@ -280,10 +286,12 @@ class Draw:
         if self.often(0.06):
             usual = ["fp8", "fp8", "mxfp8", "experts_int8", "humming", "fp8_per_block", "modelopt"]
             self.flag("--quantization", self.random.choice(usual + ["awq", "x"] * self.often(self.wild)))
-        if self.often(0.1 + 0.2 * (self.target in ("hybrid", "conv"))):
+        if self.often(0.1 + 0.2 * (self.target in ("hybrid", "conv", "nemotron"))):
             self.flag(self.random.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]))
             if self.often(0.1):
                 self.flag("--mamba-block-size", self.random.choice([64, 2048, 4096]))
+        if self.often(0.02):
+            self.flag("--disable-sliding-window")
         if self.often(0.05):
             self.flag("--seed", self.random.randint(0, 9))
 

@@ -354,6 +354,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+_OTHERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "mimo": ("moe", "MiMoV2FlashForCausalLM", "mimo_v2_flash", {"v_head_dim": 128, "attention_chunk_size": 128}),
+    "nemotron": ("hybrid", "NemotronHForCausalLM", "nemotron_h", {"num_nextn_predict_layers": 1}),
+    "sparse": ("mla", "DeepseekV32ForCausalLM", "deepseek_v32", {"index_topk": 2048, "index_head_dim": 128}),
+    "dsa": ("mla", "GlmMoeDsaForCausalLM", "glm_moe_dsa", {"index_topk": 1024, "num_attention_heads": 64}),
+}
+"""Models that are others but for their architecture, their type, and some keys."""
+for _name, (_of, _architecture, _type, _keys) in _OTHERS.items():
+    MODELS[_name] = {**MODELS[_of], "architectures": [_architecture], "model_type": _type, **_keys}
+MODELS["mimo"] |= {"head_dim": 192, "vocab_size": 128256}
+MODELS["nemotron"] |= {"head_dim": 128, "hybrid_override_pattern": "MEM*EM", "num_hidden_layers": 6}
+MODELS["nemotron"] |= {"n_routed_experts": 512, "mtp_hybrid_override_pattern": "*E"}
+MODELS["dsa"] |= {"num_key_value_heads": 64, "qk_nope_head_dim": 192, "vocab_size": 128256}
 for _name, _of in (("dsk", "dspark"), ("unstated", "mla")):
     MODELS[_name] = {key: value for key, value in MODELS[_of].items() if not key.startswith("num_nextn")}
 

@@ -14,9 +14,12 @@ from typing import Any
 
 from support.files import module_at
 
-_PLAIN = ("GptOssForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "NemotronH", "Qwen3_5")
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+_PLAIN = ("GptOssForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "NemotronH", "Qwen3_5", *_SPARSE)
 """Of the architectures with a hook of their own, those whose hook changes no graph, or is emulated."""
 _ODD = re.compile(r"attn_backend=|StaticSinkAttention|CrossAttention\(|EncoderDecoder")
+_CHOSEN_BY_LAYERS = ("MiMoV2FlashForCausalLM",)
+"""Of the architectures whose layers name their backend, those whose choice is emulated."""
 _HEADS_OF_THEIR_OWN = ("Zamba2ForCausalLM",)
 _ENCODER_DECODERS = ("WhisperForConditionalGeneration",)
 _SINKS = re.compile(r"sinks=self\.sinks")
@@ -59,7 +62,8 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
     for group in _GROUPS:
         for architecture, (module, name) in getattr(registry, group).items():
             hooked = architecture in MODELS_CONFIG_MAP and not architecture.startswith(_PLAIN)
-            if hooked or architecture in config.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES:
+            breakable = architecture in config.DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+            if hooked or (breakable and architecture not in _SPARSE):
                 continue
             try:
                 kind = model_class(module, name)
@@ -70,7 +74,7 @@ def architectures(wheel: Path) -> dict[str, list[str]]:
             odd = _ODD.search(source) or architecture in _HEADS_OF_THEIR_OWN
             odd = odd or info.is_attention_free or info.has_noops or info.is_pooling_model
             odd = odd or info.supports_transcription_only or not info.is_text_generation_model
-            if odd and architecture not in _ENCODER_DECODERS:
+            if odd and architecture not in (*_ENCODER_DECODERS, *_CHOSEN_BY_LAYERS):
                 continue
             if not info.supports_pp:
                 found["no_pipeline"].append(architecture)

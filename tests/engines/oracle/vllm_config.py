@@ -127,6 +127,11 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         for module in (vllm.utils.flashinfer, flashinfer):
             if hasattr(module, "has_nvidia_artifactory"):
                 module.has_nvidia_artifactory = lambda: True
+        # Packages of the release's image.
+        vllm.utils.flashinfer.has_flashinfer = lambda: True
+        for name in ("has_flashinfer_sm90_nope_mla", "has_flashinfer_sparse_mla_sm120"):
+            if hasattr(vllm.utils.flashinfer, name):
+                setattr(vllm.utils.flashinfer, name, lambda: True)
         architectures.stand_in(stubs)
         architectures.require(registry, [name for each in MODELS.values() for name in each["architectures"]])
         registry._LazyRegisteredModel.inspect_model_cls = parts.model_info(registry, architectures)
@@ -259,13 +264,14 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
         # The worker asks when it starts.
         current_platform.check_if_supports_dtype(config.model_config.dtype)
         target = self._group(config, "target")
-        groups = [[target, *parts.recurrent_groups(config)]]
+        groups = [[target, *parts.recurrent_groups(config), *parts.indexer_groups(config)]]
         if config.model_config.is_encoder_decoder:
             groups[0].append(self._group(config, "cross", "encoder_decoder"))
         speculative = config.speculative_config
         drafts = speculative is not None and speculative.uses_draft_kv_cache()
         if drafts:
-            groups.append([self._draft_group(config)])
+            draft = self._draft_group(config)
+            groups.append([draft, *(parts.indexer_groups(config) if draft.backend.is_sparse() else [])])
         found["backend"] = target.backend.get_name()
         support = self._attn_utils.get_attn_cg_support(groups, config)
         found["support"] = support.min_cg_support.name
@@ -316,7 +322,7 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
             num_bonus_tokens=1,
             max_total_logits=0,
             vllm_config=config,
-            target_layer_names={"target", "recurrent"},
+            target_layer_names={"target", "recurrent", "indexer"},
         )
         compilation = config.compilation_config
         compilation.cudagraph_mode = adaptive.resolve_adaptive_cudagraph_mode(

@@ -80,6 +80,7 @@ class Groups:
         if scheme is not None and cache.cache_dtype == "auto" and not model.use_mla:
             cache.cache_dtype = "fp8"
         options = {"num_heads": model.get_num_attention_heads(config.parallel_config)}
+        options["use_sparse"] = parts.is_sparse(config)
         if not model.use_mla:
             options = {
                 "attn_type": attn_type,
@@ -88,7 +89,7 @@ class Groups:
                 "has_sliding_window": model.get_sliding_window() is not None,
                 "use_per_head_quant_scales": scheme is not None and scheme.get("strategy") == "attn_head",
             }
-        backend = get_attn_backend(
+        backend = parts.backend_of_layer(config) or get_attn_backend(
             model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=model.use_mla, **options
         )
         builder = backend.get_builder_cls()

@@ -108,6 +108,35 @@ def recurrent_groups(config: Any) -> list[Any]:
     return [group(backend, backend.get_builder_cls(), None, "recurrent")]
 
 
+def is_sparse(config: Any) -> bool:
+    """Say whether the layers attend to the tokens that an indexer chose."""
+    return hasattr(config.model_config.hf_text_config, "index_topk")
+
+
+def indexer_groups(config: Any) -> list[Any]:
+    """Return the group of a sparse model's indexers, with the engine's builder."""
+    if not is_sparse(config):
+        return []
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend as Backend
+
+    return [group(Backend, Backend.get_builder_cls(), None, "indexer")]
+
+
+def backend_of_layer(config: Any) -> Any:
+    """Return the backend that MiMo-V2's layers name, as ``MiMoV2Attention.__init__`` does; None for other models."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    text, asked = config.model_config.hf_text_config, config.attention_config.backend
+    sizes = (getattr(text, "head_dim", 0), getattr(text, "v_head_dim", 0))
+    if not config.model_config.architecture.startswith("MiMoV2") or sizes[0] == sizes[1]:
+        return None
+    if asked is not None and asked.name.endswith("_DIFFKV"):
+        return asked.get_class()
+    found = AttentionBackendEnum.FLASH_ATTN_DIFFKV.get_class()
+    fits = found.is_supported_on_current_device(head_size=sizes[0], head_size_v=sizes[1], has_sinks=False)
+    return found if fits else AttentionBackendEnum.TRITON_ATTN_DIFFKV.get_class()
+
+
 def group(backend: Any, builder: Any, spec: Any, layer: str) -> Any:
     """Return a stand-in for an attention group of one layer."""
     return SimpleNamespace(

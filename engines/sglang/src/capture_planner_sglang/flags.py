@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import cache
 from importlib import resources
 from typing import Any, ClassVar
 
@@ -131,7 +132,9 @@ def _dest(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _parser() -> SglangParser:
+@cache
+def sglang_parser() -> SglangParser:
+    """Return the parser of all flags."""
     parser = SglangParser(prog="sglang serve", add_help=False)
     for row in TABLE["read"]:
         options = {key: row[key] for key in ("default", "choices", "nargs") if key in row}
@@ -143,9 +146,6 @@ def _parser() -> SglangParser:
             for flag in flags:
                 parser.add_argument(flag, dest=f"{group}:{flag}", **options)
     return parser
-
-
-PARSER = _parser()
 
 
 def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -175,8 +175,8 @@ def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str
     variables = dict(word.split("=", 1) for word in command[:count])
     rest, path = split_config(command[count:], "SGLang")
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
-    PARSER.refuse_gone([*from_file, *rest])
-    args = PARSER.parse_args([*from_file, *rest])
+    sglang_parser().refuse_gone([*from_file, *rest])
+    args = sglang_parser().parse_args([*from_file, *rest])
     args.longer_context = any(variables.get(name, "").lower() in ("1", "true", "yes", "y") for name in VARIABLES)
     sources = {name_of(word): "file" for word in from_file if word.startswith("--")}
     sources |= {name_of(word): "flag" for word in rest if word.startswith("--")}
@@ -187,7 +187,7 @@ def name_of(flag: str) -> str:
     """Return SGLang's own name of a flag, however it is written; itself where it is unknown."""
     head = flag.partition("=")[0]
     head = head if head.startswith("-") else f"--{head}"
-    actions = PARSER._option_string_actions
+    actions = sglang_parser()._option_string_actions
     fitting = [head] if head in actions else [name for name in actions if name.startswith(head)]
     return actions[fitting[0]].dest if fitting else head
 

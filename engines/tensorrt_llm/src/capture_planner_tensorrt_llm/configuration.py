@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capture_planner_tensorrt_llm.drafting import read_drafting
-from capture_planner_tensorrt_llm.flags import OLD_KEYS, OPTIONS, read_file, read_flags
+from capture_planner_tensorrt_llm.flags import OLD_KEYS, OPTIONS, options_of, read_flags
 from capture_planner_tensorrt_llm.settings import GraphConfig, ServeSettings
 from capture_planner_tensorrt_llm.values import Path, Problems, boolean, integer, mapping, only, shown
 
@@ -20,7 +20,7 @@ def resolve(command: Sequence[str]) -> ServeSettings:
     """Return the settings of a command line; raises ``FlagError`` with all that is wrong with it."""
     problems = Problems()
     line = read_flags(command, problems)
-    in_file = {} if line.file is None else read_file(line.file, problems)
+    in_file = options_of(line, problems)
     keys = {row["key"] for row in OPTIONS["flags"].values()}
     keys |= {*_READ, *OPTIONS["ignored_keys"], *OPTIONS["emulated_values"]}
     only(in_file, keys, (_CONFIG,), problems, OLD_KEYS)

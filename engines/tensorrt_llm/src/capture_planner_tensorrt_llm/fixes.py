@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import yaml
 
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.engine import Fixes
+from capture_planner.engines.engine import Emulator, Fixes
+from capture_planner.engines.remedies import FlagChange
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
+from capture_planner.records.environment import Environment
+from capture_planner_tensorrt_llm.flags import options_of, read_flags, replacing
+from capture_planner_tensorrt_llm.values import Problems
+
+_CONFIG = "cuda_graph_config"
 
 
 class TensorRTLLMFixes(Fixes):
@@ -26,6 +35,33 @@ class TensorRTLLMFixes(Fixes):
         "EN009": "nothing to do: no graph of an encoder is emulated",
     }
 
+    def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:
+        sizes, listed = set(emulation.sizes), bool(emulation.asked_sizes)
+        if code == "EN001":
+            most, covered = max(run.last for run in runs), min(run.first for run in runs) - 1
+            if not listed:
+                yield _config(emulation, max_batch_size=most)
+            yield _config(emulation, batch_sizes=sorted({*sizes, most}))
+            yield _config(emulation, batch_sizes=sorted({*sizes, *(n for run in runs for n in (run.first, run.last))}))
+            if covered:
+                yield FlagChange.of("--max_batch_size", covered, instead=True)
+        elif code == "EN002":
+            yield _config(emulation, enable_padding=True)
+        elif code in ("EN003", "EN004") and sizes:
+            yield _config(emulation, batch_sizes=sorted(sizes))
+            yield _config(emulation, batch_sizes=sorted(n for n in sizes if n <= emulation.limits.max_num_reqs))
+        elif code == "EN005":
+            yield FlagChange.of("--max_num_tokens", 8192)
+            yield FlagChange(((_CONFIG, ("null",)),), instead=True)
+        elif code == "EN006":
+            yield _config(emulation, batch_sizes=sorted({*sizes, *(n for run in runs for n in run.sizes_between(1))}))
+
+    def after(self, emulate: Emulator, command: Sequence[str], change: FlagChange, machine: Environment) -> Emulation:
+        flags = tuple((name, values) for name, values in change.flags if name.startswith("-"))
+        keys = {name: yaml.safe_load(values[0]) for name, values in change.flags if not name.startswith("-")}
+        with replacing(keys):
+            return emulate(self.applied(command, FlagChange(flags)), machine)
+
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         requests = max(run.last for run in runs)
         if emulation.asked_sizes:
@@ -42,3 +78,11 @@ class TensorRTLLMFixes(Fixes):
     def padded(self, emulation: Emulation, run: Run) -> str:
         sizes = " ".join(map(str, run.sizes_between(1)))
         return f"add {sizes} to cuda_graph_config.batch_sizes, and keep the others"
+
+
+def _config(emulation: Emulation, **keys: Any) -> FlagChange:
+    """Return the change to a ``cuda_graph_config`` with other keys; sizes and their maximum replace each other."""
+    present = dict(options_of(read_flags(emulation.command, Problems()), Problems()).get(_CONFIG) or {})
+    if {"batch_sizes", "max_batch_size"} & set(keys):
+        present = {name: value for name, value in present.items() if name not in ("batch_sizes", "max_batch_size")}
+    return FlagChange(((_CONFIG, (json.dumps({**present, **keys}),)),))

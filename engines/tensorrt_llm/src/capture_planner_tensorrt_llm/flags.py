@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import resources
 from typing import Any
 
@@ -103,6 +105,24 @@ def read_flags(command: Sequence[str], problems: Problems) -> ServeCommand:
             result.values[key] = value if key == "backend" else integer(value, (name,), problems)
             result.spelled[key] = name
     return result
+
+
+_keys: ContextVar[Mapping[str, Any]] = ContextVar("keys in place of those in the file")
+
+
+@contextmanager
+def replacing(keys: Mapping[str, Any]) -> Iterator[None]:
+    """Read every file as if it had these keys, while the context lasts; so is a command line without a file."""
+    token = _keys.set(keys)
+    try:
+        yield
+    finally:
+        _keys.reset(token)
+
+
+def options_of(line: ServeCommand, problems: Problems) -> Mapping[str, Any]:
+    """Return the mapping in the file of a command line; empty without one."""
+    return {**({} if line.file is None else read_file(line.file, problems)), **_keys.get({})}
 
 
 def read_file(path: str, problems: Problems) -> Mapping[str, Any]:

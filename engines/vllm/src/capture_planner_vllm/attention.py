@@ -6,9 +6,11 @@ machine, model, dtypes and block size (vllm/platforms/cuda.py and vllm/v1/attent
 
 from __future__ import annotations
 
+import re
+
 import attrs
 
-from capture_planner.engines.parsing import refusal
+from capture_planner.engines.parsing import refusal, unfollowed
 from capture_planner.modes import GraphSupport
 from capture_planner_vllm.model import ModelFacts
 from capture_planner_vllm.refusals import not_emulated
@@ -19,12 +21,17 @@ FLAG = "--attention-backend"
 _SM80, _SM90, _SM121 = (8, 0), (9, 0), (12, 1)
 _RULES = rules()["attention"]
 """Backends in vLLM's order, their quantized KV cache dtypes, and the number that a KV block is a multiple of."""
-EMULATED = (*_RULES["order"], *_RULES["mla_order_sm100"])
+_SPARSE = _RULES["sparse"]
+"""Backends of sparse MLA, each with its compute capabilities, dtypes, KV cache dtypes, and block size."""
+EMULATED = (*_RULES["order"], *_RULES["mla_order_sm100"], *_SPARSE)
 """The backends whose support is emulated."""
 _PLAIN = ("auto", "float16", "bfloat16")
 _MLA_HEADS = (320, 512, 576)
-_NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN")
+_NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
 _PACKED = "turboquant_"
+_FOREIGN = re.compile("ROCM_|XPU_|CPU_|AMX_")
+_UNEQUAL = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
+"""The backends of MiMo-V2, whose layers choose between them alone (models/mimo_v2.py)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +60,11 @@ class AttentionChoice:
     @property
     def _quantized(self) -> bool:
         return self.cache not in _PLAIN
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of one rank; 0 if unknown."""
+        return self.model.heads // self.tensor
 
     def flash_attn_version(
         self, head_size: int | None = None, *, block: int | None = None, wide: bool = False
@@ -83,8 +95,8 @@ class AttentionChoice:
         """Whether FlashInfer has a decode kernel here that takes several tokens of each request."""
         if self.trtllm is False:
             return False
-        heads, kv_heads = self.model.heads // self.tensor, max(1, self.model.kv_heads // self.tensor)
-        grouped = not self.model.heads or heads % kv_heads == 0
+        kv_heads = max(1, self.model.kv_heads // self.tensor)
+        grouped = not self.model.heads or self.heads % kv_heads == 0
         return grouped and (self.capability == _SM90 or self.capability[0] in (10, 12))
 
     def support(self, backend: str) -> GraphSupport:
@@ -95,7 +107,7 @@ class AttentionChoice:
         return min(own, GraphSupport.UNIFORM_BATCH) if self.model.recurrent else own
 
     def _support(self, backend: str) -> GraphSupport:
-        if backend == "FLASH_ATTN":
+        if backend.startswith("FLASH_ATTN") and "MLA" not in backend:
             full = self.flash_attn_version() in ((3, 4) if has("fa4-graphs") else (3,))
             return GraphSupport.ALWAYS if full else GraphSupport.UNIFORM_BATCH
         if backend == "FLASHINFER":
@@ -109,7 +121,7 @@ class AttentionChoice:
             return GraphSupport.UNIFORM_BATCH if wide else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
         if backend == "CUTLASS_MLA":
             return GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        always = ("TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER_MLA")
+        always = ("TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER_MLA", _UNEQUAL[1])
         return GraphSupport.ALWAYS if backend in always else GraphSupport.UNIFORM_BATCH
 
     def _xqa_fits(self) -> bool:
@@ -122,11 +134,11 @@ class AttentionChoice:
 
     def refreshes(self, backend: str) -> bool:
         """Whether a backend can advance a draft to its next position inside a graph."""
-        if backend in ("FLASH_ATTN", "TRITON_MLA"):
+        if backend in ("FLASH_ATTN", _UNEQUAL[0], "TRITON_MLA") or _SPARSE.get(backend, {}).get("refreshes"):
             return self.decode_context == 1
         if backend == "FLASHINFER":
             return self.capability[0] == 10 and self._trtllm_decode and self.decode_context == 1
-        return backend == "TRITON_ATTN"
+        return backend in ("TRITON_ATTN", _UNEQUAL[1])
 
     def varies(self, backend: str) -> bool:
         """Whether a decode graph serves any mix of query lengths up to 1 + K, as adaptive verification needs."""
@@ -140,13 +152,16 @@ class AttentionChoice:
 
     def unusable(self, backend: str) -> str | None:
         """Return the reason why a backend cannot run, or None where it can."""
-        if backend.endswith("MLA") != self.model.mla:
+        if ("MLA" in backend) != self.model.mla:
             return "the model uses MLA" if self.model.mla else "it is for MLA models"
+        if (backend in _SPARSE) != self.model.sparse:
+            return "the model's attention is sparse" if self.model.sparse else "it is for sparse attention"
         if not self._fits_machine(backend):
             return f"it does not run on compute capability {'.'.join(map(str, self.capability))}"
-        floats = ("TRITON_ATTN", "FLEX_ATTENTION")
-        if self.dtype == "float32" and backend not in floats:
+        if self.dtype == "float32" and backend not in ("TRITON_ATTN", "FLEX_ATTENTION"):
             return "it does not support float32"
+        if self.dtype not in _SPARSE.get(backend, {}).get("dtypes", [self.dtype]):
+            return f"it does not support {self.dtype}"
         if not self._fits_heads(backend):
             return f"it does not support heads of {self.model.head_size}"
         if not self._fits_cache(backend):
@@ -167,6 +182,8 @@ class AttentionChoice:
 
     def _fits_machine(self, backend: str) -> bool:
         major = self.capability[0]
+        if backend in _SPARSE:
+            return major in _SPARSE[backend]["majors"]
         if backend in ("FLASH_ATTN", "FLASHINFER"):
             return self.capability >= _SM80 and (backend == "FLASH_ATTN" or self.capability <= _SM121)
         majors = {"FLASHINFER_MLA": 10, "CUTLASS_MLA": 10, "FLASH_ATTN_MLA": 9, "FLASHMLA": 9}
@@ -183,9 +200,16 @@ class AttentionChoice:
             return size >= 32
         if backend == "FLASHINFER_MLA" and self.model.nope_size not in (64, 128, 192):
             return False
+        if backend.endswith("FA4"):
+            heads, most = self.heads * self.decode_context, 64 if self.decode_context > 1 else 128
+            return heads in (8, 16, 32, 64, 128) and heads <= most and self.model.top % 128 == 0
+        if backend.endswith("SM120") and self.model.top != 2048:
+            return False
         return not self.model.mla or backend == "TRITON_MLA" or size in _MLA_HEADS
 
     def _fits_cache(self, backend: str) -> bool:
+        if backend in _SPARSE:
+            return self.cache in ("auto", *_SPARSE[backend]["caches"])
         if not self._quantized:
             return True
         if self.cache not in _RULES["caches"].get(backend, _RULES["mla_cache"]):
@@ -206,7 +230,7 @@ class AttentionChoice:
 
     def _block_base(self, backend: str) -> int:
         if backend != "FLASH_ATTN":
-            return int(_RULES["blocks"].get(backend, 16))
+            return int(_SPARSE.get(backend, {}).get("block") or _RULES["blocks"].get(backend, 16))
         size, major = self.model.head_size, self.capability[0]
         if major == 9 and size == 512 and self.cache in _RULES["mla_cache"] and self.flash_attn_version(size) == 4:
             return 64
@@ -221,13 +245,30 @@ class AttentionChoice:
             return self.trtllm is not False and (self.capability == _SM90 or self.capability[0] in (10, 12))
         return backend == "TRITON_ATTN"
 
+    def _sparse_order(self) -> str:
+        """Return the key of the order: on Blackwell it depends on the KV cache and on the heads of a rank."""
+        if self.capability[0] != 10:
+            return "sparse_order"
+        if self._quantized:
+            return "sparse_order_quantized"
+        return (
+            "sparse_order" if self.heads > 16 else "sparse_order_few" if has("fa4-sparse") else "sparse_order_quantized"
+        )
+
     def choose(self, flag: str, name: str | None) -> str:
         """Return the backend, ``name`` if given; raises ``FlagError`` if it cannot run, ``NotEmulated`` if unknown."""
         if self.cache.startswith(_PACKED):
             raise not_emulated("--kv-cache-dtype", self.cache, "give auto, fp8 or another built-in dtype")
+        if self.model.unequal:
+            if self._quantized:
+                raise not_emulated("--kv-cache-dtype", f"{self.cache} with heads of two sizes", "give auto")
+            return name if name in _UNEQUAL else _UNEQUAL[self.flash_attn_version() not in (3, 4)]
         if name is not None:
             if name not in EMULATED:
                 remedy = f"give one of {', '.join(EMULATED)}"
+                if _FOREIGN.match(name):
+                    says = f"{name} is for a device that is not NVIDIA's, and is not emulated"
+                    raise unfollowed(flag, says, f"only NVIDIA GPUs are; {remedy}")
                 raise not_emulated(flag, "", remedy, reason=f"{name} is not emulated")
             reason = self.unusable(name)
             if reason is not None:
@@ -238,6 +279,8 @@ class AttentionChoice:
         key = "order_sm100" if major == 10 and self.causal else "order"
         if self.model.mla:
             key = {10: "mla_order_sm100", 12: "mla_order_sm120"}.get(major, "mla_order")
+        if self.model.sparse:
+            key = self._sparse_order()
         reasons = {backend: self.unusable(backend) for backend in _RULES[key]}
         for backend, reason in reasons.items():
             if reason is None:

@@ -24,6 +24,8 @@ ASSUMED_LENGTH = 32768
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 COUNTS_AS = f"a dense decoder of {ASSUMED_LENGTH} tokens"
 _MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
+_SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+_UNEQUAL = "MiMoV2FlashForCausalLM"
 _LENGTH_LEFT_OUT = 2048
 _MODELOPT = "modelopt"
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
@@ -62,6 +64,10 @@ class ModelFacts:
     """The checkpoint's KV cache dtype."""
     nope_size: int = 128
     """The part of MLA's heads without positional encoding."""
+    top: int = 0
+    """The tokens that each query of sparse MLA attends to; 0: to all."""
+    unequal: bool = False
+    """Whether heads of values are smaller than those of keys, outside MLA."""
     sinks: bool = False
     soft_cap: bool = False
     """Whether attention logits are capped."""
@@ -78,12 +84,18 @@ class ModelFacts:
     """Whether a DSpark draft's first token is a draft too, so that a pass has K tokens."""
     block: int = 0
     """K of a DSpark draft."""
+    window: int | None = None
+    """Tokens of the sliding window that the file states."""
     stretches: bool = True
     """Whether longer sequences only need a longer table of positions (not so for YaRN)."""
     limit: int = ASSUMED_LENGTH
     """The largest ``--max-model-len`` that vLLM accepts."""
     odd: str | None = None
     """A feature of the model that is not emulated."""
+
+    @property
+    def sparse(self) -> bool:
+        return self.top > 0
 
     @property
     def known(self) -> bool:
@@ -144,9 +156,11 @@ def _from_config(checkpoint: Checkpoint) -> ModelFacts:
         quantization=quantized.get("quant_method"),
         cache=_cache(quantized),
         nope_size=int(text.get("qk_nope_head_dim") or 1),
+        top=int(text.get("index_topk") or 0),
+        unequal=architecture == _UNEQUAL and text.get("v_head_dim", size) != size,
         sinks=_sinks(architecture, text),
         soft_cap=bool(text.get("attn_logit_softcapping")),
-        chunked=text.get("attention_chunk_size") is not None,
+        chunked=text.get("attention_chunk_size") is not None and architecture != _UNEQUAL,
         recurrent=architecture in names()["hybrids"] and _has_state(config),
         varies=architecture.startswith(_MAMBA2),
         odd=_odd(checkpoint, architecture),
@@ -154,6 +168,7 @@ def _from_config(checkpoint: Checkpoint) -> ModelFacts:
         causal=_causal(text),
         anchored=bool(text.get("sample_from_anchor", True)),
         block=int(text.get("block_size") or text.get("dspark_block_size") or 0),
+        window=text.get("sliding_window"),
         stretches=all(rope["rope_type"] in _TABLES for rope in checkpoint.rope),
     )
 
@@ -236,6 +251,8 @@ def _odd(checkpoint: Checkpoint, architecture: str) -> str | None:
             return f"the architecture {each}"
     if config.get("model_type") in names()["prefix_types"] and architecture in names()["multimodal"]:
         return "attention that sees images in both directions"
+    if text.get("index_topk") is not None and architecture not in _SPARSE:
+        return "sparse attention"
     for key, feature in rules()["unemulated_config_keys"].items():
         if text.get(key) is not None:
             return str(feature)

@@ -43,6 +43,8 @@ def modules(config: Mapping[str, Any], text: Mapping[str, Any]) -> Modules | Non
     name = rules()["mtp_by_architecture"].get(architecture) or rules()["mtp_by_type"].get(kind)
     if name is not None:
         count = _integer(config.get(_COUNT))
+        if kind == "nemotron_h" and count != 1:
+            return Modules(emulated=False) if count else None
         return Modules(architecture=name, count=count, stages=1 if count is None else count)
     return Modules(emulated=False) if kind in names()["mtp_types"] else None
 

@@ -53,6 +53,8 @@ def cache_dtype(line: CommandLine, model: ModelFacts, dtype: str) -> str:
     if cache not in names()["cache_dtypes"]:
         known = ", ".join(names()["cache_dtypes"][:6])
         raise refusal("--kv-cache-dtype", f"vLLM has no KV cache dtype {cache}", f"give one such as {known}")
+    if cache == "bfloat16" and model.architecture == "DeepseekV32ForCausalLM":
+        return "auto"
     return check_cache("--kv-cache-dtype", (model.cache or "auto") if cache == "auto" else cache, dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from capture_planner.engines.parsing import unfollowed
 from capture_planner.errors import NotEmulated
 from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import ModelFacts
@@ -20,9 +21,12 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
     for name, harmless in rules()["unemulated_flags"].items():
         if line.get(name, harmless[0]) not in harmless:
             raise _error(name)
+    if line.get("disable_sliding_window") and not (model.recurrent and model.window is None):
+        raise _error("disable_sliding_window")  # where there is one it bounds the length
     other = _FOREIGN.search(str(line.get("additional_config") or ""))
     if other is not None:
-        raise not_emulated("--additional-config", f"{other[0]} is for a device that is not NVIDIA's", "leave it out")
+        says = f"{other[0]} is for a device that is not NVIDIA's, and is not emulated"
+        raise unfollowed("--additional-config", says, "leave it out")
     if line.get("all2all_backend") == "moonep":
         raise _error("all2all_backend")
     for name, parts in rules()["unemulated_parts"].items():
@@ -35,9 +39,10 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
     if line.get("runner") == "generate" and line.get("convert", "auto") not in ("auto", "none"):
         raise _error("convert")
     if model.odd is not None:
-        remedy = "observe the engine itself, or name another model"
-        raise not_emulated("--model", f"{model.name} has {model.odd}", remedy)
+        place = "the class that vllm/model_executor/models/registry.py names"
+        raise not_emulated("--model", f"{model.name} has {model.odd}", "name another model", place=place)
 
 
 def _error(name: str, *inside: str, remedy: str = "leave it out") -> NotEmulated:
-    return not_emulated(f"--{name.replace('_', '-')}", "", remedy, *inside)
+    place = rules()["places"].get((name, *inside)[-1], "vllm/config/vllm.py")
+    return not_emulated(f"--{name.replace('_', '-')}", "", remedy, *inside, place=place)
