@@ -49,6 +49,8 @@ class StepInputs:
     """``int64[N]``: the rows whose next token is read. None in draft decodes and warm-ups."""
     sampled_counts: Array | None = None
     """``int32[R]``: how many of ``sampled_rows`` each request has."""
+    accepted_counts: Array | None = None
+    """``int32[R]``: how many drafts of each request are accepted, where that is synthetic."""
     target_rows: Array | None = None
     """``int32[T]``: of a parallel head, the target's row that each row belongs to; -1 of a mask token."""
     adapter_lanes: Array | None = None
@@ -123,6 +125,7 @@ class StepInputs:
             state_indices=self.state_indices,
             sampled_rows=self.sampled_rows,
             sampled_counts=self.sampled_counts,
+            accepted_counts=self.accepted_counts,
             adapter_lanes=self.adapter_lanes,
             active_adapters=self.active_adapters,
             num_tokens_across_dp=self.num_tokens_across_dp,

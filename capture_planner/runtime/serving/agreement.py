@@ -19,10 +19,11 @@ from capture_planner.errors import RankError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.runtime.execution.inputs import Array
-from capture_planner.runtime.ledger import RankStep, Session
+from capture_planner.runtime.ledger import RankStep
 from capture_planner.runtime.ranks.peers import Peers
 from capture_planner.runtime.serving.inputs import DraftRows, own_prefill_counts
 from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
+from capture_planner.runtime.session import Session
 
 _HEAD, _EACH = 2, 5
 """Numbers of a rank in the all-gather: of the step, and of each role."""
@@ -112,7 +113,7 @@ class Replicas:
         if target.joint is not None:
             seconds = perf_counter() - started
             rows = tuple(map(tuple, numbers.tolist()))
-            self._session.rank_steps.append(RankStep(numbers=rows, seconds=seconds, is_idle=scheduled is None))
+            self._session.add_rank_step(RankStep(numbers=rows, seconds=seconds, is_idle=scheduled is None))
         if scheduled is None or scheduled.draft_tokens == self.draft_tokens:
             return scheduled
         return attrs.evolve(scheduled, draft_tokens=self.draft_tokens)

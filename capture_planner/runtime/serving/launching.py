@@ -18,11 +18,12 @@ from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.chains import run_chain
-from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
+from capture_planner.runtime.execution.fields import ACCEPTED_COUNTS, SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.execution.role import ForwardTimes
 from capture_planner.runtime.execution.updates import VerificationInputs
-from capture_planner.runtime.ledger import Forward, Session
+from capture_planner.runtime.ledger import Forward
+from capture_planner.runtime.serving.acceptance import SyntheticAcceptance
 from capture_planner.runtime.serving.agreement import Replicas, StepRanks
 from capture_planner.runtime.serving.inputs import (
     active_loras,
@@ -35,6 +36,7 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.parts import Parts
 from capture_planner.runtime.serving.scheduler import ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, promise
+from capture_planner.runtime.session import Session
 
 OnItsWay = Callable[[], Array]
 """Waits for values that a device still works out, and returns them."""
@@ -102,6 +104,8 @@ class StepLauncher:
     _session: Session
     _count: int
     """Steps that were launched, also by launchers before it."""
+    _acceptance: SyntheticAcceptance | None = None
+    """Draws what is accepted; None: greedy verification."""
     _advanced: _NextDecodes | None = None
 
     def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
@@ -117,7 +121,7 @@ class StepLauncher:
         inputs, filled = self._target_inputs(scheduled)
         decodes = None
         if scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in parts.roles:
-            decodes = self._dispatcher.dispatch(_draft_decode_batch(scheduled))
+            decodes = self._dispatcher.dispatch(draft_decode_batch(scheduled))
         proposed = None
         if self._drafts_on_device(decodes):
             proposed = self._launch_all(index, scheduled, inputs, decodes, begun)
@@ -170,7 +174,18 @@ class StepLauncher:
             inputs = last.inputs.next_decode()
             self._advanced = _NextDecodes(last.state_indices, inputs, last.room - 1)
             return inputs, True
-        return target_inputs(scheduled, self._scheduler.states, self._pages), False
+        return self._host_inputs(scheduled), False
+
+    def _host_inputs(self, scheduled: ScheduledBatch) -> StepInputs:
+        """Return a step's inputs as the host makes them, with what is accepted where that is drawn."""
+        states, rows = self._scheduler.states, scheduled.state_indices
+        inputs = target_inputs(scheduled, states, self._pages)
+        if self._acceptance is None:
+            return inputs
+        # A row that was filled up with any token is no draft.
+        drafts = np.minimum(scheduled.drafts, states.proposed[rows])
+        accepted = self._acceptance.accepted(states.key[rows], states.length[rows], drafts)
+        return attrs.evolve(inputs, accepted_counts=accepted)
 
     def _promised(self, scheduled: ScheduledBatch, inputs: StepInputs) -> Verification:
         """Count the step before its tokens are there; a request that has all of its then is scheduled no more."""
@@ -240,6 +255,7 @@ class StepLauncher:
                 counts=target[SAMPLED_COUNTS][:rows],
                 answers=parts.target.tokens[: scheduled.num_tokens],
                 most=1 + int(scheduled.drafts.max()),
+                accepted=None if self._acceptance is None else target[ACCEPTED_COUNTS][:rows],
             ),
             parts.token_fields[Role.DRAFT_PREFILL],
             parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
@@ -277,7 +293,7 @@ class StepLauncher:
         self, index: int, scheduled: ScheduledBatch, dispatch: Dispatch, inputs: StepInputs, *, filled: bool
     ) -> None:
         """Run the draft decodes: one fused chain, or one graph several times."""
-        batch = _draft_decode_batch(scheduled)
+        batch = draft_decode_batch(scheduled)
         times, forwards = run_chain(
             self._parts.roles[Role.DRAFT_DECODE],
             batch,
@@ -294,7 +310,7 @@ class StepLauncher:
         return on_its_way(self._parts.state.proposed)
 
     def _note(self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
-        self._session.forwards.append(
+        self._session.add_forward(
             Forward(
                 step=index,
                 role=batch.role,
@@ -330,5 +346,5 @@ def step_batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Bat
     )
 
 
-def _draft_decode_batch(scheduled: ScheduledBatch) -> Batch:
+def draft_decode_batch(scheduled: ScheduledBatch) -> Batch:
     return Batch.decode(Role.DRAFT_DECODE, scheduled.num_reqs, 1)
