@@ -88,24 +88,19 @@ class Replicas:
     ) -> None:
         self.all_done, self.others_work, self.is_steady, self.draft_tokens = False, False, False, 0
         self.answers: Mapping[Role, Answer] = {}
-        self._across: dict[Role, Array] = {}
+        self._across: Mapping[Role, Array] = {}
         self._dispatcher, self._peers, self._session = dispatcher, peers, session
         self._states, self._draft, self._captured = states, draft, captured
         self._roles = tuple(role.role for role in dispatcher.plan.roles)
-        self._known: dict[bytes, Mapping[Role, Agreement]] = {}
+        self._known: dict[bytes, _StepAgreement] = {}
         self._entry: Entry | None = None
 
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         """Agree on a step. Raises ``RankError`` where ranks of one replica have other batches than each other."""
         started = perf_counter()
         numbers = self._replicas(self._peers.agree(self._numbers(scheduled, is_done)))
-        agreements = self._agreed(numbers)
-        place, target = self._peers.place.data, agreements[Role.TARGET]
-        self.answers = {role: agreement.answers[place] for role, agreement in agreements.items()}
-        self._across = {
-            role: np.array([_padded(answer) for answer in agreement.answers], np.int32)
-            for role, agreement in agreements.items()
-        }
+        agreed = self._agreed(numbers)
+        self.answers, self._across, target = agreed.answers, agreed.across, agreed.target
         self.all_done = bool(numbers[:, 0].all())
         self.others_work = scheduled is None and target.joint is not None
         self.draft_tokens = target.draft_tokens or 0
@@ -170,16 +165,36 @@ class Replicas:
         replicas: Array = by_replica[:, 0]
         return replicas
 
-    def _agreed(self, numbers: Array) -> Mapping[Role, Agreement]:
-        """Return what is agreed on for each role; the same numbers come again and again."""
+    def _agreed(self, numbers: Array) -> _StepAgreement:
+        """Return what is agreed on; the same numbers come again and again."""
         key = numbers.tobytes()
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             vectors = vectors_of(self._roles, numbers.tolist())
-            known = self._known[key] = {role: agree(self._dispatcher, vector) for role, vector in vectors.items()}
+            agreements = {role: agree(self._dispatcher, vector) for role, vector in vectors.items()}
+            known = self._known[key] = _StepAgreement.of(agreements, self._peers.place.data)
         return known
+
+
+@attrs.frozen(eq=False)
+class _StepAgreement:
+    """What all replicas run in a step, seen from one of them."""
+
+    target: Agreement
+    answers: Mapping[Role, Answer]
+    """Of this replica."""
+    across: Mapping[Role, Array]
+    """The tokens of all, padding included."""
+
+    @classmethod
+    def of(cls, agreements: Mapping[Role, Agreement], place: int) -> _StepAgreement:
+        return cls(
+            agreements[Role.TARGET],
+            {role: agreement.answers[place] for role, agreement in agreements.items()},
+            {role: np.array([*map(_padded, each.answers)], np.int32) for role, each in agreements.items()},
+        )
 
 
 def vectors_of(roles: Sequence[Role], numbers: Sequence[Sequence[int]]) -> dict[Role, Vector]:
