@@ -33,9 +33,6 @@ from capture_planner.report.writing import printable, printable_lines
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell gives it."""
-
 
 _ASSUMED = f"{__name__}.assumed"
 

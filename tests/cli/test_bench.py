@@ -212,6 +212,15 @@ def test_the_lint_and_the_environment_are_asked_as_in_run(run: Run) -> None:
     assert run("other.yaml", *only, "--any-environment", "--any-plan").code == 0
 
 
+def test_synthetic_acceptance_is_a_fact_of_the_record(run: Run) -> None:
+    """Every figure that serves draws it, and shares that no run can have are refused before anything is measured."""
+    only = ("--only", "preparation", "--quick", "--format", "json", "--acceptance")
+    assert run("plan.yaml", *only, "1,0.5").data["facts"]["acceptance"] == "synthetic: 1, 0.5"
+    refused = run("plan.yaml", *only, "0.5,1")
+    assert refused.code == 1
+    assert "share 1 is 1, expected 0 to 0.5" in refused.err
+
+
 def test_every_option_is_tried_here() -> None:
     """A new option needs a test."""
     text = Path(__file__).read_text("utf-8")
