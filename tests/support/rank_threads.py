@@ -20,7 +20,7 @@ from capture_planner.runtime.ranks.collectives import Collectives
 from capture_planner.runtime.ranks.peers import Place
 from support.worlds import CPU, World
 
-PATIENCE = 60.0
+PATIENCE = 30.0
 """Seconds that a rank waits for the others before the test fails: longer than any step takes."""
 
 
