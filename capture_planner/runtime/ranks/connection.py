@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
+from types import FrameType
 
 import attrs
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
@@ -65,7 +66,7 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
         ends.callback(processes.close)
         watch = RankWatch(board, me.rank, names, limits, gone=processes.gone)
         ends.callback(_threads(watch, limits, end))
-        ends.callback(_on_sigterm(watch))
+        ends.callback(_on_signals(watch))
         plane = ControlPlane(board, watch, me.rank, me.size)
         connection = Connection(plane=plane, store=store, hosts=hosts, limits=limits)
         try:
@@ -133,12 +134,23 @@ def _threads(watch: RankWatch, limits: WaitLimits, end: EndProcess) -> Callable[
     return join
 
 
-def _on_sigterm(watch: RankWatch) -> Callable[[], object]:
-    """Let SIGTERM wait for the reason: torchrun sends it to all ranks when one has died. Return what undoes it."""
+def _on_signals(watch: RankWatch) -> Callable[[], None]:
+    """Let SIGTERM wait for its reason: torchrun sends it to all when a rank has died. Note SIGINT. Return what undoes it."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    before = signal.signal(signal.SIGTERM, lambda number, frame: watch.terminate())
-    return lambda: signal.signal(signal.SIGTERM, before)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        watch.ask_to_interrupt()
+        raise KeyboardInterrupt
+
+    handlers = {signal.SIGTERM: lambda number, frame: watch.terminate(), signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+    def undo() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return undo
 
 
 def _unreachable(me: RankProcess, where: str, limits: WaitLimits, error: BaseException) -> str:

@@ -49,6 +49,9 @@ class RankGroup:
     def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
         if interrupted:
             self._watch.interrupt()
+            if self._host is not None:
+                # Ranks that wait in an agreement, where no signal is handled, go on with an error, and find the cause.
+                dist.destroy_process_group(self._host)
         return self._plane.collect(topic, value, COLLECTING if interrupted else None)
 
     def agree(self, numbers: Sequence[int]) -> Array:
@@ -59,6 +62,7 @@ class RankGroup:
             all_ranks = torch.zeros(self.place.size * len(numbers), dtype=torch.int64)
             buffers = self._buffers[len(numbers)] = mine, all_ranks
         mine, all_ranks = buffers
+        self._watch.check()
         self._watch.begin(STEP)
         mine.numpy()[:] = numbers
         try:
@@ -77,7 +81,7 @@ class RankGroup:
         return self._tensor
 
     def close(self) -> None:
-        self.exchange("the end", None)
+        self.exchange("the end of the run", None)
         if self._host is not None:
             dist.destroy_process_group()
         self._host = self._tensor = None
@@ -86,7 +90,7 @@ class RankGroup:
         if self._host is None:
             if dist.is_initialized():
                 raise RunError("this process has a group of torch.distributed already; end it before a plan is run")
-            self.exchange("the groups", None)
+            self.exchange("opening the groups", None)
             try:
                 self._host = self._open()
             except RuntimeError as error:
