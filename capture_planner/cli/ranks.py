@@ -12,16 +12,18 @@ from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS
 from capture_planner.cli import options
 from capture_planner.cli.common import assumed, emit, plan_of, read_document, show_notes
 from capture_planner.cli.jsonl import read_vectors
+from capture_planner.cli.observed import observation_of
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
 from capture_planner.report.plain import plain
+from capture_planner.report.rank_vectors import vectors_json, vectors_table
 from capture_planner.report.ranks import cases, cases_json, cases_table, rank_report
 
 DEFAULT_RANKS = 4
 
 
 @click.command(short_help="Show what data-parallel ranks run together.")
-@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
 @click.option("--vectors", type=click.File("rb"), help="Answer each vector of a JSON-lines file; - reads stdin.")
 @click.option(
     "--ranks",
@@ -46,10 +48,22 @@ def ranks(
     a list with one item per rank: a batch as in explain --batches, with "captured": false if the rank
     uses no graph, or "missing": true if it lost the graph that all would replay; or null if the rank is
     idle. Each answer is {"role", "mode", "entry", "reason", "joint", "draft_tokens", "ranks"}.
+
+    Of an observation, or a folder of an engine's workers: what the ranks brought to the steps that ran, and which of
+    them is why all ran what they ran.
     """
+    document = read_document(plan_file)
+    if document.is_observation:
+        if vectors is not None or num_ranks is not None:
+            raise click.UsageError(
+                f"{plan_file} is an observation, and has its own vectors; omit --vectors and --ranks."
+            )
+        observation, one = observation_of(document, environment), None if role is None else Role(role)
+        emit(form, partial(vectors_json, observation, one), partial(vectors_table, observation, one), observation.notes)
+        return
     if vectors is not None and (num_ranks is not None or role is not None):
         raise click.UsageError("--vectors states ranks and roles; omit --ranks and --role.")
-    plan = plan_of(read_document(plan_file), environment, answers=True)
+    plan = plan_of(document, environment, answers=True)
     dispatcher, data = Dispatcher(plan), plan.parallel.data
     if vectors is not None:
         show_notes(assumed())

@@ -128,6 +128,13 @@ MAX_CHANGES = 8
     metavar="SECONDS",
     help="Longest wait for a rank that answers but is behind the others. Default: 10 at the start, then no limit.",
 )
+@option(
+    "--all-reduce",
+    type=click.Choice(["auto", "nccl", "symmetric"]),
+    default="auto",
+    help="How GPUs that share a model add their parts. auto: over symmetric memory where they have it, and sizes are "
+    "small.",
+)
 @options.progress
 @options.environment
 @options.formats()
@@ -241,8 +248,9 @@ def _launch(
     if dumped is not None and peers.place.size > 1:
         dumped /= f"rank-{peers.place.rank}"
     checks = ("trust", "debug", "poison", "strict", "compare", "compile")
+    ours = ("memory_utilization", "all_reduce", "any_environment", "any_plan")
     choices = Choices(
-        **{name: values[name] for name in (*same, "memory_utilization", "any_environment", "any_plan")},
+        **{name: values[name] for name in (*same, *ours)},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
         dump_graphs=dumped,

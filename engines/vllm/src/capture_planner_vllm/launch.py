@@ -52,6 +52,11 @@ def launch_vllm(plan: Plan, command: Sequence[str]) -> Launch:
         del lacking[BACKEND]
     elif BACKEND not in settings:
         notes.append("the plan's attention backend has no name in vLLM; vLLM chooses its own, which decides the modes")
+    if "ray" in (line.get("distributed_executor_backend"), line.get("data_parallel_backend")):
+        notes.append(
+            "Ray's workers get the plan with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CAPTURE_PLANNER_ set, and its "
+            "file at the same path on each host"
+        )
     words = [*as_words(lacking), *compilation, *speculative]
     _refuse_lost_parts(line, command, words)
     if line.model is None:
