@@ -27,7 +27,7 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.cli.run_ranks import Make, RankCommand, launched, run_as_rank, run_here
-from capture_planner.cli.signals import exit_interrupted
+from capture_planner.cli.signals import INTERRUPTED, exit_interrupted
 from capture_planner.codec import dumps
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
@@ -171,7 +171,10 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     if me is not None:
         run_as_rank(command(me, partial(_plan, plan_file, environment)))
     plan = _plan(plan_file, environment)
-    click.get_current_context().exit(run_here(plan, values["ranks"], partial(command, plan=lambda: plan)))
+    code = run_here(plan, values["ranks"], partial(command, plan=lambda: plan))
+    if code == INTERRUPTED:
+        exit_interrupted()
+    click.get_current_context().exit(code)
 
 
 def _show(outcome: Outcome, values: dict[str, Any], form: str, *, rank: int = 0) -> None:
