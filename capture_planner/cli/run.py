@@ -27,7 +27,7 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.cli.run_ranks import Make, RankCommand, launched, run_as_rank, run_here
-from capture_planner.cli.signals import exit_interrupted
+from capture_planner.cli.signals import INTERRUPTED, exit_interrupted
 from capture_planner.codec import dumps
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
@@ -128,6 +128,13 @@ MAX_CHANGES = 8
     metavar="SECONDS",
     help="Longest wait for a rank that answers but is behind the others. Default: 10 at the start, then no limit.",
 )
+@option(
+    "--all-reduce",
+    type=click.Choice(["auto", "nccl", "symmetric"]),
+    default="auto",
+    help="How GPUs that share a model add their parts. auto: over symmetric memory where they have it, and sizes are "
+    "small.",
+)
 @options.progress
 @options.environment
 @options.formats()
@@ -164,7 +171,10 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     if me is not None:
         run_as_rank(command(me, partial(_plan, plan_file, environment)))
     plan = _plan(plan_file, environment)
-    click.get_current_context().exit(run_here(plan, values["ranks"], partial(command, plan=lambda: plan)))
+    code = run_here(plan, values["ranks"], partial(command, plan=lambda: plan))
+    if code == INTERRUPTED:
+        exit_interrupted()
+    click.get_current_context().exit(code)
 
 
 def _show(outcome: Outcome, values: dict[str, Any], form: str, *, rank: int = 0) -> None:
@@ -241,8 +251,9 @@ def _launch(
     if dumped is not None and peers.place.size > 1:
         dumped /= f"rank-{peers.place.rank}"
     checks = ("trust", "debug", "poison", "strict", "compare", "compile")
+    ours = ("memory_utilization", "all_reduce", "any_environment", "any_plan")
     choices = Choices(
-        **{name: values[name] for name in (*same, "memory_utilization", "any_environment", "any_plan")},
+        **{name: values[name] for name in (*same, *ours)},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
         dump_graphs=dumped,

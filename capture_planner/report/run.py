@@ -37,7 +37,8 @@ def _run(report: RunReport) -> dict[str, Any]:
     """Return the JSON of a run. Seconds, bytes, shares from 0 to 1.
 
     ``verdict``: three sentences at most. ``model``, ``environment``, ``spec`` (digest), ``backends``, ``adapters``,
-    ``host``, ``interrupted``: what ran.
+    ``host``, ``interrupted``: what ran. ``fault``: the rank that stopped it, or empty. ``ranks``: ``rows`` by rank,
+    ``skew`` of their agreements and the ``vectors`` of replicas with the ``steps`` of each; null for a single process.
     ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
     served and its ``fingerprint``; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the
     run holds, and the
@@ -56,7 +57,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "model": report.model,
         "environment": report.plan.environment.name,
         "spec": report.plan.spec_digest,
-        **plain_some(report, "backends", "adapters", "host", "interrupted"),
+        **plain_some(report, "backends", "adapters", "host", "interrupted", "fault"),
         "captured": _captured(report, numbers),
         "memory": plain_some(report, "weights", "kv_cache", "buffers", "workspaces")
         | plain_some(numbers, "accounts", "later")
@@ -65,7 +66,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "throughput": {"seconds": report.serve_seconds}
         | plain_some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
         "waited": {wait.value: report.counts.waited[wait] for wait in Wait},
-        **plain_some(report, "otherwise", "warm_up", "compiled", "comparison", "verification"),
+        **plain_some(report, "ranks", "otherwise", "warm_up", "compiled", "comparison", "verification"),
         **plain_some(report, "every_step", "every_request", "steps", "forwards"),
         "requests": plain(report.served),
     }

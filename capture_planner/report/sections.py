@@ -12,6 +12,7 @@ from capture_planner.records.text import counted
 from capture_planner.report.adapters import adapter_sections
 from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
+from capture_planner.report.run_ranks import rank_sections
 from capture_planner.report.summary import CapturedKind, Percentiles, RunSummary
 from capture_planner.report.verdict import verdict
 from capture_planner.report.verification import verification_sections
@@ -37,6 +38,8 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
     difference = report.comparison and report.comparison.difference
     if report.interrupted:
         progress = f"{numbers.finished} of {counted(report.counts.requests, 'request')} finished"
+        if report.fault:
+            return f"STOPPED: {report.fault}; {progress}"
         return f"INTERRUPTED: the run was stopped before all requests were served; {progress}"
     if difference:
         place = f"{difference.role.value}, {difference.entry}: {difference.where}"
@@ -57,6 +60,7 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
         _fallbacks(numbers),
         _graphs(numbers),
         *adapter_sections(report),
+        *rank_sections(report),
         *memory_sections(report, numbers),
         _steps(report),
         *_acceptance(numbers),

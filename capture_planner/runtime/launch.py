@@ -11,11 +11,13 @@ from typing import Protocol
 import attrs
 import torch
 
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.runtime import cache_memory, host
+from capture_planner.runtime.alike import request_facts, start_facts
 from capture_planner.runtime.assembly import kv_dtype_of
 from capture_planner.runtime.choices import ORACLES, Choices, refuse_contradictions
 from capture_planner.runtime.chosen import adapters_of, drafter_of, model_of
@@ -29,8 +31,10 @@ from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestResult, WarmUp
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.plan_variants import as_captured, without_graphs, without_speculation
+from capture_planner.runtime.rank_report import with_ranks
 from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.ranks.start import refuse_differences
 from capture_planner.runtime.ranks.symmetric import collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
@@ -80,6 +84,7 @@ def launch(
     """
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
+    refuse_differences(peers, "what the ranks run", start_facts(plan, registry, choices))
     refuse_contradictions(plan, registry, choices, device)
     refuse_backends(plan, registry, device, choices.page_size)
     among = collectives_of(peers, device, choices.all_reduce)
@@ -95,6 +100,7 @@ def launch(
     adapters = adapters_of(plan, model, choices.adapters, seed=choices.seed)
     if adapters is not None:
         requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
+    refuse_differences(peers, "the requests", request_facts(requests))
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
     variant = without_graphs(plan) if choices.eager else plan
     run = _Run(
@@ -150,7 +156,8 @@ def launch(
         )
     outcome = run.outcome(report, keeper, sums)
     among.release()
-    return outcome
+    dispatcher = Dispatcher(as_captured(plan, report.captured))
+    return attrs.evolve(outcome, report=with_ranks(outcome.report, runner.session, dispatcher, peers))
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:

@@ -14,6 +14,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.runtime.eager_check.record import Comparison
 from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.ledger import CacheMemory, Forward, GraphCapture, RankStep, RequestResult, Step, WarmUp
+from capture_planner.runtime.ranks.record import RankRecord
 from capture_planner.runtime.tally import Tally
 from capture_planner.runtime.verification.record import OutputCheck
 
@@ -156,6 +157,8 @@ class RunReport:
     """What was run before the clock started; None: nothing."""
     compiled: tuple[float, ...] = ()
     """Seconds of each kernel that Triton compiled while requests were served."""
+    ranks: RankRecord | None = None
+    """All ranks, in the report of the first; None: it ran alone."""
     comparison: Comparison | None = None
     """What was compared with eager forwards; None: nothing was to be."""
     verification: OutputCheck | None = None

@@ -58,6 +58,8 @@ class StepInputs:
     active_adapters: Array | None = None
     """``int32[n]``: the adapters of the batch, each once: counted from 1, 0 of rows without one. None: a plan without
     LoRA."""
+    num_tokens_across_dp: Array | None = None
+    """``int32[replicas]``: the tokens that each replica runs, padding included. None: there is one."""
     page_size: int
     """Tokens per page."""
 
@@ -126,6 +128,7 @@ class StepInputs:
             accepted_counts=self.accepted_counts,
             adapter_lanes=self.adapter_lanes,
             active_adapters=self.active_adapters,
+            num_tokens_across_dp=self.num_tokens_across_dp,
             page_size=self.page_size,
         )
 
@@ -172,6 +175,17 @@ class _DeclaredArrays(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         array = self[name] = DERIVED[name](self._inputs)
         return array
+
+
+def local_lengths(seq_lens: Array, ranks: int, rank: int, block: int = 1) -> Array:
+    """Return how many of the first ``seq_lens`` positions a decode-context-parallel rank has, int32[R].
+
+    Positions go to the ranks by turns, ``block`` at a time (vLLM 0.33's ``cp_kv_cache_interleave_size``).
+    """
+    whole = seq_lens // (block * ranks) * block
+    rest = seq_lens - whole * ranks - rank * block
+    local: Array = (whole + np.clip(rest, 0, block)).astype(np.int32)
+    return local
 
 
 def _page_counts(inputs: StepInputs) -> Array:

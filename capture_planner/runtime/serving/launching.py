@@ -152,12 +152,17 @@ class StepLauncher:
         for role, answer in ranks.answers.items():
             batch, each = answer.batch, parts.roles[role]
             assert batch is not None, "an idle rank has a dummy batch"
-            inputs = each.dummy_inputs(batch, ranks.draft_tokens)
+            inputs = self._across(role, each.dummy_inputs(batch, ranks.draft_tokens))
             if role is not Role.DRAFT_DECODE:
                 each.run(batch, answer.dispatch, inputs, perf_counter())
             elif ranks.draft_tokens > 1:
                 longest = self._scheduler.states.max_model_len
                 run_chain(each, batch, answer.dispatch, inputs, ranks.draft_tokens - 1, max_model_len=longest)
+
+    def _across(self, role: Role, inputs: StepInputs) -> StepInputs:
+        """Return inputs with the tokens of all replicas, where there are several."""
+        tokens = self._ranks.tokens(role)
+        return inputs if tokens is None else attrs.evolve(inputs, num_tokens_across_dp=tokens)
 
     def _target_inputs(self, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
         """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
@@ -225,6 +230,7 @@ class StepLauncher:
         if decodes is not None:
             longest = states.computed[scheduled.state_indices] + scheduled.counts
             by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
+        by_role = {role: self._across(role, each) for role, each in by_role.items()}
         if self._parts.policy.options.poison:
             for role in by_role:
                 parts.roles[role].poison()
@@ -278,6 +284,7 @@ class StepLauncher:
         """Run the target or the draft prefill on a step's batch, and note the forward."""
         batch = step_batch(role, scheduled, inputs)
         dispatch = self._dispatcher.dispatch(batch)
+        inputs = self._across(role, inputs)
         times = self._parts.roles[role].run(batch, dispatch, inputs, begun, filled=filled)
         self._note(index, batch, dispatch, times)
         return dispatch
@@ -291,7 +298,7 @@ class StepLauncher:
             self._parts.roles[Role.DRAFT_DECODE],
             batch,
             dispatch,
-            inputs,
+            self._across(Role.DRAFT_DECODE, inputs),
             scheduled.draft_tokens - 1,
             max_model_len=self._scheduler.states.max_model_len,
             filled=filled,
