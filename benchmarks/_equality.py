@@ -79,6 +79,7 @@ def check(
         "drafter": deployment.kind,
         "poisoned": poison,
         "ran ahead": graphs.ahead,
+        "not compiled": graphs.not_compiled,
         "graphs": len(session.captured),
         "steps": len(session.steps),
         "forwards": len(session.forwards),
@@ -117,6 +118,7 @@ def faults(record: Mapping[str, Any]) -> list[str]:
     messages = [f"{counted(n, 'request')} with other tokens than {name}" for name, n in wrong.items() if n]
     if record["logits"]["worst"] > TOLERANCE[record["dtype"]]:
         messages.append(f"a row's logits are {record['logits']['worst']:.2g} of their norm off")
+    messages += [f"not compiled: {reason}" for reason in record["not compiled"]]
     if not record["from graphs"]:
         messages.append("no forward came from a graph")
     return messages

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from capture_planner import cli
+from capture_planner.cli.run import run as command
 from support.commands import Run, spec_for
 
 torch = pytest.importorskip("torch")
@@ -285,6 +285,30 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
     assert set(data["differing"]) <= {request["name"] for request in data["requests"]}
 
 
+def test_synthetic_acceptance_is_reported_by_position(run: Run) -> None:
+    """What was asked for next to what was drawn; the tokens are another model's, and the verdict says so."""
+    data = run_json(run, *FEW, "--acceptance", "1,0")
+    (first, second), acceptance = data["acceptance"]["positions"], data["acceptance"]
+    assert acceptance["synthetic"] == [1.0, 0.0]
+    assert (first["accepted"], second["accepted"]) == (first["drafted"], 0)
+    assert acceptance["accepted"] == first["drafted"] > 0
+    assert any("the tokens are not the model's" in line for line in data["verdict"])
+    assert run_json(run, *FEW, "--acceptance", "1,0")["requests"][0]["tokens"] == data["requests"][0]["tokens"]
+    shown = run("plan.yaml", *FEW, "--acceptance", "1,0", "--compare")
+    assert shown.code == 0
+    assert re.search(r"draft +verified +accepted +share +asked for\n +0 +(\d+) +\1 +100% +100%\n", shown.out)
+
+
+def test_shapes_are_warmed_up_before_the_clock_starts(run: Run) -> None:
+    """On a processor where it is asked for; no row of it is in the report."""
+    warm = run_json(run, *FEW, "--eager", "--warm-up")
+    cold = run_json(run, *FEW, "--eager", "--no-warm-up")
+    assert warm["warm_up"]["ran"] == warm["warm_up"]["shapes"] > 0
+    assert cold["warm_up"] is None
+    assert [row["tokens"] for row in warm["requests"]] == [row["tokens"] for row in cold["requests"]]
+    assert len(warm["steps"]) == len(cold["steps"])
+
+
 # Interruption ----------------------------------------------------------------------------------
 
 
@@ -314,8 +338,9 @@ def test_an_interruption_anywhere_ends_in_a_report(
         assert data["throughput"]["finished"] + data["throughput"]["cut_off"] == 3
 
 
-def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
-    """The signal itself, in a process of its own, once it serves."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_in_a_complete_report(run: Run, number: signal.Signals, code: int) -> None:
+    """The signal itself, in a process of its own, once it serves: of Ctrl-C, and of ``docker stop``."""
     # A shell that starts this in the background has it ignore the signal.
     start = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -334,9 +359,9 @@ def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
             line = process.stderr.readline()
             assert line, seen
             seen += line
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     assert "Traceback" not in seen + err
     data = json.loads(out)
     assert data["interrupted"]
@@ -349,6 +374,6 @@ def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
 def test_every_option_of_run_has_a_test() -> None:
     """A new option needs a test."""
     text = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_run*.py"))
-    options = [name for param in cli.run.params for name in (*param.opts, *param.secondary_opts)]
+    options = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried

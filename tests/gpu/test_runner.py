@@ -67,6 +67,14 @@ def test_graphs_give_the_tokens_of_eager_kernels(case, place):
         assert faults(seen) == [], seen
 
 
+@pytest.mark.parametrize(("case", "place"), PLACES[1:])
+@pytest.mark.parametrize("k", [0, 3])
+def test_compiled_bodies_in_graphs_give_the_tokens_of_their_kernels_without(case, place, k):
+    """Whole graphs, pieces and a drafter's; logits are as near to float32 as those of layers as they are."""
+    seen = check(made_of(case, place, small(case, k), 5), poison=k == 3, compile=True)
+    assert faults(seen) == [], seen
+
+
 @everywhere
 @pytest.mark.parametrize("poison", [False, True])
 def test_steps_launched_ahead_give_the_same_tokens(case, place, poison):

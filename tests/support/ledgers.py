@@ -14,7 +14,8 @@ from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Waiver
 from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, LargestError
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, RunReport, Step
+from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, Step
+from capture_planner.runtime.session import RunReport
 from capture_planner.testing import arbitrary_plans, batches, plans
 
 LOCKED = {

@@ -10,6 +10,15 @@ from torch import fx
 
 from capture_planner.runtime.compilation.pieces import Compiler, Function
 
+OPTIONS: dict[str, bool | int] = {
+    # A timing decides nothing: each start has the same kernels, bits and fingerprints.
+    "deterministic": True,
+    "triton.autotune_pointwise": False,
+    # A model has a dozen kernels: to start a process for each core takes longer than to compile them.
+    "compile_threads": 1,
+}
+"""What Inductor is told, by the names in ``torch._inductor.config``."""
+
 
 def operators(module: fx.GraphModule, inputs: list[Any]) -> Function:
     """Run the operators one by one, as they were traced: recorded graphs see them."""
@@ -18,14 +27,17 @@ def operators(module: fx.GraphModule, inputs: list[Any]) -> Function:
 
 def inductor(module: fx.GraphModule, inputs: list[Any]) -> Function:
     """Compile with Inductor, for any T. Its caches on disk have what an earlier process compiled."""
-    from torch._inductor import standalone_compile
-
     for node in module.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")
     with warnings.catch_warnings():
-        # A hint that TF32 would be faster; whether float32 is rounded is not the runner's to decide.
+        # A hint that TF32 would be faster, though how float32 is rounded is not for the runner to decide; and what
+        # torch says to its own modules.
         warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
-        compiled: Function = standalone_compile(module, inputs, dynamic_shapes="from_graph")
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._inductor import standalone_compile  # takes seconds
+
+        options = {"config_patches": dict(OPTIONS)}
+        compiled: Function = standalone_compile(module, inputs, dynamic_shapes="from_graph", options=options)
     return compiled
 
 
