@@ -33,6 +33,8 @@ class Connection:
     store: Store
     hosts: tuple[str, ...]
     """By rank."""
+    machines: tuple[str, ...]
+    """The machine of each rank: processes of one see each other. Hosts of one name are not always one."""
     limits: WaitLimits
 
     def raise_cause(self, error: BaseException) -> None:
@@ -59,7 +61,7 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
     except RankError:
         _part_from(board, me, limits.beat, hosts_store=hosts_store)
         raise
-    hosts = tuple(str(each["host"]) for each in cards)
+    hosts, machines = (tuple(str(each[name]) for each in cards) for name in ("host", "machine"))
     names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
     with ExitStack() as ends:
         processes = LocalProcesses(me.rank, cards)
@@ -68,7 +70,7 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
         ends.callback(_threads(watch, limits, end))
         ends.callback(_on_signals(watch))
         plane = ControlPlane(board, watch, me.rank, me.size)
-        connection = Connection(plane=plane, store=store, hosts=hosts, limits=limits)
+        connection = Connection(plane=plane, store=store, hosts=hosts, machines=machines, limits=limits)
         try:
             yield connection
         except BaseException as error:
@@ -135,7 +137,7 @@ def _threads(watch: RankWatch, limits: WaitLimits, end: EndProcess) -> Callable[
 
 
 def _on_signals(watch: RankWatch) -> Callable[[], None]:
-    """Let SIGTERM wait for its reason: torchrun sends it to all when a rank has died. Note SIGINT. Return what undoes it."""
+    """Let SIGTERM wait for its reason, since torchrun sends it to all when a rank has died. Return what undoes it."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
