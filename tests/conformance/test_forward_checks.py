@@ -86,28 +86,42 @@ def test_first_wrong_row_is_found_by_a_scan(rows, layers, width, tolerance, data
         assert found.endswith(f" in row {expected[0]}")
 
 
-@given(
-    hidden=st.lists(st.lists(FLOATS, min_size=2, max_size=2), min_size=1, max_size=3),
-    tolerance=st.sampled_from((0.0, 1e-3, 0.1)),
-    data=st.data(),
-)
-def test_likeliest_token_is_found_by_a_scan(hidden, tolerance, data):
-    """Of all tokens, or within what rounding of the largest weights can change; never one that is no token."""
-    head = torch.from_numpy(np.random.default_rng(1).normal(size=(2, VOCABULARY)))
-    tokens, right = [], True
+@pytest.mark.parametrize("size", [0.0, 1.0, 40.0])
+@pytest.mark.parametrize("part", [0.999, 1.001])
+def test_error_that_rounding_can_make_is_no_error(size, part):
+    """It grows with the norm of the row, and is not 0 where that is."""
+    want = torch.tensor([[0.0, size, 0.0, 2.0]], dtype=torch.float64)
+    got = want + torch.tensor([[0.0, 0.0, part * 0.03 * 2.1, 0.0]])
+    assert (checks.first_wrong_row(got, want, 2, 0.03) is None) == (part < 1)
+    off = want + torch.tensor([[part * 0.03 * (size + 0.1), 0.0, 0.0, 0.0]])
+    assert (checks.first_wrong_row(off, want, 2, 0.03) is None) == (part < 1)
+
+
+@given(st.lists(st.lists(FLOATS, min_size=2, max_size=2), min_size=1, max_size=3), st.data())
+def test_likeliest_token_is_found_by_a_scan(hidden, data):
+    """Of all tokens, or as near as what rounding makes of the largest weights; never one that is no token."""
+    head = torch.from_numpy(np.random.default_rng(1).normal(size=(2, VOCABULARY)) * 3)
     largest = max(math.hypot(*column) for column in head.T.tolist())
+    tokens, tolerance = [], 1e-13
     for row in hidden:
         logits = [sum(x * float(head[i, token]) for i, x in enumerate(row)) for token in range(VOCABULARY)]
         order = sorted(range(VOCABULARY), key=lambda token: -logits[token])
-        token = data.draw(st.sampled_from((*order[:3], -1, VOCABULARY, 0, VOCABULARY - 1)))
-        tokens.append(token)
-        slack = 4 * tolerance * (math.hypot(*row) + 0.1) * largest
-        right &= 0 <= token < VOCABULARY and logits[token] >= logits[order[0]] - slack - 1e-12
+        tokens.append(data.draw(st.sampled_from((order[0], order[1], order[2]))))
+        short = logits[order[0]] - logits[tokens[-1]]
+        tolerance = max(tolerance, short / (4 * (math.hypot(*row) + 0.1) * largest))
     rows = torch.tensor(hidden, dtype=torch.float64)
-    assert checks.is_likeliest(torch.tensor(tokens), rows, head, tolerance + 1e-13) == right
+    assert checks.is_likeliest(torch.tensor(tokens), rows, head, tolerance * 1.001)
+    if tolerance > 1e-9:
+        assert not checks.is_likeliest(torch.tensor(tokens), rows, head, tolerance * 0.999)
+    for wrong in (-1, VOCABULARY):
+        assert not checks.is_likeliest(torch.tensor([*tokens[1:], wrong]), rows, head, 100.0)
+    ends = torch.tensor([0, VOCABULARY - 1])
+    assert checks.is_likeliest(ends, torch.zeros(2, 2, dtype=torch.float64), head, tolerance)
 
 
-@pytest.mark.parametrize(("entry", "eager", "law"), [(ENTRY, False, "ROWS"), (ENTRY, True, "EAGER"), (None, False, "EAGER")])
+@pytest.mark.parametrize(
+    ("entry", "eager", "law"), [(ENTRY, False, "ROWS"), (ENTRY, True, "EAGER"), (None, False, "EAGER")]
+)
 def test_wrong_row_of_a_step_without_a_graph_is_an_eager_one(entry, eager, law):
     """Whether it ran so by choice or because no graph serves it."""
     assert checks.row_check(entry, eager=eager) is Check[law]
@@ -152,7 +166,7 @@ def test_tokens_of_decodes_are_compared(stage):
     stage.run(batch.batch(Role.TARGET), batch.target(), eager=True)
     body = stage.runner.parts.target
     wanted = stage.target.tables
-    for index, live, where, ids in batch.each():
+    for _, live, where, ids in batch.each():
         logits = wanted.rows(stage.on_device(ids), live.computed) @ stage.target.head.double()
         body.tokens[where] = logits.argmax(1)
     decode = attrs.evolve(ENTRY, num_reqs=3, num_tokens=3)

@@ -56,10 +56,10 @@ def after_each(check: After, case: Case = CASE) -> int:
     return len(calls)
 
 
-def violation(check: Callable[[], object], law: Check) -> str:
+def violation(law: Check, check: Callable[..., object], *arguments: object) -> str:
     """Return the message of the violation that a check must raise."""
     with pytest.raises(Violation) as raised:
-        check()
+        check(*arguments)
     assert raised.value.failure.check is law
     return raised.value.failure.message
 
@@ -89,7 +89,7 @@ def test_slots_follow_from_positions_and_pages() -> None:
             was = int(slots[token])
             slots[token] = was + 1
             position = int(values["positions"][token])
-            message = violation(lambda: watch._check_placed(step, values), Check.PLACED)
+            message = violation(Check.PLACED, watch._check_placed, step, values)
             expected = int(values["block_table"][row, position // size]) * size + position % size
             assert f"token {token} at position {position} has slot {was + 1}, " in message
             assert message.endswith(f"slot {expected}")
@@ -106,13 +106,13 @@ def test_slots_follow_from_positions_and_pages() -> None:
                 table[row, column] += 1
                 inside = (owners == row) & (values["positions"][: len(owners)] // size == column)
                 slots[: len(owners)][inside] += size
-                message = violation(lambda: watch._check_placed(step, values), Check.PLACED)
+                message = violation(Check.PLACED, watch._check_placed, step, values)
                 assert message == f"row {row} has pages of another request"
                 table[row, column] -= 1
                 slots[:] = before
             if "state_indices" in values:
                 values["state_indices"][row] += 1
-                message = violation(lambda: watch._check_placed(step, values), Check.PLACED)
+                message = violation(Check.PLACED, watch._check_placed, step, values)
                 assert message == f"row {row} has the state of another request"
                 values["state_indices"][row] -= 1
         watch._check_placed(step, values)
@@ -151,7 +151,7 @@ def test_batch_may_write_its_own_slots_alone(scene: Scene) -> None:
                 then = [[tensor.clone() for tensor in tensors] for tensors in before]
                 then[which][layer][other, -1] += 1
                 then[which][layer][max(own), 0] += 1
-                message = violation(lambda: stage.watch._check_untouched(role, own, then), Check.UNTOUCHED)
+                message = violation(Check.UNTOUCHED, stage.watch._check_untouched, role, own, then)
                 slot = other if which == number else min(other, max(own))
                 assert f"slot {slot} of page {slot // size} changed" in message
                 assert ("drafter's cache" in message) == (which == 1)
@@ -177,7 +177,7 @@ def test_states_of_other_requests_stay() -> None:
             if row in own:
                 stage.watch._check_pools(step, then)
             else:
-                message = violation(lambda: stage.watch._check_pools(step, then), Check.UNTOUCHED)
+                message = violation(Check.UNTOUCHED, stage.watch._check_pools, step, then)
                 assert message.startswith(f"row {row} of the states of recurrent layer 0 changed")
         state = stage.runner.parts.state
         assert state is not None
@@ -191,7 +191,7 @@ def test_states_of_other_requests_stay() -> None:
                 if row in mine:
                     stage.watch._check_state(role, step, then)
                 else:
-                    message = violation(lambda: stage.watch._check_state(role, step, then), Check.STATE)
+                    message = violation(Check.STATE, stage.watch._check_state, role, step, then)
                     assert f"({name})" in message
 
     assert after_each(check) > 10
@@ -206,13 +206,13 @@ def test_replays_outputs_addresses_and_the_dispatch_are_checked() -> None:
         watch._check_replayed(role, step, right)
         other = next(entry for entry in role.plan.entries if entry != step.entry)
         for wrong in ([*right, (role.role, other)], [(role.role, other)], *([[]] if right else [])):
-            message = violation(lambda wrong=wrong: watch._check_replayed(role, step, wrong), Check.REPLAYED)
+            message = violation(Check.REPLAYED, watch._check_replayed, role, step, wrong)
             assert message.startswith(f"{role.role.value}: " if wrong else "no graph is replayed")
         for layer, output in watch._outputs.of(role):
             for row in range(len(output)):
                 kept = output[row].clone()
                 output[row].view(torch.int64).fill_(mark(output))
-                message = violation(lambda: watch._check_written(role), Check.WRITTEN)
+                message = violation(Check.WRITTEN, watch._check_written, role)
                 assert message == f"attention of layer {layer} does not write row {row} of {len(output)}"
                 output[row] = kept
                 output[row, :1].view(torch.int64).fill_(mark(output))
@@ -221,20 +221,20 @@ def test_replays_outputs_addresses_and_the_dispatch_are_checked() -> None:
         watch._check_pointers()
         name, then = watch._persistent[-1]
         watch._persistent[-1] = name, then + 8
-        assert violation(watch._check_pointers, Check.FROZEN) == f"{name} has moved"
+        assert violation(Check.FROZEN, watch._check_pointers) == f"{name} has moved"
         watch._persistent[-1] = name, then
 
         batch = step.batch
         answer = stage.runner.dispatcher.dispatch(batch)
         watch._check_dispatch(batch, answer)
         worse = next(entry for entry in role.plan.entries if entry != answer.entry)
-        message = violation(lambda: watch._check_dispatch(batch, Dispatch(worse, reason=None)), Check.DISPATCHED)
+        message = violation(Check.DISPATCHED, watch._check_dispatch, batch, Dispatch(worse, reason=None))
         assert message.endswith(f"is {answer.entry or 'none'}")
         assert message.startswith(f"the batch is dispatched to {worse},")
         if answer.entry is None:
             for reason in (None, Reason.UNCOVERED):
                 silent = Dispatch(None, reason=reason)
-                message = violation(lambda silent=silent: watch._check_dispatch(batch, silent), Check.DISPATCHED)
+                message = violation(Check.DISPATCHED, watch._check_dispatch, batch, silent)
                 assert message == "the batch runs eager without a reason"
             watch._check_dispatch(batch, Dispatch(None, reason=Reason.ABOVE_LIMIT))
 
@@ -273,7 +273,9 @@ FIELDS = st.builds(
 
 
 @given(FIELDS, st.lists(st.integers(-3, 3), max_size=4), st.integers(0, 3), st.integers(-3, 3), st.data())
-def test_padding_is_the_fill(field: MetadataField, real: list[int], more: int, tokens: int, data: st.DataObject) -> None:
+def test_padding_is_the_fill(
+    field: MetadataField, real: list[int], more: int, tokens: int, data: st.DataObject
+) -> None:
     """A constant, the number of tokens, or the last real value; 0 where there is none."""
     fill = {
         Fill.CONSTANT: field.value or 0,
@@ -291,5 +293,5 @@ def test_padding_is_the_fill(field: MetadataField, real: list[int], more: int, t
         if place < len(real):
             _check_fill(buffer, values, np.array(real, dtype=np.int64), tokens)
         else:
-            message = violation(lambda: _check_fill(buffer, values, np.array(real), tokens), Check.FILLED)
+            message = violation(Check.FILLED, _check_fill, buffer, values, np.array(real), tokens)
             assert message == f"the padding of key must be {fill} ({field.fill.value}), and is {fill + 1}"
