@@ -15,7 +15,7 @@ from capture_planner.conformance import Case, Check, Scene, Shape, Stage, play, 
 from capture_planner.conformance.failure import Violation
 from capture_planner.conformance.garbage import mark
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve
-from capture_planner.conformance.watch import EAGER, _check_fill
+from capture_planner.conformance.watch import _check_fill
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import Reason, Role
 from capture_planner.records.backend import Axis, Fill, MetadataField
@@ -198,10 +198,22 @@ def test_states_of_other_requests_stay() -> None:
 
 
 def test_replays_outputs_addresses_and_the_dispatch_are_checked() -> None:
-    """The graph of the entry and no other, all rows of all outputs, buffers where they were, the cheapest entry."""
+    """The graph of the entry and no other, all rows of all outputs, buffers where they were, the cheapest entry.
+
+    Forwards are counted by role and mode, with the largest batch, the longest request and the highest page.
+    """
+    steps: list[ForwardStep] = []
 
     def check(stage: Stage, role: RoleRun, step: ForwardStep) -> None:
         watch, key = stage.watch, (role.role, step.entry)
+        steps.append(step)
+        modes = [f"{each.batch.role.value} {'NONE' if each.entry is None else each.entry.mode.value}" for each in steps]
+        assert watch.ran == {kind: modes.count(kind) for kind in modes}
+        assert watch.padded == sum(each.extents != each.real for each in steps)
+        assert watch.longest == max(int(each.inputs.seq_lens.max()) for each in steps)
+        assert watch.pages == max(int(each.inputs.block_table.max()) for each in steps)
+        most = [max(getattr(each.batch, name) for each in steps) for name in ("num_reqs", "num_tokens")]
+        assert watch.largest == tuple(most)
         right = [] if step.entry is None else [key]
         watch._check_replayed(role, step, right)
         other = next(entry for entry in role.plan.entries if entry != step.entry)
@@ -239,28 +251,6 @@ def test_replays_outputs_addresses_and_the_dispatch_are_checked() -> None:
             watch._check_dispatch(batch, Dispatch(None, reason=Reason.ABOVE_LIMIT))
 
     assert after_each(check) > 10
-
-
-def test_watch_counts_forwards() -> None:
-    """By role and mode, with the largest batch, the longest request, the highest page, and how many were padded."""
-    steps: list[ForwardStep] = []
-    watches = []
-
-    def check(stage: Stage, role: RoleRun, step: ForwardStep) -> None:
-        watches.append(stage.watch)
-        steps.append(step)
-        watch = stage.watch
-        assert watch.padded == sum(each.extents != each.real for each in steps)
-        assert watch.longest == max(int(each.inputs.seq_lens.max()) for each in steps)
-        assert watch.pages == max(int(each.inputs.block_table.max()) for each in steps)
-        assert watch.ran.total() == len(steps)
-        assert watch.largest[0] == max(each.batch.num_reqs for each in steps)
-        assert watch.largest[1] == max(each.batch.num_tokens for each in steps)
-
-    after_each(check)
-    mode = [f"{each.batch.role.value} {'NONE' if each.entry is None else each.entry.mode.value}" for each in steps]
-    assert watches[0].ran == {kind: mode.count(kind) for kind in mode}
-    assert EAGER.entry is None
 
 
 FIELDS = st.builds(
