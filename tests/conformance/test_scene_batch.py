@@ -46,7 +46,8 @@ def test_batch_has_the_values_of_its_requests(stage, drawn, loras):
     drawn = [(number, count, max(0, min(accepted, count - 1))) for number, count, accepted in drawn]
     rows = [(stage.live[number], count, accepted) for number, count, accepted in drawn]
     batch = SceneBatch(stage, rows, loras)
-    found = batch.target().declared if sum(count for _, count, _ in drawn) else {}
+    inputs = batch.target() if sum(count for _, count, _ in drawn) else None
+    found = {} if inputs is None else inputs.declared
     token, settled, drafts = 0, [], 0
     each, shifted = list(batch.each()), list(batch.each(shift=1))
     for index, (live, count, accepted) in enumerate(rows):
@@ -70,6 +71,9 @@ def test_batch_has_the_values_of_its_requests(stage, drawn, loras):
                 position = live.computed + offset
                 assert found["positions"][token + offset] == position
                 assert found["slot_mapping"][token + offset] == live.pages[position // 4] * 4 + position % 4
+            own = max(count - 1, 0) if past else 0
+            ends = live.computed + count - own == max(live.prompt, live.computed + 1)
+            assert inputs.sampled_counts[index] == (own + 1 if ends else 0)
             assert found["seq_lens"][index] == live.computed + count
             assert found["idx_mapping"][index] == live.place
             assert found["state_indices"][index] == live.pool_row

@@ -119,8 +119,8 @@ def test_shape_is_refused_where_no_graph_supports_it() -> None:
     gpu = Device(kind=DeviceKind.CUDA, name="gpu", capability="9.0", memory=1 << 40, multiprocessors=132)
     machine = Environment(name="gpu", device=gpu)
     on_gpu = attrs.evolve(under_test("reference"), environment=machine)
-    refusal = shapes._refusal(on_gpu, SMALL[0])
-    assert refusal == "float64 on a GPU shows nothing that float32 does not"
+    refusals = [shapes._refusal(on_gpu, attrs.evolve(SMALL[0], dtype=dtype)) for dtype in ("float64", "float32")]
+    assert refusals == ["float64 on a GPU shows nothing that float32 does not", None]
 
 
 @pytest.mark.parametrize(
