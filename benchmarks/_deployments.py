@@ -26,7 +26,6 @@ from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.ledger import Session
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.models.protocols import TargetModel
@@ -34,6 +33,7 @@ from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request, generated
+from capture_planner.runtime.session import Session
 
 DRAFTS = (0, 1, 2, 3, 5, 7)
 MODES = (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY)

@@ -24,6 +24,7 @@ from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.model import DataType
 from capture_planner.records.spec import Spec
 from capture_planner.runtime import launch as launching
+from capture_planner.runtime.choices import Choices
 from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.workload import generated
@@ -208,7 +209,7 @@ def execute(name: str, run: Run, device: torch.device) -> dict[str, Any]:
             lambda vocabulary: generated(
                 12, seed=1, rate=400, prompt_tokens=lengths[0], output_tokens=lengths[1], vocab_size=vocabulary
             ),
-            launching.Choices(page_size=64 if device.type == "cuda" else 16, verify=True, any_environment=True),
+            Choices(page_size=64 if device.type == "cuda" else 16, verify=True, any_environment=True),
             _quiet,
         )
     report = outcome.report

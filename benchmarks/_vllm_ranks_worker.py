@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -22,6 +23,10 @@ from typing import Any
 
 AS_MIXTURE = "CAPTURE_PLANNER_BENCHMARK_AS_MIXTURE"
 """Set: vLLM takes a dense model for a mixture of experts, whose data-parallel ranks agree in each step."""
+
+
+OTHER_PLAN = "CAPTURE_PLANNER_BENCHMARK_OTHER_PLAN"
+"""The plan of worker 1, where it has another."""
 
 
 def treat_as_mixture() -> None:
@@ -104,8 +109,11 @@ def main() -> None:
     asyncio.run(drive(sys.argv[sys.argv.index("--") + 1 :], out))
 
 
-if os.environ.get(AS_MIXTURE):  # in vLLM's processes, too: they are spawned, and import this file
+# In vLLM's processes, too: they are spawned, and import this file.
+if os.environ.get(AS_MIXTURE):
     treat_as_mixture()
+if os.environ.get(OTHER_PLAN) and multiprocessing.current_process().name == "VllmWorker-1":
+    os.environ["CAPTURE_PLANNER_PLAN"] = os.environ[OTHER_PLAN]
 
 if __name__ == "__main__":
     main()

@@ -35,8 +35,10 @@ from capture_planner.records.model import DataType, DraftModel, Method, Speculat
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.runtime.chosen import drafter_of
+from capture_planner.runtime.compilation.compilers import OPTIONS
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -108,7 +110,7 @@ class Campaign:
             clock=clock_of(self.device),
             effort=Effort(windows=3, steps=20 if self.device.type == "cuda" else 3, runs=1),
             sizes=self.requests,
-            compile=compiled,
+            options=Options(compile=compiled),
         )
 
     def steps(self, name: str) -> dict[str, Any]:
@@ -206,6 +208,7 @@ def compilation(runner: Runner) -> dict[str, Any]:
 def cached(arguments: Any, name: str) -> dict[str, Any]:
     """Compile in a process of its own, from the caches on disk of this one; return what it took."""
     command = [sys.executable, __file__, "--only-compile", "--device", arguments.device, "--backends", name]
+    command += ["--autotune"] if arguments.autotune else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr[-500:]}
@@ -222,10 +225,13 @@ def main() -> int:
     options.add_argument("--requests", type=int, default=160, help="requests of each random deployment")
     options.add_argument("--seconds", type=float, default=240)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--autotune", action="store_true", help="with Inductor's own settings")
     options.add_argument("--only-compile", action="store_true", help="print what compiling takes, as JSON")
     arguments = options.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         options.error("there is no CUDA device; --device cpu serves the reference backend")
+    if arguments.autotune:
+        OPTIONS.clear()
     if arguments.only_compile:
         campaign = Campaign(arguments)
         rig = campaign.rig(arguments.backends[0], compiled=True)

@@ -66,7 +66,7 @@ _LOADED = "Load weight end"
 _SIZES = re.compile(_CAPTURE + r"(?:begin|end)\..*?\bbs=\[(?P<sizes>[\d, ]*)\]")
 
 
-def spec_text(drafts: int, attention: str, graphs: int) -> str:
+def spec_text(drafts: int, attention: str, graphs: int, tensor: int = 1) -> str:
     """Return the spec of the plan: decodes alone have graphs, ``graphs`` sizes for a role, half for draft decodes."""
     lines = [
         "version: 1",
@@ -76,6 +76,7 @@ def spec_text(drafts: int, attention: str, graphs: int) -> str:
         "mode: FULL_DECODE_ONLY",
         f"backend: {BACKENDS[attention]}",
         f"sizes: {{policy: minimax, graphs: {graphs}}}",
+        f"parallel: {{tensor: {tensor}}}",
     ]
     if drafts:
         lines.append(f"speculative: {{method: eagle3, num_tokens: {drafts}, model: {{vocab_size: 32000}}}}")
@@ -83,18 +84,18 @@ def spec_text(drafts: int, attention: str, graphs: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_plan(folder: Path, drafts: int, attention: str, graphs: int, environment: str) -> Path:
+def write_plan(folder: Path, drafts: int, attention: str, graphs: int, environment: str, tensor: int = 1) -> Path:
     """Plan, and return the file."""
     from capture_planner import codec, load_backends, load_environment, plan
 
     spec, path = folder / f"spec-{drafts}-{attention}.yaml", folder / f"plan-{drafts}-{attention}.yaml"
-    spec.write_text(spec_text(drafts, attention, graphs), encoding="utf-8")
+    spec.write_text(spec_text(drafts, attention, graphs, tensor), encoding="utf-8")
     machine = load_environment(ROOT / "plans" / "environments" / f"{environment}.yaml")
     path.write_text(codec.dumps(plan(codec.load_spec(spec), machine, load_backends())), encoding="utf-8")
     return path
 
 
-def command(folder: Path, drafts: int, attention: str) -> list[str]:
+def command(folder: Path, drafts: int, attention: str, tensor: int = 1) -> list[str]:
     """Return SGLang's own words, the same with a plan and without."""
     words = {
         "model-path": folder / "target",
@@ -109,6 +110,7 @@ def command(folder: Path, drafts: int, attention: str) -> list[str]:
         "mem-fraction-static": 0.6,
         "log-level": "info",
         "cuda-graph-backend-prefill": "disabled",
+        "tp-size": tensor,
     }
     if drafts:
         words |= {
@@ -226,7 +228,8 @@ def run(name: str, options: Mapping[str, Any], folder: Path, output: Path, limit
     line["plugin"] = [each[-300:] for each in text.splitlines() if "capture_planner" in each][:20]
     for path in sorted((folder / name).glob("*.yaml")):
         line["observed"] = {"bytes": path.stat().st_size, "steps": observed_steps(path)}
-        shutil.copy(path, output / f"{name}.yaml")
+        line.setdefault("workers", {})[path.name] = line["observed"]["steps"]
+        shutil.copy(path, output / f"{name}.yaml" if options.get("tensor", 1) == 1 else output / f"{name}.{path.name}")
     if code != 0:
         line |= {"error": code, "weights_loaded": _LOADED in text, "log": text.splitlines()[-30:]}
     return line
@@ -297,9 +300,11 @@ def start(
     **measures: Any,
 ) -> dict[str, Any]:
     """Return the options of one start."""
-    plan = write_plan(folder, drafts, attention, arguments.graphs, arguments.environment) if planned else None
-    words = command(folder, drafts, attention)
-    return {"drafts": drafts, "attention": attention, "plan": plan, "observe": observe, "command": words, **measures}
+    machine, tensor = arguments.environment, arguments.tensor
+    plan = write_plan(folder, drafts, attention, arguments.graphs, machine, tensor) if planned else None
+    words = command(folder, drafts, attention, tensor)
+    common = {"drafts": drafts, "attention": attention, "plan": plan, "observe": observe, "tensor": tensor}
+    return common | {"command": words, **measures}
 
 
 def main() -> None:
@@ -317,6 +322,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="compare: how often each load is run")
     parser.add_argument("--graphs", type=int, default=16, help="sizes of the plan for each role")
     parser.add_argument("--environment", default="h200", help="the plan's machine, of plans/environments")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks, a GPU each")
     parser.add_argument("--seconds", type=float, default=570, help="no step starts that could end later than this")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

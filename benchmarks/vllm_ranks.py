@@ -1,12 +1,14 @@
 r"""Real vLLM on two GPUs under a plan: every worker captures and dispatches what the plan says, and how fast it is.
 
-    python benchmarks/vllm_ranks.py --seconds 240 --output vllm_ranks.json
+    python benchmarks/vllm_ranks.py --seconds 280 --output vllm_ranks.json
 
 Two groups. ``tensor``: tensor_parallel_size 2 with an EAGLE-3 head, K = 3 (Qwen3-0.6B's shape). ``data``:
 data_parallel_size 2 with the same head on a mixture of experts, whose ranks agree in each step; where vLLM's kernels
 for experts are not installed, on the dense shape, which vLLM is told to treat as one: the result says so. Each group
 runs under a plan, and with flags alone; both are alive at once and serve by turns. Weights are random, acceptance is
 synthetic.
+
+``refusal``: a start in which worker 1 has another plan; it must end in an error that names both workers, not in a hang.
 
 From the observation of each worker: its graphs are the plan's entries in order, its dispatcher answers each decode as
 ours, each step ran on the planned entry, and data-parallel ranks ran the same in each step, also where one is idle.
@@ -47,6 +49,7 @@ from capture_planner.engines import find_engine
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
+from capture_planner.records._base import replace
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Parallel, Policy, Roles, Sizes
@@ -61,6 +64,8 @@ SINGLE_HOST = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
 }
+SHARES = {"tensor": 2, "data": 2, "refusal": 1}
+"""Of the time of all groups."""
 LOADS = {
     "tensor": ([8], [100], [200]),
     # One number for each rank: alike, different, and one rank idle.
@@ -192,6 +197,31 @@ def rank_cases(group: str, folder: Path, utilization: float) -> Iterator[RankCas
     yield RankCase(name=f"{group}, flags", words=(*words, *largest), variables=variables)
 
 
+def refusal(folder: Path, until: float) -> Iterator[tuple[dict[str, Any], dict[str, bool]]]:
+    """Start one engine whose workers have different plans, and yield how it ends."""
+    place = folder / "refusal"
+    place.mkdir(parents=True, exist_ok=True)
+    (case, _) = rank_cases("tensor", folder, 0.3)
+    assert case.plan is not None
+    roles = tuple(replace(role, entries=role.entries[1:]) for role in case.plan.roles)
+    other = place / "other.yaml"
+    other.write_text(dumps(replace(case.plan, roles=roles)), encoding="utf-8")
+    case = attrs.evolve(case, name="refusal", variables={"CAPTURE_PLANNER_BENCHMARK_OTHER_PLAN": str(other)})
+    began = time.monotonic()
+    with RankEngine(case, place, until) as engine:
+        try:
+            engine.answer({}, 120)
+            error = "it started"
+        except RuntimeError as raised:
+            error = str(raised)
+    seconds = round(time.monotonic() - began, 1)
+    log = (place / "refusal.log").read_text("utf-8", errors="replace")
+    lines = [line for line in log.splitlines() if "would capture different graphs" in line]
+    named = bool(lines) and "worker 0:" in lines[0] and "worker 1:" in lines[0]
+    text = f"refusal: workers with different plans end in a named error ({seconds} s from the start)"
+    yield {"error": error[-2000:], "lines": lines[:4], "seconds": seconds}, {text: named}
+
+
 def measure(
     group: str, folder: Path, until: float, rounds: int, utilization: float
 ) -> Iterator[tuple[dict[str, Any], dict[str, bool]]]:
@@ -278,8 +308,8 @@ def _speeds(group: str, results: dict[str, Any]) -> dict[str, bool]:
 def main() -> int:
     """Measure, print and write; exit code 1 where something does not hold."""
     options = parser(__doc__)
-    options.add_argument("--seconds", type=float, default=240.0, help="all together")
-    options.add_argument("--groups", nargs="*", default=list(LOADS), choices=list(LOADS))
+    options.add_argument("--seconds", type=float, default=280.0, help="all together")
+    options.add_argument("--groups", nargs="*", default=[*LOADS, "refusal"], choices=[*LOADS, "refusal"])
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--utilization", type=float, default=0.3, help="of each GPU's memory, for each engine")
     options.add_argument("--folder", type=Path, help="for logs, plans and observations; default: a temporary one")
@@ -293,12 +323,23 @@ def main() -> int:
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
         for number, group in enumerate(arguments.groups, 1):
-            until = began + arguments.seconds * number / len(arguments.groups)
-            for part, holds in measure(group, folder, until, arguments.rounds, arguments.utilization):
+            # What one group leaves, the next ones have; a start alone takes a fifth of it.
+            share = sum(SHARES[each] for each in arguments.groups[:number])
+            until = began + arguments.seconds * share / sum(SHARES[each] for each in arguments.groups)
+            parts = (
+                refusal(folder, until)
+                if group == "refusal"
+                else measure(group, folder, until, arguments.rounds, arguments.utilization)
+            )
+            for part, holds in parts:
                 results[group] = part
                 targets |= holds
                 finish(arguments, {"results": results, "targets": targets, "seconds": round(time.monotonic() - began)})
-    for text, met in targets.items():
+    # What comes last is what a cut-off output keeps.
+    for engine in (each for part in results.values() for each in part.values() if isinstance(each, dict)):
+        if "error" in engine:
+            CONSOLE.print(engine["error"][-1500:], markup=False)
+    for text, met in sorted(targets.items(), key=lambda item: not item[1]):
         CONSOLE.print(f"{verdict(met)} {escape(text)}")
     return 0 if targets and all(targets.values()) else 1
 

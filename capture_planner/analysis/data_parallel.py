@@ -8,7 +8,7 @@ computes the same answer by itself. Simulated: nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import attrs
 
@@ -220,7 +220,7 @@ def explain_rank(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str
         return "no rank has work: no forward runs"
     own, answer = vector.ranks[rank].batch, agreement.answers[rank]
     assert answer.batch is not None
-    prefix = "" if own is not None else f"idle, with a dummy batch of {_shape(answer.batch)}; "
+    prefix = "" if own is not None else f"idle, with a dummy batch of {shape_text(answer.batch)}; "
     lacking = () if agreement.lost_entry is None else vector.lacking(agreement.lost_entry)
     causes = [_missing(agreement, lacking, rank)] if lacking else []
     if entry is None:
@@ -229,7 +229,7 @@ def explain_rank(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str
             return f"{prefix}all run eager: {causes[0]}"
         waiver = answer.dispatch.waiver
         detail = f" ({waiver.message})" if waiver is not None else ""
-        return f"{prefix}all run eager: joint batch of {_shape(joint)}: {WHY_NONE[agreement.reason]}{detail}"
+        return f"{prefix}all run eager: joint batch of {shape_text(joint)}: {WHY_NONE[agreement.reason]}{detail}"
     if own is None:
         causes.append("same as the other ranks")
     elif dispatcher.dispatch(own).entry == entry:
@@ -239,20 +239,22 @@ def explain_rank(dispatcher: Dispatcher, agreement: Agreement, rank: int) -> str
     return prefix + ("; ".join(causes) or "the graph that serves every rank")
 
 
-def _shape(batch: Batch) -> str:
+def shape_text(batch: Batch) -> str:
+    """Return requests and tokens of a batch in words."""
     if batch.uniform_query_len is not None:
         return f"{counted(batch.num_reqs, 'request')} of {counted(batch.uniform_query_len, 'token')}"
     return f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}, mixed"
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``rank 1``, ``ranks 1, 2``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _missing(agreement: Agreement, lacking: tuple[int, ...], rank: int) -> str:
     """Name the ranks that cannot replay the joint batch's entry, seen from ``rank``."""
     others = tuple(other for other in lacking if other != rank)
-    names = (["this rank"] if rank in lacking else []) + ([_ranks(others)] if others else [])
+    names = (["this rank"] if rank in lacking else []) + ([ranks_text(others)] if others else [])
     have = f"{' and '.join(names)} {'has' if len(lacking) == 1 else 'have'}"
     if all(not agreement.vector.ranks[other].captured for other in lacking):
         return f"{have} no graphs"
@@ -267,7 +269,7 @@ def _larger(vector: Vector, joint: Batch, own: Batch) -> list[str]:
     if length is not None and joint.uniform_query_len is None:
         others = tuple(rank for rank, batch in batches.items() if batch.uniform_query_len != length)
         verb = "has" if len(others) == 1 else "have"
-        causes.append(f"{_ranks(others)} {verb} no decodes of {counted(length, 'token')}")
+        causes.append(f"{ranks_text(others)} {verb} no decodes of {counted(length, 'token')}")
     more: dict[int, list[str]] = {}
     for name, noun in (("num_reqs", "requests"), ("num_tokens", "tokens"), ("active_loras", "active LoRA")):
         most = getattr(joint, name)

@@ -26,6 +26,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.runtime import chosen, host, launch
 from capture_planner.runtime.graphs.choice import grapher_for
+from capture_planner.runtime.options import Options, refuse_acceptance
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -53,6 +54,8 @@ class Bench:
     load: Load = attrs.Factory(Load)
     """The load of a throughput; lengths that were not stated are shortened to fit the model."""
     only: tuple[str, ...] = FIGURES
+    acceptance: tuple[float, ...] = ()
+    """Shares of synthetic acceptance, see ``Options.acceptance``; empty: the target verifies the drafts."""
     compare: bool = True
     """Whether to compare the throughput with transformers."""
     compile: bool | None = None
@@ -95,6 +98,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
     """
     refuse_plan(plan, any_environment=bench.any_environment, any_plan=bench.any_plan)
     sizes = served_sizes(plan, bench.requests)
+    refuse_acceptance(plan, bench.acceptance)
     device = host.device_of(plan.environment)
     page_size = bench.page_size or (64 if device.type == "cuda" else 16)
     if "throughput" in bench.only:
@@ -118,7 +122,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
         clock=clock_of(device),
         effort=bench.effort,
         sizes=sizes,
-        compile=bench.compile,
+        options=Options(acceptance=bench.acceptance, seed=bench.seed, compile=bench.compile),
     )
     results, interrupted = _figures(rig, bench, progress)
     return BenchReport(
@@ -181,6 +185,8 @@ def _facts(bench: Bench) -> dict[str, str]:
             facts[package] = metadata.version(package)
     facts["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts["seed"] = str(bench.seed)
+    if bench.acceptance:
+        facts["acceptance"] = f"synthetic: {', '.join(f'{rate:g}' for rate in bench.acceptance)}"
     if bench.quick:
         facts["quick"] = "yes: few repeats, not to be quoted"
     if bench.command:

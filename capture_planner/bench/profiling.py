@@ -33,6 +33,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.text import counted
 from capture_planner.runtime import chosen, host, launch
+from capture_planner.runtime.cache_memory import HOST_MEMORY
 from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.ledger import GraphCapture
@@ -161,7 +162,7 @@ def _rig(plan: Plan, registry: Registry, settings: ProfileSettings) -> Rig:
 def _pages(plan: Plan, page: int, device: torch.device, settings: ProfileSettings, page_size: int) -> int:
     """Return pages for every request at the context, within a share of the memory."""
     length = min(plan.model.max_model_len, settings.context + _longest_query(plan) + ROOM)
-    free = CACHE_SHARE * torch.cuda.mem_get_info()[0] if device.type == "cuda" else launch.CACHE_MEMORY
+    free = CACHE_SHARE * torch.cuda.mem_get_info()[0] if device.type == "cuda" else HOST_MEMORY
     return max(8, min(plan.limits.max_num_reqs * -(-length // page_size), int(free) // page))
 
 

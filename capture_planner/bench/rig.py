@@ -110,10 +110,10 @@ class Rig:
     effort: Effort
     sizes: tuple[int, ...]
     """Numbers of requests, each served by a graph."""
+    options: Options = attrs.Factory(Options)
+    """Of every runner."""
     absent: list[AbsentFigure] = attrs.Factory(list)
     """Figures, or parts of them, that were not measured so far."""
-    compile: bool | None = None
-    """Whether bodies are compiled; None: on a GPU."""
     compilation: Compilation = attrs.Factory(Compilation)
     """What the runners of this rig share."""
 
@@ -132,7 +132,7 @@ class Rig:
             grapher,
             pages=self.pages,
             device=self.device,
-            options=Options(compile=self.compile),
+            options=self.options,
             compilation=self.compilation,
         )
         try:

@@ -12,21 +12,26 @@ import click
 
 import capture_planner
 from capture_planner.cli.ending import exit_code_of
+from capture_planner.cli.signals import terminable
 from capture_planner.errors import CapturePlannerError, PluginWarning
 from capture_planner.report.writing import printable
 
 
 def main() -> NoReturn:
-    """Run the command line; every error a user can make ends as text and exit code 1, an interruption with 130."""
+    """Run the command line; errors of users end as text and exit code 1, interruptions with 130 or 143."""
     arguments = sys.argv[1:]
     _show_plugin_warnings()
 
     def work() -> object:
         if sys.stdout is None:
             raise CapturePlannerError("standard output is closed; redirect it to /dev/null to discard it")
-        return cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False)
+        return cli.main(args=arguments, prog_name="capture-planner", standalone_mode=False, obj=interruption)
 
-    sys.exit(exit_code_of(work, as_json=any(word in ("--format=json", "json") for word in arguments)))
+    with terminable() as interruption:
+        code = exit_code_of(
+            work, as_json=any(word in ("--format=json", "json") for word in arguments), interruption=interruption
+        )
+    sys.exit(code)
 
 
 def _show_plugin_warnings() -> None:

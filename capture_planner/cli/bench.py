@@ -12,7 +12,6 @@ import click
 from capture_planner._extras import refuse_missing
 from capture_planner.cli import options
 from capture_planner.cli.common import (
-    INTERRUPTED,
     ChosenMachine,
     emit,
     emit_file,
@@ -25,6 +24,7 @@ from capture_planner.cli.common import (
     to_json,
 )
 from capture_planner.cli.options import FILE, NUMBERS, ParsedText, dashed, flag, option
+from capture_planner.cli.signals import exit_interrupted
 from capture_planner.codec import Document
 from capture_planner.plugins import registry
 from capture_planner.records.plan import Plan
@@ -72,6 +72,7 @@ def _figures(text: str) -> tuple[str, ...]:
     help="Compare throughput with the continuous batching of transformers, on a GPU.",
 )
 @flag("--quick", "Use few repeats and a small load, to see that it works.")
+@options.acceptance
 @options.seed
 @options.page_size(None, " Default: 64, or 16 on a CPU.")
 @options.pages("enough for the workload")
@@ -102,7 +103,7 @@ def bench(plan_file: str, environment: str | None, form: str, **values: Any) -> 
     emit_file(form, values["output"], lambda: to_json(report) + "\n")
     emit_file(form, values["page"], lambda: page(bench_report(report)))
     if report.interrupted:
-        click.get_current_context().exit(INTERRUPTED)
+        exit_interrupted()
     if report.failed:
         # The record says what broke, and has every figure that was measured.
         click.get_current_context().exit(1)
@@ -139,6 +140,7 @@ def _measure(plan: Plan, values: dict[str, Any]) -> BenchReport:
     same = ("model", "seed", "requests", "page_size", "pages", "only", "compare", "compile", "quick")
     settings = Bench(
         **{name: values[name] for name in (*same, "any_environment", "any_plan")},
+        acceptance=values["acceptance"] or (),
         load=default_load(quick=values["quick"], **load),
         command=shlex.join(["capture-planner", *map(without_folder, sys.argv[1:])]),
     )

@@ -33,9 +33,6 @@ from capture_planner.report.writing import printable, printable_lines
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell gives it."""
-
 
 _ASSUMED = f"{__name__}.assumed"
 
@@ -84,9 +81,17 @@ class ChosenMachine:
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print notes on standard error: late, so that none stands above an error that it has nothing to do with."""
-    for note in notes:
+    """Print notes on standard error: late, so that none stands above an error that it has nothing to do with.
+
+    Of several ranks (``RANK`` as torchrun sets it) the first one alone has them.
+    """
+    for note in notes if is_first_rank() else ():
         click.echo(f"note: {printable(note)}", err=True)
+
+
+def is_first_rank() -> bool:
+    """Say whether this is a process of its own, or the first of several ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def machine_named(
@@ -272,7 +277,7 @@ def progress_bars(visible: bool | None) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    enabled = (sys.stderr.isatty() if visible is None else visible) and os.environ.get("RANK", "0") == "0"
+    enabled = (sys.stderr.isatty() if visible is None else visible) and is_first_rank()
 
     @contextmanager
     def task(description: str, total: int) -> Iterator[Callable[[str], None]]:

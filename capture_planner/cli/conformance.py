@@ -12,8 +12,9 @@ import click
 
 from capture_planner._extras import refuse_without_hypothesis
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, INTERRUPTED, emit, emit_file, prepare_torch, refuse_outputs, to_json
+from capture_planner.cli.common import FINDINGS, emit, emit_file, prepare_torch, refuse_outputs, to_json
 from capture_planner.cli.options import FILE, ParsedText, dashed, flag, option, stated, whole_numbers
+from capture_planner.cli.signals import exit_interrupted
 from capture_planner.errors import CapturePlannerError
 from capture_planner.records._base import replace
 
@@ -135,7 +136,7 @@ def _end(report: Conformance, *, strict: bool) -> None:
     if report.outcome.failures or (strict and report.over_declared):
         context.exit(FINDINGS)
     if report.interrupted:
-        context.exit(INTERRUPTED)
+        exit_interrupted()
     if not report.passed:
         context.exit(FINDINGS)
 

@@ -1,4 +1,4 @@
-"""How a program of ours ends: every error a user can make as text and exit code 1, an interruption with 130."""
+"""How a program of ours ends: every error a user can make as text and exit code 1, an interruption with 130 or 143."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from capture_planner.cli.common import INTERRUPTED
+from capture_planner.cli.signals import Interruption
 from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, InvalidValue
 from capture_planner.report.writing import printable, printable_lines
@@ -23,19 +23,22 @@ def say_error(line: str) -> None:
     click.echo(f"error: {printable_lines(line)}", err=True)
 
 
-def exit_code_of(work: Callable[[], object], *, as_json: bool, say: Say = say_error) -> int:
+def exit_code_of(
+    work: Callable[[], object], *, as_json: bool, say: Say = say_error, interruption: Interruption | None = None
+) -> int:
     """Return the exit code of what ``work`` returns or raises, once its error is shown.
 
     :param as_json: whether an error is printed as JSON, too.
     """
     code: object = 1
+    interruption = interruption or Interruption()
     try:
         code = work()
     except click.exceptions.Exit as end:
         code = end.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
-        code = INTERRUPTED
+        code = interruption.code
     except click.ClickException as error:
         error.show(file=(text := io.StringIO()))
         click.echo(printable_lines(text.getvalue()), nl=False, err=True)

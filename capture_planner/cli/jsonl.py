@@ -61,7 +61,7 @@ def read_vectors(lines: Iterable[bytes], name: str, dispatcher: Dispatcher) -> I
     an idle one is then an object of that key alone. All batches of a line have one role, and a line has 2 to 16
     ranks, or more if the plan has more. Raises ``InvalidDocument`` with every wrong line of the file.
     """
-    return _read(lines, name, lambda line: _vector(_parsed(line), dispatcher))
+    return _read(lines, name, lambda line: vector_of(_parsed(line), dispatcher))
 
 
 def _read(lines: Iterable[bytes], name: str, read: Callable[[bytes], T]) -> Iterator[T]:
@@ -90,7 +90,8 @@ def _parsed(line: bytes) -> Any:
         raise _wrong(f"not JSON: {error}") from None
 
 
-def _vector(data: Any, dispatcher: Dispatcher) -> Vector:
+def vector_of(data: Any, dispatcher: Dispatcher) -> Vector:
+    """Return the vector of one line that is parsed. Raises ``InvalidValue`` with all that is wrong in it."""
     roles = dispatcher.plan.planned
     if not isinstance(data, list) or not data:
         raise _wrong("expected a list with a batch, or null, for each rank")

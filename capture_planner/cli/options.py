@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,11 +144,30 @@ def _range(text: str) -> tuple[int, ...]:
     return ends
 
 
+def _shares(text: str) -> tuple[float, ...]:
+    shares = tuple(float(part) for part in text.split(",") if _SHARE.fullmatch(part.strip()))
+    if len(shares) != text.count(",") + 1 or max(shares) > 1:
+        raise ValueError(f"{text!r} is not a comma-separated list of numbers from 0 to 1.")
+    return shares
+
+
+_SHARE = re.compile(r"\d*\.?\d+", re.ASCII)
+
 NUMBERS = ParsedText("N,...", _numbers)
 """Comma-separated whole numbers of at least 1: each once, in ascending order."""
 
 RANGE = ParsedText("N|LOW:HIGH", _range)
 """Two bounds, whole numbers of at least 1."""
 
+SHARES = ParsedText("P0,P1,...", _shares)
+"""Comma-separated numbers from 0 to 1."""
+
 SIZE = ParsedText("SIZE", codec.parse_bytes)
 """A number of bytes, such as ``512MiB``."""
+
+acceptance = click.option(
+    "--acceptance",
+    type=SHARES,
+    help="Synthetic acceptance, by --seed and whatever the target says: the share of steps in which drafts 0 to i are "
+    "all accepted, for each i, as vLLM's synthetic_acceptance_rates. The tokens are then not the model's.",
+)

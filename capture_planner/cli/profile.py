@@ -15,7 +15,6 @@ from capture_planner._extras import refuse_missing
 from capture_planner.cli import options
 from capture_planner.cli.bench import machine_plan, without_folder
 from capture_planner.cli.common import (
-    INTERRUPTED,
     emit,
     emit_file,
     plan_of,
@@ -25,6 +24,7 @@ from capture_planner.cli.common import (
     refuse_outputs,
 )
 from capture_planner.cli.options import FILE, option
+from capture_planner.cli.signals import exit_interrupted
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.measuring.observed import observed_profile
 from capture_planner.plugins import registry
@@ -67,7 +67,7 @@ def profile(
     emit(form, lambda: result, partial(profile_tables, result))
     emit_file(form, output, lambda: codec.dumps(result))
     if any(note.startswith("interrupted") for note in result.notes):
-        click.get_current_context().exit(INTERRUPTED)
+        exit_interrupted()
 
 
 def _observed(file: str, source: str, environment: str | None) -> Profile:

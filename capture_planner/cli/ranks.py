@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 import click
@@ -12,17 +13,27 @@ from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS
 from capture_planner.cli import options
 from capture_planner.cli.common import assumed, emit, plan_of, read_document, show_notes
 from capture_planner.cli.jsonl import read_vectors
+from capture_planner.cli.observed import observation_of
+from capture_planner.cli.options import FILE
+from capture_planner.cli.recorded import MOST_SHOWN, recorded_vectors
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Role
+from capture_planner.records.text import counted
 from capture_planner.report.plain import plain
+from capture_planner.report.rank_vectors import vectors_json, vectors_table
 from capture_planner.report.ranks import cases, cases_json, cases_table, rank_report
 
 DEFAULT_RANKS = 4
 
 
 @click.command(short_help="Show what data-parallel ranks run together.")
-@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
 @click.option("--vectors", type=click.File("rb"), help="Answer each vector of a JSON-lines file; - reads stdin.")
+@click.option(
+    "--recorded",
+    type=FILE,
+    help="Explain the most frequent vectors of a run (its report as JSON) or of an observation.",
+)
 @click.option(
     "--ranks",
     "num_ranks",
@@ -35,6 +46,7 @@ DEFAULT_RANKS = 4
 def ranks(
     plan_file: str,
     vectors: IO[bytes] | None,
+    recorded: Path | None,
     num_ranks: int | None,
     role: str | None,
     environment: str | None,
@@ -46,10 +58,27 @@ def ranks(
     a list with one item per rank: a batch as in explain --batches, with "captured": false if the rank
     uses no graph, or "missing": true if it lost the graph that all would replay; or null if the rank is
     idle. Each answer is {"role", "mode", "entry", "reason", "joint", "draft_tokens", "ranks"}.
+
+    --recorded explains what the ranks of a run or of an engine brought to their steps: with the plan that
+    they ran, or with another one that they could run.
+
+    Of an observation, or a folder of an engine's workers: what the ranks brought to the steps that ran, and which of
+    them is why all ran what they ran.
     """
+    if recorded is not None and (vectors is not None or num_ranks is not None):
+        raise click.UsageError("--recorded has its own vectors and ranks; omit --vectors and --ranks.")
+    document = read_document(plan_file)
+    if document.is_observation:
+        if vectors is not None or num_ranks is not None or recorded is not None:
+            raise click.UsageError(
+                f"{plan_file} is an observation, and has its own vectors; omit --vectors, --recorded and --ranks."
+            )
+        observation, one = observation_of(document, environment), None if role is None else Role(role)
+        emit(form, partial(vectors_json, observation, one), partial(vectors_table, observation, one), observation.notes)
+        return
     if vectors is not None and (num_ranks is not None or role is not None):
         raise click.UsageError("--vectors states ranks and roles; omit --ranks and --role.")
-    plan = plan_of(read_document(plan_file), environment, answers=True)
+    plan = plan_of(document, environment, answers=True)
     dispatcher, data = Dispatcher(plan), plan.parallel.data
     if vectors is not None:
         show_notes(assumed())
@@ -62,6 +91,13 @@ def ranks(
             click.echo(json.dumps(plain(rank_report(dispatcher, vector))))
         return
     shown_role = plan.role(role or Role.TARGET).role
+    if recorded is not None:
+        found = recorded_vectors(str(recorded), dispatcher, shown_role)
+        reports = tuple(rank_report(dispatcher, vector, title) for title, vector in found[:MOST_SHOWN])
+        more = len(found) - len(reports)
+        show_notes([f"{counted(more, 'other vector')} occurred less often"] if more else [])
+        emit(form, partial(cases_json, reports), partial(cases_table, reports, shown_role), assumed())
+        return
     count = num_ranks or (min(data, MAX_RANKS) if data > 1 else DEFAULT_RANKS)
     reports = cases(dispatcher, shown_role, count)
     emit(form, partial(cases_json, reports), partial(cases_table, reports, shown_role), assumed())

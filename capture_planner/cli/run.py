@@ -15,7 +15,6 @@ from capture_planner.analysis.diff import diff
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
-    INTERRUPTED,
     emit,
     emit_file,
     plan_of,
@@ -28,6 +27,7 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.cli.run_ranks import Make, RankCommand, launched, run_as_rank, run_here
+from capture_planner.cli.signals import INTERRUPTED, exit_interrupted
 from capture_planner.codec import dumps
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
@@ -36,10 +36,10 @@ from capture_planner.records.text import counted
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
-    from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.ranks.peers import Peers
     from capture_planner.runtime.ranks.processes import RankProcess
     from capture_planner.runtime.serving.workload import Decode, Request
+    from capture_planner.runtime.session import RunReport
 
 
 MAX_CHANGES = 8
@@ -54,9 +54,11 @@ MAX_CHANGES = 8
     default="random",
     metavar="copy|miss|chance|random|FOLDER",
     help="Source of draft tokens: always right, always wrong, right with probability --chance, a head with "
-    "random weights, or a folder with an EAGLE or EAGLE-3 head.",
+    "random weights, or a folder with an EAGLE or EAGLE-3 head. The first three copy a rehearsal, which holds in "
+    "float32 and float64; in bfloat16 give --acceptance.",
 )
 @option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@options.acceptance
 @click.option(
     "--adapters",
     multiple=True,
@@ -86,7 +88,17 @@ MAX_CHANGES = 8
 @options.seed
 @options.page_size(16)
 @options.threads
-@options.pages("up to 1 GiB of memory")
+@options.pages("every request at full length, as far as memory allows: on a GPU by --memory-utilization, else 1 GiB")
+@click.option(
+    "--memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of a GPU's memory that weights, buffers, graphs and KV cache may take together. Default: 0.9.",
+)
+@option(
+    "--warm-up/--no-warm-up",
+    default=None,
+    help="Run steps of the workload's shapes before the clock starts. Default: on a GPU.",
+)
 @click.option("--graph-memory", type=SIZE, help="Memory limit of each graph pool. Default: the plan's budget.")
 @click.option(
     "--dump-graphs",
@@ -116,6 +128,13 @@ MAX_CHANGES = 8
     metavar="SECONDS",
     help="Longest wait for a rank that answers but is behind the others. Default: 10 at the start, then no limit.",
 )
+@option(
+    "--all-reduce",
+    type=click.Choice(["auto", "nccl", "symmetric"]),
+    default="auto",
+    help="How GPUs that share a model add their parts. auto: over symmetric memory where they have it, and sizes are "
+    "small.",
+)
 @options.progress
 @options.environment
 @options.formats()
@@ -123,7 +142,7 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     """Execute a plan: reserve memory, capture graphs, serve requests, and report.
 
     Without a GPU, graphs are recorded operator by operator and replayed on the same storage. Requests are
-    generated, or read from a trace or a file of prompts. Ctrl-C ends with a complete report of what ran.
+    generated, or read from a trace or a file of prompts. Ctrl-C and SIGTERM end with a complete report of what ran.
 
     A plan for several ranks runs in as many processes: with --ranks on one host, or under torchrun.
     """
@@ -152,7 +171,10 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     if me is not None:
         run_as_rank(command(me, partial(_plan, plan_file, environment)))
     plan = _plan(plan_file, environment)
-    click.get_current_context().exit(run_here(plan, values["ranks"], partial(command, plan=lambda: plan)))
+    code = run_here(plan, values["ranks"], partial(command, plan=lambda: plan))
+    if code == INTERRUPTED:
+        exit_interrupted()
+    click.get_current_context().exit(code)
 
 
 def _show(outcome: Outcome, values: dict[str, Any], form: str, *, rank: int = 0) -> None:
@@ -203,7 +225,7 @@ def _end(outcome: Outcome, *, as_json: bool, rank: int = 0) -> None:
         if check is not None and (rank == 0 or is_off):
             show_lines(f"rank {rank}: {check.says}" if rank else check.says, err=as_json or rank > 0)
     if report.interrupted:
-        context.exit(INTERRUPTED)
+        exit_interrupted()
     if is_wrong or is_different:
         context.exit(FINDINGS)
 
@@ -217,24 +239,28 @@ def _launch(
     plan: Plan, peers: Peers | None = None, offer: Callable[[Make], None] = lambda make: None, *, values: dict[str, Any]
 ) -> Outcome:
     """Execute a plan, with the other ranks where there are any."""
-    from capture_planner.runtime.launch import Choices, launch
+    from capture_planner.runtime.choices import Choices
+    from capture_planner.runtime.launch import launch
     from capture_planner.runtime.options import Options
     from capture_planner.runtime.ranks.peers import ALONE
 
     prepare_torch(values["threads"])
     (source, decode), drafter = _workload(values), values["drafter"]
-    same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify")
+    same = ("model", "chance", "seed", "page_size", "pages", "graph_memory", "clip", "eager", "verify", "warm_up")
     peers, dumped = peers or ALONE, None if values["dump_graphs"] is None else Path(values["dump_graphs"])
     if dumped is not None and peers.place.size > 1:
         dumped /= f"rank-{peers.place.rank}"
     checks = ("trust", "debug", "poison", "strict", "compare", "compile")
+    ours = ("memory_utilization", "all_reduce", "any_environment", "any_plan")
     choices = Choices(
-        **{name: values[name] for name in (*same, "any_environment", "any_plan")},
+        **{name: values[name] for name in (*same, *ours)},
         drafter=drafter if drafter in _DRAFTERS else Path(drafter),
         adapters=_adapters(values["adapters"]),
         dump_graphs=dumped,
         step_seconds=values["step_time"],
-        options=Options(**{name: values[name] for name in checks}),
+        options=Options(
+            **{name: values[name] for name in checks}, acceptance=values["acceptance"] or (), seed=values["seed"]
+        ),
     )
     bars = progress_bars(values["progress"])
     return launch(plan, registry.load_backends(), source, choices, bars, decode=decode, peers=peers, offer=offer)
@@ -285,7 +311,7 @@ def _refuse_contradictions(values: dict[str, Any]) -> None:
                 raise click.UsageError(f"--adapters {folder}: no such folder; give folders, or one number.")
     elif not 1 <= adapters <= _MOST_ADAPTERS:
         raise click.UsageError(f"--adapters {adapters}: expected 1 to {_MOST_ADAPTERS}.")
-    for name in ("step_time", "chance", "rate"):
+    for name in ("step_time", "chance", "rate", "memory_utilization"):
         if values[name] is not None and not math.isfinite(values[name]):
             raise click.UsageError(f"{dashed(name)} is {values[name]}; give a finite number.")
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from capture_planner.cli.common import INTERRUPTED
 from capture_planner.cli.ending import Say, exit_code_of, say_error
+from capture_planner.cli.signals import INTERRUPTED
 from capture_planner.errors import RankError, RunError
 from capture_planner.records.plan import Plan
 
 if TYPE_CHECKING:
     from capture_planner.runtime.launch import Outcome
-    from capture_planner.runtime.ledger import RunReport
     from capture_planner.runtime.ranks.peers import Peers
     from capture_planner.runtime.ranks.processes import RankProcess
     from capture_planner.runtime.ranks.watch import RankVerdict
+    from capture_planner.runtime.session import RunReport
 
 LAST_WORDS = 2.0
 """Seconds that a process whose main thread hangs has to show a report of what ran."""

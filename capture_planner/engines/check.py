@@ -342,11 +342,14 @@ def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
     """Graphs of the encoder are asked for, and images run it eager, without a word in the log.
 
     Either the engine captures no encoder of this model, or a batch of images can be larger than the largest budget.
+    Graphs that are captured while the engine serves are a note: the first images of each layout wait for them.
     """
     fixes, emulation = subject.engine.fixes, subject.emulation
     for decision in emulation.decisions:
         if decision.rule == "encoder":
             yield Diagnosis(Role.TARGET, decision.message, fix=fixes.encoder(emulation, None))
+        elif decision.rule == "encoder-while-serving":
+            yield Diagnosis(Role.TARGET, decision.message, severity=Severity.NOTE)
     for encoder in emulation.encoders:
         largest, reach = encoder.budgets[-1], encoder.reach
         if largest < reach:

@@ -32,12 +32,14 @@ from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import (
     COMMON_FIELDS,
+    DECODE_CONTEXT_FIELDS,
     LORA_FIELDS,
     MROPE_FIELDS,
     PARALLEL_FIELDS,
     SPECULATIVE_FIELDS,
     STATE_FIELDS,
     MetadataField,
+    data_parallel_fields,
 )
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import max_query_len
@@ -214,6 +216,10 @@ def _written(working: RoleInProgress) -> RolePlan:
         inputs += STATE_FIELDS
     if working.role is Role.TARGET and working.spec.lora is not None:
         inputs += LORA_FIELDS
+    if working.spec.parallel.data > 1:
+        inputs += data_parallel_fields(working.spec.parallel.data)
+    if working.spec.parallel.decode_context > 1:
+        inputs += DECODE_CONTEXT_FIELDS
     return RolePlan(
         role=working.role,
         requested=working.requested,

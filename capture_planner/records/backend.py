@@ -279,6 +279,19 @@ LORA_FIELDS = (
 """What a target with LoRA also reads: where each token's adapter is among the active ones, and the active adapters,
 counted from 1; 0 is the null adapter, which adds nothing. Padded tokens have none."""
 
+DECODE_CONTEXT_FIELDS = (_field("dcp_local_seq_lens", Axis.REQUEST, Fill.CONSTANT, value=0),)
+"""What every role also reads where keys and values are spread over ranks by position: how many of each request's are on
+this rank (vLLM 0.33's ``get_dcp_local_seq_lens``)."""
+
+
+def data_parallel_fields(ranks: int) -> tuple[MetadataField, ...]:
+    """Return what every role also reads of several replicas: the tokens that each one runs, padding included.
+
+    In a graph all run those of its entry; eagerly, each its own, and an idle one those of its dummy batch.
+    """
+    return (_field("num_tokens_across_dp", Axis.SCALAR, Fill.CONSTANT, value=0, scale=ranks),)
+
+
 STATE_FIELDS = (_field("state_indices", Axis.REQUEST, Fill.CONSTANT, value=0, indexes=Bound.STATES),)
 """The row of each request in the pool of recurrent states (vLLM 0.33's ``state_indices_tensor``, whose padding is
 NULL_BLOCK_ID, 0): no request owns row 0, so what a padded request writes there is never read for a real one."""

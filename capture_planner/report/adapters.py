@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.modes import Role
-from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Grid, Section
-from capture_planner.runtime.ledger import RunReport
+from capture_planner.runtime.session import RunReport
 
 MAX_NAMED = 5
 
@@ -18,7 +16,6 @@ def adapter_sections(report: RunReport) -> Iterator[Section]:
     lora = report.plan.lora
     if lora is None:
         return
-    forwards = [forward for forward in report.forwards if forward.role is Role.TARGET]
     if not report.adapters:
         entries = [entry for role in report.plan.roles for entry in role.entries]
         unused = sum(entry.active_loras > 0 for entry in entries)
@@ -30,17 +27,16 @@ def adapter_sections(report: RunReport) -> Iterator[Section]:
         return
     named = "; ".join(report.adapters[:MAX_NAMED])
     more = f"; and {len(report.adapters) - MAX_NAMED} more" if len(report.adapters) > MAX_NAMED else ""
-    with_one = sum(request.adapter > 0 for request in report.served)
-    alike = grouped(forwards, lambda each: (each.active_loras, -1 if each.entry is None else each.entry.active_loras))
+    tally = report.counts
     rows = [
-        (str(active), "eager" if graph < 0 else f"for {graph}", f"{sum(each.repeats for each in run):,}")
-        for (active, graph), run in sorted(alike.items())
+        (str(active), "eager" if graph < 0 else f"for {graph}", f"{count:,}")
+        for (active, graph), count in sorted(tally.adapters.items())
     ]
     yield Section(
         name="adapters",
         lines=(
             f"{counted(len(report.adapters), 'adapter')}, at most {lora.max_active} at once: {named}{more}",
-            f"{with_one} of {counted(len(report.served), 'request')} had one",
+            f"{tally.with_adapter} of {counted(tally.requests, 'request')} had one",
         ),
         grid=Grid.of(("active in the batch", "graph", "forwards"), rows, text=0),
         notes=("next to requests with an adapter, those without one count as one more",),

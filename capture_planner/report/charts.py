@@ -25,7 +25,8 @@ from capture_planner.report.plots import (
 from capture_planner.report.summary import first_token_times, nearest_rank, padding, per_token_times, size
 from capture_planner.report.thinning import Buckets, cumulative, thinned
 from capture_planner.report.writing import CAPTURED_MODES, MODES, ran
-from capture_planner.runtime.ledger import Forward, GraphCapture, RunReport
+from capture_planner.runtime.ledger import Forward, GraphCapture
+from capture_planner.runtime.session import RunReport
 
 _DASHES: dict[Role, Dash] = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
 _AXES = ("tokens", "requests")

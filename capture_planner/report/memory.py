@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from capture_planner.records.text import counted
 from capture_planner.report.summary import RunSummary
 from capture_planner.report.writing import Cell, Grid, Section, extent, percent, size
-from capture_planner.runtime.ledger import Accounts, RunReport
+from capture_planner.runtime.ledger import Accounts
+from capture_planner.runtime.session import RunReport
 
 MOST_APART = 0.05
 """The ledger is flagged where it is further than this share from what the device reports."""
 
 _APART = (
-    "the ledger is {} away from what the device reports: something took or gave back memory between captures, such "
-    "as another process on the device"
+    "what captures took is {} apart from what the device reports: another process took or gave back memory meanwhile; "
+    "run on a device that nothing else uses"
 )
 
 MAX_GRAPHS = 10
@@ -25,17 +26,18 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
     """Yield the sections: where the memory went, and the graphs that took most of it."""
     accounts, later, rest = numbers.accounts, numbers.later, report.buffers - report.workspaces
     rows: list[tuple[Cell, ...]] = [
-        (kind.role, kind.mode, size(kind.memory), size(kind.driver), size(kind.memory + kind.driver))
+        (kind.role, kind.mode, *map(_change, (kind.memory, kind.driver, kind.memory + kind.driver)))
         for kind in numbers.captured
     ]
     rows += [] if accounts is None else _others(accounts)
-    notes = () if later is None else (f"from the last capture to the end, the device lost {size(later)}",)
+    notes = () if later is None else (_later(later),)
     yield Section(
         name="memory",
         warnings=(_APART.format(percent(accounts.apart)),) if accounts and accounts.apart > MOST_APART else (),
         lines=(
             f"weights {size(report.weights)}, KV cache {size(report.kv_cache)}, fields and outputs "
             f"{size(rest)}, workspaces {size(report.workspaces)}",
+            *_cache(report),
             _reconciled(report, accounts),
         ),
         grid=Grid.of(("what", "mode", "allocator", "driver", "sum"), rows, text=2),
@@ -44,14 +46,25 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
     yield from _by_graph(numbers)
 
 
+def _later(lost: int) -> str:
+    change = f"the device lost {size(lost)}" if lost >= 0 else f"{size(-lost)} of the device came back"
+    return f"from the last capture to the end, {change}"
+
+
 def _others(accounts: Accounts) -> Iterator[tuple[str, str, str, str, str]]:
     """Yield a row for all that is no graph, and the sum that the device must confirm."""
     if accounts.dropped:
         yield "graphs that were dropped", "", size(accounts.dropped), "", size(accounts.dropped)
     warm_up, modules = accounts.warm_up, accounts.modules
-    yield "warm-ups, and modules they load", "", size(warm_up), size(modules), size(warm_up + modules)
-    yield "not explained", "", "", "", size(accounts.unexplained)
-    yield "gone from the device", "", "", "", size(accounts.device)
+    yield "warm-ups, and modules they load", "", _change(warm_up), _change(modules), _change(warm_up + modules)
+    if accounts.unexplained:
+        yield "others on the device, meanwhile", "", "", "", _change(accounts.unexplained)
+    yield "gone from the device", "", "", "", _change(accounts.device)
+
+
+def _change(bytes_: int) -> str:
+    """Write by how much memory went down, or what came back."""
+    return size(bytes_) if bytes_ >= 0 else f"{size(-bytes_)} came back"
 
 
 def _reconciled(report: RunReport, accounts: Accounts | None) -> str:
@@ -60,9 +73,21 @@ def _reconciled(report: RunReport, accounts: Accounts | None) -> str:
     if accounts is None:
         return "no device was read: graphs that are recorded lie in the host's memory"
     return (
-        f"the device lost {size(accounts.device)} from before the first capture to after the last, and the "
-        f"ledger has {size(accounts.explained)} of it: {percent(accounts.apart)} apart"
+        f"captures took {_change(accounts.device)} of the device; with {_change(accounts.explained)} the ledger is "
+        f"{percent(accounts.apart)} apart from it"
     )
+
+
+def _cache(report: RunReport) -> Iterator[str]:
+    """Yield why the KV cache is as large as it is, and whether graphs took what was expected."""
+    chosen = report.cache_memory
+    if chosen is None:
+        return
+    took = Accounts.of(report.captured)
+    compared = ""
+    if chosen.predicted and took is not None:
+        compared = f"; graphs took {size(took.graphs + took.driver)}, and {size(chosen.predicted)} were expected"
+    yield f"KV cache: {chosen.reason}{compared}"
 
 
 def _by_graph(numbers: RunSummary) -> Iterator[Section]:
@@ -73,7 +98,9 @@ def _by_graph(numbers: RunSummary) -> Iterator[Section]:
     listed = graphs[:MAX_GRAPHS]
     rest = len(numbers.graphs) - len(listed)
     memory = sum(graph.memory + graph.driver for graph in graphs[MAX_GRAPHS:])
-    rows = [(g.role, g.entry.mode, extent(g.entry), size(g.memory), size(g.driver), size(g.alone)) for g in listed]
+    rows: list[tuple[Cell, ...]] = [
+        (g.role, g.entry.mode, extent(g.entry), *map(_change, (g.memory, g.driver, g.alone))) for g in listed
+    ]
     grid = Grid.of(("graph of", "mode", "size", "allocator", "driver", "alone"), rows, text=3)
-    notes = (f"and {counted(rest, 'other graph')}, which took {size(memory)}",) if rest else ()
+    notes = (f"and {counted(rest, 'other graph')}, which took {_change(memory)}",) if rest else ()
     yield Section(name="memory-by-graph", title="Memory by graph", grid=grid, notes=notes)

@@ -9,9 +9,11 @@ from capture_planner.codec import json_fields, json_of, plain
 from capture_planner.codec.plain import plain_some
 from capture_planner.report.charts import charts
 from capture_planner.report.sections import alert, sections
-from capture_planner.report.summary import Acceptance, GraphUse, RunSummary, ServedMode, summary
+from capture_planner.report.summary import Acceptance, GraphUse, PositionAcceptance, RunSummary, ServedMode, summary
+from capture_planner.report.verdict import verdict
 from capture_planner.report.writing import Report
-from capture_planner.runtime.ledger import Accounts, Forward, RunReport
+from capture_planner.runtime.ledger import Accounts, Forward, Wait
+from capture_planner.runtime.session import RunReport
 
 __all__ = ["run_report", "summary"]
 
@@ -34,7 +36,9 @@ def run_report(report: RunReport) -> Report:
 def _run(report: RunReport) -> dict[str, Any]:
     """Return the JSON of a run. Seconds, bytes, shares from 0 to 1.
 
-    ``model``, ``environment``, ``spec`` (digest), ``backends``, ``adapters``, ``host``, ``interrupted``: what ran.
+    ``verdict``: three sentences at most. ``model``, ``environment``, ``spec`` (digest), ``backends``, ``adapters``,
+    ``host``, ``interrupted``: what ran. ``fault``: the rank that stopped it, or empty. ``ranks``: ``rows`` by rank,
+    ``skew`` of their agreements and the ``vectors`` of replicas with the ``steps`` of each; null for a single process.
     ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
     served and its ``fingerprint``; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the
     run holds, and the
@@ -42,22 +46,28 @@ def _run(report: RunReport) -> dict[str, Any]:
     role, with ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null
     without a drafter. ``comparison``: what was compared with eager forwards, and the first ``difference``;
     null without a comparison. ``verification``: bounds, errors and faults, null without one. ``latency``:
-    percentiles, each null where nothing was measured. ``throughput``. Then a row each in ``steps``,
-    ``forwards`` and ``requests``, with the generated tokens.
+    percentiles, each null where nothing was measured, with the ``bound`` of their error. ``throughput``. ``waited``:
+    requests by what they waited for. ``warm_up``, ``compiled``: what ran and what was compiled before and while the
+    clock ran. Then a row each in ``steps``, ``forwards`` and ``requests``, with the generated tokens; of long runs
+    one of ``every_step`` and ``every_request``.
     """
     numbers = summary(report)
     return {
+        "verdict": list(verdict(report, numbers)),
         "model": report.model,
         "environment": report.plan.environment.name,
         "spec": report.plan.spec_digest,
-        **plain_some(report, "backends", "adapters", "host", "interrupted"),
+        **plain_some(report, "backends", "adapters", "host", "interrupted", "fault"),
         "captured": _captured(report, numbers),
         "memory": plain_some(report, "weights", "kv_cache", "buffers", "workspaces")
-        | plain_some(numbers, "accounts", "later"),
+        | plain_some(numbers, "accounts", "later")
+        | {"chosen": plain(report.cache_memory)},
         **plain_some(numbers, "served_from", "fallbacks", "acceptance", "latency"),
         "throughput": {"seconds": report.serve_seconds}
         | plain_some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
-        **plain_some(report, "comparison", "verification", "steps", "forwards"),
+        "waited": {wait.value: report.counts.waited[wait] for wait in Wait},
+        **plain_some(report, "ranks", "otherwise", "warm_up", "compiled", "comparison", "verification"),
+        **plain_some(report, "every_step", "every_request", "steps", "forwards"),
         "requests": plain(report.served),
     }
 
@@ -65,6 +75,7 @@ def _run(report: RunReport) -> dict[str, Any]:
 json_fields(Accounts, "unexplained", "apart")
 json_fields(ServedMode, "token_padding", "request_padding")
 json_fields(Acceptance, "rate", "length")
+json_fields(PositionAcceptance, "rate")
 json_fields(Forward, "mode")
 
 

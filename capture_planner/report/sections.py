@@ -12,10 +12,13 @@ from capture_planner.records.text import counted
 from capture_planner.report.adapters import adapter_sections
 from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.memory import memory_sections
+from capture_planner.report.run_ranks import rank_sections
 from capture_planner.report.summary import CapturedKind, Percentiles, RunSummary
+from capture_planner.report.verdict import verdict
 from capture_planner.report.verification import verification_sections
 from capture_planner.report.writing import Grid, Section, extent, percent, seconds, size
-from capture_planner.runtime.ledger import GraphCapture, RunReport
+from capture_planner.runtime.ledger import GraphCapture
+from capture_planner.runtime.session import RunReport
 
 MAX_FALLBACKS = 10
 """Shapes of eager forwards that are listed; the rest is counted."""
@@ -34,7 +37,9 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
     """Return what must not be overlooked: that the run was stopped, and by what. None where it was not."""
     difference = report.comparison and report.comparison.difference
     if report.interrupted:
-        progress = f"{numbers.finished} of {counted(len(report.served), 'request')} finished"
+        progress = f"{numbers.finished} of {counted(report.counts.requests, 'request')} finished"
+        if report.fault:
+            return f"STOPPED: {report.fault}; {progress}"
         return f"INTERRUPTED: the run was stopped before all requests were served; {progress}"
     if difference:
         place = f"{difference.role.value}, {difference.entry}: {difference.where}"
@@ -47,7 +52,7 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
 def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
     """Return the parts of the report in the order in which they are read."""
     return (
-        _run(report),
+        _run(report, verdict(report, numbers)),
         *comparison_sections(report.comparison),
         *verification_sections(report.verification),
         _captured(report, numbers),
@@ -55,6 +60,7 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
         _fallbacks(numbers),
         _graphs(numbers),
         *adapter_sections(report),
+        *rank_sections(report),
         *memory_sections(report, numbers),
         _steps(report),
         *_acceptance(numbers),
@@ -62,15 +68,31 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
     )
 
 
-def _run(report: RunReport) -> Section:
+def _run(report: RunReport, lines: tuple[str, ...]) -> Section:
     plan = report.plan
     facts = [
         ("plan", f"{plan.model.name} on {plan.environment.name}, {counted(plan.num_graphs, 'graph')}"),
         ("spec", plan.spec_digest),
         ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
         *report.host.items(),
+        *_before(report),
     ]
-    return Section(name="run", title=report.model, grid=Grid.facts(facts))
+    return Section(name="run", title=report.model, lines=lines, grid=Grid.facts(facts))
+
+
+def _before(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield what was done before the clock started, and what it left to compile."""
+    warm = report.warm_up
+    if warm is not None:
+        ran = f"{warm.ran:,} of {counted(warm.shapes, 'shape')} in {seconds(warm.seconds)}"
+        compiled = f", {_compiled(warm.compiled)} of it for compiling" if warm.compiled else ""
+        yield "warm-up", f"{ran}{compiled}" + (f"; {warm.reason}" if warm.reason else "")
+    if report.compiled:
+        yield "compiled while serving", _compiled(report.compiled)
+
+
+def _compiled(kernels: tuple[float, ...]) -> str:
+    return f"{counted(len(kernels), 'kernel')} in {seconds(sum(kernels))}"
 
 
 def _dropped(dropped: Iterable[GraphCapture]) -> Iterator[str]:
@@ -202,28 +224,42 @@ def _size_of(graph: GraphCapture) -> tuple[str, str]:
 
 
 def _steps(report: RunReport) -> Section:
-    steps, count = report.steps, len(report.steps)
+    tally, count = report.counts, report.counts.steps
     line = f"{NONE}: no step was taken"
-    if steps:
-        reqs, tokens = (sum(getattr(step, name) for step in steps) / count for name in ("num_reqs", "num_tokens"))
+    if count:
         line = (
-            f"{count:,} steps of {reqs:,.1f} requests and {tokens:,.1f} tokens on average; "
-            f"at most {max(step.num_reqs for step in steps):,} requests at once, "
-            f"{max(step.waiting for step in steps):,} waiting"
+            f"{count:,} steps of {tally.reqs / count:,.1f} requests and {tally.tokens / count:,.1f} tokens on average; "
+            f"at most {tally.most_reqs:,} requests at once, {tally.most_waiting:,} waiting"
         )
-    return Section(name="steps", lines=(line,))
+    sampled = f"charts and rows show one of {report.every_step:,} steps; counts are of all"
+    return Section(name="steps", lines=(line,), notes=(sampled,) if report.every_step > 1 else ())
 
 
 def _acceptance(numbers: RunSummary) -> Iterator[Section]:
     acceptance = numbers.acceptance
     if acceptance is None:
         return
+    grid = Grid.of(
+        ("draft", "verified", "accepted", "share", *(["asked for"] if acceptance.synthetic else [])),
+        (
+            (
+                str(number),
+                f"{each.drafted:,}",
+                f"{each.accepted:,}",
+                NONE if each.rate is None else percent(each.rate),
+                *([percent(acceptance.synthetic[number])] if acceptance.synthetic else []),
+            )
+            for number, each in enumerate(acceptance.positions)
+        ),
+        text=0,
+    )
     line = f"accepted {_part(acceptance.accepted, acceptance.drafted)} drafted tokens"
     if acceptance.drafted == 0:
         line = "none: no draft token was verified"
     elif acceptance.length is not None:
         line += f"; a decode gained {acceptance.length:.2f} tokens a step, its own included"
-    yield Section(name="acceptance", lines=(line,))
+    notes = ("synthetic: drawn by --seed, whatever the target says",) if acceptance.synthetic else ()
+    yield Section(name="acceptance", lines=(line,), grid=grid if acceptance.drafted else None, notes=notes)
 
 
 def _latency(report: RunReport, numbers: RunSummary) -> Section:
@@ -236,7 +272,9 @@ def _latency(report: RunReport, numbers: RunSummary) -> Section:
         f"requests: {numbers.finished:,} finished, {numbers.cut_off:,} cut off",
     )
     grid = Grid.of(("time", "measured", "p50", "p90", "p99", "max"), rows, text=1)
-    return Section(name="latency", lines=lines, grid=grid)
+    bound = max((values.bound for values in attrs.astuple(numbers.latency, recurse=False) if values), default=0.0)
+    notes = (f"percentiles are from histograms, within {percent(bound)} of the exact ones",) if bound else ()
+    return Section(name="latency", lines=lines, grid=grid, notes=notes)
 
 
 def _percentiles(values: Percentiles | None) -> tuple[str, ...]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any
 
 import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
+from capture_planner.records.plan import Plan
 from capture_planner.report.writing import MODES
-from capture_planner.runtime.ledger import Accounts, Forward, GraphCapture, RunReport, Step
+from capture_planner.runtime.distribution import BOUND, Distribution
+from capture_planner.runtime.ledger import Accounts, GraphCapture
+from capture_planner.runtime.session import RunReport
+from capture_planner.runtime.tally import ModeTally, Tally
 
 
 @attrs.frozen(kw_only=True)
@@ -25,15 +27,18 @@ class Percentiles:
     p90: float
     p99: float
     max: float
+    bound: float = 0.0
+    """How far p50, p90 and p99 may be from the exact ones, as a share of them; 0: they are exact."""
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Percentiles | None:
-        """Return the percentiles of values in any order and unit; None where there are none."""
-        ordered = sorted(values)
-        if not ordered:
+    def of(cls, values: Distribution) -> Percentiles | None:
+        """Return the percentiles of a distribution; None where nothing is in it."""
+        if not values.count:
             return None
-        p50, p90, p99 = (nearest_rank(ordered, percent) for percent in (50, 90, 99))
-        return cls(count=len(ordered), p50=p50, p90=p90, p99=p99, max=ordered[-1])
+        p50, p90, p99 = values.percentiles((50, 90, 99))
+        return cls(
+            count=values.count, p50=p50, p90=p90, p99=p99, max=values.max, bound=0.0 if values.is_exact else BOUND
+        )
 
 
 def nearest_rank(ordered: Sequence[float], percent: int) -> float:
@@ -123,6 +128,20 @@ class GraphUse:
 
 
 @attrs.frozen(kw_only=True)
+class PositionAcceptance:
+    """What became of the drafts at one place of a step: the first ones, the second ones, and so on."""
+
+    drafted: int
+    accepted: int
+    """With all drafts before them."""
+
+    @property
+    def rate(self) -> float | None:
+        """The share of the drafts at this place that were accepted with all before them; as vLLM counts."""
+        return self.accepted / self.drafted if self.drafted else None
+
+
+@attrs.frozen(kw_only=True)
 class Acceptance:
     """What became of the draft tokens."""
 
@@ -130,6 +149,10 @@ class Acceptance:
     accepted: int
     decodes: int
     """Requests past their prompt, summed over the steps that verified drafts."""
+    positions: tuple[PositionAcceptance, ...]
+    """By the place of a draft in its step."""
+    synthetic: tuple[float, ...]
+    """The shares that were asked for, see ``Options.acceptance``; empty: the target verified the drafts."""
 
     @property
     def rate(self) -> float | None:
@@ -142,7 +165,7 @@ class Acceptance:
         return 1 + self.accepted / self.decodes if self.decodes else None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Latency:
     """Percentiles in seconds; each is None where nothing was measured."""
 
@@ -192,23 +215,22 @@ class RunSummary:
 def summary(report: RunReport) -> RunSummary:
     """Return the numbers of a run, of any length: also of one that stopped before anything ran."""
     captured = [graph for graph in report.captured if graph.waiver is None]
-    output_tokens = sum(request.output_tokens for request in report.served)
-    finished = sum(request.finished is not None for request in report.served)
+    tally = report.counts
     return RunSummary(
         planned=report.plan.num_graphs,
         captured=tuple(_captured(captured)),
         dropped=tuple(graph for graph in report.captured if graph.waiver is not None),
         accounts=Accounts.of(report.captured),
         later=_later(report),
-        served_from=tuple(_served_from(report)),
-        fallbacks=_fallbacks(report.forwards),
-        graphs=_used(captured, report.forwards),
-        acceptance=None if report.plan.speculative is None else _acceptance(report.steps),
-        latency=_latency(report),
-        output_tokens=output_tokens,
-        tokens_per_second=output_tokens / report.serve_seconds if report.serve_seconds > 0 else None,
-        finished=finished,
-        cut_off=len(report.served) - finished,
+        served_from=tuple(_served_from(report.plan, tally)),
+        fallbacks=_fallbacks(tally),
+        graphs=_used(captured, tally),
+        acceptance=None if report.plan.speculative is None else _acceptance(tally, report.acceptance),
+        latency=_latency(tally),
+        output_tokens=tally.output_tokens,
+        tokens_per_second=tally.output_tokens / report.serve_seconds if report.serve_seconds > 0 else None,
+        finished=tally.finished,
+        cut_off=tally.requests - tally.finished,
     )
 
 
@@ -240,68 +262,53 @@ def _later(report: RunReport) -> int | None:
     return report.served_reading.used - readings[-1].used if report.served_reading and readings else None
 
 
-def _served_from(report: RunReport) -> Iterable[ServedRole]:
+def _served_from(plan: Plan, tally: Tally) -> Iterable[ServedRole]:
     for role in Role:
-        forwards = [forward for forward in report.forwards if forward.role is role]
-        if forwards or any(role_plan.role is role for role_plan in report.plan.roles):
-            decodes = [forward for forward in forwards if forward.query_len is not None]
-            total = _total(forwards)
+        modes = {mode: tally.modes.get((role, mode), ModeTally()) for mode in MODES}
+        total = sum(mode.forwards for mode in modes.values())
+        if total or any(role_plan.role is role for role_plan in plan.roles):
             yield ServedRole(
                 role=role,
                 forwards=total,
-                modes=tuple(_served_mode(mode, [f for f in forwards if f.mode is mode], total) for mode in MODES),
-                decodes=_total(decodes),
-                covered=_total(forward for forward in decodes if forward.entry is not None),
+                modes=tuple(
+                    ServedMode(mode=mode, share=counts.forwards / total if total else 0.0, **attrs.asdict(counts))
+                    for mode, counts in modes.items()
+                ),
+                decodes=tally.decodes[role],
+                covered=tally.covered[role],
             )
 
 
-def _total(forwards: Iterable[Forward], name: str | None = None) -> int:
-    """Return how many forwards they are with their repeats, or the sum of a property over them."""
-    return sum(forward.repeats * (1 if name is None else getattr(forward, name)) for forward in forwards)
-
-
-def _served_mode(mode: GraphMode, forwards: Sequence[Forward], of_role: int) -> ServedMode:
-    return ServedMode(
-        mode=mode,
-        forwards=_total(forwards),
-        share=_total(forwards) / of_role if of_role else 0.0,
-        real_tokens=_total(forwards, "num_tokens"),
-        padded_tokens=_total(forwards, "padded_tokens"),
-        real_reqs=_total(forwards, "num_reqs"),
-        padded_reqs=_total(forwards, "padded_reqs"),
+def _fallbacks(tally: Tally) -> tuple[Fallback, ...]:
+    return tuple(
+        Fallback(
+            role=role, reason=reason, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, forwards=count
+        )
+        for (role, reason, num_reqs, num_tokens, query_len), count in tally.fallbacks.most_common()
     )
 
 
-def _fallbacks(forwards: Iterable[Forward]) -> tuple[Fallback, ...]:
-    names = ("role", "reason", "num_reqs", "num_tokens", "query_len")
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for forward in forwards:
-        if forward.entry is None:
-            counts[tuple(getattr(forward, name) for name in names)] += forward.repeats
-    return tuple(Fallback(**dict(zip(names, key, strict=True)), forwards=count) for key, count in counts.most_common())
-
-
-def _used(captured: Sequence[GraphCapture], forwards: Iterable[Forward]) -> tuple[GraphUse, ...]:
-    uses: Counter[tuple[Role, Entry]] = Counter()
-    for forward in forwards:
-        if forward.entry is not None:
-            uses[forward.role, forward.entry] += forward.repeats
+def _used(captured: Sequence[GraphCapture], tally: Tally) -> tuple[GraphUse, ...]:
     # Of an entry that a plan lists twice (lint finds it), the later capture replaced the earlier one.
     latest = {(graph.role, graph.entry): graph for graph in captured}
     used = [
-        GraphUse(graph=graph, forwards=uses[key] if latest[key] is graph else 0)
+        GraphUse(graph=graph, forwards=tally.uses[key] if latest[key] is graph else 0)
         for graph in captured
         for key in [(graph.role, graph.entry)]
     ]
     return tuple(sorted(used, key=lambda graph: -graph.forwards))
 
 
-def _acceptance(steps: Iterable[Step]) -> Acceptance:
-    verified = [step for step in steps if step.drafted]
+def _acceptance(tally: Tally, synthetic: tuple[float, ...]) -> Acceptance:
     return Acceptance(
-        drafted=sum(step.drafted for step in verified),
-        accepted=sum(step.accepted for step in verified),
-        decodes=sum(step.num_reqs - step.prompts for step in verified),
+        drafted=tally.drafted_tokens,
+        accepted=tally.accepted_tokens,
+        decodes=tally.verifying,
+        positions=tuple(
+            PositionAcceptance(drafted=drafted, accepted=accepted)
+            for drafted, accepted in zip(tally.drafted, tally.accepted, strict=True)
+        ),
+        synthetic=synthetic,
     )
 
 
@@ -312,19 +319,9 @@ def first_token_times(report: RunReport) -> list[float]:
 
 def per_token_times(report: RunReport) -> list[float]:
     """Return each finished request's mean time of a token after the first, in seconds."""
-    return [
-        (request.finished - request.first_token) / (request.output_tokens - 1)
-        for request in report.served
-        if request.finished is not None and request.first_token is not None and request.output_tokens > 1
-    ]
+    return [request.per_token for request in report.served if request.per_token is not None]
 
 
-def _latency(report: RunReport) -> Latency:
-    host = (forward.host_seconds / forward.repeats for forward in report.forwards for _ in range(forward.repeats))
-    return Latency(
-        first_token=Percentiles.of(first_token_times(report)),
-        per_token=Percentiles.of(per_token_times(report)),
-        finished=Percentiles.of(request.finished for request in report.served if request.finished is not None),
-        step=Percentiles.of(step.seconds for step in report.steps),
-        forward_host=Percentiles.of(host),
-    )
+def _latency(tally: Tally) -> Latency:
+    kinds = (tally.first_token, tally.per_token, tally.last_token, tally.step_seconds, tally.host_seconds)
+    return Latency(*map(Percentiles.of, kinds))

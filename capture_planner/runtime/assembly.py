@@ -19,7 +19,7 @@ from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
 from capture_planner.runtime.execution.draft_bodies import ModulesBody, ParallelDraftBody
-from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields
+from capture_planner.runtime.execution.fields import ACCEPTED_FIELD, SAMPLED_FIELDS, Extents, Fields
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.recurrent import RecurrentLayers, StateCache
 from capture_planner.runtime.execution.role import ExecutionContext, ForwardObserver, RoleRun
@@ -76,9 +76,9 @@ def assemble(
     refuse_planning_backends(plan, registry)
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
     capacity = capacity_of(plan, pages)
+    of_target = (*SAMPLED_FIELDS, ACCEPTED_FIELD) if options.acceptance else SAMPLED_FIELDS
     fields = {
-        role.role: Fields(role, capacity, device, SAMPLED_FIELDS if role.role is Role.TARGET else ())
-        for role in plan.roles
+        role.role: Fields(role, capacity, device, of_target if role.role is Role.TARGET else ()) for role in plan.roles
     }
     apply, updates = _operations(device, list(fields.values()))
     token_fields = {

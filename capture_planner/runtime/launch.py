@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Protocol
 
 import attrs
 import torch
 
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import counted
-from capture_planner.runtime import host
+from capture_planner.runtime import cache_memory, host
+from capture_planner.runtime.alike import request_facts, start_facts
 from capture_planner.runtime.assembly import kv_dtype_of
-from capture_planner.runtime.chosen import Drafting, adapters_of, drafter_of, model_of, page_memory
+from capture_planner.runtime.choices import ORACLES, Choices, refuse_contradictions
+from capture_planner.runtime.chosen import adapters_of, drafter_of, model_of
 from capture_planner.runtime.compilation.forwards import Compilation
+from capture_planner.runtime.compiling import compiled_seconds
 from capture_planner.runtime.execution.fields import tensor_of
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import GraphCapture, RequestResult, RunReport
+from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestResult, WarmUp
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner.runtime.plan_variants import as_captured, without_graphs, without_speculation
+from capture_planner.runtime.rank_report import with_ranks
 from capture_planner.runtime.ranks.peers import ALONE, Peers
-from capture_planner.runtime.ranks.symmetric import AllReduce, collectives_of
+from capture_planner.runtime.ranks.start import refuse_differences
+from capture_planner.runtime.ranks.symmetric import collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Decode, Request, admit, with_adapters
+from capture_planner.runtime.session import MOST_ROWS, RunReport, Session
 from capture_planner.runtime.verification.check import Output, check_output, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
-
-CACHE_MEMORY = 1 << 30
-"""Most bytes of the KV cache where its number of pages is not given."""
 
 
 class Progress(Protocol):
@@ -47,42 +51,6 @@ class Progress(Protocol):
 
     def __call__(self, task: str, total: int) -> AbstractContextManager[Callable[[str], None]]:
         """Show a task of ``total`` parts; what it yields is called after each, with its name."""
-
-
-@attrs.frozen(kw_only=True)
-class Choices:
-    """What a person chooses about a run; the plan says everything else."""
-
-    model: Path | None = None
-    """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
-    drafter: Drafting = "random"
-    chance: float = 0.5
-    """How often the drafter ``chance`` is right."""
-    adapters: int | tuple[Path, ...] = ()
-    """LoRA adapters that requests have by turns: so many of random weights, or folders that peft saved; none."""
-    seed: int = 0
-    page_size: int = 16
-    pages: int | None = None
-    """Pages of the KV cache; None: for ``max_num_reqs`` requests of full length, within ``CACHE_MEMORY``."""
-    graph_memory: int | None = None
-    """Bytes that a pool of graphs may hold; None: the plan's budget, if it has one."""
-    step_seconds: float = 0.01
-    """How far the clock of arrivals moves in a step."""
-    clip: bool = False
-    """Cut requests that are longer than the model, instead of refusing them."""
-    eager: bool = False
-    """Capture nothing."""
-    dump_graphs: Path | None = None
-    """Folder to write what each captured graph holds into."""
-    verify: bool = False
-    """Hold what was served against the same model in a higher precision, see ``runtime.verification``."""
-    any_environment: bool = False
-    """Run although this machine is not the one that was planned for."""
-    any_plan: bool = False
-    """Run although the lint finds errors in the plan."""
-    all_reduce: AllReduce = "auto"
-    """How ranks that share a model add their parts, on GPUs."""
-    options: Options = attrs.Factory(Options)
 
 
 @attrs.frozen(kw_only=True)
@@ -116,6 +84,8 @@ def launch(
     """
     refuse_plan(plan, any_environment=choices.any_environment, any_plan=choices.any_plan, size=peers.place.size)
     device = host.device_of(plan.environment)
+    refuse_differences(peers, "what the ranks run", start_facts(plan, registry, choices))
+    refuse_contradictions(plan, registry, choices, device)
     refuse_backends(plan, registry, device, choices.page_size)
     among = collectives_of(peers, device, choices.all_reduce)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
@@ -130,62 +100,64 @@ def launch(
     adapters = adapters_of(plan, model, choices.adapters, seed=choices.seed)
     if adapters is not None:
         requests = with_adapters(requests, len(adapters.names), seed=choices.seed)
-    run = _Run(plan, model, adapters, registry, requests, choices, progress, grapher_for(device))
-    pages = run.pages()
-    run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
+    refuse_differences(peers, "the requests", request_facts(requests))
     drafter = drafter_of(plan, model, choices.drafter, chance=choices.chance, seed=choices.seed)
+    variant = without_graphs(plan) if choices.eager else plan
+    run = _Run(
+        plan, variant, model, drafter, adapters, registry, requests, choices, progress, grapher_for(device), peers
+    )
+    pages, cache = run.pages()
+    run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
     answers: dict[str, tuple[int, ...]] | None = None
     interrupted = False
     keeper = RowKeeper() if choices.verify else None
     weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
     sums = weight_sums(weights) if choices.verify else {}
-    variant = without_graphs(plan) if choices.eager else plan
-    with Runner(
-        variant,
-        model,
-        drafter,
-        registry,
-        run.grapher,
-        pages=pages,
-        device=device,
-        options=choices.options,
-        observer=keeper,
-        adapters=adapters,
-        peers=peers,
-    ) as runner:
-        offer(lambda fault: run.report(runner, drafter, decode, interrupted=True, fault=fault))
+    session, otherwise, warm, late = Session(most=MOST_ROWS), 0, None, []
+    with run.runner(variant, pages, choices.options, keeper, session) as runner:
+        offer(lambda fault: run.report(runner, decode, interrupted=True, fault=fault))
         try:
-            if choices.drafter in ("copy", "miss", "chance"):
-                answers = run.rehearse(pages, runner.compilation)
+            if choices.drafter in ORACLES:
+                answers = run.rehearse(pages)
             with progress("capture", runner.plan.num_graphs) as advance:
-                runner.capture(
-                    memory=plan.budget.memory if choices.graph_memory is None else choices.graph_memory,
-                    progress=lambda done: advance(_captured(done, device)),
-                )
+                runner.capture(memory=run.graph_memory, progress=lambda done: advance(_captured(done, device)))
             if choices.dump_graphs is not None:
                 roles = runner.parts.roles.values()
                 dump_graphs(
                     ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), choices.dump_graphs
                 )
+            warm = run.warm_up(runner)
             # Where a comparison found a difference, the report has it.
-            with contextlib.suppress(DifferenceError), progress("serve", len(run.requests)) as served_one:
-                runner.serve(
-                    run.requests,
-                    answers=answers,
-                    step_seconds=choices.step_seconds,
-                    progress=lambda done: served_one(done.name),
-                )
+            with (
+                contextlib.suppress(DifferenceError),
+                compiled_seconds() as late,
+                progress("serve", len(run.requests)) as served_one,
+            ):
+
+                def served(done: RequestResult) -> None:
+                    nonlocal otherwise
+                    otherwise += answers is not None and not done.repeats(answers[done.name])
+                    served_one(done.name)
+
+                runner.serve(run.requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
         except KeyboardInterrupt:
             interrupted = True
         except RankError as error:
             # Made here, where the graphs are still there.
-            partial_report = run.report(runner, drafter, decode, interrupted=True, fault=str(error))
+            partial_report = run.report(runner, decode, interrupted=True, fault=str(error))
             offer(lambda fault: partial_report)
             raise
-        report = run.report(runner, drafter, decode, interrupted=interrupted)
+        report = attrs.evolve(
+            run.report(runner, decode, interrupted=interrupted),
+            otherwise=otherwise,
+            cache_memory=cache,
+            warm_up=warm,
+            compiled=tuple(late),
+        )
     outcome = run.outcome(report, keeper, sums)
     among.release()
-    return outcome
+    dispatcher = Dispatcher(as_captured(plan, report.captured))
+    return attrs.evolve(outcome, report=with_ranks(outcome.report, runner.session, dispatcher, peers))
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -221,32 +193,81 @@ class _Run:
     """The parts of one launch."""
 
     plan: Plan
+    variant: Plan
+    """What is captured of it."""
     model: LayeredModel
+    drafter: Drafter | None
     adapters: Adapters | None
     registry: Registry
     requests: tuple[Request, ...]
     choices: Choices
     progress: Progress
     grapher: Grapher
+    peers: Peers
+    compilation: Compilation = attrs.Factory(Compilation)
 
-    def pages(self) -> PageFormat:
-        """Return the KV cache's pages: as chosen, or for every request at full length if that fits."""
-        plan, size = self.plan, self.choices.page_size
-        lookahead = plan.speculative.num_tokens + plan.speculative.extra_slots if plan.speculative else 0
-        longest = max(self.requests, key=lambda request: request.length)
-        needed = -(-min(longest.length + lookahead, plan.model.max_model_len) // size)
-        if self.choices.pages is not None:
-            if needed > self.choices.pages:
-                raise RunError(
-                    f"the request {longest.name} needs {counted(needed, 'page')} of {counted(size, 'token')}, "
-                    f"and the KV cache has {self.choices.pages}; give it more (--pages)"
-                )
-            return PageFormat(page_size=size, num_pages=self.choices.pages + 1)
-        fitting = CACHE_MEMORY // page_memory(plan, self.model, size)
-        most = plan.limits.max_num_reqs * -(-plan.model.max_model_len // size)
-        return PageFormat(page_size=size, num_pages=1 + max(needed, min(most, fitting)))
+    def pages(self) -> tuple[PageFormat, CacheMemory]:
+        """Return the KV cache's pages, and why so many: as chosen, or as far as memory allows."""
+        choices, plan = self.choices, self.plan
+        needed = cache_memory.PageRange.of(plan, self.model, self.requests, choices.page_size)
+        if choices.pages is not None:
+            return cache_memory.stated_pages(choices.pages, needed, self.requests)
+        if host.device_of(plan.environment).type != "cuda":
+            return cache_memory.host_pages(needed)
+        share = cache_memory.SHARE if choices.memory_utilization is None else choices.memory_utilization
+        make = functools.partial(self.runner, options=attrs.evolve(choices.options, compare=False, poison=False))
+        return cache_memory.device_pages(
+            self.variant, needed, share, make, cache_memory.DeviceGauge(), self.graph_memory, self.peers
+        )
 
-    def rehearse(self, pages: PageFormat, compilation: Compilation) -> dict[str, tuple[int, ...]]:
+    @property
+    def graph_memory(self) -> int | None:
+        """Bytes that a pool of graphs may hold: as chosen, or the plan's budget."""
+        return self.plan.budget.memory if self.choices.graph_memory is None else self.choices.graph_memory
+
+    def runner(
+        self,
+        plan: Plan,
+        pages: PageFormat,
+        options: Options,
+        observer: ForwardObserver | None = None,
+        session: Session | None = None,
+        peers: Peers | None = None,
+    ) -> Runner:
+        """Assemble a runner of the plan or a variant."""
+        return Runner(
+            plan,
+            self.model,
+            None if plan.speculative is None else self.drafter,
+            self.registry,
+            self.grapher,
+            pages=pages,
+            device=host.device_of(plan.environment),
+            options=options,
+            observer=observer,
+            adapters=self.adapters,
+            compilation=self.compilation,
+            session=session,
+            peers=self.peers if peers is None else peers,
+        )
+
+    def warm_up(self, runner: Runner) -> WarmUp | None:
+        """Run steps of the workload's shapes, where that is of use; or say why not."""
+        choices, is_gpu = self.choices, runner.device.type == "cuda"
+        if not (is_gpu if choices.warm_up is None else choices.warm_up):
+            return None
+        if choices.verify or choices.options.compare:
+            return WarmUp(
+                shapes=0, ran=0, seconds=0.0, reason="steps are verified or compared, and times are not quoted"
+            )
+        if self.peers.place.size > 1:
+            return WarmUp(shapes=0, ran=0, seconds=0.0, reason="ranks step together, and are not warmed up")
+        with self.progress("warm up", 1) as advance:
+            done = runner.warm_up(self.requests, step_seconds=choices.step_seconds)
+            advance("warm up")
+        return done
+
+    def rehearse(self, pages: PageFormat) -> dict[str, tuple[int, ...]]:
         """Serve everything eager and without a drafter; return each prompt with its answer.
 
         Answers go on for a step's drafts past their end: a drafter that copies them is right there too.
@@ -257,19 +278,8 @@ class _Run:
         for each in self.requests:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
-        alone, device = without_speculation(self.plan, self.registry), host.device_of(self.plan.environment)
-        plain = Runner(
-            alone,
-            self.model,
-            None,
-            self.registry,
-            self.grapher,
-            pages=pages,
-            device=device,
-            options=Options(compile=self.choices.options.compile),
-            adapters=self.adapters,
-            compilation=compilation,
-        )
+        options = Options(compile=self.choices.options.compile)
+        plain = self.runner(without_speculation(self.plan, self.registry), pages, options, peers=ALONE)
         prompts = {request.name: request.prompt for request in self.requests}
         with plain, self.progress("plain greedy", len(self.requests)) as advance:
             served = plain.serve(
@@ -304,25 +314,24 @@ class _Run:
                 progress=advance,
             )
 
-    def report(
-        self, runner: Runner, drafter: Drafter | None, decode: Decode | None, *, interrupted: bool, fault: str = ""
-    ) -> RunReport:
-        session, roles = runner.session, runner.parts.roles.values()
+    def report(self, runner: Runner, decode: Decode | None, *, interrupted: bool, fault: str = "") -> RunReport:
+        """Return what has run so far; nothing of the session changes."""
+        session, roles, drafter = runner.session.copied(), runner.parts.roles.values(), self.drafter
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
-        entered = {done.name for done in session.served}
-        served = session.served + [
-            RequestResult(
-                name=each.name,
-                prompt_tokens=len(each.prompt),
-                output_tokens=0,
-                first_token=None,
-                finished=None,
-                adapter=each.adapter,
+        for each, waits_for in runner.unadmitted(self.requests):
+            session.add_request(
+                RequestResult(
+                    name=each.name,
+                    prompt_tokens=len(each.prompt),
+                    output_tokens=0,
+                    first_token=None,
+                    finished=None,
+                    adapter=each.adapter,
+                    waited_for=waits_for,
+                )
             )
-            for each in self.requests
-            if each.name not in entered
-        ]
+        served = session.served
         facts = host.facts()
         if deviations := (*host.differences(self.plan.environment), *host.remarks(self.plan.environment)):
             facts["not as planned"] = "; ".join(deviations)
@@ -344,6 +353,10 @@ class _Run:
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),
             served=tuple(served),
+            every_step=session.every_step,
+            every_request=session.every_request,
+            tally=session.tally,
+            acceptance=self.choices.options.acceptance,
             buffers=runner.parts.buffers,
             kv_cache=runner.parts.kv_cache,
             workspaces=sum(group.workspace.nbytes for role in roles for group in role.groups),

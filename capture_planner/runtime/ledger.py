@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Sequence
+from enum import StrEnum
 
 import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
-from capture_planner.records.fingerprint import Fingerprint, Fingerprints
-from capture_planner.records.plan import Plan, Waiver
-from capture_planner.runtime.eager_check.record import Comparison
+from capture_planner.records.fingerprint import Fingerprint
+from capture_planner.records.plan import Waiver
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.verification.record import OutputCheck
+
+
+class Wait(StrEnum):
+    """What a request waits for that has arrived and is not admitted."""
+
+    PLACES = "places"
+    """``max_num_reqs`` requests are served."""
+    PAGES = "pages"
+    """The KV cache has too few free pages."""
+    STATES = "states"
+    """All rows of the recurrent states are taken."""
+    ADAPTERS = "adapters"
+    """Its adapter would be one too many."""
 
 
 @attrs.frozen(kw_only=True)
@@ -151,6 +161,10 @@ class Step:
     seconds: float
     waiting: int
     """Requests that have arrived and are not admitted."""
+    drafted_at: tuple[int, ...] = ()
+    """Of the drafted tokens, those that came first in their request, second, and so on."""
+    accepted_at: tuple[int, ...] = ()
+    """Of the accepted tokens, the same."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -181,87 +195,46 @@ class RequestResult:
     """The same as text, where a tokenizer was given."""
     adapter: int = 0
     """Which of the report's ``adapters`` it had, counted from 1; 0: none."""
+    waited_for: Wait | None = None
+    """What was missing when it, or one before it, could not be admitted; None: it did not wait."""
+
+    def repeats(self, answer: Sequence[int]) -> bool:
+        """Say whether its tokens are those of an answer that begins with the prompt, as far as they go."""
+        return self.tokens == tuple(answer[self.prompt_tokens : self.prompt_tokens + len(self.tokens)])
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds of a token after the first, on average; None where it was cut off, or has fewer than two."""
+        if self.finished is None or self.first_token is None or self.output_tokens < _FEWEST:
+            return None
+        return (self.finished - self.first_token) / (self.output_tokens - 1)
 
 
-@attrs.define(eq=False)
-class Session:
-    """What has happened so far; complete at every moment, so that an interruption loses nothing."""
-
-    captured: list[GraphCapture] = attrs.Factory(list)
-    forwards: list[Forward] = attrs.Factory(list)
-    steps: list[Step] = attrs.Factory(list)
-    rank_steps: list[RankStep] = attrs.Factory(list)
-    """Of replicas, those that any of them had work for."""
-    served: list[RequestResult] = attrs.Factory(list)
-    capture_seconds: float = 0.0
-    """Of the last capture."""
-    serve_seconds: float = 0.0
-    """Of all requests that were served to their end."""
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Time a capture, also one that breaks off."""
-        started = perf_counter()
-        try:
-            yield
-        finally:
-            self.capture_seconds = perf_counter() - started
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Add the time of serving, also where that breaks off."""
-        started = perf_counter()
-        try:
-            yield
-        finally:
-            self.serve_seconds += perf_counter() - started
+_FEWEST = 2
+"""Tokens of an answer with a time per token."""
 
 
 @attrs.frozen(kw_only=True)
-class RunReport:
-    """All that happened when a plan was executed."""
+class CacheMemory:
+    """How many bytes the KV cache was given, and why."""
 
-    plan: Plan
-    model: str
-    """What ran: an architecture, and where its weights came from."""
-    backends: dict[str, str]
-    """Name and version of each backend that executed."""
-    host: dict[str, str]
-    """Machine and versions: device, torch, python."""
-    captured: tuple[GraphCapture, ...]
-    forwards: tuple[Forward, ...]
-    steps: tuple[Step, ...]
-    served: tuple[RequestResult, ...]
-    buffers: int
-    """Bytes of persistent buffers: fields, outputs, workspaces."""
-    kv_cache: int
-    """Bytes of the KV cache."""
-    capture_seconds: float
-    serve_seconds: float
-    interrupted: bool = False
-    """Whether it was stopped before all requests were served."""
-    fault: str = ""
-    """The rank that stopped it, and what became of that one; empty: none did."""
-    workspaces: int = 0
-    """Bytes of the buffers that are backends' workspaces."""
-    weights: int = 0
-    """Bytes of the weights of target and drafter, each counted once."""
-    served_reading: Reading | None = None
-    """The device after the last request; None: recorded on a host."""
-    adapters: tuple[str, ...] = ()
-    """LoRA adapters, by what they are and where their weights come from."""
-    comparison: Comparison | None = None
-    """What was compared with eager forwards; None: nothing was to be."""
-    verification: OutputCheck | None = None
-    """Whether the output is the model's; None: not verified."""
+    share: float | None
+    """Of the device's memory that the run may take; None: pages were given, or there is no device."""
+    predicted: int
+    """Bytes that graphs were expected to take, on top of weights, buffers and cache."""
+    reason: str
+    """Where the prediction comes from, and what limits the cache."""
 
-    @property
-    def fingerprints(self) -> Fingerprints | None:
-        """What the captured graphs are made of, by their places in the plan; None where none could be read."""
-        places = {(role.role, entry): index for role in self.plan.roles for index, entry in enumerate(role.entries)}
-        found = {
-            (graph.role, places[graph.role, graph.entry]): graph.fingerprint
-            for graph in self.captured
-            if graph.fingerprint is not None
-        }
-        return Fingerprints.of(found, torch=self.host["torch"], device=self.host["device"]) if found else None
+
+@attrs.frozen(kw_only=True)
+class WarmUp:
+    """What ran before the clock started: steps of the workload's shapes that no FULL graph serves."""
+
+    shapes: int
+    """Different steps of the workload that need it, as far as it is known before it is served."""
+    ran: int
+    seconds: float
+    compiled: tuple[float, ...] = ()
+    """Seconds of each kernel that Triton compiled meanwhile."""
+    reason: str = ""
+    """Why less ran, or nothing."""

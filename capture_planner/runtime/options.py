@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import attrs
 
 from capture_planner.errors import RunError
@@ -9,6 +11,7 @@ from capture_planner.modes import Refresh, Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.backend import Attention
 from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
@@ -35,6 +38,11 @@ class Options:
     """Verify, and fill the drafter's fields, on the device instead of waiting for the target's tokens
     on the host; None: on a GPU. Not where a backend of the drafter needs lengths on the host, nor where the first
     draft pass has rows of its own: of a draft model, and with parallel drafting."""
+    acceptance: tuple[float, ...] = ()
+    """Synthetic acceptance: the share of steps in which drafts 0 to i are all accepted, by i, whatever the target
+    says, see ``serving.acceptance``. Tokens are then not the model's. Empty: greedy verification."""
+    seed: int = 0
+    """Of the synthetic acceptance."""
     compile: bool | None = None
     """Compile the layers of target and drafter, once for all sizes; None: on a GPU. On a CPU the operators are
     called as they were traced, which saves nothing."""
@@ -68,6 +76,7 @@ class ExecutionPolicy:
         """
         if options.compare:
             _refuse_without_comparison(options)
+        refuse_acceptance(plan, options.acceptance)
         waiting = {role.role: needs_host(plan, role, registry) for role in plan.roles}
         # Both need the tokens of a step on the host before the next one can be launched.
         waits = plan.speculative is not None or plan.model.embeddings
@@ -97,6 +106,27 @@ def _refuse_without_comparison(options: Options) -> None:
             f"compare runs an eager forward before each graph, and {name} is {getattr(options, name)}; "
             "use one or the other"
         )
+
+
+def refuse_acceptance(plan: Plan, rates: tuple[float, ...]) -> None:
+    """Raise ``RunError`` for rates that no run of the plan can have, see ``Options.acceptance``; none are fine."""
+    if not rates:
+        return
+    shown = ",".join(f"{rate:g}" for rate in rates)
+    if plan.speculative is None:
+        raise RunError(f"--acceptance {shown}: the plan has no drafter; plan with speculative, or leave it out")
+    most = plan.speculative.num_tokens
+    if len(rates) != most:
+        raise RunError(
+            f"--acceptance {shown}: {counted(len(rates), 'share')}, and the plan drafts {counted(most, 'token')}; "
+            "give a share for each"
+        )
+    for number, (before, rate) in enumerate(itertools.pairwise((1.0, *rates))):
+        if not 0.0 <= rate <= before:
+            raise RunError(
+                f"--acceptance {shown}: share {number} is {rate:g}, expected 0 to {before:g}: it is the share of steps "
+                f"in which drafts 0 to {number} are all accepted, so it never rises"
+            )
 
 
 def needs_host(plan: Plan, role: RolePlan, registry: Registry) -> bool:

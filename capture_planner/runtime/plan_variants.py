@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plugins.registry import Registry
-from capture_planner.records._base import replace
+from capture_planner.records._base import grouped, replace
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
@@ -47,6 +47,22 @@ def without_graphs(plan: Plan) -> Plan:
     )
     eager = (replace(role, mode=GraphMode.NONE, entries=(), waivers=waivers) for role in plan.roles)
     return replace(plan, roles=tuple(eager))
+
+
+def sampled(plan: Plan) -> Plan:
+    """Return the plan with three graphs of each kind at most, the largest, the middle one and the smallest.
+
+    A kind is a role, a mode, and whether its graphs are of uniform decodes. All else runs eager.
+    """
+    roles = []
+    for before, after in zip(plan.roles, without_graphs(plan).roles, strict=True):
+        kinds = grouped(
+            sorted(before.entries, key=lambda entry: entry.capture_order), lambda e: (e.mode, e.query_len is None)
+        )
+        chosen = {kind[place] for kind in kinds.values() for place in (0, len(kind) // 2, -1)}
+        entries = tuple(entry for entry in before.entries if entry in chosen)
+        roles.append(replace(before, entries=entries, waivers=after.waivers) if entries else after)
+    return replace(plan, roles=tuple(roles))
 
 
 def without_speculation(plan: Plan, registry: Registry) -> Plan:

@@ -31,12 +31,16 @@ def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool, size: int 
     if errors and not any_plan:
         raise RunError(f"the plan has errors: {'; '.join(errors)}; see check (--any-plan runs it all the same)")
     if plan.environment.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
-        raise RunError(f"the plan is for {plan.environment.device.name}, and this machine has no CUDA device")
+        raise RunError(
+            f"the plan is for {plan.environment.device.name}, and this machine has no CUDA device; run it on that "
+            "machine, or plan its spec for the processor (capture-planner plan SPEC -e cpu -o PLAN)"
+        )
     wrong = host.differences(plan.environment)
     if wrong and not any_environment:
         raise RunError(
-            f"the plan is for the environment {plan.environment.name}: {'; '.join(wrong)}; plan for this "
-            "machine (--any-environment runs it all the same)"
+            f"the plan is for the environment {plan.environment.name}: {'; '.join(wrong)}; plan for this machine "
+            "(capture-planner environment --name here -o here.yaml, then capture-planner plan SPEC -e here.yaml "
+            "-o PLAN), or run it all the same (--any-environment)"
         )
     refuse_other_size(plan, size)
     if plan.parallel.decode_context > 1:

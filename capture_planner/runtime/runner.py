@@ -6,7 +6,8 @@ Nothing is decided here: the plan says what is captured, the dispatcher which gr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -18,25 +19,32 @@ from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import Order, capture_all, session
 from capture_planner.runtime.compilation.forwards import Compilation
-from capture_planner.runtime.compiling import compile_bodies
+from capture_planner.runtime.compiling import compile_bodies, compiled_seconds
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import GraphCapture, RequestResult, Session
+from capture_planner.runtime.ledger import GraphCapture, RequestResult, Wait, WarmUp
 from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
 from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.serving.acceptance import SyntheticAcceptance
 from capture_planner.runtime.serving.agreement import OneReplica, Replicas, StepRanks
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.serving import Answers, Serving
+from capture_planner.runtime.serving.warming import WarmUpLauncher
 from capture_planner.runtime.serving.workload import Request
+from capture_planner.runtime.session import Session
+
+WARM_UP = 60.0
+"""Seconds for which steps are warmed up at most."""
 
 
 class Runner(contextlib.AbstractContextManager["Runner"]):
     """Executes one plan on one model. Use it as a context: leaving releases the backends.
 
+    :param session: where forwards, steps and requests are noted; one that keeps all rows by default.
     :param observer: watches the forwards of all roles, see ``runtime.execution.role.ForwardObserver``. With
         ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
     :param compilation: what other runners of the same model compiled; gets what this one compiles.
@@ -57,6 +65,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         adapters: Adapters | None = None,
         compilation: Compilation | None = None,
         peers: Peers = ALONE,
+        session: Session | None = None,
     ) -> None:
         options = options or Options()
         if (plan.speculative is None) != (drafter is None):
@@ -71,7 +80,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self.adapters, self.peers = adapters, peers
         self.pages = pages
         self.device = device or torch.device("cpu")
-        self.session = Session()
+        self.session = session or Session()
         self.parts = assemble(
             plan,
             model,
@@ -92,6 +101,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """Says which graph serves a batch: none before ``capture``."""
         self._grapher = grapher
         self._serving: Serving | None = None
+        self._started: Scheduler | None = None
 
     @property
     def policy(self) -> ExecutionPolicy:
@@ -159,24 +169,18 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         step_seconds: float = 0.01,
         progress: Callable[[RequestResult], None] | None = None,
     ) -> list[RequestResult]:
-        """Serve all requests and return them in the order in which they finished.
+        """Serve all requests and return them in the order in which they finished; the last, if the session keeps fewer.
 
         Arrivals are on a clock of steps: each step takes ``step_seconds`` of it, and idle time is skipped, so that the
         same requests make the same batches on any machine. ``answers`` are for drafters that copy or miss the target.
         """
         serving = self.start(requests, answers=answers, progress=progress)
-        scheduler = serving.scheduler
-        now = 0.0
         with contextlib.ExitStack() as end:
             end.callback(serving.cut_off)
             end.enter_context(self.session.serving())
-            while not serving.done:
-                scheduler.arrive(now, perf_counter())
-                if not serving.step() and scheduler.next_arrival is not None:
-                    now = scheduler.next_arrival
-                else:
-                    now += step_seconds
-        return serving.served
+            for _ in _steps(serving, step_seconds):
+                pass
+        return list(serving.served)
 
     def start(
         self,
@@ -191,31 +195,96 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         cannot be: without a prompt, longer than the model, or than all pages together.
         """
         self._refuse_while_serving("start")
-        plan, longest = self.plan, self.plan.model.max_model_len
-        scheduler = Scheduler(
-            requests,
-            limits=plan.limits,
-            speculative=plan.speculative,
-            pages=self.pages,
-            max_model_len=longest,
-            pool_rows=None if plan.states is None else plan.states.rows,
-            lora=plan.lora,
-            num_adapters=0 if self.adapters is None else len(self.adapters.names),
-        )
-        count = len(self.session.steps)
+        scheduler, count = self._scheduler(requests), self.session.tally.steps
+        self._started = scheduler
         dispatcher: Dispatcher | Replicas = self.dispatcher
         ranks: StepRanks = OneReplica()
         if self.peers.place.data_size > 1:
             # The same on every rank, also on one that has no graphs: what it lacks, no rank uses.
-            planned = Dispatcher(as_captured(plan, self.session.captured))
+            planned = Dispatcher(as_captured(self.plan, self.session.captured))
             captured = planned.plan.num_graphs == 0 or not self.policy.options.replay
             captured = captured or any(role.graphs for role in self.parts.roles.values())
             rows = self.parts.draft_rows
             dispatcher = ranks = Replicas(planned, self.peers, self.session, scheduler.states, rows, captured=captured)
-        launcher = StepLauncher(scheduler, self.parts, dispatcher, ranks, self.pages, self.session, count)
-        self._serving = Serving(
-            scheduler, launcher, ranks, self.session, self.drafter, answers or {}, progress, self.policy.run_ahead
+        launcher = StepLauncher(
+            scheduler, self.parts, dispatcher, ranks, self.pages, self.session, count, acceptance=self._acceptance
         )
+        return self._begin(launcher, scheduler, ranks, self.session, answers, progress)
+
+    def warm_up(self, requests: Sequence[Request], *, step_seconds: float = 0.01, limit: float = WARM_UP) -> WarmUp:
+        """Run a step of each shape that serving these requests will have and no FULL graph serves; see ``warming``.
+
+        Nothing of it is in the session. Where tokens decide shapes (drafts that are accepted, stop tokens), the shapes
+        are those without. After ``limit`` seconds the rest is left out, with the reason. Raises ``RunError`` as
+        ``start`` does.
+        """
+        self._refuse_while_serving("warm_up")
+        started, session, scheduler, ranks = perf_counter(), Session(most=0), self._scheduler(requests), OneReplica()
+        launcher = WarmUpLauncher(
+            scheduler,
+            self.parts,
+            self.dispatcher,
+            ranks,
+            self.pages,
+            session,
+            0,
+            acceptance=self._acceptance,
+            deadline=started + limit,
+            tokens=_unused_tokens(requests),
+        )
+        serving = self._begin(launcher, scheduler, ranks, session, None, None)
+        reason = ""
+        with compiled_seconds() as compiled, contextlib.ExitStack() as end:
+            end.callback(serving.cut_off)
+            for _ in _steps(serving, step_seconds):
+                if perf_counter() > started + 2 * limit:
+                    reason = f"the workload is longer than {2 * limit:g} s could go through"
+                    break
+        if launcher.ran < len(launcher.shapes):
+            reason = reason or f"{limit:g} s were over"
+        return WarmUp(
+            shapes=len(launcher.shapes),
+            ran=launcher.ran,
+            seconds=perf_counter() - started,
+            compiled=tuple(compiled),
+            reason=reason,
+        )
+
+    def unadmitted(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Wait | None]]:
+        """Yield the requests that were not admitted, with what they wait for: all of them before ``start``."""
+        if self._started is None:
+            return ((request, None) for request in requests)
+        return self._started.unadmitted
+
+    @property
+    def _acceptance(self) -> SyntheticAcceptance | None:
+        options = self.policy.options
+        return SyntheticAcceptance(options.acceptance, options.seed) if options.acceptance else None
+
+    def _scheduler(self, requests: Sequence[Request]) -> Scheduler:
+        plan = self.plan
+        return Scheduler(
+            requests,
+            limits=plan.limits,
+            speculative=plan.speculative,
+            pages=self.pages,
+            max_model_len=plan.model.max_model_len,
+            pool_rows=None if plan.states is None else plan.states.rows,
+            lora=plan.lora,
+            num_adapters=0 if self.adapters is None else len(self.adapters.names),
+        )
+
+    def _begin(
+        self,
+        launcher: StepLauncher,
+        scheduler: Scheduler,
+        ranks: StepRanks,
+        session: Session,
+        answers: Answers | None,
+        progress: Callable[[RequestResult], None] | None,
+    ) -> Serving:
+        drafter, ahead = self.drafter, self.policy.run_ahead
+        self._serving = Serving(scheduler, launcher, ranks, session, drafter, answers or {}, progress, ahead)
         return self._serving
 
     def _refuse_while_serving(self, what: str) -> None:
@@ -223,3 +292,22 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             raise RunError(
                 f"{what} was called while requests are served; finish them, or cut them off (Serving.cut_off)"
             )
+
+
+def _steps(serving: Serving, step_seconds: float) -> Iterator[None]:
+    """Step until all is served, on a clock of steps; idle time is skipped."""
+    scheduler, now = serving.scheduler, 0.0
+    while not serving.done:
+        scheduler.arrive(now, perf_counter())
+        if not serving.step() and scheduler.next_arrival is not None:
+            now = scheduler.next_arrival
+        else:
+            now += step_seconds
+        yield
+
+
+def _unused_tokens(requests: Sequence[Request]) -> tuple[int, int]:
+    """Return two tokens that end no request."""
+    stops = frozenset[int]().union(*(request.stop for request in requests))
+    first = next(token for token in itertools.count() if token not in stops)
+    return first, next(token for token in itertools.count(first + 1) if token not in stops)

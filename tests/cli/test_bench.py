@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from capture_planner import cli
 from capture_planner.cli.bench import FIGURES
+from capture_planner.cli.bench import bench as command
 from capture_planner.errors import RunError
 from support.commands import Run, spec_for
 
@@ -212,9 +212,18 @@ def test_the_lint_and_the_environment_are_asked_as_in_run(run: Run) -> None:
     assert run("other.yaml", *only, "--any-environment", "--any-plan").code == 0
 
 
+def test_synthetic_acceptance_is_a_fact_of_the_record(run: Run) -> None:
+    """Every figure that serves draws it, and shares that no run can have are refused before anything is measured."""
+    only = ("--only", "preparation", "--quick", "--format", "json", "--acceptance")
+    assert run("plan.yaml", *only, "1,0.5").data["facts"]["acceptance"] == "synthetic: 1, 0.5"
+    refused = run("plan.yaml", *only, "0.5,1")
+    assert refused.code == 1
+    assert "share 1 is 1, expected 0 to 0.5" in refused.err
+
+
 def test_every_option_is_tried_here() -> None:
     """A new option needs a test."""
     text = Path(__file__).read_text("utf-8")
-    options = [name for param in cli.bench.params for name in (*param.opts, *param.secondary_opts)]
+    options = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried

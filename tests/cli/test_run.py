@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from capture_planner import cli
+from capture_planner.cli.run import run as command
 from support.commands import Run, spec_for
 
 torch = pytest.importorskip("torch")
@@ -73,8 +73,9 @@ def test_json_is_one_document_with_the_documented_keys(run: Run) -> None:
 
 def test_html_is_a_page_of_the_same_run(run: Run) -> None:
     """``--html`` writes beside what is printed."""
-    ran = run("plan.yaml", *FEW, "--html", "run.html", "--format", "json")
+    ran = run("plan.yaml", *FEW, "--html", "run.html", "--format", "json", "--warm-up")
     assert ran.data["throughput"]["finished"] == 3
+    assert ran.data["warm_up"]["ran"] == ran.data["warm_up"]["shapes"]
     assert ran.err == "written to run.html\n"
     page = Path("run.html").read_text("utf-8")
     assert page.startswith("<!DOCTYPE html>")
@@ -285,6 +286,17 @@ def test_a_difference_is_named_and_exits_with_2(run: Run, monkeypatch: pytest.Mo
     assert set(data["differing"]) <= {request["name"] for request in data["requests"]}
 
 
+def test_synthetic_acceptance_is_reported_by_position(run: Run) -> None:
+    """What was asked for next to what was drawn; the tokens are another model's, and the verdict says so."""
+    data = run_json(run, *FEW, "--acceptance", "1,0", "--compare", "--no-warm-up")
+    (first, second), acceptance = data["acceptance"]["positions"], data["acceptance"]
+    assert acceptance["synthetic"] == [1.0, 0.0]
+    assert (first["accepted"], second["accepted"]) == (first["drafted"], 0)
+    assert acceptance["accepted"] == first["drafted"] > 0
+    assert any("the tokens are not the model's" in line for line in data["verdict"])
+    assert data["comparison"]["difference"] is None
+
+
 # Interruption ----------------------------------------------------------------------------------
 
 
@@ -314,8 +326,9 @@ def test_an_interruption_anywhere_ends_in_a_report(
         assert data["throughput"]["finished"] + data["throughput"]["cut_off"] == 3
 
 
-def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
-    """The signal itself, in a process of its own, once it serves."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_in_a_complete_report(run: Run, number: signal.Signals, code: int) -> None:
+    """The signal itself, in a process of its own, once it serves: of Ctrl-C, and of ``docker stop``."""
     # A shell that starts this in the background has it ignore the signal.
     start = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -334,9 +347,9 @@ def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
             line = process.stderr.readline()
             assert line, seen
             seen += line
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     assert "Traceback" not in seen + err
     data = json.loads(out)
     assert data["interrupted"]
@@ -349,6 +362,6 @@ def test_ctrl_c_ends_in_a_complete_report(run: Run) -> None:
 def test_every_option_of_run_has_a_test() -> None:
     """A new option needs a test."""
     text = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_run*.py"))
-    options = [name for param in cli.run.params for name in (*param.opts, *param.secondary_opts)]
+    options = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried

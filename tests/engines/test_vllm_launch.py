@@ -100,3 +100,27 @@ def test_file_of_the_command_counts_as_flags(tmp_path):
         launch_vllm(plan, [plan.model.name, "--config", str(file)])
     assert len(error.value.problems) == 1
     assert catalog.find_environment("h100") == plan.environment
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--distributed-executor-backend", "ray"), 1),
+        (("-dpb", "ray"), 1),
+        (("--distributed-executor-backend", "mp"), 0),
+    ],
+    ids=["executor", "data-parallel", "processes"],
+)
+def test_workers_of_ray_need_a_variable(flags, expected):
+    """Ray copies variables by their names, and vLLM's list of them does not have the plugin's."""
+    plan = codec.load_plan(next(path for path in PLANS if path.stem == "llama-3.1-8b.h100"))
+    notes = launch_vllm(plan, [*command_for(plan), *flags]).notes
+    assert sum("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CAPTURE_PLANNER_" in note for note in notes) == expected
+
+
+def test_plan_that_model_runner_v1_would_run_is_noted():
+    """VLLM 0.33 runs parallel heads on it, and the plugin cannot apply a plan there."""
+    plan = codec.load_plan(next(path for path in PLANS if path.stem == "gpt-oss-20b-p-eagle.h100"))
+    assert any("model runner V1" in note for note in launch_vllm(plan, command_for(plan)).notes)
+    plain = codec.load_plan(next(path for path in PLANS if path.stem == "llama-3.1-8b.h100"))
+    assert not any("model runner V1" in note for note in launch_vllm(plain, command_for(plain)).notes)

@@ -16,8 +16,9 @@ from _deployments import CASES, REGISTRY, deployment, missing, small
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.errors import GuardError, RunError
 from capture_planner.modes import Role
+from capture_planner.runtime.choices import Choices
 from capture_planner.runtime.graphs.choice import grapher_for
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.runtime.launch import launch
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.runner import Runner
 from support.by_hand import with_piecewise_draft_decode

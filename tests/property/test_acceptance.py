@@ -36,7 +36,7 @@ def serve(plan, target, drafter, requests, answers=None, **options):
         runner.capture()
         tokens = {done.name: done.tokens for done in runner.serve(requests, answers=answers)}
         replays = sum(f.entry is not None for f in runner.session.forwards if f.role is not Role.TARGET)
-        return tokens, [(step.drafted, step.accepted) for step in runner.session.steps], replays
+        return tokens, [(step.drafted_at, step.accepted_at) for step in runner.session.steps], replays
 
 
 @settings(FEW)
@@ -57,9 +57,35 @@ def test_graphs_accept_what_eager_accepts_with_either_pool(data, kind, device, p
     answers = {request.name: request.prompt + plain[request.name] for request in requests}
     tokens, eager, _ = serve(without_graphs(plan), target, drafter, requests, answers)
     assert tokens == plain
-    event("accepts" if any(accepted for _, accepted in eager) else "accepts nothing")
+    event("accepts" if any(map(sum, (accepted for _, accepted in eager))) else "accepts nothing")
     for pool in Pool:
         pooled = replace(plan, pool=pool)
         found = serve(pooled, target, drafter, requests, answers, drafts_on_device=device, poison=poison)
         assert found[:2] == (tokens, eager)
         event("drafts from graphs" if found[2] else "drafts eager")
+
+
+@settings(max_examples=max(settings.default.max_examples // 6, 2))
+@given(data=st.data(), device=st.booleans(), poison=st.booleans(), seed=st.integers(0, 9))
+def test_synthetic_acceptance_is_what_is_drawn_from_graphs_and_eager(data, device, poison, seed):
+    """Whatever the target says, on host and device: each request gains what its draws say, and so the same tokens."""
+    spec = replace(data.draw(runnable_specs(speculative=True)), roles=Roles())
+    try:
+        plan = make_plan(spec, CPU, REGISTRY)
+    except PlanningError:
+        plan = None
+    assume(plan is not None and plan.num_graphs)
+    k, limits = plan.speculative.num_tokens, plan.limits
+    rates = tuple(sorted(data.draw(st.lists(st.floats(0, 1), min_size=k, max_size=k)), reverse=True))
+    requests = data.draw(requests_for(spec))
+    target = load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
+    length = plan.model.max_model_len + k + 1
+    drafter = choose_drafter("random", plan.speculative, target, num_states=limits.max_num_reqs, length=length, seed=4)
+    options = {"acceptance": rates, "seed": seed}
+    eager = serve(without_graphs(plan), target, drafter, requests, **options, drafts_on_device=False)
+    assert serve(plan, target, drafter, requests, **options, drafts_on_device=device, poison=poison)[:2] == eager[:2]
+    for drafted, accepted in eager[1]:
+        assert all(0 <= one <= other for one, other in zip(accepted, drafted, strict=True))
+        # A place of rate 1 accepts all of its drafts, and one of rate 0 none.
+        assert all(a == d for a, d, rate in zip(accepted, drafted, rates, strict=False) if rate == 1)
+        assert not any(a for a, rate in zip(accepted, rates, strict=False) if rate == 0)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import Reason
+from capture_planner.runtime.execution.fields import ACROSS_REPLICAS
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.ranks.peers import ALONE
@@ -19,9 +21,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = settings(max_examples=max(settings.default.max_examples // 4, 3))
 
 
+class AcrossWatcher(ForwardObserver):
+    """Keeps what the field of all replicas' tokens holds in each forward, with the tokens that run."""
+
+    def __init__(self):
+        self.kept = []
+
+    def forward(self, role, step, started):
+        self.kept.append((role.role, step.extents.tokens, role.fields[ACROSS_REPLICAS].tolist()))
+        return super().forward(role, step, started)
+
+
 def served(world, requests, peers=None, *, captured=True, **options):
     """Serve requests on one rank; return its runner and what each request was given."""
-    together = {} if peers is None else {"peers": peers}
+    together = {} if peers is None else {"peers": peers, "observer": AcrossWatcher()}
     runner = Runner(
         world.plan,
         world.target,
@@ -68,6 +81,10 @@ def test_replicas_run_the_same_entries_and_say_what_one_model_says(world, size, 
     assert all(one == vectors[0] for one in vectors)
     idle = [[step.is_idle for step in runner.session.rank_steps] for runner in runners]
     event("idle ranks run along" if any(map(any, idle)) else "no rank is idle")
+    for forwards in zip(*(runner.parts.observer.kept for runner in runners), strict=True):
+        # The same forward on every rank, idle ones included: its field holds what each of them runs.
+        assert len({role for role, _, _ in forwards}) == 1
+        assert all(across == [tokens for _, tokens, _ in forwards] for _, _, across in forwards)
     dispatcher = Dispatcher(world.plan)
     roles = [role.role for role in world.plan.roles]
     forwards = [ran(runner) for runner in runners]

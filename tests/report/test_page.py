@@ -21,7 +21,8 @@ from capture_planner.report.sections import sections
 from capture_planner.report.summary import summary
 from capture_planner.report.thinning import Buckets, cumulative, thinned
 from capture_planner.report.writing import printable, ran
-from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, RunReport, Step
+from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, Step
+from capture_planner.runtime.session import RunReport
 from support import ledgers
 from support.pages import check_plots
 

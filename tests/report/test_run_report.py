@@ -23,8 +23,10 @@ from capture_planner.report.sections import MAX_FALLBACKS, MAX_NAMED, NONE, sect
 from capture_planner.report.summary import Percentiles
 from capture_planner.report.terminal import tables
 from capture_planner.report.writing import percent, seconds, size
+from capture_planner.runtime.distribution import Distribution
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Accounts, Forward, GraphCapture, RunReport
+from capture_planner.runtime.ledger import Accounts, Forward, GraphCapture
+from capture_planner.runtime.session import RunReport
 from support import ledgers
 
 REPORTS = ledgers.reports()
@@ -145,17 +147,12 @@ def test_padding_is_the_padded_share_of_the_rows(report):
 
 def test_no_values_have_no_percentiles():
     """Rather than zeros."""
-    assert Percentiles.of([]) is None
+    assert of([]) is None
 
 
-@given(st.lists(st.floats(-1e9, 1e9) | st.integers(0, 3).map(float), min_size=1, max_size=120))
-def test_percentiles_are_by_nearest_rank(values):
-    """The smallest value that at least so many percent of the values do not exceed."""
-    found = Percentiles.of(values)
-    for percentage, value in ((50, found.p50), (90, found.p90), (99, found.p99), (100, found.max)):
-        fitting = [v for v in values if sum(w <= v for w in values) * 100 >= percentage * len(values)]
-        assert value == min(fitting)
-    assert found.count == len(values)
+def of(values):
+    """Percentiles of a few values, exactly."""
+    return Percentiles.of(Distribution.of(values))
 
 
 @given(REPORTS)
@@ -165,11 +162,11 @@ def test_latencies_are_those_of_the_requests_steps_and_forwards(report):
     ended = [s for s in report.served if s.finished is not None]
     host = [f.host_seconds / f.repeats for f in report.forwards for _ in range(f.repeats)]
     rest = [(s.finished - s.first_token) / (s.output_tokens - 1) for s in ended if s.output_tokens > 1]
-    assert found.first_token == Percentiles.of(s.first_token for s in report.served if s.output_tokens)
-    assert found.per_token == Percentiles.of(rest)
-    assert found.finished == Percentiles.of(s.finished for s in ended)
-    assert found.step == Percentiles.of(step.seconds for step in report.steps)
-    assert found.forward_host == Percentiles.of(host)
+    assert found.first_token == of(s.first_token for s in report.served if s.output_tokens)
+    assert found.per_token == of(rest)
+    assert found.finished == of(s.finished for s in ended)
+    assert found.step == of(step.seconds for step in report.steps)
+    assert found.forward_host == of(host)
 
 
 @given(REPORTS)
@@ -211,8 +208,11 @@ def test_memory_adds_up_to_what_the_device_reports(report):
         assert data["memory"]["accounts"]["unexplained"] == between
         assert (accounts.apart == 0) == (between == 0)
         assert bool(shown.warnings) == (accounts.apart > MOST_APART)
-        assert shown.grid.rows[-2][-1] == size(between)
-        assert shown.grid.rows[-1][-1] == size(accounts.device)
+        written = [row[-1] for row in shown.grid.rows if row[0] == "others on the device, meanwhile"]
+        came_back = " came back" if between < 0 else ""
+        assert written == ([f"{size(abs(between))}{came_back}"] if between else [])
+        assert shown.grid.rows[-1][0] == "gone from the device"
+        assert not any(str(cell).startswith("-") for row in shown.grid.rows for cell in row)
 
 
 @given(REPORTS)
@@ -273,6 +273,15 @@ def test_acceptance_is_there_with_a_drafter_only(report):
     assert found.rate is None or 0 <= found.rate <= 1
     if found.length is not None:
         assert found.length * found.decodes == pytest.approx(found.decodes + found.accepted)
+    assert (found.drafted, found.accepted) == (
+        sum(place.drafted for place in found.positions),
+        sum(place.accepted for place in found.positions),
+    )
+    for place, each in enumerate(found.positions):
+        assert each.drafted == sum(step.drafted_at[place] for step in report.steps if len(step.drafted_at) > place)
+        assert each.rate is None or 0 <= each.rate <= 1
+    for shown in plain(report)["acceptance"]["positions"]:
+        assert shown.keys() == {"drafted", "accepted", "rate"}
 
 
 @given(REPORTS)

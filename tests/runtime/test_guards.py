@@ -12,8 +12,9 @@ from capture_planner.analysis.lint import lint
 from capture_planner.errors import GuardError, RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
+from capture_planner.runtime.choices import Choices
 from capture_planner.runtime.execution.guards import PointerGuard, refuse_unpadded_requests
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.runtime.launch import launch
 from support.by_hand import PIECEWISE, with_piecewise_draft_decode
 from support.worlds import bits, requests_of, spec_of, world_of
 

@@ -15,7 +15,8 @@ from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.report.plain import plain as json_of_report
 from capture_planner.report.run import run_report
 from capture_planner.report.terminal import tables
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.runtime.choices import Choices
+from capture_planner.runtime.launch import launch
 from capture_planner.runtime.serving.workload import Request
 from support.launches import (
     HERE,
@@ -231,7 +232,7 @@ def test_only_what_a_drafter_proposed_counts_as_drafted():
 
 def test_pages_are_enough_for_the_longest_request_where_memory_is_short(monkeypatch):
     """8 + 8 tokens and 2 drafts in pages of 4: five, and the null page."""
-    monkeypatch.setattr("capture_planner.runtime.launch.CACHE_MEMORY", 0)
+    monkeypatch.setattr("capture_planner.runtime.cache_memory.HOST_MEMORY", 0)
     report = started(workload=one_request(prompt=(1,) * 8, max_new_tokens=8), verify=True).report
     page = 2 * 4 * MODEL.num_kv_heads * MODEL.head_dim * 8
     assert report.kv_cache == 6 * page * (MODEL.num_layers + 1)
@@ -375,3 +376,24 @@ def test_the_drafters_own_shape_is_cached():
     assert outcome.differing == ()
     rows = MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim + 2 * 1 * 4
     assert outcome.report.kv_cache == 2 * rows * 21 * 4 * 8
+
+
+def test_a_rehearsal_that_does_not_hold_is_reported():
+    """What the target says from a wrong graph is not what it said eager: the drafter then copies what is wrong."""
+    wrong = started(backend=WrongReference(GraphMode.FULL, 3), drafter="copy").report
+    assert 0 < wrong.otherwise <= 7
+    assert any("use --acceptance" in line for line in json_of_report(wrong)["verdict"])
+    right = served("copy").report
+    assert right.otherwise == 0
+    assert right.tally.accepted_tokens == right.tally.drafted_tokens
+
+
+def test_a_launch_warms_up_where_it_is_told_to():
+    """Steps that are compared or verified are not warmed up; on a processor nothing is."""
+    assert served("copy").report.warm_up is None
+    warm = started(warm_up=True).report
+    assert warm.warm_up.ran == warm.warm_up.shapes > 0
+    assert [step.index for step in warm.steps] == list(range(len(warm.steps)))
+    verified = started(warm_up=True, verify=True)
+    assert (verified.report.warm_up.ran, verified.differing) == (0, ())
+    assert verified.report.warm_up.reason

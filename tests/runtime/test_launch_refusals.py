@@ -12,7 +12,8 @@ from capture_planner.records._base import replace
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Speculative
 from capture_planner.records.spec import Parallel
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.runtime.choices import Choices
+from capture_planner.runtime.launch import launch
 from support.launches import (
     CONFIG,
     HERE,

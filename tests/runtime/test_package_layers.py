@@ -38,7 +38,7 @@ def test_what_runs_a_plan_is_above_all_packages() -> None:
 
 def test_modules_of_the_runtime_that_packages_need_stand_below_them() -> None:
     """The ledger needs graphs and the record of comparisons; the executor's contract needs models alone."""
-    assert imports_of(HERE / "ledger.py") <= {"graphs", "eager_check", "verification"}
+    assert imports_of(HERE / "ledger.py") <= {"graphs", "eager_check", "verification", "ranks"}
     assert imports_of(HERE / "executor.py") <= {"models"}
     assert imports_of(HERE / "options.py") == set()
     for layer in ("models", "graphs", "execution", "eager_check"):

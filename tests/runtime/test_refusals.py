@@ -19,7 +19,8 @@ from capture_planner.plugins import registry
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.runtime.choices import Choices
+from capture_planner.runtime.launch import launch
 from capture_planner.runtime.refusals import refuse_backends
 from capture_planner.runtime.serving.workload import Request
 

@@ -15,6 +15,7 @@ from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import decode_families, is_admissible, kind_of
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits
+from capture_planner.runtime.ledger import Wait
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.workload import Request
@@ -243,3 +244,14 @@ def test_pages_are_for_prompt_output_and_drafts_within_the_model(lookahead):
 
     assert needed(100) == (5 if lookahead else 4)
     assert needed(16) == 4
+
+
+@given(ANY | crowds())
+def test_requests_that_wait_know_what_for(case):
+    """Those that were left over a step ago: for a place if all were taken, and for pages else."""
+    stalled, was_full = 0, False
+    for m in simulate(case)[1]:
+        wait = Wait.PLACES if was_full else Wait.PAGES
+        expected = [wait if place < stalled else None for place in range(len(m.admitted))]
+        assert list(m.waited_for) == expected
+        stalled, was_full = m.waiting, len(m.running) == case.limits.max_num_reqs

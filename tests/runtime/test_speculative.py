@@ -80,17 +80,18 @@ def test_read_are_the_last_settled_token_and_the_drafts_of_each_row_at_its_end(s
     assert rows.dtype == np.int64
 
 
-@given(situations())
-def test_settling_is_what_each_row_alone_would_be(situation):
-    """Drafts are kept while the target says them; then its own token stands, and the rest is as it was."""
+@given(situations(), st.booleans())
+def test_settling_is_what_each_row_alone_would_be(situation, synthetic):
+    """Drafts are kept while the target says them, or as many as are given; then its own token stands."""
     scheduled, places, chosen = situation
+    given_counts = np.array([chosen.randint(0, 5) for _ in scheduled.drafts], dtype=np.int32) if synthetic else None
     sampled = np.array(
         [chosen.randrange(VOCABULARY) for _ in sampled_rows(scheduled, starts_of(scheduled), places)], dtype=np.int64
     )
     tokens, length, computed = copied(places)
     said, kept, accepted, gained = iter(sampled.tolist()), [], [], []
-    for place, count, drafts in zip(
-        scheduled.state_indices.tolist(), scheduled.counts.tolist(), scheduled.drafts.tolist(), strict=True
+    for row, (place, count, drafts) in enumerate(
+        zip(scheduled.state_indices.tolist(), scheduled.counts.tolist(), scheduled.drafts.tolist(), strict=True)
     ):
         if computed[place] + count - drafts < length[place]:
             computed[place] += count
@@ -99,7 +100,9 @@ def test_settling_is_what_each_row_alone_would_be(situation):
             gained.append(0)
             continue
         says, hits = [next(said) for _ in range(1 + drafts)], 0
-        while hits < drafts and tokens[place][length[place] + hits] == says[hits]:
+        while hits < drafts and (
+            tokens[place][length[place] + hits] == says[hits] if given_counts is None else hits < given_counts[row]
+        ):
             hits += 1
         tokens[place][length[place] + hits] = says[hits]
         computed[place] += count - drafts + hits
@@ -107,7 +110,7 @@ def test_settling_is_what_each_row_alone_would_be(situation):
         kept.append(count - drafts + hits)
         accepted.append(hits)
         gained.append(hits + 1)
-    settled = settle(scheduled, places, sampled)
+    settled = settle(scheduled, places, sampled, given_counts)
     assert next(said, None) is None
     assert settled.kept.tolist() == kept
     assert settled.accepted.tolist() == accepted

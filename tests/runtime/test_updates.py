@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -75,11 +76,14 @@ def same(one, other):
 
 @st.composite
 def verifications(draw):
-    """A batch with its target inputs, and what the target says: often what was drafted."""
+    """A batch with its target inputs, and what the target says: often what was drafted. Or acceptance is synthetic."""
     batch = draw(steps.situations() | steps.situations(decodes=True))
     made = target_inputs(batch.scheduled, batch.places, batch.pages)
     ids = np.append(made.input_ids[1:], 0)
     flips = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
+    if draw(st.booleans()):
+        accepted = draw(st.lists(st.integers(0, 5), min_size=made.num_reqs, max_size=made.num_reqs))
+        made = attrs.evolve(made, accepted_counts=np.array(accepted, dtype=np.int32))
     return batch, made, np.where(flips, ids + 1, ids).astype(np.int64)
 
 
@@ -98,6 +102,7 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
             counts=torch.from_numpy(made.sampled_counts),
             answers=torch.from_numpy(answers),
             most=1 + int(batch.scheduled.drafts.max()),
+            accepted=None if made.accepted_counts is None else torch.from_numpy(made.accepted_counts),
         ),
         moving_of(batch, prefill),
         prefill["last_token_indices"],
@@ -112,7 +117,7 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
     batch, made, answers = case
     prefill, decode = prepare(TORCH, batch, made, answers, padded, decodes=True)
     scheduled, places = batch.scheduled, batch.places
-    settled = settle(scheduled, places, answers[made.sampled_rows])
+    settled = settle(scheduled, places, answers[made.sampled_rows], made.accepted_counts)
     wanted = draft_prefill_inputs(made, scheduled, settled.kept, places)
     expected = fields_of(batch, wanted, padded)
     rows, starts = scheduled.num_reqs, made.query_start_loc

@@ -10,7 +10,8 @@ from capture_planner.records._base import replace
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.launch import Choices, launch
+from capture_planner.runtime.choices import Choices
+from capture_planner.runtime.launch import launch
 from capture_planner.runtime.serving.workload import Request, generated
 from capture_planner_reference import Reference
 

@@ -14,7 +14,8 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.launch import Choices, Outcome, launch
+from capture_planner.runtime.choices import Choices
+from capture_planner.runtime.launch import Outcome, launch
 from capture_planner.runtime.models.huggingface import HuggingFaceModel
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.workload import generated

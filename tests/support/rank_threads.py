@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ from capture_planner.runtime.ranks.collectives import Collectives
 from capture_planner.runtime.ranks.peers import Place
 from support.worlds import CPU, World
 
-PATIENCE = 60.0
+PATIENCE = 30.0
 """Seconds that a rank waits for the others before the test fails: longer than any step takes."""
 
 
@@ -90,7 +90,7 @@ class ThreadCollectives:
     size: int
     meeting: Meeting
     calls: int = 0
-    facts: dict[str, str] = attrs.Factory(dict)
+    facts: Mapping[str, str] = attrs.Factory(dict)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return self.gather(partial).sum(dim=0)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
+from capture_planner.runtime.ledger import Wait
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.speculative import settle
@@ -73,6 +74,8 @@ class Moment:
     running: tuple[Row, ...]
     rows: tuple[Row, ...]
     admitted: tuple[str, ...]
+    waited_for: tuple[Wait | None, ...]
+    """Of each that is admitted."""
     waiting: int
     num_tokens: int
     query_len: int | None
@@ -168,6 +171,7 @@ def moment(scheduler, scheduled, admitted, proposed):
         running=tuple(row(live) for live in scheduler.unfinished),
         rows=tuple(row(live) for live in scheduled.live),
         admitted=tuple(live.request.name for live in admitted),
+        waited_for=tuple(live.waited_for for live in admitted),
         waiting=scheduler.waiting,
         num_tokens=scheduled.num_tokens,
         query_len=scheduled.query_len,

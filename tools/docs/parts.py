@@ -87,6 +87,8 @@ def fields() -> str:
         "the target, with drafts": backend.SPECULATIVE_FIELDS,
         "the target, with multimodal rope": backend.MROPE_FIELDS,
         "the target, with recurrent layers": backend.STATE_FIELDS,
+        "each role, with replicas": backend.data_parallel_fields(1),
+        "each role, with decode context parallelism": backend.DECODE_CONTEXT_FIELDS,
     }
     rows = []
     for role, declared in groups.items():

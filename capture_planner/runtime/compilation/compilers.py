@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from capture_planner.runtime.compilation.pieces import Compiler, Function
+if TYPE_CHECKING:
+    from capture_planner.runtime.compilation.pieces import Compiler, Function
+
+OPTIONS: dict[str, bool | int] = {
+    # A timing decides nothing: each start has the same kernels, bits and fingerprints.
+    "deterministic": True,
+    "triton.autotune_pointwise": False,
+    # A model has a dozen kernels: to start a process for each core takes longer than to compile them.
+    "compile_threads": 1,
+}
+"""What Inductor is told, by the names in ``torch._inductor.config``."""
 
 
 def operators(module: fx.GraphModule, inputs: list[Any]) -> Function:
@@ -27,7 +37,8 @@ def inductor(module: fx.GraphModule, inputs: list[Any]) -> Function:
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch._inductor import standalone_compile  # takes seconds
 
-        compiled: Function = standalone_compile(module, inputs, dynamic_shapes="from_graph")
+        options = {"config_patches": dict(OPTIONS)}
+        compiled: Function = standalone_compile(module, inputs, dynamic_shapes="from_graph", options=options)
     return compiled
 
 

@@ -103,6 +103,8 @@ class FusedUpdates(Updates):
             rows,
             verified.most,
             NULL_SLOT,
+            verified.counts if verified.accepted is None else verified.accepted,
+            is_synthetic=verified.accepted is not None,
             decodes=decode is not None,
             block=_BLOCK,
             **_ONE_WARP,
@@ -262,6 +264,8 @@ def _prepare_drafts(
     rows,
     most,
     null_slot,
+    given,
+    is_synthetic: tl.constexpr,
     decodes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -274,13 +278,19 @@ def _prepare_drafts(
     first = end - 1 - drafts
     # ``agrees`` stays False after the first draft that the target does not say: greedy verification.
     accepted = row * 0
+    if is_synthetic:
+        most_accepted = tl.load(given + row, mask=inside, other=0)
     agrees = read > 0
     for number in range(0, most):
         token_id = tl.load(answers + first + number, mask=number < read, other=0)
-        tl.store(shifted + first + number, token_id.to(tl.int32), mask=number < read)
         draft = tl.load(input_ids + first + number + 1, mask=number < drafts, other=0)
-        agrees = agrees & (number < drafts) & (draft == token_id)
+        if is_synthetic:
+            agrees = agrees & (number < drafts) & (number < most_accepted)
+        else:
+            agrees = agrees & (number < drafts) & (draft == token_id)
         accepted += agrees.to(tl.int32)
+        token_id = tl.where(agrees, draft.to(tl.int64), token_id)
+        tl.store(shifted + first + number, token_id.to(tl.int32), mask=number < read)
     # The draft prefill reads the last row that was kept; rows past it hold rejected drafts.
     kept = end - start - drafts + accepted
     tl.store(last + row, start + kept - 1, mask=inside)

@@ -49,6 +49,8 @@ class StepInputs:
     """``int64[N]``: the rows whose next token is read. None in draft decodes and warm-ups."""
     sampled_counts: Array | None = None
     """``int32[R]``: how many of ``sampled_rows`` each request has."""
+    accepted_counts: Array | None = None
+    """``int32[R]``: how many drafts of each request are accepted, where that is synthetic."""
     target_rows: Array | None = None
     """``int32[T]``: of a parallel head, the target's row that each row belongs to; -1 of a mask token."""
     adapter_lanes: Array | None = None
@@ -56,6 +58,8 @@ class StepInputs:
     active_adapters: Array | None = None
     """``int32[n]``: the adapters of the batch, each once: counted from 1, 0 of rows without one. None: a plan without
     LoRA."""
+    num_tokens_across_dp: Array | None = None
+    """``int32[replicas]``: the tokens that each replica runs, padding included. None: there is one."""
     page_size: int
     """Tokens per page."""
 
@@ -121,8 +125,10 @@ class StepInputs:
             state_indices=self.state_indices,
             sampled_rows=self.sampled_rows,
             sampled_counts=self.sampled_counts,
+            accepted_counts=self.accepted_counts,
             adapter_lanes=self.adapter_lanes,
             active_adapters=self.active_adapters,
+            num_tokens_across_dp=self.num_tokens_across_dp,
             page_size=self.page_size,
         )
 
@@ -169,6 +175,17 @@ class _DeclaredArrays(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         array = self[name] = DERIVED[name](self._inputs)
         return array
+
+
+def local_lengths(seq_lens: Array, ranks: int, rank: int, block: int = 1) -> Array:
+    """Return how many of the first ``seq_lens`` positions a decode-context-parallel rank has, int32[R].
+
+    Positions go to the ranks by turns, ``block`` at a time (vLLM 0.33's ``cp_kv_cache_interleave_size``).
+    """
+    whole = seq_lens // (block * ranks) * block
+    rest = seq_lens - whole * ranks - rank * block
+    local: Array = (whole + np.clip(rest, 0, block)).astype(np.int32)
+    return local
 
 
 def _page_counts(inputs: StepInputs) -> Array:

@@ -25,7 +25,7 @@ from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body
 from capture_planner.runtime.execution.calls import LayerCalls
-from capture_planner.runtime.execution.fields import Extents, Fields, TensorRef, poison, tensor_of
+from capture_planner.runtime.execution.fields import ACROSS_REPLICAS, Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner.runtime.execution.guards import GraphState, PointerGuard, refuse_unpadded_requests
 from capture_planner.runtime.execution.inputs import DERIVED, ForwardStep, StepInputs, null_inputs
 from capture_planner.runtime.execution.padding import Bounds, Write
@@ -355,7 +355,11 @@ class RoleRun:
         tokens = reqs * entry.query_len if entry.query_len else min(entry.num_tokens, reqs * longest)
         counts = np.full(reqs, tokens // reqs, dtype=np.int64)
         counts[: tokens % reqs] += 1
-        return null_inputs(counts, longest, self.page_size)
+        inputs = null_inputs(counts, longest, self.page_size)
+        if ACROSS_REPLICAS not in self.fields:
+            return inputs
+        across = np.full(len(self.fields[ACROSS_REPLICAS]), entry.num_tokens, dtype=np.int32)
+        return attrs.evolve(inputs, num_tokens_across_dp=across)
 
     def dummy_inputs(self, batch: Batch, ahead: int) -> StepInputs:
         """Return the inputs of a batch without requests, of a rank that runs along; ``ahead`` decodes follow it."""

@@ -98,6 +98,8 @@ class VerificationInputs:
     """``int64[T]``: what the target says after each row that is read."""
     most: int
     """The largest of ``counts`` that there can be."""
+    accepted: torch.Tensor | None = None
+    """``int32[R]``: how many drafts of each request are accepted whatever the target says; None: those it says."""
 
 
 class Updates:
@@ -171,11 +173,12 @@ class Updates:
             inside = number < read
             at = torch.where(inside, first + number, 0)
             answer = verified.answers[at]
-            prefill.input_ids[at[inside]] = answer[inside].to(prefill.input_ids.dtype)
             drafted = number < drafts
             draft = verified.fields.input_ids[torch.where(drafted, first + number + 1, 0)]
-            agrees = agrees & drafted & (draft == answer)
+            agrees = agrees & drafted & (draft == answer if verified.accepted is None else number < verified.accepted)
             accepted += agrees
+            token = torch.where(agrees, draft.to(answer.dtype), answer)
+            prefill.input_ids[at[inside]] = token[inside].to(prefill.input_ids.dtype)
         kept = end - start - drafts + accepted
         last[:rows] = start + kept - 1
         if decode is None:

@@ -7,6 +7,7 @@ there are fewer of them than ranks nor reduces with anything but ``torch.distrib
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -52,21 +53,21 @@ class Vocabulary:
     """The tokens of which each rank has the output embeddings, and so the logits; of one rank all."""
 
     def __init__(self, vocab_size: int, among: Collectives) -> None:
-        self._among, self._vocab_size = among, vocab_size
-        self._width = -(-vocab_size // among.size)
-        self._first = among.rank * self._width
+        self._among = among
+        self._bounds = [vocab_size * rank // among.size for rank in range(among.size + 1)]
 
     def keep(self, head: nn.Module) -> None:
         """Leave of output embeddings, a linear layer, this rank's rows."""
         if self._among.size > 1:
-            _keep_rows(head, slice(self._first, self._first + self._width))
+            _keep_rows(head, slice(*self._bounds[self._among.rank :][:2]))
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """Return the logits of all tokens ``[N, vocab_size]``, of those that each rank has."""
         if self._among.size == 1:
             return part
-        padded = nn.functional.pad(part, (0, self._width - part.shape[1]))
-        return self._among.gather(padded).transpose(0, 1).flatten(1)[:, : self._vocab_size]
+        widths = [end - first for first, end in itertools.pairwise(self._bounds)]
+        parts = self._among.gather(nn.functional.pad(part, (0, max(widths) - part.shape[1])))
+        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
 
     def likeliest(self, part: torch.Tensor) -> torch.Tensor:
         """Return the token with the largest logit, ``int64[N]``: of each rank's best, not of all logits."""
@@ -74,7 +75,7 @@ class Vocabulary:
             return part.argmax(dim=-1)
         values, tokens = part.max(dim=-1)
         # Exact in float64: any logit, and any token.
-        best = self._among.gather(torch.stack([values.double(), (tokens + self._first).double()]))
+        best = self._among.gather(torch.stack([values.double(), (tokens + self._bounds[self._among.rank]).double()]))
         return best[:, 1].gather(0, best[:, 0].argmax(dim=0, keepdim=True))[0].long()
 
 

@@ -18,7 +18,7 @@ FOREVER = timedelta(days=1)
 """The limit of a collective: the watch of the ranks knows sooner, and better, what is wrong."""
 
 COLLECTING = 3.0
-"""Seconds in which the ranks' last words are waited for."""
+"""Seconds in which the last words of ranks that were interrupted are waited for."""
 
 
 class RankGroup:
@@ -49,7 +49,7 @@ class RankGroup:
     def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
         if interrupted:
             self._watch.interrupt()
-        return self._plane.collect(topic, value, COLLECTING)
+        return self._plane.collect(topic, value, COLLECTING if interrupted else None)
 
     def agree(self, numbers: Sequence[int]) -> Array:
         host = self._opened()

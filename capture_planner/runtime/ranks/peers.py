@@ -93,7 +93,7 @@ class Peers(Protocol):
     def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
         """Return the last words of all ranks on the first one, by rank; None where there are none, and on all others.
 
-        Not collective: it waits for seconds at most, and raises no ``RankError``.
+        Not collective: it waits for no rank that is gone, and raises no ``RankError``.
 
         :param interrupted: by Ctrl-C, on this rank: all others are to end as if it had come to them.
         """

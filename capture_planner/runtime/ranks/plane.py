@@ -83,18 +83,20 @@ class ControlPlane:
         self._last = number
         return tuple(value for _, value in pairs)
 
-    def collect(self, topic: str, value: Plain, seconds: float) -> tuple[Plain, ...]:
+    def collect(self, topic: str, value: Plain, seconds: float | None = None) -> tuple[Plain, ...]:
         """Show a value to the first rank; there, return those of all ranks, None for a missing one.
 
-        The last word of each rank, also of one that ends early: nothing waits for longer than ``seconds``, and no
-        verdict is raised.
+        The last word of each rank, also of one that ends early: nothing is waited for once there is a verdict, or for
+        longer than ``seconds``, and none is raised.
         """
         keys = [f"collect/{topic}/{rank}" for rank in range(self.size)]
         self._board.post(keys[self.rank], json.dumps(value))
         if self.rank:
             return (None,) * self.size
         waited = 0.0
-        while None in (texts := self._board.read(keys)) and waited < seconds:
+        while None in (texts := self._board.read(keys)):
+            if self.watch.verdict is not None if seconds is None else waited >= seconds:
+                break
             self._pause(LONGEST)
             waited += LONGEST
         return tuple(None if text is None else json.loads(text) for text in texts)

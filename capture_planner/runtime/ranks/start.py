@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from capture_planner.errors import RankError
 from capture_planner.runtime.ranks.peers import Peers, Plain
 
-TOPIC = "the start"
 
-
-def refuse_differences(peers: Peers, facts: Mapping[str, str]) -> None:
+def refuse_differences(peers: Peers, topic: str, facts: Mapping[str, str]) -> None:
     """Compare facts of all ranks: digests, versions, seeds. Raises ``RankError`` with what differs, on every rank."""
     mine: Mapping[str, Plain] = {"": peers.place.host, **facts}
-    cards = [dict(card) for card in peers.exchange(TOPIC, mine) if isinstance(card, Mapping)]
+    cards = [dict(card) for card in peers.exchange(topic, mine) if isinstance(card, Mapping)]
     hosts = [str(card.pop("")) for card in cards]
     found = differences([{name: str(value) for name, value in card.items()} for card in cards], hosts)
     if found:

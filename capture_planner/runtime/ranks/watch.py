@@ -275,7 +275,7 @@ class RankWatch:
         runs = [rank for rank in others if others[rank].ended is None]
         dead = [rank for rank in runs if rank in gone]
         if dead:
-            return RankVerdict(says=f"{self._list(dead)} died, at {self._points(dead)}", ranks=tuple(dead))
+            return RankVerdict(says=f"{self._list(dead)} died, last seen at {self._points(dead)}", ranks=tuple(dead))
         limit = self._limits.silence
         if not any(self._silent[rank] > limit for rank in runs):
             return None
@@ -283,7 +283,7 @@ class RankWatch:
         silent = [rank for rank in runs if self._silent[rank] > limit - 3 * self._limits.beat]
         has = "has" if len(silent) == 1 else "have"
         return RankVerdict(
-            says=f"{self._list(silent)} {has} not answered for {limit:g} s, at {self._points(silent)}",
+            says=f"{self._list(silent)} {has} not answered for {limit:g} s, last seen at {self._points(silent)}",
             ranks=tuple(silent),
         )
 
@@ -310,7 +310,7 @@ class RankWatch:
         if self._terminated is None:
             return None
         if all(state.terminated for state in others.values()):
-            return RankVerdict(says="all ranks were ended by SIGTERM")
+            return RankVerdict(says="all ranks were ended by SIGTERM", interrupted=True)
         if self._looked - self._terminated > self._limits.silence + 2 * self._limits.beat:
             return RankVerdict(says=f"{self.names[self._rank]} was ended by SIGTERM", ranks=(self._rank,))
         return None

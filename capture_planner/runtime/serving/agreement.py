@@ -19,10 +19,11 @@ from capture_planner.errors import RankError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.runtime.execution.inputs import Array
-from capture_planner.runtime.ledger import RankStep, Session
+from capture_planner.runtime.ledger import RankStep
 from capture_planner.runtime.ranks.peers import Peers
 from capture_planner.runtime.serving.inputs import DraftRows, own_prefill_counts
 from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
+from capture_planner.runtime.session import Session
 
 _HEAD, _EACH = 2, 5
 """Numbers of a rank in the all-gather: of the step, and of each role."""
@@ -44,6 +45,9 @@ class StepRanks(Protocol):
     draft_tokens: int
     """k of the step."""
 
+    def tokens(self, role: Role) -> Array | None:
+        """Return the padded tokens of each replica in a role, ``int32[replicas]``; None: there is one."""
+
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         """Agree on a step, and return this rank's batch, with the drafts that all make after it.
 
@@ -57,6 +61,9 @@ class OneReplica:
     all_done, others_work, is_steady = True, False, True
     answers: Mapping[Role, Answer] = {}
     draft_tokens = 0
+
+    def tokens(self, role: Role) -> Array | None:
+        return None
 
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         return scheduled
@@ -81,19 +88,19 @@ class Replicas:
     ) -> None:
         self.all_done, self.others_work, self.is_steady, self.draft_tokens = False, False, False, 0
         self.answers: Mapping[Role, Answer] = {}
+        self._across: Mapping[Role, Array] = {}
         self._dispatcher, self._peers, self._session = dispatcher, peers, session
         self._states, self._draft, self._captured = states, draft, captured
         self._roles = tuple(role.role for role in dispatcher.plan.roles)
-        self._known: dict[bytes, Mapping[Role, Agreement]] = {}
+        self._known: dict[bytes, _StepAgreement] = {}
         self._entry: Entry | None = None
 
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         """Agree on a step. Raises ``RankError`` where ranks of one replica have other batches than each other."""
         started = perf_counter()
         numbers = self._replicas(self._peers.agree(self._numbers(scheduled, is_done)))
-        agreements = self._agreed(numbers)
-        place, target = self._peers.place.data, agreements[Role.TARGET]
-        self.answers = {role: agreement.answers[place] for role, agreement in agreements.items()}
+        agreed = self._agreed(numbers)
+        self.answers, self._across, target = agreed.answers, agreed.across, agreed.target
         self.all_done = bool(numbers[:, 0].all())
         self.others_work = scheduled is None and target.joint is not None
         self.draft_tokens = target.draft_tokens or 0
@@ -101,10 +108,13 @@ class Replicas:
         if target.joint is not None:
             seconds = perf_counter() - started
             rows = tuple(map(tuple, numbers.tolist()))
-            self._session.rank_steps.append(RankStep(numbers=rows, seconds=seconds, is_idle=scheduled is None))
+            self._session.add_rank_step(RankStep(numbers=rows, seconds=seconds, is_idle=scheduled is None))
         if scheduled is None or scheduled.draft_tokens == self.draft_tokens:
             return scheduled
         return attrs.evolve(scheduled, draft_tokens=self.draft_tokens)
+
+    def tokens(self, role: Role) -> Array | None:
+        return self._across[role]
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return what serves the batch that this rank submitted for its role."""
@@ -155,16 +165,36 @@ class Replicas:
         replicas: Array = by_replica[:, 0]
         return replicas
 
-    def _agreed(self, numbers: Array) -> Mapping[Role, Agreement]:
-        """Return what is agreed on for each role; the same numbers come again and again."""
+    def _agreed(self, numbers: Array) -> _StepAgreement:
+        """Return what is agreed on; the same numbers come again and again."""
         key = numbers.tobytes()
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             vectors = vectors_of(self._roles, numbers.tolist())
-            known = self._known[key] = {role: agree(self._dispatcher, vector) for role, vector in vectors.items()}
+            agreements = {role: agree(self._dispatcher, vector) for role, vector in vectors.items()}
+            known = self._known[key] = _StepAgreement.of(agreements, self._peers.place.data)
         return known
+
+
+@attrs.frozen(eq=False)
+class _StepAgreement:
+    """What all replicas run in a step, seen from one of them."""
+
+    target: Agreement
+    answers: Mapping[Role, Answer]
+    """Of this replica."""
+    across: Mapping[Role, Array]
+    """The tokens of all, padding included."""
+
+    @classmethod
+    def of(cls, agreements: Mapping[Role, Agreement], place: int) -> _StepAgreement:
+        return cls(
+            agreements[Role.TARGET],
+            {role: agreement.answers[place] for role, agreement in agreements.items()},
+            {role: np.array([*map(_padded, each.answers)], np.int32) for role, each in agreements.items()},
+        )
 
 
 def vectors_of(roles: Sequence[Role], numbers: Sequence[Sequence[int]]) -> dict[Role, Vector]:
@@ -178,6 +208,10 @@ def vectors_of(roles: Sequence[Role], numbers: Sequence[Sequence[int]]) -> dict[
         )
         for role, at in zip(roles, range(_HEAD, _HEAD + _EACH * len(roles), _EACH), strict=True)
     }
+
+
+def _padded(answer: Answer) -> int:
+    return 0 if answer.batch is None else answer.batch.num_tokens + answer.dispatch.padded_tokens
 
 
 def _packed(batch: Batch | None) -> tuple[int, ...]:

@@ -18,11 +18,12 @@ from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.chains import run_chain
-from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
+from capture_planner.runtime.execution.fields import ACCEPTED_COUNTS, SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.execution.role import ForwardTimes
 from capture_planner.runtime.execution.updates import VerificationInputs
-from capture_planner.runtime.ledger import Forward, Session
+from capture_planner.runtime.ledger import Forward
+from capture_planner.runtime.serving.acceptance import SyntheticAcceptance
 from capture_planner.runtime.serving.agreement import Replicas, StepRanks
 from capture_planner.runtime.serving.inputs import (
     active_loras,
@@ -35,6 +36,7 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.parts import Parts
 from capture_planner.runtime.serving.scheduler import ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, promise
+from capture_planner.runtime.session import Session
 
 OnItsWay = Callable[[], Array]
 """Waits for values that a device still works out, and returns them."""
@@ -102,6 +104,8 @@ class StepLauncher:
     _session: Session
     _count: int
     """Steps that were launched, also by launchers before it."""
+    _acceptance: SyntheticAcceptance | None = None
+    """Draws what is accepted; None: greedy verification."""
     _advanced: _NextDecodes | None = None
 
     def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
@@ -117,7 +121,7 @@ class StepLauncher:
         inputs, filled = self._target_inputs(scheduled)
         decodes = None
         if scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in parts.roles:
-            decodes = self._dispatcher.dispatch(_draft_decode_batch(scheduled))
+            decodes = self._dispatcher.dispatch(draft_decode_batch(scheduled))
         proposed = None
         if self._drafts_on_device(decodes):
             proposed = self._launch_all(index, scheduled, inputs, decodes, begun)
@@ -148,12 +152,17 @@ class StepLauncher:
         for role, answer in ranks.answers.items():
             batch, each = answer.batch, parts.roles[role]
             assert batch is not None, "an idle rank has a dummy batch"
-            inputs = each.dummy_inputs(batch, ranks.draft_tokens)
+            inputs = self._across(role, each.dummy_inputs(batch, ranks.draft_tokens))
             if role is not Role.DRAFT_DECODE:
                 each.run(batch, answer.dispatch, inputs, perf_counter())
             elif ranks.draft_tokens > 1:
                 longest = self._scheduler.states.max_model_len
                 run_chain(each, batch, answer.dispatch, inputs, ranks.draft_tokens - 1, max_model_len=longest)
+
+    def _across(self, role: Role, inputs: StepInputs) -> StepInputs:
+        """Return inputs with the tokens of all replicas, where there are several."""
+        tokens = self._ranks.tokens(role)
+        return inputs if tokens is None else attrs.evolve(inputs, num_tokens_across_dp=tokens)
 
     def _target_inputs(self, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
         """Return a step's inputs, and whether the graph of the last one filled the fields with them."""
@@ -165,7 +174,18 @@ class StepLauncher:
             inputs = last.inputs.next_decode()
             self._advanced = _NextDecodes(last.state_indices, inputs, last.room - 1)
             return inputs, True
-        return target_inputs(scheduled, self._scheduler.states, self._pages), False
+        return self._host_inputs(scheduled), False
+
+    def _host_inputs(self, scheduled: ScheduledBatch) -> StepInputs:
+        """Return a step's inputs as the host makes them, with what is accepted where that is drawn."""
+        states, rows = self._scheduler.states, scheduled.state_indices
+        inputs = target_inputs(scheduled, states, self._pages)
+        if self._acceptance is None:
+            return inputs
+        # A row that was filled up with any token is no draft.
+        drafts = np.minimum(scheduled.drafts, states.proposed[rows])
+        accepted = self._acceptance.accepted(states.key[rows], states.length[rows], drafts)
+        return attrs.evolve(inputs, accepted_counts=accepted)
 
     def _promised(self, scheduled: ScheduledBatch, inputs: StepInputs) -> Verification:
         """Count the step before its tokens are there; a request that has all of its then is scheduled no more."""
@@ -210,6 +230,7 @@ class StepLauncher:
         if decodes is not None:
             longest = states.computed[scheduled.state_indices] + scheduled.counts
             by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
+        by_role = {role: self._across(role, each) for role, each in by_role.items()}
         if self._parts.policy.options.poison:
             for role in by_role:
                 parts.roles[role].poison()
@@ -234,6 +255,7 @@ class StepLauncher:
                 counts=target[SAMPLED_COUNTS][:rows],
                 answers=parts.target.tokens[: scheduled.num_tokens],
                 most=1 + int(scheduled.drafts.max()),
+                accepted=None if self._acceptance is None else target[ACCEPTED_COUNTS][:rows],
             ),
             parts.token_fields[Role.DRAFT_PREFILL],
             parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
@@ -262,6 +284,7 @@ class StepLauncher:
         """Run the target or the draft prefill on a step's batch, and note the forward."""
         batch = step_batch(role, scheduled, inputs)
         dispatch = self._dispatcher.dispatch(batch)
+        inputs = self._across(role, inputs)
         times = self._parts.roles[role].run(batch, dispatch, inputs, begun, filled=filled)
         self._note(index, batch, dispatch, times)
         return dispatch
@@ -270,12 +293,12 @@ class StepLauncher:
         self, index: int, scheduled: ScheduledBatch, dispatch: Dispatch, inputs: StepInputs, *, filled: bool
     ) -> None:
         """Run the draft decodes: one fused chain, or one graph several times."""
-        batch = _draft_decode_batch(scheduled)
+        batch = draft_decode_batch(scheduled)
         times, forwards = run_chain(
             self._parts.roles[Role.DRAFT_DECODE],
             batch,
             dispatch,
-            inputs,
+            self._across(Role.DRAFT_DECODE, inputs),
             scheduled.draft_tokens - 1,
             max_model_len=self._scheduler.states.max_model_len,
             filled=filled,
@@ -287,7 +310,7 @@ class StepLauncher:
         return on_its_way(self._parts.state.proposed)
 
     def _note(self, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
-        self._session.forwards.append(
+        self._session.add_forward(
             Forward(
                 step=index,
                 role=batch.role,
@@ -323,5 +346,5 @@ def step_batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Bat
     )
 
 
-def _draft_decode_batch(scheduled: ScheduledBatch) -> Batch:
+def draft_decode_batch(scheduled: ScheduledBatch) -> Batch:
     return Batch.decode(Role.DRAFT_DECODE, scheduled.num_reqs, 1)

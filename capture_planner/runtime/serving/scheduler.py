@@ -8,7 +8,7 @@ preempted. Requests past their prompt come first, then prompts in chunks, in ord
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +18,8 @@ from capture_planner.errors import RunError
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora
 from capture_planner.runtime.executor import NULL_STATE
+from capture_planner.runtime.ledger import Wait
+from capture_planner.runtime.serving.acceptance import request_key
 from capture_planner.runtime.serving.kv import PageFormat, PagePool
 from capture_planner.runtime.serving.workload import Request
 
@@ -35,6 +37,8 @@ class AdmittedRequest:
     """Wall clock when it entered the queue."""
     pool_row: int = NULL_STATE
     """Its row in the pool of recurrent states; the null state's without recurrent layers."""
+    waited_for: Wait | None = None
+    """What was missing when it, or one before it, could not be admitted; None: it did not wait."""
     first_token: float | None = None
     is_finished: bool = False
 
@@ -112,6 +116,8 @@ class RequestStates:
         """The row of each in the pool of recurrent states; 0 where no layer is recurrent."""
         self.adapter = np.zeros(count, dtype=np.int32)
         """LoRA adapter of each request, counted from 1; 0: none."""
+        self.key = np.zeros(count, dtype=np.uint64)
+        """What synthetic acceptance draws by, of each request's name."""
         self.has_adapters = has_adapters
         """Whether the plan has LoRA."""
 
@@ -142,6 +148,8 @@ class Scheduler:
         self._arriving = deque(sorted(map(self._admissible, requests), key=lambda each: each.arrival))
         self._waiting: deque[tuple[Request, float]] = deque()
         self._free = list(range(limits.max_num_reqs - 1, -1, -1))
+        self._stalled, self._missing = 0, Wait.PLACES
+        """Of the waiting requests, those that could not be admitted before, and what was missing then."""
         self._running: list[AdmittedRequest] = []
         self._leaving: list[AdmittedRequest] = []
         self._turn = 0
@@ -153,6 +161,14 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests that have arrived and are not admitted."""
         return len(self._waiting)
+
+    @property
+    def unadmitted(self) -> Iterator[tuple[Request, Wait | None]]:
+        """The requests that are not admitted, with what those that have arrived wait for."""
+        for place, (request, _) in enumerate(self._waiting):
+            yield request, self._missing if place < self._stalled else None
+        for request in self._arriving:
+            yield request, None
 
     @property
     def unfinished(self) -> tuple[AdmittedRequest, ...]:
@@ -236,20 +252,32 @@ class Scheduler:
         return self._scheduled(rows, len(rows) - decodes), admitted
 
     def _admit(self) -> tuple[AdmittedRequest, ...]:
-        admitted = []
-        while self._waiting and self._free:
+        admitted: list[AdmittedRequest] = []
+        while self._waiting:
             request, entered = self._waiting[0]
-            needed = self.pages_needed(request)
-            has_row = self._pool_rows is None or self._pool_rows.free
-            if needed > self._pool.free or not has_row or not self._has_lane(request.adapter):
+            if (missing := self._missing_for(request)) is not None:
+                self._missing = missing
                 break
             self._waiting.popleft()
+            waited_for = self._missing if len(admitted) < self._stalled else None
             row = NULL_STATE if self._pool_rows is None else self._pool_rows.take(1)[0]
-            live = AdmittedRequest(request, self._free.pop(), self._pool.take(needed), entered, row)
+            pages = self._pool.take(self.pages_needed(request))
+            live = AdmittedRequest(request, self._free.pop(), pages, entered, row, waited_for)
             self._settle(live)
             self._running.append(live)
             admitted.append(live)
+        self._stalled = len(self._waiting)
         return tuple(admitted)
+
+    def _missing_for(self, request: Request) -> Wait | None:
+        """Return what a request cannot be admitted without, and is not free."""
+        if not self._free:
+            return Wait.PLACES
+        if self.pages_needed(request) > self._pool.free:
+            return Wait.PAGES
+        if self._pool_rows is not None and not self._pool_rows.free:
+            return Wait.STATES
+        return None if self._has_lane(request.adapter) else Wait.ADAPTERS
 
     def _has_lane(self, adapter: int) -> bool:
         """Say whether a request with this adapter leaves no more active ones than the plan has graphs for."""
@@ -264,6 +292,7 @@ class Scheduler:
         self.states.computed[index] = self.states.proposed[index] = 0
         self.states.end[index] = live.request.length
         self.states.stops[index] = bool(live.request.stop)
+        self.states.key[index] = request_key(live.request.name)
         self.states.adapter[index] = live.request.adapter
         self.states.table[index] = 0
         self.states.table[index, : len(live.pages)] = live.pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
@@ -11,12 +12,13 @@ import torch
 
 from capture_planner.errors import RunError
 from capture_planner.runtime.execution.inputs import Array
-from capture_planner.runtime.ledger import RequestResult, Session, Step
+from capture_planner.runtime.ledger import RequestResult, Step
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.serving.agreement import StepRanks
 from capture_planner.runtime.serving.launching import PendingStep, StepLauncher
 from capture_planner.runtime.serving.scheduler import AdmittedRequest, ScheduledBatch, Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
+from capture_planner.runtime.session import Session
 
 Answers = Mapping[str, tuple[int, ...]]
 """What the target says to each request, prompt included, by the request's name."""
@@ -38,11 +40,16 @@ class Serving:
     _answers: Answers
     _progress: Callable[[RequestResult], None] | None
     _runs_ahead: bool
-    served: list[RequestResult] = attrs.Factory(list)
+    served: deque[RequestResult] = attrs.field()
+    """The last requests that are finished or cut off, up to the session's bound; all of them without one."""
     is_over: bool = False
     """Whether it was cut off."""
     _pending: PendingStep | None = None
     _last_end: float = attrs.Factory(perf_counter)
+
+    @served.default
+    def _served(self) -> deque[RequestResult]:
+        return deque(maxlen=self._session.most)
 
     @property
     def done(self) -> bool:
@@ -92,7 +99,9 @@ class Serving:
         verification = self._settled(step)
         # A row that was filled up with any token is not a draft.
         drafts = np.minimum(scheduled.drafts, states.proposed[scheduled.state_indices])
-        drafted, accepted = int(drafts.sum()), int(np.minimum(drafts, verification.accepted).sum())
+        drafted_at, accepted_at = (
+            _by_place(counts, scheduled.draft_tokens) for counts in (drafts, np.minimum(drafts, verification.accepted))
+        )
         finished = self._finished(scheduled, verification)
         proposed = step.proposed
         if self._drafter is not None:
@@ -103,14 +112,16 @@ class Serving:
                 self._propose(scheduled, verification, proposed())
         done = [self._finish(live) for live in finished]
         end = perf_counter()
-        self._session.steps.append(
+        self._session.add_step(
             Step(
                 index=step.index,
                 num_reqs=scheduled.num_reqs,
                 num_tokens=scheduled.num_tokens,
                 prompts=scheduled.prompts,
-                drafted=drafted,
-                accepted=accepted,
+                drafted=sum(drafted_at),
+                accepted=sum(accepted_at),
+                drafted_at=drafted_at,
+                accepted_at=accepted_at,
                 seconds=end - max(step.started, self._last_end),
                 waiting=self.scheduler.waiting,
             )
@@ -124,7 +135,7 @@ class Serving:
         scheduled, states = step.scheduled, self.scheduler.states
         tokens = step.tokens()
         if step.promised is None:
-            verification = settle(scheduled, states, tokens[step.inputs.sampled_rows])
+            verification = settle(scheduled, states, tokens[step.inputs.sampled_rows], step.inputs.accepted_counts)
         else:
             verification = step.promised
             gone = [live.is_finished for live in scheduled.live]
@@ -173,9 +184,15 @@ class Serving:
             finished=None if cut_off else clock - live.entered,
             tokens=output,
             adapter=live.request.adapter,
+            waited_for=live.waited_for,
         )
         self.served.append(served)
-        self._session.served.append(served)
+        self._session.add_request(served)
         if not cut_off:
             self.scheduler.finish(live)
         return served
+
+
+def _by_place(counts: Array, places: int) -> tuple[int, ...]:
+    """Return how many of the counts are above 0, above 1, and so on: tokens by their place in a request."""
+    return tuple((counts[:, None] > np.arange(places)).sum(axis=0).tolist()) if places else ()

@@ -72,9 +72,12 @@ def fulfil(
     states.tokens[scheduled.state_indices[new], settled.at[new]] = answers[starts[1:][new] - 1]
 
 
-def settle(scheduled: ScheduledBatch, states: RequestStates, sampled: Array) -> Verification:
+def settle(
+    scheduled: ScheduledBatch, states: RequestStates, sampled: Array, synthetic: Array | None = None
+) -> Verification:
     """Verify the drafts and advance the states; ``sampled int64[N]`` belongs to ``sampled_rows``.
 
+    ``synthetic int32[R]`` of each row's drafts are accepted whatever the target says; None: those it says.
     The tokens of ``states`` after the settled ones are the drafts, and become what the target says.
     Rejected drafts are rolled back by not counting them: their keys and values stand past
     ``computed`` and are written anew before anything reads them.
@@ -90,9 +93,11 @@ def settle(scheduled: ScheduledBatch, states: RequestStates, sampled: Array) -> 
     before = states.length[rows]
     at = before[:, None] + columns
     drafted = states.tokens[rows[:, None], np.minimum(at, states.tokens.shape[1] - 1)]
-    hits = (answers == drafted) & (columns < drafts[:, None])
+    hits = answers == drafted if synthetic is None else columns < synthetic[:, None]
+    hits &= columns < drafts[:, None]
     accepted = np.logical_and.accumulate(hits, axis=1).sum(axis=1)
     gained = np.where(reaches, accepted + 1, 0)
+    answers = np.where(columns < accepted[:, None], drafted, answers)
     new = columns < gained[:, None]
     states.tokens[np.broadcast_to(rows[:, None], new.shape)[new], at[new]] = answers[new]
     kept = scheduled.counts - drafts + accepted

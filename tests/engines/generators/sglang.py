@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Device, DeviceKind, Environment
-from engines.generators.sglang_latent import LATENT, draw_latent, with_latent_attention
+from engines.generators.sglang_families import HYBRID, SPARSE, VISION, draw_family, draw_overlap, with_family
+from engines.generators.sglang_latent import LATENT, draw_latent, with_latent_attention, without_whole_prefills
 
 DEVICES: dict[str, tuple[str, int]] = {
     "t4": ("7.5", 16),
@@ -47,6 +48,17 @@ MODELS: dict[str, tuple[str, int]] = {
     "deepseek-v3": ("DeepseekV3ForCausalLM", 163840),
     "kimi": ("KimiK25ForConditionalGeneration", 8192),
     "glm-flash": ("Glm4MoeLiteForCausalLM", 202752),
+    "gemma-3": ("Gemma3ForConditionalGeneration", 131072),
+    "gemma-4": ("Gemma4ForConditionalGeneration", 262144),
+    "glm-4.5v": ("Glm4vMoeForConditionalGeneration", 65536),
+    "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", 128000),
+    "qwen3-vl": ("Qwen3VLForConditionalGeneration", 262144),
+    "qwen3-vl-moe": ("Qwen3VLMoeForConditionalGeneration", 262144),
+    "qwen3-next": ("Qwen3NextForCausalLM", 262144),
+    "qwen3.5": ("Qwen3_5ForConditionalGeneration", 262144),
+    "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", 8192),
+    "deepseek-v3.2": ("DeepseekV32ForCausalLM", 163840),
+    "glm-5": ("GlmMoeDsaForCausalLM", 202752),
 }
 """Architecture and longest sequence."""
 
@@ -118,8 +130,9 @@ def model_folder(folder: Path, architecture: str, context: int) -> str:
         "vocab_size": 32000,
         "max_position_embeddings": context,
         "torch_dtype": "bfloat16",
+        "full_attention_interval": 4,
     }
-    config = with_latent_attention(config)
+    config = with_family(with_latent_attention(config))
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -152,11 +165,20 @@ def case(random: Random) -> Case:
     _lora(random, flags)
     maybe(0.02, "--debug-tensor-dump-output-folder", "dump")
     model, device = pick(*MODELS), pick(*DEVICES)
-    if MODELS[model][0] in LATENT:
+    architecture = MODELS[model][0]
+    if architecture in LATENT:
         draw_latent(random, flags)
+    draw_overlap(random, flags)
+    draw_family(random, architecture, flags)
+    if architecture in (*LATENT, *SPARSE, *VISION, *HYBRID) or "--enable-two-batch-overlap" in flags:
+        without_whole_prefills(flags)
     if random.random() < (0.7 if model in _WITH_A_DRAFT else 0.1):
         flags.pop("--speculative-draft-model-path", None)
     _mistakes(random, flags)
+    if flags.get("--speculative-draft-attention-backend") == ["trtllm_mha"]:
+        flags["--speculative-draft-attention-backend"] = [random.choice(["trtllm_mha", "triton"])]
+        if flags.get("--speculative-eagle-topk") not in (None, ["1"]) or MODELS[model][0] == "LlamaForCausalLM":
+            flags["--speculative-draft-attention-backend"] = ["triton"]
     names = list(flags)
     random.shuffle(names)
     file = None
@@ -264,13 +286,14 @@ def _attention(random: Random, flags: dict[str, list[str]]) -> None:
         ("--attention-backend", 0.3),
         ("--decode-attention-backend", 0.08),
         ("--prefill-attention-backend", 0.08),
+        ("--speculative-draft-attention-backend", 0.08),
     ):
         if random.random() < chance:
             both = flag == "--attention-backend"
             flags[flag] = random.choices(names, weights) if both else [random.choice(halves)]
 
 
-_WITH_A_DRAFT = ("glm", "deepseek-v3", "glm-flash")
+_WITH_A_DRAFT = ("glm", "deepseek-v3", "glm-flash", "qwen3-next", "qwen3.5", "deepseek-v3.2", "glm-5")
 
 
 def _speculation(random: Random, flags: dict[str, list[str]]) -> None:
@@ -285,6 +308,8 @@ def _speculation(random: Random, flags: dict[str, list[str]]) -> None:
             flags["--speculative-num-draft-tokens"] = [str(random.choice([1, 4, 8]))]
         return
     flags["--speculative-draft-model-path"] = ["MODEL"]
+    if random.random() < 0.15:
+        flags["--speculative-attention-mode"] = [random.choice(["prefill", "decode"])]
     if random.random() < 0.25:
         return
     flags["--speculative-num-steps"] = [str(random.choice([0, 1, 1, 2, 2, 3, 3, 3, 5, 5]))]

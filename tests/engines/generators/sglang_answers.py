@@ -10,6 +10,7 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.environment import Environment
+from capture_planner_sglang.capture import gathers
 from capture_planner_sglang.engine import ENGINE, resolve
 from capture_planner_sglang.managers import ranks_bucket
 
@@ -27,7 +28,7 @@ def emulated(
     settings = {setting.name: setting.value for setting in emulation.settings}
     speculative = args.speculative_algorithm is not None
     padding = not args.disable_cuda_graph_padding
-    shared = args.attn_dp_size > 1 and bool(emulation.sizes)
+    shared = gathers(r)[0] and bool(emulation.sizes)
     return {
         "decode": [r.decode.backend, r.decode.max_bs, r.decode.bs],
         "prefill": [r.prefill.backend, r.prefill.max_bs],

@@ -14,7 +14,7 @@ LATENT = {
 }
 """Architectures of latent attention, with the type of a config.json."""
 
-_LATENT_NUMBERS = {
+LATENT_NUMBERS = {
     **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     **{"first_k_dense_replace": 1, "num_key_value_heads": 32, "num_nextn_predict_layers": 1},
@@ -26,7 +26,7 @@ def with_latent_attention(config: dict[str, Any]) -> dict[str, Any]:
     architecture = config["architectures"][0]
     if architecture not in LATENT:
         return config
-    config = config | {"model_type": LATENT[architecture]} | _LATENT_NUMBERS
+    config = config | {"model_type": LATENT[architecture]} | LATENT_NUMBERS
     if not architecture.startswith("Kimi"):
         return config
     inner = config | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
@@ -35,10 +35,15 @@ def with_latent_attention(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_latent(random: Random, flags: dict[str, list[str]]) -> None:
-    """Draw backends of latent attention, and no whole prefill graphs, which are not emulated with it."""
+    """Draw backends of latent attention; a drafter's own is not emulated with it."""
+    flags.pop("--speculative-draft-attention-backend", None)
     for flag in [flag for flag in flags if flag.endswith("attention-backend")]:
         names = ["fa3", "fa4", "flashinfer", "triton", "flashmla", "trtllm_mla", "cutedsl_mla"]
         flags[flag] = [random.choice(names)]
+
+
+def without_whole_prefills(flags: dict[str, list[str]]) -> None:
+    """Ask for no whole prefill graphs, which are emulated for ordinary decoders only."""
     if flags.get("--cuda-graph-backend-prefill") == ["full"]:
         flags["--cuda-graph-backend-prefill"] = ["breakable"]
     flag = "--cuda-graph-config"

@@ -31,7 +31,7 @@ def repaired(case: Case) -> list[tuple[str, Case]]:
     emulation answers the case itself.
     """
     words, file = _by_flag(case.command), case.file or {}
-    if "lora-paths" in file:
+    if {"lora-paths", "enable-tp-lm-head-all-to-all"} & set(file):
         return []  # SGLang refuses the place, whatever the value.
     lora = any(flag in words or flag[2:] in file for flag in ("--enable-lora", "--lora-paths"))
     given = [flag for flag in DECIDES_NOTHING if flag in words or flag[2:] in file]

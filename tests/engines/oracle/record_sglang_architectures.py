@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from capture_planner_sglang import resolution
+from capture_planner_sglang.families import ENCODER
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
+from engines.generators.sglang_families import HYBRID, SPARSE, VISION
 from support.files import module_at
 
 _HERE = Path(__file__).parent
@@ -46,6 +48,7 @@ _REVIEWED = {
     ),
     "followed by a rule": "LlamaForCausalLM Grok1ForCausalLM GptOssForCausalLM",
 }
+_FAMILIES = (*VISION, *HYBRID, *SPARSE)
 _LATENT_DRAFTS = ("DeepseekV3ForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN", "Eagle3DeepseekV2ForCausalLM")
 """Architectures that are named there, by what they are named for, which no graph depends on."""
 _TEXT = ("ForCausalLM", "LMHeadModel", "ChatGLMModel")
@@ -92,6 +95,12 @@ def drafts_prefills(models: Any, architecture: str) -> bool:
     return hasattr(model, "layers") or hasattr(getattr(model, "model", None), "layers")
 
 
+def _encodes(models: Any, source: str) -> bool:
+    """Whether a class, or Qwen3-VL's encoder that it imports, captures its encoder where a variable says so."""
+    vision = (models.folder / "models" / "qwen3_vl.py").read_text(encoding="utf-8")
+    return ENCODER in source or ("models.qwen3_vl import" in source and ENCODER in vision)
+
+
 def _attends(layers: list[Any]) -> bool:
     inner = [getattr(layer, "self_attn", None) or getattr(layer, "attention", None) for layer in layers]
     return bool(layers) and all(hasattr(part, "attn") for part in inner)
@@ -103,7 +112,9 @@ def main() -> None:
     distinct: dict[str, int] = {}
     golden: dict[str, list[int]] = {}
     found: dict[str, list[str]] = {"followed": [], "without_prefill_graphs": [], "not_followed": []}
-    found |= {"latent": sorted([*drawing.LATENT, *_LATENT_DRAFTS]), "drafts_without_prefill_graphs": []}
+    found |= {"latent": sorted([*drawing.LATENT, *SPARSE, *_LATENT_DRAFTS]), "drafts_without_prefill_graphs": []}
+    found |= {"sparse": sorted(SPARSE), "hybrid": sorted(HYBRID)}
+    found |= {"multimodal": [], "multimodal_prefill_graphs": [], "encoder_graphs": []}
     with tempfile.TemporaryDirectory() as folder:
         for architecture in sorted(models.entries):
             command = drawing.model_folder(Path(folder) / architecture, architecture, 8192)
@@ -116,19 +127,34 @@ def main() -> None:
                 golden[architecture].append(distinct.setdefault(text, len(distinct)))
             latent = architecture in drawing.LATENT
             drafts = any(word in architecture for word in ("NextN", "MTP", "Eagle3Deepseek"))
-            known = latent or followed(models, architecture)
+            family = latent or architecture in _FAMILIES
+            known = family or followed(models, architecture)
+            source = models.entries[architecture].read_text(encoding="utf-8")
+            for kind, holds in (
+                ("multimodal", known and own.m.configs.ModelConfig(command).is_multimodal),
+                (
+                    "multimodal_prefill_graphs",
+                    known and own.m.configs.is_multimodal_breakable_cuda_graph_supported([architecture]),
+                ),
+                ("encoder_graphs", architecture in (*VISION, *HYBRID) and _encodes(models, source)),
+            ):
+                if holds:
+                    found[kind].append(architecture)
             if (known or drafts) and not drafts_prefills(models, draft_of(own, architecture)):
                 found["drafts_without_prefill_graphs"].append(architecture)
             if not known:
                 found["not_followed"].append(architecture)
                 continue
             found["followed"].append(architecture)
-            if latent:
+            if family:
                 continue
             model = getattr(models.skeleton(architecture), "model", None)
             if not hasattr(model, "layers"):
                 found["without_prefill_graphs"].append(architecture)
-    _DATA.write_text(json.dumps(found, indent=1) + "\n")
+    names = found["not_followed"]
+    places = {name: [str(place) for place in models.naming(name, _PLACES)] for name in names}
+    kept = {**found, "decided_in": {name: each for name, each in places.items() if each}}
+    _DATA.write_text(json.dumps(kept, indent=1) + "\n")
     rows = [f'"{name}":{json.dumps(kept, separators=(",", ":"))}' for name, kept in golden.items()]
     text = ",\n".join(distinct)
     joined = ",\n".join(rows)

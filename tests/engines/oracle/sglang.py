@@ -10,18 +10,23 @@ as large as --max-total-tokens allows, or large enough.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
 import logging
 import os
+import re
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers  # noqa: F401  (loaded before the finder: it looks for optional packages)
 
@@ -35,13 +40,10 @@ _HERE = Path(__file__).parent
 stubs, launching = module_at(_HERE / "stubs.py"), module_at(_HERE / "sglang_launch.py")
 reading = module_at(_HERE / "sglang_models.py")
 
-_ABSENT = (
-    "sglang.kernels",
-    "sglang.srt.layers.quantization",
-    "sglang.srt.layers.attention.dsa_backend",
-    "sglang.srt.layers.attention.deepseek_v4_backend",
-)
-"""Compiled kernels, whose import needs a compiler, and attention that no case has."""
+_ABSENT = ("sglang.kernels", "sglang.srt.layers.quantization", "sglang.srt.layers.attention.deepseek_v4_backend")
+"""Compiled kernels, whose import needs a compiler, and attention that no graph depends on."""
+_CHUNKS = "sglang.kernels.ops.attention.fla.chunk_delta_h"
+"""The kernel whose chunks of linear attention are a fact of pages."""
 
 
 _MODULES = {
@@ -50,11 +52,15 @@ _MODULES = {
     "registry": "layers.attention.attention_registry",
     "triton_attention": "layers.attention.triton_backend",
     "trtllm_attention": "layers.attention.trtllm_mha_backend",
+    "flashinfer": "layers.attention.flashinfer_backend",
+    "sparse": "layers.attention.dsa_backend",
     "flashinfer_mla": "layers.attention.flashinfer_mla_backend",
     "flashmla": "layers.attention.flashmla_backend",
     "trtllm_mla": "layers.attention.trtllm_mla_backend",
     "cutedsl_mla": "layers.attention.cutedsl_mla_backend",
     "configs": "configs.model_config",
+    "hybrids": "configs.hybrid_arch",
+    "vision": "arg_groups.model_overrides.qwen3_vl",
     "lora_backends": "lora.backend.lora_registry",
     "lora": "lora.lora_manager",
     "pools": "mem_cache.kv_cache_configurator",
@@ -72,6 +78,9 @@ _MODULES = {
     "draft": "speculative.eagle_draft_cuda_graph_runner",
     "extend": "speculative.eagle_draft_extend_cuda_graph_runner",
     "worker": "speculative.eagle_worker_v2",
+    "overlap": "batch_overlap.two_batch_overlap",
+    "common": "utils.common",
+    "experts": "layers.moe.utils",
     "spec": "speculative.spec_info",
 }
 """The engine's modules that are asked, below ``sglang.srt``."""
@@ -98,6 +107,9 @@ class Sglang:
             module = stubs.StubModule(name)
             module.__path__ = []
             sys.modules[name] = module
+        constants = Path(wheel, "sglang", *_CHUNKS.split(".")[1:]).with_suffix(".py")
+        chunk = re.search(r"^CHUNK_SIZE = (\d+)", constants.read_text(encoding="utf-8"), re.MULTILINE)
+        stubs.provide(_CHUNKS, CHUNK_SIZE=int(chunk[1]) if chunk else None)
         self._import()
 
     def _import(self) -> None:
@@ -111,12 +123,33 @@ class Sglang:
         for module in (decode, prefill):
             module.tqdm = types.SimpleNamespace(tqdm=_Bar)
         decode.torch_compile_decoration = types.SimpleNamespace(patch_model=lambda *_, **__: contextlib.nullcontext())
+        self._keep_what_no_launch_changes()
+
+    def _keep_what_no_launch_changes(self) -> None:
+        """Build once what SGLang builds for each launch: its parser of each device, and the fields of its records."""
+        fields, add = msgspec.structs.fields, self.m.server_args.ServerArgs.add_cli_args
+        kept = functools.cache(fields)
+        msgspec.structs.fields = lambda kind: kept(kind) if isinstance(kind, type) else fields(kind)
+
+        @functools.cache
+        def parser(capability: tuple[int, int]) -> argparse.ArgumentParser:
+            found = argparse.ArgumentParser(prog="sglang serve")
+            add(found)
+            return found
+
+        self.m.server_args.argparse = types.SimpleNamespace(
+            **vars(argparse) | {"ArgumentParser": lambda **_: parser(torch.cuda.get_device_capability())}
+        )
+        self.m.server_args.ServerArgs.add_cli_args = staticmethod(lambda _: None)
+        logging.basicConfig = lambda **_: None
 
     @contextlib.contextmanager
     def _machine(self, environment: Environment) -> Iterator[None]:
         major, minor = environment.device.sm
         memory = environment.device.memory / (1 << 20)
-        self.m.memory.get_device_memory_capacity = lambda device: memory
+        for module in (self.m.memory, self.m.vision):
+            module.get_device_memory_capacity = lambda device: memory
+        self.m.vision.is_sm90_supported = lambda: major == 9
         torch.cuda.get_device_capability = lambda *_: (major, minor)
         self.m.registry.get_device_capability = lambda *_: (major, minor)
         facts = {
@@ -183,7 +216,18 @@ class Sglang:
                 launch = launching.Launch(self.m, record, self.models)
                 return launch.answers(batches) | {"buckets": launch.buckets(ranks)}
         except Exception as error:
+            _check_own(error)
             return {"refused": f"{type(error).__name__}: {error}"[:200]}
+
+
+def _check_own(error: Exception) -> None:
+    """Raise an error that is not SGLang's: of this oracle, of a stub, or for want of a device."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    place = Path(last[0].f_code.co_filename)
+    mine = place.parent == _HERE and not isinstance(error, launching.scheduling.Refusal | ValueError)
+    lacking = any(word in str(error) for word in ("_Permissive", "Stub", "SimpleNamespace' object", "Pools' object"))
+    if mine or lacking or place.parts[-3:-1] == ("torch", "cuda"):
+        raise error
 
 
 class _Bar(list):  # type: ignore[type-arg]

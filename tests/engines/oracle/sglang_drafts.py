@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from functools import cache
 from typing import Any
 
 
@@ -20,42 +21,45 @@ def sizes(spec: Any) -> list[int]:
     return [spec.speculative_num_steps, spec.speculative_eagle_topk, spec.speculative_num_draft_tokens]
 
 
+_SHELLS = (
+    *("attention", "triton_attention", "flashinfer", "flashinfer_mla", "trtllm_attention", "flashmla", "trtllm_mla"),
+    *("cutedsl_mla", "sparse"),
+)
+"""Modules of backends that a draft can have."""
+
+
+@cache
+def _kinds(*modules: Any) -> frozenset[Any]:
+    """Return the backends' classes, and those of their steps."""
+    found = (kind for module in modules for kind in vars(module).values())
+    return frozenset(kind for kind in found if isinstance(kind, type) and kind.__name__.endswith("Backend"))
+
+
 def backends(m: Any, spec: Any, draft: Any) -> tuple[Any, Any]:
-    """Return a drafter's backends of decodes and of its first pass; for ordinary attention any will do."""
-    if draft.attention_arch == m.configs.AttentionArch.MLA:
-        return _latent(m, spec)
-    backend = object.__new__(m.attention.FlashAttentionBackend)
-    return backend, backend
-
-
-def _latent(m: Any, spec: Any) -> tuple[Any, Any]:
     """Run SGLang's factory of a drafter's backends; what a constructor refuses before it needs a device counts."""
-    shells = [m.attention.FlashAttentionBackend, m.triton_attention.TritonAttnBackend]
-    shells += [getattr(m, name) for name in ("flashinfer_mla", "flashmla", "trtllm_mla", "cutedsl_mla")]
-    kinds = {
-        kind
-        for each in shells
-        for kind in (vars(each).values() if isinstance(each, types.ModuleType) else [each])
-        if isinstance(kind, type) and kind.__name__.endswith("Backend")
-    }
-    kinds |= {m.triton_attention.TritonMultiStepDraftBackend, m.attention.FlashAttentionMultiStepBackend}
-    kept = {kind: kind.__init__ for kind in kinds}
+    kept = {kind: kind.__init__ for kind in _kinds(*(getattr(m, name) for name in _SHELLS))}
 
-    def shell(made: Any, *arguments: Any, **named: Any) -> None:
-        if "MultiStep" in type(made).__name__:
-            with contextlib.suppress(AttributeError, TypeError, RuntimeError):
-                kept[type(made)](made, *arguments, **named)
-            made.attn_backends = []
+    def shell(kind: Any) -> Any:
+        def init(made: Any, *arguments: Any, **named: Any) -> None:
+            if "MultiStep" in kind.__name__:
+                with contextlib.suppress(AttributeError, TypeError, RuntimeError):
+                    kept[kind](made, *arguments, **named)
+                made.attn_backends = []
 
-    text = types.SimpleNamespace()
+        return init
+
     runner = types.SimpleNamespace(
-        use_mla_backend=True,
-        draft_attention_backend=None,
-        model_config=types.SimpleNamespace(hf_config=text, hf_text_config=text),
+        init_new_workspace=False,
+        plan_stream_for_flashinfer=object(),
+        use_mla_backend=draft.attention_arch == m.configs.AttentionArch.MLA,
+        draft_attention_backend=spec.speculative_draft_attention_backend,
+        model_config=draft,
     )
-    for kind in kinds:
-        kind.__init__ = shell
+    for kind in kept:
+        kind.__init__ = shell(kind)
     try:
+        if spec.speculative_draft_attention_backend:
+            m.registry.ATTENTION_BACKENDS[spec.speculative_draft_attention_backend](runner)
         factory = m.drafts.DraftBackendFactory(runner, spec.speculative_eagle_topk, spec.speculative_num_steps)
         return factory.create_decode_backend(), factory.create_draft_extend_backend()
     finally:

@@ -14,7 +14,8 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from support.files import module_at
 
-drafts = module_at(Path(__file__).parent / "sglang_drafts.py")
+_HERE = Path(__file__).parent
+drafts, scheduling = module_at(_HERE / "sglang_drafts.py"), module_at(_HERE / "sglang_scheduling.py")
 
 
 class Launch:
@@ -23,6 +24,7 @@ class Launch:
     def __init__(self, m: Any, record: Any, models: Any) -> None:
         self.m, self.models = m, models
         m.context.publish(record, role="scheduler", ranks=m.context.SpawnRanks(world_rank=0, gpu_id=0))
+        m.experts.initialize_moe_config()
         self.record = record
         self.schedule, self.spec = m.context.get_schedule(), m.context.get_spec()
         self.parallel, self.graph = m.context.get_parallel(), m.context.get_exec().graph
@@ -31,29 +33,10 @@ class Launch:
         self.config = m.memory.model_config_of(record)
         self.context = self.config.context_len
         self.draft = drafts.config(m, record, self.algorithm)
-        self.pool = self._pool()
+        self.pool = scheduling.pool(self)
         self.lora = self._lora_manager()
         with self.parallel.override(tp_group=None):
             self.runners = self._capture()
-
-    def _pool(self) -> int:
-        tokens, page = self.view.max_total_tokens, self.view.page_size
-        if tokens is not None:
-            tokens = tokens // page * page
-        elif self.schedule.max_running_requests is not None:
-            tokens = 1 << 40
-        else:
-            # Enough for the fewest requests that a pool is made for, and no more.
-            tokens = max(4 * self.context, 4096)
-        configurator = types.SimpleNamespace(
-            model_config=types.SimpleNamespace(context_len=self.context),
-            attn_dp_size=self.parallel.attn_dp_size,
-            mambaish_config=None,
-        )
-        found = self.m.pools.KVCacheConfigurator.resolve_max_num_reqs(configurator, tokens)
-        if found < 1:
-            raise AssertionError("max_running_request is zero")
-        return int(found)
 
     def _lora_manager(self) -> Any:
         if not self.view.enable_lora:
@@ -170,7 +153,7 @@ class Launch:
             ragged_verify_mode=False,
             attention_graph_variants=None,
             is_encoder_decoder=False,
-            enable_two_batch_overlap=False,
+            enable_two_batch_overlap=m.context.get_exec().overlap.enable_two_batch_overlap,
             is_dllm=False,
             dllm_config=None,
         )
@@ -326,7 +309,7 @@ class Launch:
     def buckets(self, ranks: Sequence[Sequence[int]]) -> list[int | None] | None:
         """Return the size that all ranks of attention DP replay, for each list of their request counts."""
         runner = self.runners[Role.TARGET, "decode"]
-        if runner is None or not self.parallel.attn_dp_enabled:
+        if runner is None or not self.parallel.attn_dp_enabled or not runner.require_mlp_tp_gather:
             return None
         return [self._bucket(runner, counts) for counts in ranks]
 
@@ -337,6 +320,7 @@ class Launch:
             batch_size=counts[0],
             original_global_num_tokens_cpu=list(counts),
             can_run_decode_cuda_graph=True,
+            can_run_tbo=scheduling.splits(self, max(counts)),
             lora_ids=None,
             input_ids=torch.empty(counts[0] * runner.captured_req_width, device="meta"),
         )
@@ -360,6 +344,7 @@ class Launch:
             input_ids=torch.empty(batch.num_tokens, device="meta"),
             original_global_num_tokens_cpu=ranks,
             can_run_decode_cuda_graph=True,
+            can_run_tbo=scheduling.splits(self, batch.num_reqs),
             can_run_dp_draft_cuda_graph=True,
             lora_ids=ids if batch.role is Role.TARGET else None,
         )

@@ -7,6 +7,7 @@ and those of its parents assign, as far as SGLang's search for attention layers 
 from __future__ import annotations
 
 import ast
+import copy
 import types
 from collections.abc import Iterator
 from functools import cache, cached_property
@@ -52,8 +53,12 @@ class Models:
 
     def skeleton(self, architecture: str) -> Any:
         """Return an object with the attributes by which SGLang finds attention layers."""
-        file = self.entries[architecture]
-        return self._skeleton(*self._find(file, architecture))
+        # SGLang sets an attribute of the outermost object, and no other's.
+        return copy.copy(self._whole(architecture))
+
+    @cache  # noqa: B019
+    def _whole(self, architecture: str) -> Any:
+        return self._skeleton(*self._find(self.entries[architecture], architecture))
 
     def _skeleton(self, file: Path, node: ast.ClassDef, depth: int = 0) -> Any:
         made = type(node.name, (types.SimpleNamespace,), {})()

@@ -172,8 +172,8 @@ def test_a_slow_rank_is_waited_for(order, deployment):
     ("does", "text"),
     [
         ("never", "rank 1 of 3 has not started within 10 s of the others"),
-        ("dies", "rank 1 died, at 'topic 0'"),
-        ("stops", "rank 1 has not answered for 6 s, at 'topic 0'"),
+        ("dies", "rank 1 died, last seen at 'topic 0'"),
+        ("stops", "rank 1 has not answered for 6 s, last seen at 'topic 0'"),
         ("raises", "rank 1 ended: Boom: out of memory"),
         ("hangs", "rank 1 answers, but has not come to 'topic 1' within 30 s (--rank-timeout), and is at 'topic 0'"),
         ("other topic", "ranks are at different points: rank 0, rank 2 at 'topic 1', rank 1 at 'something else'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from capture_planner.engines.emulation import written
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, Role
+from capture_planner_sglang import families
 from capture_planner_sglang.latent import draft_prefills_decode
 from capture_planner_sglang.managers import DecodeGraphs, PrefillGraphs, SglangManager, decode_sizes, prefill_sizes
 from capture_planner_sglang.resolution import ASSUMED_CONTEXT, BREAKABLE, DECODE, DISABLED, FULL, Startup
@@ -35,6 +36,13 @@ def request_pool(r: Startup) -> int:
         says = f"a KV pool of {tokens} tokens holds {tokens // 2} requests"
         r.decisions.note("requests-by-pool", pool, tokens // 2, says)
         pool, source = tokens // 2, "requests-by-pool"
+    states = families.most_requests(r)
+    if states is not None and pool > states:
+        says = f"--max-mamba-cache-size holds the states of {states} requests"
+        r.decisions.note("requests-by-states", pool, states, says)
+        pool, source = states, "requests-by-states"
+        if pool < 1:
+            raise refusal("--max-mamba-cache-size", "SGLang's slots hold no request's states", "give more")
     r.sources["request_pool"] = source
     if pool < 1:
         raise refusal("--max-total-tokens", "SGLang's pool holds no request", "give more tokens")
@@ -46,11 +54,20 @@ def context(r: Startup) -> int:
     return int(r.args.context_length or r.model.context or ASSUMED_CONTEXT)
 
 
+def gathers(r: Startup) -> tuple[bool, bool]:
+    """Whether inputs of MLPs are gathered over attention-DP ranks, and those of attention over its TP ranks."""
+    args, dense = r.args, r.args.moe_dense_tp_size
+    experts = args.moe_a2a_backend == "none"
+    groups = args.tp_size // args.attn_dp_size
+    mlp = r.attention_dp and (dense is None or not args.enable_dp_lm_head or experts or dense > groups)
+    attention = not args.disable_attn_tp_gather and not (experts and dense is None)
+    return mlp, attention and (groups > 1 or not r.attention_dp)
+
+
 def alignment(r: Startup) -> int:
-    """Return what divides the tokens of every graph: attention's TP ranks, where they share rows."""
-    args = r.args
-    scattered = args.moe_dense_tp_size is not None and not args.disable_attn_tp_gather
-    return int(args.tp_size) // int(args.attn_dp_size) if r.attention_dp or scattered else 1
+    """Return what divides every graph: attention's TP ranks, where they share rows, and microbatches that overlap."""
+    shared = int(r.args.tp_size) // int(r.args.attn_dp_size) if any(gathers(r)) else 1
+    return shared * (2 if r.args.enable_two_batch_overlap else 1)
 
 
 def managers(r: Startup, pool: int) -> tuple[SglangManager, ...]:
@@ -106,7 +123,8 @@ def _decodes(r: Startup, role: Role, pool: int, width: int, steps: int | None = 
     drafts = role.is_drafter
     wanted = sorted(set(r.decode.bs))
     # A drafter's runner filters by requests, whatever the width of its own batches.
-    found = decode_sizes(wanted, pool=pool, alignment=alignment(r), width=1 if drafts else width)
+    whole = drafts or r.args.enable_two_batch_overlap
+    found = decode_sizes(wanted, pool=pool, alignment=alignment(r), width=1 if whole else width)
     if found and found[0] < 1:
         raise refusal(
             _cause_of_sizes(r),
@@ -134,6 +152,8 @@ def _decodes(r: Startup, role: Role, pool: int, width: int, steps: int | None = 
         padding=not r.args.disable_cuda_graph_padding,
         loras=(0,) if drafts else _lora_cases(r),
         draft_steps=steps,
+        microbatches=2 if r.args.enable_two_batch_overlap and not drafts else 1,
+        agreed=r.attention_dp or any(gathers(r)),
     )
 
 

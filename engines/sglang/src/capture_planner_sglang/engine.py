@@ -1,12 +1,14 @@
 """SGLang 0.5.23: what it captures and how it dispatches, from its own flags.
 
-Emulated are ordinary text decoders, without latent attention. Where ``--model-path`` is a folder or a known model, its
-``config.json`` gives the architecture and the longest sequence. The KV pool is assumed to hold what the flags allow.
+Emulated are text decoders, also with latent and sparse attention, and Qwen's models with linear attention and with
+images. Where ``--model-path`` is a folder or a known model, its ``config.json`` gives the architecture and the longest
+sequence. The KV pool is assumed to hold what the flags allow.
 
     flags       the command line and its YAML file
     resolution  the values that the rules work on
     graph_rules settings of each phase's graphs
     rules       parallel sizes, attention, speculation, adapters
+    families    images, linear and sparse attention
     capture     request pool, alignment, managers
     managers    which graph serves a batch
 """
@@ -26,7 +28,7 @@ from capture_planner.records.batch_space import DecodeFamily, Domain
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
-from capture_planner_sglang import capture, graph_rules, latent, rules
+from capture_planner_sglang import capture, families, graph_rules, latent, rules
 from capture_planner_sglang.export import BACKENDS, export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, HISTORY, UNEMULATED_VARIABLES, name_of, parse
@@ -40,7 +42,7 @@ _SHOWN = """
     max_running_requests max_total_tokens chunked_prefill_size max_prefill_tokens page_size tp_size pp_size
     dp_size attn_dp_size moe_dense_tp_size attention_backend disable_cuda_graph_padding speculative_algorithm
     speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens enable_lora max_loras_per_batch
-    lora_backend disaggregation_mode
+    lora_backend disaggregation_mode speculative_draft_attention_backend moe_a2a_backend enable_two_batch_overlap
 """
 
 
@@ -57,9 +59,12 @@ def resolve(command: Sequence[str], environment: Environment) -> Startup:
     graph_rules.default_backends(r)
     rules.check_parallel(r)
     graph_rules.fill_sizes(r)
+    families.choose_defaults(r)
     rules.choose_attention(r)
     latent.limit_prefills(r)
+    families.check_prefills(r)
     graph_rules.lower_for_attention_dp(r)
+    rules.choose_experts(r)
     rules.resolve_speculation(r)
     if args.debug_tensor_dump_output_folder is not None:
         for phase in (DECODE, PREFILL):
@@ -97,7 +102,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         # SGLang counts the bare model among its adapters; ours come with one more for such rows.
         lora=Lora(max_active=max(args.max_loras_per_batch - 1, 1)) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
-        assumptions=_assumptions(r),
+        assumptions=(*_assumptions(r), *families.assumptions(r, decodes.sizes[-1] if decodes else 0)),
     )
 
 

@@ -11,7 +11,6 @@ from capture_planner.engines.export.export import (
     Loss,
     all_scopes,
     backend_setting,
-    both,
     decode_sizes,
     drafter_backend_setting,
     drafter_losses,
@@ -72,13 +71,11 @@ def export_sglang(plan: Plan) -> Export:
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": width,
         }
-        # A drafter has the target's backend unless it is given its own (model_executor/model_runner.py).
         drafter, unnamed_drafter = drafter_backend_setting(plan, BACKENDS, "SGLang")
         unnamed += unnamed_drafter
+        # A drafter has the target's backend unless it is given its own (model_executor/model_runner.py).
         if drafter is not None and drafter != backend:
-            flag = f"--speculative-draft-attention-backend {drafter}"
-            says = f"the drafter's own backend is not emulated and so not exported: add {flag}"
-            unnamed += (Loss("drafter-backend", says, (*both(Role.DRAFT_PREFILL), *both(Role.DRAFT_DECODE))),)
+            settings["speculative-draft-attention-backend"] = drafter
     settings["cuda-graph-backend-decode"] = _KINDS[target.mode.decode_mode if decode else GraphMode.NONE]
     if decode:
         settings |= {"cuda-graph-max-bs-decode": decode[-1], "cuda-graph-bs-decode": list(decode)}

@@ -25,8 +25,8 @@ class SglangFixes(Fixes):
         "EN005": "name a backend that supports it with --attention-backend",
         "EN006": "add sizes between to --cuda-graph-bs-decode or --cuda-graph-bs-prefill",
         "EN007": "name a folder with the config.json of the model, or fetch that with --download",
-        "EN008": "nothing to do: no batch is split here",
-        "EN009": "nothing to do: no graph of an encoder is emulated",
+        "EN008": "leave --disable-attn-tp-gather or --enable-two-batch-overlap out",
+        "EN009": "leave SGLANG_VIT_ENABLE_CUDA_GRAPH out where images come in many sizes",
     }
 
     def changes(self, code: str, emulation: Emulation, role: Role, runs: Sequence[Run]) -> Iterator[FlagChange]:

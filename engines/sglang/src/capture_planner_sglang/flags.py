@@ -36,7 +36,11 @@ from capture_planner_sglang.resolution import Phase
 TABLE = json.loads((resources.files(__package__) / "flags.json").read_text(encoding="utf-8"))
 """Every flag of the release, as in the module's docstring."""
 
-VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1: --context-length may exceed what the model states"}
+VARIABLES = {
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1: --context-length may exceed what the model states",
+    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "most tokens of a rank that DeepEP dispatches at low latency",
+    "SGLANG_VIT_ENABLE_CUDA_GRAPH": "1: graphs of the vision encoder",
+}
 """Variables of the environment that the rules read, with their help."""
 
 FLAGS: dict[str, str] = VARIABLES | {
@@ -45,6 +49,9 @@ FLAGS: dict[str, str] = VARIABLES | {
     for name in row["names"]
 }
 """Each flag that graphs can depend on, with its help."""
+
+DISPATCH_TOKENS = 128
+"""Tokens of a rank that DeepEP dispatches at low latency, unless its variable says otherwise."""
 
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention")
 """Backends for ordinary decoders on CUDA devices; the others are for other attention or hardware."""
@@ -59,9 +66,9 @@ UNEMULATED_VARIABLES: dict[str, tuple[str, ...]] = dict.fromkeys(
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
         "SGLANG_ENABLE_SINGLE_CG_DRAFT",
         "SGLANG_MINICPM_FORCE_DENSE",
+        "SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK",
         "SGLANG_USE_AITER",
         "SGLANG_USE_BREAKABLE_CUDA_GRAPH",
-        "SGLANG_VIT_ENABLE_CUDA_GRAPH",
     ),
     ("0", "false", "n", "no", "off", ""),
 ) | {"SGLANG_RAGGED_VERIFY_MODE": ("static", ""), "SGLANG_EXTERNAL_MM_MODEL_ARCH": ("",)}
@@ -177,7 +184,9 @@ def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
     sglang_parser().refuse_gone([*from_file, *rest])
     args = sglang_parser().parse_args([*from_file, *rest])
-    args.longer_context = any(variables.get(name, "").lower() in ("1", "true", "yes", "y") for name in VARIABLES)
+    longer, most, encoder = (variables.get(name, "").lower() for name in VARIABLES)
+    args.longer_context, args.encoder_graphs = (value in ("1", "true", "yes", "y") for value in (longer, encoder))
+    args.dispatch_tokens = int(most) if most.isdigit() else DISPATCH_TOKENS
     sources = {name_of(word): "file" for word in from_file if word.startswith("--")}
     sources |= {name_of(word): "flag" for word in rest if word.startswith("--")}
     return args, sources

@@ -6,11 +6,15 @@ from typing import Any
 
 from capture_planner.engines.parsing import refusal
 from capture_planner.planning.sizing.engine_lists import GiB, sglang_default_max, sglang_requests, sglang_tokens
+from capture_planner_sglang import families
 from capture_planner_sglang.latent import MOST_PREFILL
 from capture_planner_sglang.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Startup
 
 _PIPELINE_PREFILL_TOKENS = 8192
 _LLAMA_2_PREFILL_TOKENS = 4096
+_DEEPEP_TOKENS, _DEEPEP_STEP = 2048, 8
+_STAGES = "with pipeline stages, prefill graphs are off until a flag asks for them"
+_IMAGES = "prefills of a model that takes images run without graphs until a flag asks for them"
 
 
 def read_settings(r: Startup) -> None:
@@ -71,13 +75,24 @@ def _check_types(r: Startup) -> None:
 
 def default_backends(r: Startup) -> None:
     """Turn off what the launch cannot have, unless a flag asks for it; refuse a backend there is not."""
-    mode = r.args.disaggregation_mode
-    if (PREFILL, "backend") not in r.locked:
-        if r.args.pp_size > 1:
-            says = "with pipeline stages, prefill graphs are off until a flag asks for them"
-            r.disable(PREFILL, "pipeline-prefill", says)
-        if mode == "decode":
-            r.disable(PREFILL, "decode-server", "a decode server runs no prefills, so it captures none")
+    args, mode = r.args, r.args.disaggregation_mode
+    free = (PREFILL, "backend") not in r.locked
+    for rule, off, says in (
+        ("pipeline-prefill", args.pp_size > 1, _STAGES),
+        ("overlap-prefill", args.enable_two_batch_overlap, "two overlapping microbatches have no prefill graphs"),
+        ("multimodal-prefill", r.model.has("multimodal") and not r.model.has("multimodal_prefill_graphs"), _IMAGES),
+    ):
+        if off and free:
+            r.disable(PREFILL, rule, says)
+    if args.moe_a2a_backend == "deepep" and r.prefill.backend == BREAKABLE:
+        sizes = r.prefill.bs if r.prefill.bs is not None else sglang_tokens(r.prefill.max_bs or _DEEPEP_TOKENS)
+        aligned = sorted({-(-size // _DEEPEP_STEP) * _DEEPEP_STEP for size in sizes})
+        if aligned != sorted(sizes):
+            says = f"with DeepEP, prefill graphs have multiples of {_DEEPEP_STEP} tokens, and {aligned[-1]} at most"
+            r.change(PREFILL, "bs", aligned, "prefill-sizes-of-deepep", says)
+            r.put(PREFILL, "max_bs", aligned[-1], "prefill-sizes-of-deepep")
+    if free and mode == "decode":
+        r.disable(PREFILL, "decode-server", "a decode server runs no prefills, so it captures none")
     if (DECODE, "backend") not in r.locked and mode == "prefill":
         r.disable(DECODE, "prefill-server", "a prefill server runs no decodes, so it captures none")
     for name in (DECODE, PREFILL):
@@ -112,6 +127,7 @@ def _fill_decode(r: Startup) -> None:
         if most is not None and top > most:
             says = f"at most {most} requests run, so the default of {top} comes down"
             r.change(DECODE, "max_bs", most, "decode-max-by-requests", says)
+    families.expand_decodes(r)
     if decode.bs is not None:
         if not decode.bs:
             says = "SGLang takes the largest of decode.bs, which is empty"

@@ -88,7 +88,7 @@ def check_draft(r: Startup) -> None:
     if r.draft.source == ASSUMED and path is not None:
         says = f"whether {path} has latent attention decides which graphs its drafts have, and it is unknown here"
         raise unfollowed(flag, says, checkpoints.remedy(path))
-    if r.draft.latent != r.model.latent:
+    if (r.draft.latent, r.draft.sparse) != (r.model.latent, r.model.sparse):
         says = "a draft with another kind of attention than its target is not emulated"
         raise unfollowed(flag, says, "leave it out where the model has a draft of its own")
     if args.speculative_eagle_topk > 1 and args.speculative_num_steps > 1:
@@ -99,4 +99,4 @@ def check_draft(r: Startup) -> None:
 
 def draft_prefills_decode(r: Startup) -> bool:
     """Whether the widths of a drafter's first pass have graphs: flashinfer's latent attention has none."""
-    return not (r.draft.latent and r.attention[0] == "flashinfer")
+    return not (r.draft.latent and r.attention[r.args.speculative_attention_mode == "decode"] == "flashinfer")

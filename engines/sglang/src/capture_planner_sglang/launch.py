@@ -21,6 +21,7 @@ _NAMED_BY_USERS = ("model_path", "speculative_draft_model_path")
 _CONTRARY = {
     "disable_cuda_graph": "the plan's graphs would not be captured",
     "disable_decode_cuda_graph": "the plan's graphs would not be captured",
+    "enable_two_batch_overlap": "no plan has the graphs of overlapping microbatches that SGLang then captures",
     "disable_cuda_graph_padding": "the plan pads batches to its sizes",
     "not_emulated:--speculative-adaptive": "the plan drafts the same number at all times",
 }

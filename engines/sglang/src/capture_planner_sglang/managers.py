@@ -66,6 +66,10 @@ class DecodeGraphs:
     loras: tuple[int, ...] = (0,)
     """Adapter counts that each size is captured for, in order of capture."""
     draft_steps: int | None = None
+    microbatches: int = 1
+    """Parts of a batch that overlap in the graph."""
+    agreed: bool = True
+    """Whether ranks agree on each batch before it runs; where they do not, microbatches never overlap."""
 
     def entry(self, size: int, loras: int) -> Entry:
         return Entry(
@@ -81,7 +85,7 @@ class DecodeGraphs:
     def graphs(self) -> tuple[CapturedGraph, ...]:
         """Largest first, and for each size the one with adapters first."""
         return tuple(
-            CapturedGraph(role=self.role, entry=self.entry(size, loras))
+            CapturedGraph(role=self.role, entry=self.entry(size, loras), microbatches=self.microbatches)
             for size in reversed(self.sizes)
             for loras in self.loras
         )
@@ -92,6 +96,8 @@ class DecodeGraphs:
         size = ranks_bucket(self.sizes, (batch.num_reqs,), padding=self.padding)
         if size is None:
             return Dispatch(None, reason=Reason.SIZES if batch.num_reqs > self.sizes[-1] else Reason.UNCOVERED)
+        if self.microbatches > 1 and not self.agreed:
+            return Dispatch(None, reason=Reason.SPLIT)
         return served(self.entry(size, self.loras[0] if batch.active_loras else self.loras[-1]), batch)
 
 

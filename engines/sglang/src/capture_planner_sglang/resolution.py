@@ -49,8 +49,17 @@ def architectures() -> Mapping[str, frozenset[str]]:
 
     Those that are followed are decoders of text that no rule for graphs touches, or whose rule is emulated.
     """
-    text = (resources.files(__package__) / "architectures.json").read_text(encoding="utf-8")
-    return {kind: frozenset(names) for kind, names in json.loads(text).items()}
+    return {kind: frozenset(names) for kind, names in _recorded().items()}
+
+
+@cache
+def _recorded() -> Mapping[str, Any]:
+    return dict(json.loads((resources.files(__package__) / "architectures.json").read_text(encoding="utf-8")))
+
+
+def decided_in(architecture: str | None) -> str:
+    """Return the release's files below ``sglang/srt`` that name an architecture that is not followed."""
+    return ", ".join(_recorded()["decided_in"].get(architecture, ()))
 
 
 @attrs.frozen
@@ -66,6 +75,8 @@ class SglangModel:
     sparse: bool = False
     """Whether it attends to selected tokens only (DeepSeek sparse attention)."""
     multimodal: bool = False
+    index_pool: int = 1
+    """Tokens that one entry of the index of sparse attention stands for."""
     like: str | None = None
     """The known model whose facts these are, where the name is of its family."""
 
@@ -73,15 +84,19 @@ class SglangModel:
     def architecture(self) -> str | None:
         return self.architectures[0] if self.architectures else None
 
+    def has(self, kind: str) -> bool:
+        """Whether its architecture is of a kind of ``architectures``."""
+        return self.architecture in architectures()[kind]
+
     @property
     def drafts_prefills(self) -> bool:
         """Whether SGLang finds the layers of the draft that it makes of the model, whose prefills it captures."""
-        return self.architecture not in architectures()["drafts_without_prefill_graphs"]
+        return not self.has("drafts_without_prefill_graphs")
 
     @property
     def has_prefill_graphs(self) -> bool:
         """Whether SGLang finds the layers of its class, whose prefills it captures."""
-        return self.architecture not in architectures()["without_prefill_graphs"]
+        return not self.has("without_prefill_graphs")
 
 
 def read_model(path: str, flag: str = "--model-path") -> SglangModel:
@@ -95,6 +110,7 @@ def read_model(path: str, flag: str = "--model-path") -> SglangModel:
             latent=found.text.get("kv_lora_rank") is not None,
             sparse=found.text.get("index_topk") is not None,
             multimodal="vision_config" in found.config,
+            index_pool=int(found.text.get("index_kpool") or 1),
             like=found.like,
         )
     except (OSError, ValueError, TypeError, AttributeError) as error:

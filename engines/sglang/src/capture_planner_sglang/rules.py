@@ -6,15 +6,30 @@ from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.parsing import did_you_mean, refusal, unfollowed
 from capture_planner_sglang import latent
+from capture_planner_sglang.families import SPARSE_BACKEND
 from capture_planner_sglang.flags import ATTENTION_BACKENDS
 from capture_planner_sglang.latent import LATENT_BACKENDS
-from capture_planner_sglang.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Startup, architectures, read_model
+from capture_planner_sglang.resolution import (
+    COUNTS_AS,
+    DECODE,
+    DISABLED,
+    PREFILL,
+    Startup,
+    architectures,
+    decided_in,
+    read_model,
+)
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
 _SINKS = "GptOssForCausalLM"
-_SINK_ATTENTION = ("triton", "trtllm_mha", "fa3", "fa4")
+_ATTENTION: dict[str | None, tuple[dict[int, str], tuple[str, ...]]] = {
+    _SINKS: ({9: "fa3", 10: "trtllm_mha"}, ("triton", "trtllm_mha", "fa3", "fa4")),
+    "Gemma4ForConditionalGeneration": ({10: "trtllm_mha"}, ("triton", "trtllm_mha", "fa4")),
+}
+"""Architectures with attention of their own: the default by SM, Triton elsewhere, and what they run with."""
 _ALGORITHMS = (*EAGLE_FAMILY, "NEXTN", "NGRAM")
+_RADIX = ("EAGLE", "EAGLE3")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
 _EXPERTS = (
@@ -27,21 +42,24 @@ _EXPERTS = (
 def check_followed(r: Startup) -> None:
     """Refuse values that SGLang takes and that are not emulated."""
     args = r.args
-    backends = LATENT_BACKENDS if r.model.latent else ATTENTION_BACKENDS
+    backends = (SPARSE_BACKEND,) if r.model.sparse else LATENT_BACKENDS if r.model.latent else ATTENTION_BACKENDS
     halves: tuple[str | None, ...] = (None, *(name for name in backends if name not in WITHOUT_GRAPHS))
+    drafts = (None,) if r.model.latent else halves
     wanted: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
         ("--device", args.device, (None, "cuda")),
-        ("--moe-a2a-backend", args.moe_a2a_backend, ("none",)),
+        ("--moe-a2a-backend", args.moe_a2a_backend, ("none", "deepep")),
         ("--moe-runner-backend", args.moe_runner_backend, _EXPERTS),
         ("--kv-cache-dtype", args.kv_cache_dtype, ("auto", "bf16", "bfloat16", "fp8_e4m3")),
         ("--attention-backend", args.attention_backend, (None, *backends)),
         ("--decode-attention-backend", args.decode_attention_backend, halves),
         ("--prefill-attention-backend", args.prefill_attention_backend, halves),
+        ("--speculative-draft-attention-backend", args.speculative_draft_attention_backend, drafts),
     )
     for flag, value, known in wanted:
         if value not in known:
             names = " or ".join(str(name) for name in known if name is not None)
-            raise unfollowed(flag, f"SGLang may take {value}, and its graphs are not emulated", f"give {names}")
+            remedy = f"give {names}" if names else "leave it out"
+            raise unfollowed(flag, f"SGLang may take {value}, and its graphs are not emulated", remedy)
     for flag, given, other in (
         ("--load-format", args.load_format, "expert_pack"),
         ("--lora-backend", args.lora_backend, "ascend"),
@@ -69,8 +87,8 @@ def _check_model(r: Startup) -> None:
     if r.model.source == ASSUMED:
         return
     reason = None
-    followed = architecture in known["followed"] and not r.model.sparse
-    if r.model.sparse or (not followed and (r.model.latent or r.model.multimodal)):
+    followed = architecture in known["followed"] and r.model.sparse == (architecture in known["sparse"])
+    if not followed and (r.model.sparse or r.model.latent or r.model.multimodal):
         what = "more than text" if not r.model.latent else "sparse attention" if r.model.sparse else "latent attention"
         reason = f"{name} has {what}, whose rules for graphs are not emulated"
     elif r.model.latent != (architecture in known["latent"]):
@@ -88,8 +106,10 @@ def _check_model(r: Startup) -> None:
             "whose rules for graphs are not emulated"
         )
     if reason is not None:
-        error = refusal if architecture is None else unfollowed
-        raise error("--model-path", reason, "observe the engine itself, or name another model")
+        error, places = refusal if architecture is None else unfollowed, decided_in(architecture)
+        reason += f"; SGLang 0.5.23 decides them in {places}" if places else ""
+        remedy = "observe the engine itself (launch --observe FOLDER), or name another model"
+        raise error("--model-path", reason, remedy)
 
 
 def read_attention_dp(r: Startup) -> None:
@@ -142,8 +162,9 @@ def choose_attention(r: Startup) -> None:
     if r.model.latent:
         latent.choose_page(r)
         latent.check_backends(r)
-    if r.model.architecture == _SINKS and not set(r.attention) <= set(_SINK_ATTENTION):
-        reason = f"SGLang runs {_SINKS} only with {', '.join(_SINK_ATTENTION)}"
+    _, own = _ATTENTION.get(r.model.architecture, ({}, r.attention))
+    if not set(r.attention) <= set(own):
+        reason = f"SGLang runs {r.model.architecture} only with {', '.join(own)}"
         raise refusal("--attention-backend", reason, "give one of them")
     major, minor = r.environment.device.sm
     if "fa3" in r.attention and major not in (8, 9):
@@ -158,14 +179,22 @@ def choose_attention(r: Startup) -> None:
     _choose_page(r, {args.attention_backend, prefill, decode})
 
 
+def choose_experts(r: Startup) -> None:
+    """Turn graphs off where DeepEP dispatches without them; refuse microbatches that have nothing to overlap with."""
+    args = r.args
+    if args.moe_a2a_backend == "deepep" and args.deepep_mode == "normal":
+        for phase in (DECODE, PREFILL):
+            r.disable(phase, "deepep-normal", "DeepEP's normal mode runs without graphs")
+
+
 def _default_attention(r: Startup) -> str:
     args, major = r.args, r.environment.device.sm[0]
     topk = args.speculative_eagle_topk
     halves = (args.prefill_attention_backend, args.decode_attention_backend)
     if r.model.latent:
         return latent.default_backend(r)
-    if r.model.architecture == _SINKS and halves == (None, None):
-        return {9: "fa3", 10: "trtllm_mha"}.get(major, "triton")
+    if r.model.architecture in _ATTENTION and (r.model.architecture != _SINKS or halves == (None, None)):
+        return _ATTENTION[r.model.architecture][0].get(major, "triton")
     linear = topk is None or (topk == 1 and args.page_size in (1, None))
     if major == 9 and linear:
         return "fa3"
@@ -176,7 +205,7 @@ def _default_attention(r: Startup) -> str:
 
 def _choose_page(r: Startup, named: set[str | None]) -> None:
     args = r.args
-    if "trtllm_mha" in named and args.page_size not in (16, 32, 64, 128):
+    if "trtllm_mha" in {*named, args.speculative_draft_attention_backend} and args.page_size not in (16, 32, 64, 128):
         r.rewrite("page_size", 64, "page-of-attention", "trtllm_mha has pages of 16, 32, 64 or 128 tokens")
     whole_pages = r.environment.device.sm[0] == 10 and (args.speculative_eagle_topk or 0) <= 1
     if "fa4" in named and whole_pages and args.page_size != 128 and not r.model.latent:
@@ -201,6 +230,9 @@ def resolve_speculation(r: Startup) -> None:
     args.speculative_algorithm = name
     if r.attention_dp and name in ("STANDALONE", "NGRAM"):
         raise refusal("--speculative-algorithm", f"SGLang has no {name} with attention DP", "drop one of them")
+    if args.disaggregation_decode_enable_radix_cache and args.disaggregation_mode == "decode" and name not in _RADIX:
+        says = f"SGLang has no {name} with it"
+        raise refusal("--disaggregation-decode-enable-radix-cache", says, "drop one of them")
     if args.max_running_requests is None:
         says = f"with speculation, {_SPECULATIVE_REQUESTS} requests run at most unless a flag says how many"
         r.rewrite("max_running_requests", _SPECULATIVE_REQUESTS, "requests-of-speculation", says)
@@ -220,6 +252,19 @@ def _resolve_eagle(r: Startup) -> None:
     steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
     _read_draft(r)
     latent.check_draft(r)
+    gemma = str(r.model.architecture).startswith("Gemma4") and args.speculative_draft_model_path is not None
+    if gemma and (r.draft.source == ASSUMED or "Assistant" in str(r.draft.architecture)):
+        says = "an assistant of Gemma 4 drafts by FROZEN_KV_MTP (speculative_hook.py), which is not emulated"
+        raise unfollowed("--speculative-draft-model-path", says, "observe the engine itself, or leave speculation out")
+    first = r.attention[args.speculative_attention_mode == "decode"]
+    own = args.speculative_draft_attention_backend
+    if "torch_native" in ({own} if own else {first, r.attention[1] if steps > 1 else first}):
+        raise refusal("--attention-backend", "SGLang drafts on no torch_native", "name another, or a drafter's own")
+    flag = "--speculative-draft-attention-backend"
+    if own == "fa3" and r.environment.device.sm[0] not in (8, 9):
+        raise refusal(flag, "SGLang's fa3 needs SM80 to SM90", "name another, such as flashinfer")
+    if own == "trtllm_mha" and topk > 1:
+        raise unfollowed(flag, "branches that trtllm_mha drafts are not emulated", "give --speculative-eagle-topk 1")
     if "trtllm_mha" in r.attention and topk > 1:
         raise refusal("--speculative-eagle-topk", "SGLang's trtllm_mha verifies one branch only", "give 1")
     if topk == 1 and args.speculative_num_draft_tokens != steps + 1:
@@ -273,6 +318,11 @@ def _resolve_ngram(r: Startup) -> None:
 def check_launch(r: Startup) -> None:
     """Refuse what SGLang's last check refuses."""
     args = r.args
+    if args.enable_two_batch_overlap and args.moe_a2a_backend == "none" and not r.attention_dp:
+        says = "SGLang overlaps microbatches with experts' all-to-all or with attention DP only"
+        raise refusal(
+            "--enable-two-batch-overlap", says, "give --moe-a2a-backend deepep or --attn-dp-size, or leave it out"
+        )
     if args.disable_cuda_graph_padding and args.enable_torch_compile:
         reason = "SGLang would compile the model for each batch size"
         raise refusal("--disable-cuda-graph-padding", reason, "drop it or --enable-torch-compile")
@@ -304,7 +354,8 @@ def _check_lora(r: Startup) -> None:
         r.rewrite("enable_lora", True, "lora-by-paths", "adapters are named, so LoRA is on")
     if not args.enable_lora:
         return
-    if args.lora_backend == "triton_v2" and r.attention_dp:
-        raise refusal("--lora-backend", "SGLang has no triton_v2 with attention DP", "name another")
+    if args.lora_backend == "triton_v2" and (r.attention_dp or args.enable_two_batch_overlap):
+        other = "attention DP" if r.attention_dp else "overlapping microbatches"
+        raise refusal("--lora-backend", f"SGLang has no triton_v2 with {other}", "name another")
     if args.speculative_algorithm == "STANDALONE":
         raise refusal("--enable-lora", "SGLang has no adapters with STANDALONE drafts", "drop one of them")

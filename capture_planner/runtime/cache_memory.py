@@ -1,0 +1,248 @@
+"""How large the KV cache is: as chosen, or what a device has left when weights, buffers, steps and graphs have theirs.
+
+Graphs hold the addresses of the cache, so it is reserved before they are captured, and what they will take is
+predicted: a trial with few pages captures some of each kind and runs the largest step. vLLM 0.33 does so too
+(``gpu_model_runner.profile_cudagraph_memory``).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import attrs
+import torch
+
+from capture_planner.errors import RunError
+from capture_planner.modes import Pool
+from capture_planner.records._base import grouped
+from capture_planner.records.plan import Plan
+from capture_planner.records.text import counted
+from capture_planner.runtime.chosen import page_memory
+from capture_planner.runtime.ledger import CacheMemory, GraphCapture
+from capture_planner.runtime.models.protocols import TargetModel
+from capture_planner.runtime.plan_variants import sampled
+from capture_planner.runtime.ranks.peers import ALONE, Peers
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Request
+
+HOST_MEMORY = 1 << 30
+"""Most bytes of the KV cache in a host's memory."""
+
+SHARE = 0.9
+"""Of a device's memory that a run takes, by default."""
+
+LEAST_DRIVER = 1 << 20
+"""Bytes that each graph after the first of its kind takes at least, as vLLM counts them."""
+
+NO_TRIAL = 0.25
+"""A cache that takes no more than this share of what is left leaves room for any graphs: nothing is tried."""
+
+MakeRunner = Callable[[Plan, PageFormat], Runner]
+
+
+class Gauge(Protocol):
+    """Reads a device's memory, in bytes."""
+
+    def used(self) -> tuple[int, int]:
+        """Return what is gone, by any process, when this one keeps nothing that it does not use; and all there is."""
+
+    def allocated(self) -> int:
+        """Return what tensors take now, and count the peak from here on."""
+
+    def peak(self) -> int:
+        """Return the most that tensors took since."""
+
+
+class DeviceGauge:
+    """The current CUDA device."""
+
+    def used(self) -> tuple[int, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free, total
+
+    def allocated(self) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+
+    def peak(self) -> int:
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated())
+
+
+@attrs.frozen(kw_only=True)
+class PageRange:
+    """How many pages a workload has a use for."""
+
+    format: PageFormat
+    """With no pages: their size is what counts."""
+    least: int
+    """For its longest request."""
+    most: int
+    """For as many requests as the limits admit, each of the model's full length."""
+    memory: int
+    """Bytes of a page."""
+
+    @classmethod
+    def of(cls, plan: Plan, model: TargetModel, requests: Sequence[Request], page_size: int) -> PageRange:
+        size, longest = PageFormat(page_size=page_size, num_pages=1), plan.model.max_model_len
+        drafts = plan.speculative.num_tokens + plan.speculative.extra_slots if plan.speculative else 0
+        return cls(
+            format=size,
+            least=size.pages(min(max(request.length for request in requests) + drafts, longest)),
+            most=plan.limits.max_num_reqs * size.pages(longest),
+            memory=page_memory(plan, model, page_size),
+        )
+
+    def of_number(self, pages: int) -> PageFormat:
+        """Return the format with so many pages, and the null page."""
+        return attrs.evolve(self.format, num_pages=1 + pages)
+
+
+def stated_pages(pages: int, needed: PageRange, requests: Sequence[Request]) -> tuple[PageFormat, CacheMemory]:
+    """Return a cache of so many pages; raises ``RunError`` where the longest request needs more."""
+    if needed.least > pages:
+        longest = max(requests, key=lambda request: request.length)
+        raise RunError(
+            f"the request {longest.name} needs {counted(needed.least, 'page')} of "
+            f"{counted(needed.format.page_size, 'token')}, and the KV cache has {pages}; give it more (--pages)"
+        )
+    return needed.of_number(pages), CacheMemory(share=None, predicted=0, reason=f"--pages {pages}")
+
+
+def host_pages(needed: PageRange) -> tuple[PageFormat, CacheMemory]:
+    """Return a cache in the host's memory: for all requests at full length, within ``HOST_MEMORY``."""
+    pages = max(needed.least, min(needed.most, HOST_MEMORY // needed.memory))
+    reason = "every request at full length" if pages >= needed.most else "at most 1 GiB of a host's memory"
+    return needed.of_number(pages), CacheMemory(share=None, predicted=0, reason=reason)
+
+
+@attrs.frozen(kw_only=True)
+class Trial:
+    """What a plan took with a small KV cache, in bytes."""
+
+    fixed: int
+    """Fields, outputs, workspaces and states: all that a runner reserves but for pages."""
+    step: int
+    """What its largest step takes on top, while it runs."""
+    graphs: int
+    """What all graphs are expected to take."""
+    captures: int
+    """How many were captured to know."""
+
+
+def device_pages(
+    plan: Plan, needed: PageRange, share: float, make: MakeRunner, gauge: Gauge, limit: int | None, peers: Peers = ALONE
+) -> tuple[PageFormat, CacheMemory]:
+    """Return the largest cache that there is memory for, and use.
+
+    :param share: of the device's memory that all together may take, other processes included.
+    :param limit: bytes that a pool of graphs may hold; None: any.
+    :param peers: all ranks, which have the same number of pages: that of the rank with least room.
+    :raises RunError: there is not enough for the longest request, or for the largest step.
+    """
+    used, total = gauge.used()
+    most = needed.most * needed.memory
+    if _least(peers, most <= NO_TRIAL * (share * total - used)):
+        return needed.of_number(needed.most), CacheMemory(
+            share=share, predicted=0, reason="every request at full length, which leaves room for any graphs"
+        )
+    trial = run_trial(plan, needed, make, gauge, limit)
+    # Kernels and handles that the trial loaded are there to stay, and so are in what is used now.
+    used, _ = gauge.used()
+    left = int(share * total) - used - trial.fixed - trial.step - trial.graphs - needed.memory
+    parts = (
+        f"{share:g} of {_gib(total)} less {_gib(used)} of weights and others, {_gib(trial.fixed)} of buffers, "
+        f"{_gib(trial.step)} of the largest step and {_gib(trial.graphs)} of graphs"
+    )
+    pages = _least(peers, min(needed.most, left // needed.memory))
+    if pages < needed.least:
+        raise RunError(
+            f"the KV cache has {_gib(max(left, 0))}, and the longest request needs "
+            f"{_gib(needed.least * needed.memory)}: {parts}; raise --memory-utilization, free the device, lower "
+            "limits.max_num_tokens, or capture less (--graph-memory)"
+        )
+    source = f"graphs predicted from {counted(trial.captures, 'capture')}"
+    ends = "every request at full length; " if pages == needed.most else ""
+    return needed.of_number(pages), CacheMemory(share=share, predicted=trial.graphs, reason=f"{ends}{parts}; {source}")
+
+
+def run_trial(plan: Plan, needed: PageRange, make: MakeRunner, gauge: Gauge, limit: int | None) -> Trial:
+    """Reserve a plan with few pages, capture some graphs of each kind, and run its largest step.
+
+    Raises ``RunError`` where that step does not fit into memory.
+    """
+    requests = largest_step(plan)
+    pages = needed.of_number(max(needed.least, sum(needed.format.pages(each.length) + 1 for each in requests)))
+    before = gauge.allocated()
+    runner = make(sampled(plan), pages)
+    try:
+        with runner:
+            reserved = gauge.allocated()
+            runner.capture(memory=limit)
+            captured = tuple(runner.session.captured)
+            filled = gauge.allocated()
+            runner.serve(requests)
+            step = gauge.peak() - filled
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"a step of {counted(plan.limits.max_num_tokens, 'token')} does not fit into the device's memory: "
+            f"{' '.join(str(error).split())}; lower limits.max_num_tokens, or free the device"
+        ) from error
+    finally:
+        # A reference that is left somewhere must not keep buffers and graphs.
+        vars(runner).clear()
+    return Trial(
+        fixed=reserved - before - pages.num_pages * needed.memory,
+        step=step,
+        graphs=predicted_graphs(plan, captured, limit),
+        captures=len(captured),
+    )
+
+
+def largest_step(plan: Plan) -> tuple[Request, ...]:
+    """Return requests whose prompts fill the first step of all: ``max_num_tokens`` tokens, as far as limits admit."""
+    left, longest = plan.limits.max_num_tokens, plan.model.max_model_len - 1
+    found: list[Request] = []
+    while left > 0 and len(found) < plan.limits.max_num_reqs:
+        prompt = (0,) * min(left, longest)
+        found.append(Request(name=f"trial-{len(found)}", arrival=0.0, prompt=prompt, max_new_tokens=1))
+        left -= len(prompt)
+    return tuple(found)
+
+
+def predicted_graphs(plan: Plan, captured: Sequence[GraphCapture], limit: int | None) -> int:
+    """Return what all graphs of a plan will take, in bytes: of each kind the first, and the mean of others so often.
+
+    :param captured: of each kind the largest first, then others.
+    """
+    numbers = grouped(
+        ((role.role, entry) for role in plan.roles for entry in role.entries),
+        lambda item: (item[0], item[1].mode, item[1].query_len is None),
+    )
+    memory = driver = 0.0
+    kinds = grouped(captured, lambda graph: (graph.role, graph.entry.mode, graph.entry.query_len is None))
+    for kind, graphs in kinds.items():
+        first, others, more = graphs[0], graphs[1:], len(numbers[kind]) - 1
+        memory += first.memory + more * _mean([graph.memory for graph in others])
+        driver += first.driver + more * max(_mean([graph.driver for graph in others]), LEAST_DRIVER)
+    pools = 1 if plan.pool is Pool.SHARED else len(plan.roles)
+    return int((memory if limit is None else min(memory, limit * pools)) + driver)
+
+
+def _least(peers: Peers, number: int) -> int:
+    return int(peers.agree([number]).min())
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"

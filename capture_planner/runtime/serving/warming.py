@@ -1,0 +1,81 @@
+"""Warming up: steps of the shapes that a workload will have, before the clock starts.
+
+The workload is scheduled as it will be, with tokens that are made up; a step is run once for each shape that no FULL
+graph serves, and the others are counted as if they had been. Kernels are then compiled, and libraries have loaded
+what they load on first use.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import attrs
+import numpy as np
+
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.modes import Role
+from capture_planner.runtime.execution.inputs import StepInputs
+from capture_planner.runtime.serving.launching import PendingStep, StepLauncher, draft_decode_batch, step_batch
+from capture_planner.runtime.serving.scheduler import ScheduledBatch
+
+Shape = tuple[int, int, int | None, bool, int, int]
+"""Requests, tokens, query length, whether there are prompts, drafts, and active adapters of a step."""
+
+
+@attrs.define(eq=False)
+class WarmUpLauncher(StepLauncher):
+    """Runs a step for each shape that needs it while there is time, and makes up the tokens of all others.
+
+    :param deadline: of ``perf_counter``, after which nothing more is run.
+    :param tokens: what the target says, and what is drafted; different ones, so that no draft is kept.
+    """
+
+    _deadline: float = attrs.field(kw_only=True)
+    _tokens: tuple[int, int] = attrs.field(kw_only=True, default=(1, 0))
+    shapes: set[Shape] = attrs.Factory(set)
+    """Those that needed it so far."""
+    ran: int = 0
+
+    def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
+        inputs = self._host_inputs(scheduled)
+        batch = step_batch(Role.TARGET, scheduled, inputs)
+        shape = *batch_shape(scheduled), batch.active_loras
+        if shape not in self.shapes and not self._served_whole(scheduled, inputs):
+            self.shapes.add(shape)
+            if perf_counter() < self._deadline:
+                self.ran += 1
+                return super().launch(scheduled, started)
+        return self._made_up(scheduled, inputs, started)
+
+    def _served_whole(self, scheduled: ScheduledBatch, inputs: StepInputs) -> bool:
+        """Say whether FULL graphs serve all forwards of a step, as far as that is known before it runs."""
+        roles = [role for role in (Role.TARGET, Role.DRAFT_PREFILL) if role in self._parts.roles]
+        found = [self._dispatcher.dispatch(step_batch(role, scheduled, inputs)) for role in roles]
+        if scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in self._parts.roles:
+            found.append(self._dispatcher.dispatch(draft_decode_batch(scheduled)))
+        return all(map(_is_full, found))
+
+    def _made_up(self, scheduled: ScheduledBatch, inputs: StepInputs, started: float) -> PendingStep:
+        index, self._count, self._advanced = self._count, self._count + 1, None
+        said, drafted = self._tokens
+        state = self._parts.state
+        return PendingStep(
+            index=index,
+            scheduled=scheduled,
+            inputs=inputs,
+            started=started,
+            tokens=lambda: np.full(scheduled.num_tokens, said, dtype=np.int64),
+            draft_decodes=None,
+            proposed=None if state is None else lambda: np.full(tuple(state.proposed.shape), drafted, dtype=np.int64),
+            promised=self._promised(scheduled, inputs) if state is None else None,
+        )
+
+
+def batch_shape(scheduled: ScheduledBatch) -> tuple[int, int, int | None, bool, int]:
+    """Return what decides which kernels a step runs, adapters apart."""
+    has_prompts = scheduled.prompts > 0
+    return scheduled.num_reqs, scheduled.num_tokens, scheduled.query_len, has_prompts, scheduled.draft_tokens
+
+
+def _is_full(dispatch: Dispatch) -> bool:
+    return dispatch.entry is not None and dispatch.entry.num_reqs is not None

@@ -1,0 +1,86 @@
+"""Warming up: the shapes that a workload will have are run before, and leave nothing behind."""
+
+import attrs
+import pytest
+import torch
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from capture_planner import load_backends
+from capture_planner.errors import PlanningError
+from capture_planner.modes import Role
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records._base import replace
+from capture_planner.records.spec import Roles
+from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.auxiliary import choose_drafter
+from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
+from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.kv import PageFormat
+from support.runs import CPU, requests_for, runnable_specs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REGISTRY = load_backends()
+
+
+def runner_of(plan, **options):
+    """A runner with graphs, a random target and, where the plan has one, a random drafter."""
+    target = load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
+    drafter = None
+    if plan.speculative is not None:
+        states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
+        drafter = choose_drafter("random", plan.speculative, target, num_states=states, length=length, seed=4)
+    pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
+    runner = Runner(plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages, options=Options(**options))
+    runner.capture()
+    return runner
+
+
+def eager_shapes(session):
+    """The batches of the target that no FULL graph served."""
+    return {
+        (forward.num_reqs, forward.num_tokens)
+        for forward in session.forwards
+        if forward.role is Role.TARGET and (forward.entry is None or forward.entry.num_reqs is None)
+    }
+
+
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
+@given(data=st.data(), ahead=st.booleans(), synthetic=st.booleans(), seed=st.integers(0, 9))
+def test_every_shape_that_needs_it_is_warmed_up_and_no_token_changes(data, ahead, synthetic, seed):
+    """Where lengths do not depend on tokens: without stop tokens, and with no drafter or synthetic acceptance."""
+    spec = replace(data.draw(runnable_specs(speculative=synthetic)), roles=Roles())
+    try:
+        plan = make_plan(spec, CPU, REGISTRY)
+    except PlanningError:
+        plan = None
+    assume(plan is not None)
+    requests = [attrs.evolve(each, stop=frozenset()) for each in data.draw(requests_for(spec, most=4))]
+    rates = (0.8, 0.5, 0.5, 0.1, 0.0)[: plan.speculative.num_tokens] if synthetic else ()
+    options = {"run_ahead": ahead, "acceptance": rates, "seed": seed}
+    with runner_of(plan, **options) as cold:
+        expected = [(done.name, done.tokens) for done in cold.serve(requests)]
+    with runner_of(plan, **options) as runner:
+        ran = record_of(runner)
+        warm = runner.warm_up(requests)
+        warmed = set(ran)
+        assert [*runner.session.forwards, *runner.session.steps, *runner.session.served] == []
+        assert runner.session.tally.steps == 0
+        assert [(done.name, done.tokens) for done in runner.serve(requests)] == expected
+    assert (warm.ran, warm.reason) == (warm.shapes, "")
+    assert eager_shapes(runner.session) <= warmed
+    event(f"warmed up: {min(warm.ran, 3)}")
+
+
+def record_of(runner):
+    """The batches of the target that run from now on, as they are run."""
+    role, ran = runner.parts.roles[Role.TARGET], []
+    run = role.run
+
+    def recorded(batch, *arguments, **options):
+        ran.append((batch.num_reqs, batch.num_tokens))
+        return run(batch, *arguments, **options)
+
+    role.run = recorded
+    return ran
