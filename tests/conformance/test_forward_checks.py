@@ -256,11 +256,11 @@ def test_request_that_is_too_long_must_be_refused(stage, monkeypatch):
     checks.check_serving(stage, Serve(requests=((20, 4, 0), (20, 5, 0))))
     started = []
 
-    class Accepted:
+    class OpenServing:
         def cut_off(self):
             """End it."""
 
-    monkeypatch.setattr(stage.runner, "start", lambda requests: started.extend(requests) or Accepted())
+    monkeypatch.setattr(stage.runner, "start", lambda requests: started.extend(requests) or OpenServing())
     failure = violation(checks.check_serving, stage, Serve(requests=((20, 5, 0),)))
     assert (failure.check, failure.message) == (Check.TOKENS, "a request of 25 tokens was accepted")
     assert [each.length for each in started] == [25]

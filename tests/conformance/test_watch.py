@@ -243,12 +243,12 @@ def test_replays_outputs_addresses_and_the_dispatch_are_checked() -> None:
         message = violation(Check.DISPATCHED, watch._check_dispatch, batch, Dispatch(worse, reason=None))
         assert message.endswith(f"is {answer.entry or 'none'}")
         assert message.startswith(f"the batch is dispatched to {worse},")
-        if answer.entry is None:
-            for reason in (None, Reason.UNCOVERED):
-                silent = Dispatch(None, reason=reason)
-                message = violation(Check.DISPATCHED, watch._check_dispatch, batch, silent)
-                assert message == "the batch runs eager without a reason"
-            watch._check_dispatch(batch, Dispatch(None, reason=Reason.ABOVE_LIMIT))
+        large = attrs.evolve(batch, num_tokens=99, query_len=None)
+        for reason in (None, Reason.UNCOVERED):
+            silent = Dispatch(None, reason=reason)
+            message = violation(Check.DISPATCHED, watch._check_dispatch, large, silent)
+            assert message == "the batch runs eager without a reason"
+        watch._check_dispatch(large, Dispatch(None, reason=Reason.NOT_ADMISSIBLE))
 
     assert after_each(check) > 10
 

@@ -176,3 +176,70 @@ def test_bounds_that_leave_no_graph_are_named_with_what_the_cheapest_takes() -> 
         short = [text for text, few in zip(texts, (seconds < 1, memory < MIB), strict=True) if few]
         message = budgeted._nothing(teams, bounds)
         assert message == (f"no graph is within the budget: {'; '.join(short)}" if short else None)
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("per_token", [0.0, 0.25])
+@pytest.mark.parametrize("mixed", [1, 2])
+@pytest.mark.parametrize("memory", [None, 1 << 40])
+def test_table_says_what_keeps_another_from_costing_more(
+    monkeypatch: pytest.MonkeyPatch, proven: bool, per_token: float, mixed: int, memory: int | None
+) -> None:
+    """Too many sets, seconds that were charged as the largest, and a pool that two roles grow; nothing else."""
+    mixes = [ladder(Kind.MIXED, role) for role in (Role.TARGET, Role.DRAFT_PREFILL)[:mixed]]
+    ladders = [ladder(), *mixes]
+    teams = [team(each) for each in ladders]
+    spec, costs, _ = within(Budget(seconds=90.0, memory=memory), known(base=2.0, per_token=per_token, pool=1.0))
+    groups: Any = (SimpleNamespace(sizes=(2, 4), team=teams[0]),)
+    table = Table(groups=groups, waived=frozenset(mixes), value=0, worst=Fraction(1), proven=proven)
+    charged = []
+
+    def least_table(given: object, within: BudgetBounds, *arguments: object, **named: object) -> Table:
+        charged.append(within.seconds)
+        return table
+
+    monkeypatch.setattr(budgeted, "least_table", least_table)
+    found = budgeted.table_within(spec, ROLES, costs, ladders, teams, regret=False)
+    assert [each.sizes for each in found.ladders] == [(2, 4), *[()] * mixed]
+    assert found.table is table
+    assert found.warning is None
+    # The first and loosest bound, of none at all, is kept: what it leads to is within the budget.
+    assert charged == ([None] if per_token else [90.0])
+    words = [] if proven else [f"{len(teams)} kinds of graphs have too many sets to try all: of the 1024 "]
+    if memory is not None and mixed == 2:
+        words.append("mixed batches of two roles are sized apart, and each is charged for the pool")
+    assert len(found.notes) == len(words)
+    assert all(note.startswith(start) for note, start in zip(found.notes, words, strict=True))
+
+
+def test_search_goes_on_until_its_table_is_within_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph of four tokens takes two seconds and more; the bound that is used is named with what was taken."""
+    spec, costs, _ = within(Budget(seconds=9.0), known(base=2.0, per_token=0.25))
+    target, charged = ladder(), []
+
+    def least_table(given: object, within: BudgetBounds, *arguments: object, **named: object) -> Table:
+        charged.append(within.seconds)
+        sizes = (1, 2, 4, 8)[: 5 - len(charged)]
+        return Table(
+            groups=(SimpleNamespace(sizes=sizes, team=team(target)),),  # type: ignore[arg-type]
+            waived=frozenset(),
+            value=0,
+            worst=Fraction(1),
+        )
+
+    monkeypatch.setattr(budgeted, "least_table", least_table)
+    found = budgeted.table_within(spec, ROLES, costs, [target], [team(target)], regret=False)
+    # Four graphs take 2 + 4 + 15 / 4 seconds, three 2 + 3 + 7 / 4.
+    assert found.ladders[0].sizes == (1, 2, 4)
+    assert charged == [None, pytest.approx(2 + 2**26 / MICRO)]
+    assert found.notes == (
+        "capturing takes 6.75 of 9 s; the search charged each graph as the largest of its ladder, so another table "
+        "within the budget may cost less",
+    )
+    nothing = Table(groups=(), waived=frozenset([target]), value=0, worst=Fraction(1))
+    monkeypatch.setattr(budgeted, "least_table", lambda *given, **named: nothing)
+    short = replace(spec, budget=Budget(seconds=2.5))
+    found = budgeted.table_within(short, ROLES, costs, [target], [team(target)], regret=False)
+    assert found.notes == ()
+    assert found.warning == "no graph is within the budget: seconds 2.5, where the cheapest takes 5"
+    assert found.ladders[0].cut is Reason.BUDGET
