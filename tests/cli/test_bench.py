@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from capture_planner import cli
 from capture_planner.cli.bench import FIGURES
+from capture_planner.cli.bench import bench as command
 from capture_planner.errors import RunError
 from support.commands import Run, spec_for
 
@@ -224,6 +224,6 @@ def test_synthetic_acceptance_is_a_fact_of_the_record(run: Run) -> None:
 def test_every_option_is_tried_here() -> None:
     """A new option needs a test."""
     text = Path(__file__).read_text("utf-8")
-    options = [name for param in cli.bench.params for name in (*param.opts, *param.secondary_opts)]
+    options = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from capture_planner import cli
+from capture_planner.cli.run import run as command
 from support.commands import Run, spec_for
 
 torch = pytest.importorskip("torch")
@@ -374,6 +374,6 @@ def test_a_signal_ends_in_a_complete_report(run: Run, number: signal.Signals, co
 def test_every_option_of_run_has_a_test() -> None:
     """A new option needs a test."""
     text = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_run*.py"))
-    options = [name for param in cli.run.params for name in (*param.opts, *param.secondary_opts)]
+    options = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
     tried = set(re.findall(r'"(--?[\w-]+)"', text))
     assert {name for name in options if name.startswith("--")} <= tried

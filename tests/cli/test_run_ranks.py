@@ -72,7 +72,11 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def reports(folder) -> dict[str, dict]:
     """Return the reports of a run with replicas, and of one whose model is spread."""
-    runs = {name: command(f"{name}.yaml", "--ranks", "2", "--requests", "5", *FEW) for name in ("data", "tensor")}
+    few = ("--ranks", "2", "--requests", "5", *FEW)
+    runs = {
+        "data": command("data.yaml", *few, "--rank-timeout", "50"),
+        "tensor": command("tensor.yaml", *few, "--all-reduce", "auto"),
+    }
     assert wait(list(runs.values()), LONGEST)
     for run in runs.values():
         assert run.code == 0, run.err

@@ -116,3 +116,11 @@ def test_workers_of_ray_need_a_variable(flags, expected):
     plan = codec.load_plan(next(path for path in PLANS if path.stem == "llama-3.1-8b.h100"))
     notes = launch_vllm(plan, [*command_for(plan), *flags]).notes
     assert sum("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=CAPTURE_PLANNER_" in note for note in notes) == expected
+
+
+def test_plan_that_model_runner_v1_would_run_is_noted():
+    """VLLM 0.33 runs parallel heads on it, and the plugin cannot apply a plan there."""
+    plan = codec.load_plan(next(path for path in PLANS if path.stem == "gpt-oss-20b-p-eagle.h100"))
+    assert any("model runner V1" in note for note in launch_vllm(plan, command_for(plan)).notes)
+    plain = codec.load_plan(next(path for path in PLANS if path.stem == "llama-3.1-8b.h100"))
+    assert not any("model runner V1" in note for note in launch_vllm(plain, command_for(plain)).notes)

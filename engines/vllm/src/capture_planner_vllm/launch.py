@@ -21,6 +21,7 @@ from capture_planner_vllm.backends import final_settings
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.export import export_vllm
 from capture_planner_vllm.flags import CommandLine, read
+from capture_planner_vllm.settings import RunnerVersion
 
 _DEFAULTS = {"tensor_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
 _COMPILATION, _SPECULATIVE, _MODE = "compilation_config", "speculative_config", "cudagraph_mode"
@@ -63,6 +64,8 @@ def launch_vllm(plan: Plan, command: Sequence[str]) -> Launch:
         words = ["--model", model, *words]
     elif line.model != model:
         notes.append(f"the plan is for {model}, the command serves {line.model}")
+    if command and _runs_on_v1(plan, [*command, *words]):
+        notes.append("vLLM runs this on model runner V1, whose one list of sizes is for all roles: it takes no plan")
     return Launch(arguments=tuple(words), notes=tuple(notes))
 
 
@@ -77,6 +80,13 @@ def _backend_refusal(plan: Plan, command: Sequence[str], lacking: Mapping[str, A
         # Other refusals are vLLM's own to make, on the real machine.
         return next((each.message for each in error.problems if each.path[:1] == (f"--{BACKEND}",)), None)
     return None
+
+
+def _runs_on_v1(plan: Plan, words: Sequence[str]) -> bool:
+    try:
+        return final_settings(Configuration(read(words), plan.environment)).runner is RunnerVersion.V1
+    except FlagError:  # vLLM's own to say
+        return False
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
