@@ -38,6 +38,7 @@ from capture_planner.runtime.chosen import drafter_of
 from capture_planner.runtime.compilation.compilers import OPTIONS
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 
@@ -109,7 +110,7 @@ class Campaign:
             clock=clock_of(self.device),
             effort=Effort(windows=3, steps=20 if self.device.type == "cuda" else 3, runs=1),
             sizes=self.requests,
-            compile=compiled,
+            options=Options(compile=compiled),
         )
 
     def steps(self, name: str) -> dict[str, Any]:

@@ -335,7 +335,11 @@ def main() -> int:
                 results[group] = part
                 targets |= holds
                 finish(arguments, {"results": results, "targets": targets, "seconds": round(time.monotonic() - began)})
-    for text, met in targets.items():
+    # What comes last is what a cut-off output keeps.
+    for engine in (each for part in results.values() for each in part.values() if isinstance(each, dict)):
+        if "error" in engine:
+            CONSOLE.print(engine["error"][-1500:], markup=False)
+    for text, met in sorted(targets.items(), key=lambda item: not item[1]):
         CONSOLE.print(f"{verdict(met)} {escape(text)}")
     return 0 if targets and all(targets.values()) else 1
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from capture_planner.runtime.compilation.pieces import Compiler, Function
+if TYPE_CHECKING:
+    from capture_planner.runtime.compilation.pieces import Compiler, Function
 
 OPTIONS: dict[str, bool | int] = {
     # A timing decides nothing: each start has the same kernels, bits and fingerprints.

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
-from capture_planner.runtime.compilation.pieces import CompiledForward, Compiler, compiled
-from capture_planner.runtime.compilation.trace import traced
 from capture_planner.runtime.models.protocols import Attend, Weight
+
+if TYPE_CHECKING:
+    from capture_planner.runtime.compilation.pieces import CompiledForward, Compiler
 
 Inputs = Mapping[str, torch.Tensor]
 Forward = Callable[..., Sequence[torch.Tensor]]
@@ -21,6 +23,19 @@ Forward = Callable[..., Sequence[torch.Tensor]]
 
 ROWS: Mapping[str, int | None] = {"positions": -1, "active": None}
 """Which dimension of an input is a row for each token; 0 of all that are not named here."""
+
+
+@attrs.frozen(eq=False)
+class Same:
+    """An object as a key: by what it is, and not by what it equals."""
+
+    _value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 @attrs.define(eq=False)
@@ -38,12 +53,12 @@ class Compilation:
         """How many pieces were compiled; layers that differ by their weights alone share theirs."""
         return sum(forward.kinds for forward in self._forwards.values() if forward is not None)
 
-    def find(self, key: Hashable, label: str, make: Callable[[], CompiledForward]) -> CompiledForward | None:
+    def find(self, key: Hashable, label: str, build: Callable[[], CompiledForward]) -> CompiledForward | None:
         """Return the forward of a key, compiled if it is not there; None where it cannot be compiled."""
         if key not in self._forwards:
             self._forwards[key] = None
             with self._noted(label):
-                self._forwards[key] = make()
+                self._forwards[key] = build()
         return self._forwards[key]
 
     def facts(self) -> dict[str, str]:
@@ -93,12 +108,16 @@ class Forwards:
         """Compile one variant for inputs like these, unless a body of this network did so before."""
         kinds = {name: (tensor, _dimension(name, tensor)) for name, tensor in inputs.items()}
 
-        def made() -> CompiledForward:
+        def build() -> CompiledForward:
+            # Here, since tracing needs sympy, which takes a second to import.
+            from capture_planner.runtime.compilation.pieces import compiled
+            from capture_planner.runtime.compilation.trace import traced
+
             trace = traced(lambda attend, **given: forward(attend, variant, **given), kinds, weights)
             return compiled(trace, compiler)
 
         key = (network, variant, compiler, *((name, _kind(*each)) for name, each in sorted(kinds.items())))
-        found = compilation.find(key, label, made)
+        found = compilation.find(key, label, build)
         if found is not None:
             self.compiled[variant] = found
 

@@ -124,6 +124,8 @@ def compiled(trace: Trace, compiler: Compiler) -> CompiledForward:
             continue
         within = set(part)
         outs = [node for node in part if node in results or any(user not in within for user in node.users)]
+        if not outs and not any(_is_mutable(node) for node in part):
+            continue
         sources, graph, key = _piece(part, outs)
         if key not in functions:
             module = fx.GraphModule(trace.module, graph)
@@ -153,6 +155,10 @@ def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
             parts.append([])
         parts[-1].append(node)
     return parts
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _piece(part: Sequence[fx.Node], outs: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Graph, object]:

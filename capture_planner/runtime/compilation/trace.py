@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -60,7 +59,7 @@ def traced(
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     device = next(tensor.device for tensor, _ in inputs.values())
     given = {**inputs, "real": (torch.empty(0, dtype=torch.bool, device=device), 0)}
-    fakes = [_fake(mode, name, *each) for name, each in given.items()]
+    fakes = [_fake(mode, *each) for each in given.values()]
     rows: Any = fakes[-1].shape[0]
     calls: list[TracedCalls] = []
 
@@ -81,7 +80,7 @@ def traced(
     return Trace(module, tuple(given), per_row, _with_weights(mode, module, weights), calls[-1])
 
 
-def _fake(mode: FakeTensorMode, name: str, tensor: torch.Tensor, dimension: int | None) -> torch.Tensor:
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dimension: int | None) -> torch.Tensor:
     sizes, strides = list(tensor.shape), tensor.stride()
     dynamic = [DimDynamic.STATIC] * len(sizes)
     if dimension is not None:
@@ -92,7 +91,7 @@ def _fake(mode: FakeTensorMode, name: str, tensor: torch.Tensor, dimension: int 
             *(order.index(index) for index in range(len(sizes)))
         )
     context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
-    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
+    return mode.from_tensor(tensor, symbolic_context=context)
 
 
 def _refuse_guards(shapes: ShapeEnv, rows: Any) -> None:
@@ -146,7 +145,7 @@ def _with_weights(mode: FakeTensorMode, module: fx.GraphModule, weights: Iterabl
             slots.setdefault(id(tensor), (own, name))
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     placeholders: dict[int, fx.Node] = {}
-    found: list[Slot] = []
+    read: list[Slot] = []
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         tensor = getattr(module, node.target)
         slot = slots.get(id(tensor))
@@ -156,10 +155,10 @@ def _with_weights(mode: FakeTensorMode, module: fx.GraphModule, weights: Iterabl
             raise RunError(f"its forward reads a tensor {list(tensor.shape)} that is not among its weights")
         if id(tensor) not in placeholders:
             with graph.inserting_after(last):
-                last = graph.placeholder(f"weight_{len(found)}")
+                last = graph.placeholder(f"weight_{len(read)}")
             last.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
             placeholders[id(tensor)] = last
-            found.append(slot)
+            read.append(slot)
         node.replace_all_uses_with(placeholders[id(tensor)])
         graph.erase_node(node)
-    return tuple(found)
+    return tuple(read)

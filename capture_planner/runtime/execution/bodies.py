@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.compilation.forwards import Forwards, Inputs
+from capture_planner.runtime.compilation.forwards import Forwards, Inputs, Same
 from capture_planner.runtime.execution.fields import SAMPLED_ROWS, Extents, Fields, TensorRef
 from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
@@ -107,7 +107,7 @@ class TargetBody:
 
     @property
     def network(self) -> Hashable:
-        return self.model, self.adapters, self.aux_layers
+        return Same(self.model), Same(self.adapters), self.aux_layers
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the hidden states, and the auxiliary ones where a drafter reads them."""
@@ -191,7 +191,7 @@ class _DraftBody:
 
     @property
     def network(self) -> Hashable:
-        return (self.drafter,)
+        return Same(self.drafter)
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the hidden states that one module leaves."""
