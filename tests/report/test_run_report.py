@@ -273,6 +273,15 @@ def test_acceptance_is_there_with_a_drafter_only(report):
     assert found.rate is None or 0 <= found.rate <= 1
     if found.length is not None:
         assert found.length * found.decodes == pytest.approx(found.decodes + found.accepted)
+    assert (found.drafted, found.accepted) == (
+        sum(place.drafted for place in found.positions),
+        sum(place.accepted for place in found.positions),
+    )
+    for place, each in enumerate(found.positions):
+        assert each.drafted == sum(step.drafted_at[place] for step in report.steps if len(step.drafted_at) > place)
+        assert each.rate is None or 0 <= each.rate <= 1
+    for shown in plain(report)["acceptance"]["positions"]:
+        assert shown.keys() == {"drafted", "accepted", "rate"}
 
 
 @given(REPORTS)

@@ -1,5 +1,6 @@
 """A compiled forward: the bits of the one that it was compiled from, for any number of tokens, or a reason."""
 
+import functools
 import re
 import weakref
 
@@ -87,6 +88,18 @@ def compile_network(model, compiler=operators):
     return compiled(trace, compiler)
 
 
+@functools.cache
+def counted_network(layers):
+    """Return a network, the same compiled, and the pieces that were compiled so far."""
+    model, modules = network(layers), []
+
+    def counting(module, inputs):
+        modules.append(module)
+        return operators(module, inputs)
+
+    return model, compile_network(model, counting), modules
+
+
 def reason_of(model):
     """Return why a network is not compiled; it then runs as it is."""
     forwards, compilation = Forwards(), Compilation()
@@ -147,14 +160,8 @@ def test_a_compiled_model_has_the_bits_of_the_model_for_any_number_of_tokens(fam
 @given(rows=SIZES, layers=st.integers(1, 4))
 def test_layers_that_differ_by_weights_alone_are_compiled_once(rows, layers):
     """Recurrence and which rows are real included; nothing is compiled by a call."""
-    modules = []
-
-    def counting(module, inputs):
-        modules.append(module)
-        return operators(module, inputs)
-
-    model = network(layers)
-    found, calls = compile_network(model, counting), Calls(rows)
+    model, found, modules = counted_network(layers)
+    calls = Calls(rows)
     states = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
     assert torch.equal(found(calls, {"states": states})[0], model(Calls(rows), 0, states)[0])
     assert calls.layers == list(range(layers))

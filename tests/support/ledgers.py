@@ -14,7 +14,7 @@ from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Waiver
 from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, LargestError
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import Forward, GraphCapture, RequestResult, Step
+from capture_planner.runtime.ledger import CacheMemory, Forward, GraphCapture, RequestResult, Step, Wait, WarmUp
 from capture_planner.runtime.session import RunReport
 from capture_planner.testing import arbitrary_plans, batches, plans
 
@@ -108,14 +108,19 @@ def forwards(draw, dispatcher, captured, step):
 def steps(draw, index):
     """One step of any load."""
     num_reqs = draw(st.integers(0, 300))
-    drafted = draw(st.just(0) | st.integers(0, 500))
+    # Of each place there are no more drafts than of the one before, and no more accepted than drafted.
+    pairs = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)).map(sorted), max_size=3))
+    columns = zip(*pairs, strict=True) if pairs else ((), ())
+    accepted_at, drafted_at = (tuple(sorted(column, reverse=True)) for column in columns)
     return Step(
         index=index,
         num_reqs=num_reqs,
         num_tokens=num_reqs + draw(st.integers(0, 5000)),
         prompts=draw(st.integers(0, num_reqs)),
-        drafted=drafted,
-        accepted=draw(st.integers(0, drafted)),
+        drafted=sum(drafted_at),
+        accepted=sum(accepted_at),
+        drafted_at=drafted_at,
+        accepted_at=accepted_at,
         seconds=draw(times),
         waiting=draw(st.integers(0, 9)),
     )
@@ -134,7 +139,27 @@ def served(draw):
         finished=draw(st.none() | times.map(lambda more: first + more)) if tokens else None,
         tokens=tuple(tokens),
         text=draw(st.none() | names),
+        waited_for=draw(st.none() | st.sampled_from(Wait)),
     )
+
+
+@st.composite
+def warm_ups(draw):
+    """What ran before the clock started."""
+    shapes = draw(counts)
+    return WarmUp(
+        shapes=shapes,
+        ran=draw(st.integers(0, shapes)),
+        seconds=draw(times),
+        compiled=tuple(draw(st.lists(times, max_size=3))),
+        reason=draw(st.just("") | names),
+    )
+
+
+@st.composite
+def cache_memories(draw):
+    """How large the KV cache was made, and why."""
+    return CacheMemory(share=draw(st.none() | st.just(0.9)), predicted=draw(counts), reason=draw(names))
 
 
 @st.composite
@@ -234,4 +259,9 @@ def reports(draw):
         weights=draw(counts),
         served_reading=draw(st.none() | readings()),
         comparison=draw(st.none() | comparisons()),
+        acceptance=draw(st.sampled_from(((), (0.5, 0.25, 0.0)))),
+        otherwise=draw(st.sampled_from((0, 3))),
+        cache_memory=draw(st.none() | cache_memories()),
+        warm_up=draw(st.none() | warm_ups()),
+        compiled=tuple(draw(st.lists(times, max_size=2))),
     )

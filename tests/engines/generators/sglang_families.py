@@ -11,6 +11,11 @@ VISION = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
+    "Glm4vForConditionalGeneration": "glm4v",
 }
 """Architectures that take images, with the type of a config.json."""
 
@@ -48,6 +53,9 @@ def draw_family(random: Random, architecture: str, flags: dict[str, list[str]]) 
         if random.random() < chance:
             flags[flag] = [str(random.choice(values))] if values else []
 
+    if architecture.startswith("Gemma4"):
+        for flag in [flag for flag in flags if flag.endswith("attention-backend")]:
+            flags[flag] = [random.choice(["trtllm_mha", "triton", "triton", "fa4", "flashinfer"])]
     if architecture in SPARSE:
         flags.pop("--speculative-draft-attention-backend", None)
         for flag in [flag for flag in flags if flag.endswith("attention-backend")]:

@@ -131,7 +131,7 @@ def main() -> None:
             known = family or followed(models, architecture)
             source = models.entries[architecture].read_text(encoding="utf-8")
             for kind, holds in (
-                ("multimodal", known and own.m.configs.is_multimodal_model([architecture])),
+                ("multimodal", known and own.m.configs.ModelConfig(command).is_multimodal),
                 (
                     "multimodal_prefill_graphs",
                     known and own.m.configs.is_multimodal_breakable_cuda_graph_supported([architecture]),

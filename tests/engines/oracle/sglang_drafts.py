@@ -39,11 +39,14 @@ def backends(m: Any, spec: Any, draft: Any) -> tuple[Any, Any]:
     """Run SGLang's factory of a drafter's backends; what a constructor refuses before it needs a device counts."""
     kept = {kind: kind.__init__ for kind in _kinds(*(getattr(m, name) for name in _SHELLS))}
 
-    def shell(made: Any, *arguments: Any, **named: Any) -> None:
-        if "MultiStep" in type(made).__name__:
-            with contextlib.suppress(AttributeError, TypeError, RuntimeError):
-                kept[type(made)](made, *arguments, **named)
-            made.attn_backends = []
+    def shell(kind: Any) -> Any:
+        def init(made: Any, *arguments: Any, **named: Any) -> None:
+            if "MultiStep" in kind.__name__:
+                with contextlib.suppress(AttributeError, TypeError, RuntimeError):
+                    kept[kind](made, *arguments, **named)
+                made.attn_backends = []
+
+        return init
 
     runner = types.SimpleNamespace(
         init_new_workspace=False,
@@ -53,7 +56,7 @@ def backends(m: Any, spec: Any, draft: Any) -> tuple[Any, Any]:
         model_config=draft,
     )
     for kind in kept:
-        kind.__init__ = shell
+        kind.__init__ = shell(kind)
     try:
         if spec.speculative_draft_attention_backend:
             m.registry.ATTENTION_BACKENDS[spec.speculative_draft_attention_backend](runner)

@@ -23,7 +23,11 @@ from capture_planner_sglang.resolution import (
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
 _SINKS = "GptOssForCausalLM"
-_SINK_ATTENTION = ("triton", "trtllm_mha", "fa3", "fa4")
+_ATTENTION: dict[str | None, tuple[dict[int, str], tuple[str, ...]]] = {
+    _SINKS: ({9: "fa3", 10: "trtllm_mha"}, ("triton", "trtllm_mha", "fa3", "fa4")),
+    "Gemma4ForConditionalGeneration": ({10: "trtllm_mha"}, ("triton", "trtllm_mha", "fa4")),
+}
+"""Architectures with attention of their own: the default by SM, Triton elsewhere, and what they run with."""
 _ALGORITHMS = (*EAGLE_FAMILY, "NEXTN", "NGRAM")
 _RADIX = ("EAGLE", "EAGLE3")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
@@ -158,8 +162,9 @@ def choose_attention(r: Startup) -> None:
     if r.model.latent:
         latent.choose_page(r)
         latent.check_backends(r)
-    if r.model.architecture == _SINKS and not set(r.attention) <= set(_SINK_ATTENTION):
-        reason = f"SGLang runs {_SINKS} only with {', '.join(_SINK_ATTENTION)}"
+    _, own = _ATTENTION.get(r.model.architecture, ({}, r.attention))
+    if not set(r.attention) <= set(own):
+        reason = f"SGLang runs {r.model.architecture} only with {', '.join(own)}"
         raise refusal("--attention-backend", reason, "give one of them")
     major, minor = r.environment.device.sm
     if "fa3" in r.attention and major not in (8, 9):
@@ -188,8 +193,8 @@ def _default_attention(r: Startup) -> str:
     halves = (args.prefill_attention_backend, args.decode_attention_backend)
     if r.model.latent:
         return latent.default_backend(r)
-    if r.model.architecture == _SINKS and halves == (None, None):
-        return {9: "fa3", 10: "trtllm_mha"}.get(major, "triton")
+    if r.model.architecture in _ATTENTION and (r.model.architecture != _SINKS or halves == (None, None)):
+        return _ATTENTION[r.model.architecture][0].get(major, "triton")
     linear = topk is None or (topk == 1 and args.page_size in (1, None))
     if major == 9 and linear:
         return "fa3"
@@ -247,6 +252,10 @@ def _resolve_eagle(r: Startup) -> None:
     steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
     _read_draft(r)
     latent.check_draft(r)
+    gemma = str(r.model.architecture).startswith("Gemma4") and args.speculative_draft_model_path is not None
+    if gemma and (r.draft.source == ASSUMED or "Assistant" in str(r.draft.architecture)):
+        says = "an assistant of Gemma 4 drafts by FROZEN_KV_MTP (speculative_hook.py), which is not emulated"
+        raise unfollowed("--speculative-draft-model-path", says, "observe the engine itself, or leave speculation out")
     first = r.attention[args.speculative_attention_mode == "decode"]
     own = args.speculative_draft_attention_backend
     if "torch_native" in ({own} if own else {first, r.attention[1] if steps > 1 else first}):
