@@ -35,6 +35,7 @@ SIGNS = {
     "not emulated": ("not emulated", "is for a device", "does not read it"),
 }
 """What messages have in them, by outcome."""
+PROGRAM = "from capture_planner_command import main; main()"
 MACHINE = "no --environment given"
 
 
@@ -70,7 +71,7 @@ def main() -> int:
 
 def tried(row: dict[str, Any], repeat: int) -> dict[str, Any]:
     """Return what the command makes of a line: its outcome, its graphs, its assumptions and its seconds."""
-    words = [sys.executable, "-m", "capture_planner.cli", "engine", row["engine"], row["command"], "--format", "json"]
+    words = [sys.executable, "-c", PROGRAM, "engine", row["engine"], row["command"], "--format", "json"]
     words += ["--environment", row["environment"]] if row.get("environment") else []
     with tempfile.TemporaryDirectory() as folder:
         for name, text in row.get("files", {}).items():

@@ -40,6 +40,7 @@ from _fuzz_uses import MEBI, BrokenLawError, HangError, Outcome, memory
 from fuzz_documents import campaign, choose_seed, options, report
 
 from capture_planner import cli, codec
+from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, load_engines
 from capture_planner.errors import CapturePlannerError, PluginWarning
 from capture_planner.planning.from_config import spec_from_config
@@ -130,7 +131,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    environment = codec.shipped.find_environment("cpu")
+    environment = find_environment("cpu")
     target = load_target(None, SHAPE, device=CPU, dtype=torch.float32)
     made = codec.dumps(plan(SPEC, environment, load_backends()))
     _STATE[:] = [State(arguments, folders.Checkpoints.make(), environment, target, codec.dumps(SPEC), made)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -110,15 +110,29 @@ def _by_last_part() -> Mapping[str, str]:
     return {name.rpartition("/")[2].lower(): name for name in sorted(known(), key=len, reverse=True)}
 
 
+@cache
+def _by_stem() -> Mapping[str, str]:
+    """Return the known models by the last parts of their names without endings, which leave a number: ``kimi-k2``."""
+    stems = {list(_shortened(last))[-1]: name for last, name in _by_last_part().items()}
+    return {stem: name for stem, name in stems.items() if re.search(r"\d", stem)}
+
+
+def _shortened(last: str) -> Iterator[str]:
+    """Yield the last part of a name, and what is left of it without each of its endings."""
+    yield last
+    while (ending := _ENDING.search(last)) is not None:
+        last = last[: ending.start()]
+        yield last
+
+
 def _of_family(name: str) -> Checkpoint | None:
     """Return the known model that a name differs from by its owner and its endings only."""
-    rest = last = name.rstrip("/").rpartition("/")[2].lower()
-    while rest not in _by_last_part():
-        ending = _ENDING.search(rest)
-        if ending is None:
-            return None
-        rest = rest[: ending.start()]
-    like = _by_last_part()[rest]
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    *_, stem = shorter = list(_shortened(last))
+    rest = next((each for each in shorter if each in _by_last_part()), stem)
+    like = _by_last_part().get(rest) or _by_stem().get(rest)
+    if like is None:
+        return None
     # What another ending says of the weights is not what the known model's file does.
     lost = () if rest == last else ("quantization_config",)
     return Checkpoint(name, FAMILY, {key: value for key, value in known()[like].items() if key not in lost}, like)

@@ -161,6 +161,20 @@ def test_other_names_are_of_no_family(name):
     assert checkpoints.find(name).source == "assumed"
 
 
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("moonshotai/Kimi-K2-Thinking", "moonshotai/Kimi-K2-Base"),
+        ("x/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        ("deepseek-ai/DeepSeek-V2", None),
+        ("deepseek-ai/DeepSeek-V5", None),
+    ],
+)
+def test_a_sibling_of_a_known_model_is_of_its_family(name, like):
+    """Kimi-K2-Thinking counted as a dense decoder, though Kimi-K2-Instruct is known; another version is no sibling."""
+    assert checkpoints.find(name).like == like
+
+
 def test_the_cache_comes_before_known_models(hub_cache):
     """A config.json in Hugging Face's cache is the model's own; without it, the list of known models."""
     name, place = "Qwen/Qwen3-8B", hub_cache / "models--Qwen--Qwen3-8B"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-i
 from capture_planner.errors import RankError, RunError
 from capture_planner.runtime.ranks.connection import Connection
 from capture_planner.runtime.ranks.peers import Array, Place, Plain
+from capture_planner.runtime.ranks.rows import SharedRows, create, usable
 
 STEP = "the agreement of a step"
 FOREVER = timedelta(days=1)
@@ -36,7 +39,7 @@ class RankGroup:
         self._connection, self._plane, self._watch, self._device = connection, plane, plane.watch, device
         self._host: dist.ProcessGroup | None = None
         self._tensor: dist.ProcessGroup | None = None
-        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rows: SharedRows | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -53,14 +56,15 @@ class RankGroup:
 
     def agree(self, numbers: Sequence[int]) -> Array:
         host = self._opened()
-        buffers = self._buffers.get(len(numbers))
-        if buffers is None:
-            mine = torch.zeros(len(numbers), dtype=torch.int64)
-            all_ranks = torch.zeros(self.place.size * len(numbers), dtype=torch.int64)
-            buffers = self._buffers[len(numbers)] = mine, all_ranks
-        mine, all_ranks = buffers
         self._watch.begin(STEP)
-        mine.numpy()[:] = numbers
+        found = self._gathered(host, numbers) if self._rows is None else self._rows.gather(numbers)
+        self._watch.done()
+        return found
+
+    def _gathered(self, host: dist.ProcessGroup, numbers: Sequence[int]) -> Array:
+        """Return the numbers of all ranks by gloo, as ranks of several hosts do."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        all_ranks = torch.empty(self.place.size * len(numbers), dtype=torch.int64)
         try:
             # As dist.all_gather_into_tensor does, whose checks would take as long again.
             host._allgather_base(all_ranks, mine).wait()
@@ -69,8 +73,7 @@ class RankGroup:
             raise RankError(
                 f"{self.place}: the agreement of a step broke: {str(error).partition(chr(10))[0]}"
             ) from error
-        self._watch.done()
-        return all_ranks.numpy().reshape(self.place.size, -1).copy()
+        return all_ranks.numpy().reshape(self.place.size, -1)
 
     def tensor_group(self) -> dist.ProcessGroup | None:
         self._opened()
@@ -89,6 +92,7 @@ class RankGroup:
             self.exchange("the groups", None)
             try:
                 self._host = self._open()
+                self._rows = self._share_rows()
             except RuntimeError as error:
                 self._connection.raise_cause(error)
                 raise
@@ -110,3 +114,16 @@ class RankGroup:
             group = dist.new_group(list(ranks), backend="nccl" if is_gpu else "gloo", timeout=FOREVER)
             self._tensor = group if data == place.data else self._tensor
         return host
+
+    def _share_rows(self) -> SharedRows | None:
+        """Open the rows that ranks of one host share; None, on all of them, where some cannot."""
+        is_first, are_near = self.place.rank == 0, len(set(self.hosts)) == 1
+        path = create(self.place.size) if is_first and are_near and usable() else None
+        file = self.exchange("the rows of a step", path)[0]
+        rows = None
+        with suppress(OSError):
+            rows = SharedRows(Path(str(file)), self.place.rank, self.place.size, self._watch.check) if file else None
+        are_open = all(self.exchange("the rows are open", rows is not None))
+        if path is not None:
+            Path(path).unlink()
+        return rows if are_open else None

@@ -19,10 +19,13 @@ import contextlib
 import io
 import itertools
 import json
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +38,7 @@ from capture_planner_vllm.engine import resolve
 from capture_planner_vllm.flags import read
 from capture_planner_vllm.releases import NEWEST, following, releases
 from capture_planner_vllm.tables import flag_table
-from engines.generators.vllm import answer_of, cases, write_models
+from engines.generators.vllm import Case, answer_of, cases, write_models
 from engines.generators.vllm_directed import directed
 from engines.oracle.comparison import finish, options, oracle, release_in, say, sources
 from engines.oracle.vllm_refusals import excused
@@ -49,6 +52,7 @@ def main() -> int:
     parser.add_argument("--wild", type=float, default=0.01, help="chance of flags that vLLM refuses")
     parser.add_argument("--lines-only", action="store_true", help="leave the single flags and the known models out")
     parser.add_argument("--models-only", action="store_true", help="compare nothing but the known models")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compare lines (default: 1)")
     arguments = parser.parse_args()
     module, wheel = oracle("vllm_config"), sources(arguments)
     engine = module.VllmOracle(wheel)
@@ -68,24 +72,13 @@ def _compare(module: ModuleType, engine: Any, wheel: Path, arguments: argparse.N
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        write_models(folder)
         special = [] if arguments.models_only else [case for case, _ in directed()]
         lines = (*special, *cases(arguments.count, arguments.seed, arguments.wild))
-        for case in lines:
-            command, environment = case.command_in(folder), find_environment(case.environment)
-            variables = dict(case.variables)
-            theirs: Any = engine.answer(command, environment, variables)
-            ours = _ours([f"{name}={value}" for name, value in case.variables] + command, environment)
-            refused = isinstance(theirs, module.EngineRefusal)
-            outcomes[_outcome(ours)] += 1
-            flag = ""
-            if refused and not isinstance(ours, FlagError):
-                flag, theirs = excused(engine, command, environment, variables, theirs)
-                refused = isinstance(theirs, module.EngineRefusal)
-            difference = _difference(ours, theirs, refused)
+        for outcome, flag, difference in _every(module, engine, folder, lines, arguments.jobs):
+            outcomes[outcome] += 1
+            differences += bool(difference)
             if difference:
-                differences += 1
-                say(f"{case.data()}{f' without {flag}' if flag else ''}\n  {difference}")
+                say(difference)
             elif flag:
                 ignored[flag] += 1
         models, wrong = (0, 0) if arguments.lines_only else _known_models(module, engine, folder)
@@ -99,6 +92,48 @@ def _compare(module: ModuleType, engine: Any, wheel: Path, arguments: argparse.N
     }
     seconds = time.monotonic() - start
     return finish("vllm_config", arguments, counts, differences, seconds, dict(ignored.most_common()))
+
+
+Comparison = tuple[str, str, str]
+"""What ours is, the ignored flags to blame for a refusal, and what differs, each maybe nothing."""
+_compare_case: list[Callable[[Case], Comparison]] = []
+"""What a worker compares with: it inherits the engine, which cannot be sent to it."""
+
+
+def _every(module: ModuleType, engine: Any, folder: Path, lines: Sequence[Case], jobs: int) -> Iterator[Comparison]:
+    """Compare every line, in order; with several ``jobs`` each process has a folder of its own."""
+
+    def start(number: int) -> None:
+        place = folder / str(number)
+        write_models(place)
+        _compare_case[:] = [partial(_one, module, engine, place)]
+
+    if jobs == 1:
+        start(0)
+        yield from map(_compare_case[0], lines)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs, lambda: start(os.getpid())) as pool:
+        yield from pool.imap(_asked, lines, chunksize=20)
+
+
+def _asked(case: Case) -> Comparison:
+    return _compare_case[0](case)
+
+
+def _one(module: ModuleType, engine: Any, folder: Path, case: Case) -> Comparison:
+    """Give one line to both."""
+    command, environment = case.command_in(folder), find_environment(case.environment)
+    variables = dict(case.variables)
+    theirs: Any = engine.answer(command, environment, variables)
+    ours = _ours([f"{name}={value}" for name, value in case.variables] + command, environment)
+    refused = isinstance(theirs, module.EngineRefusal)
+    flag = ""
+    if refused and not isinstance(ours, FlagError):
+        flag, theirs = excused(engine, command, environment, variables, theirs)
+        refused = isinstance(theirs, module.EngineRefusal)
+    difference = _difference(ours, theirs, refused)
+    says = f"{case.data()}{f' without {flag}' if flag else ''}\n  {difference}" if difference else ""
+    return _outcome(ours), flag, says
 
 
 def _ours(words: list[str], environment: Environment) -> Any:

@@ -263,6 +263,7 @@ class VllmOracle(groups_.Groups):  # type: ignore[misc,name-defined]
 
         # The worker asks when it starts.
         current_platform.check_if_supports_dtype(config.model_config.dtype)
+        parts.check_adapters(config, architectures)
         target = self._group(config, "target")
         groups = [[target, *parts.recurrent_groups(config), *parts.indexer_groups(config)]]
         if config.model_config.is_encoder_decoder:

@@ -108,6 +108,18 @@ def recurrent_groups(config: Any) -> list[Any]:
     return [group(backend, backend.get_builder_cls(), None, "recurrent")]
 
 
+def check_adapters(config: Any, architectures: ModuleType) -> None:
+    """Raise where the model's class takes no adapters, as the worker does once it has loaded one."""
+    import vllm.model_executor.models.registry as registry
+    from vllm.model_executor.models import supports_lora
+
+    name = config.model_config.architecture
+    if config.lora_config is not None and name in registry._VLLM_MODELS:
+        with contextlib.suppress(ImportError):
+            if not supports_lora(architectures.model_class(*registry._VLLM_MODELS[name])):
+                raise ValueError(f"{name} does not support LoRA yet.")
+
+
 def is_sparse(config: Any) -> bool:
     """Say whether the layers attend to the tokens that an indexer chose."""
     return hasattr(config.model_config.hf_text_config, "index_topk")

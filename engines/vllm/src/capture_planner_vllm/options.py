@@ -141,8 +141,10 @@ class ServeOptions:
         self.dtype = model_dtype(line, self.model, self.environment.device.sm, pooling=self.pooling)
         check_quantization(line, self.model, self.dtype, self.environment.device.sm)
         self.cache = cache_dtype(line, self.model, self.dtype)
-        if self.model.architecture == "GlmMoeDsaForCausalLM" and self.environment.device.sm[0] == 10:
-            self.cache = "fp8_e4m3" if self.cache == "auto" else self.cache
+        blackwell = self.environment.device.sm[0] == 10
+        if (self.model.architecture, self.cache, blackwell) == ("GlmMoeDsaForCausalLM", "auto", True):
+            self.cache = "fp8_e4m3"
+            self.note("kv-cache", "auto", self.cache, "for this model on Blackwell vLLM takes an fp8 KV cache")
         self.block: int | None = line.get("block_size")
         if self.block is not None:
             _check_positive("--block-size", self.block)
