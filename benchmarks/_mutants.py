@@ -10,11 +10,15 @@ from typing import Any
 
 import attrs
 from _bench import ROOT
+from _equivalent import equivalent
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import MutationVisitor
 from cosmic_ray.plugins import get_operator, operator_names
 
 PACKAGE = "capture_planner"
+NO_GAP = "no gap: "
+"""Before the reason in the result."""
+
 IDENTITY = ("ReplaceComparisonOperator_Is_Eq", "ReplaceComparisonOperator_IsNot_NotEq")
 
 
@@ -89,13 +93,17 @@ def mutant(module: str, operator: str, occurrence: int) -> Mutant | str:
     lines, new = code.splitlines(), changed.splitlines()
     first = _alike(lines, new)
     last = min(_alike(lines[::-1], new[::-1]), min(len(lines), len(new)) - first)
+    before = " ".join(line.strip() for line in lines[first : len(lines) - last])
+    after = " ".join(line.strip() for line in new[first : len(new) - last] if line.strip())
+    if reason := equivalent(module, before, after):
+        return f"{NO_GAP}{reason}"
     return Mutant(
         module=module,
         operator=operator,
         occurrence=occurrence,
         line=first + 1,
-        before=" ".join(line.strip() for line in lines[first : len(lines) - last]),
-        after=" ".join(line.strip() for line in new[first : len(new) - last] if line.strip()),
+        before=before,
+        after=after,
         source=changed,
     )
 

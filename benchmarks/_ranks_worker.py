@@ -8,6 +8,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,13 @@ def _tokens_of(rank: Rank, backend: str, dtype: DataType, k: int) -> dict[str, A
     }
 
 
+class TimedCollectives(SymmetricCollectives):
+    """Collectives that can be left out. Numbers are wrong then, and times are those of computing alone."""
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial if self.largest < 0 else super().all_reduce(partial)
+
+
 def decode(rank: Rank) -> None:
     """Measure decode steps, and bare replays of their graphs, of a large shape; by kind of all-reduce."""
     layers, sizes = rank.arguments["layers"], rank.arguments["sizes"]
@@ -100,7 +108,8 @@ def decode(rank: Rank) -> None:
     if group is not None and rank.is_gpu:
         try:
             largest = 4 << 20
-            among = SymmetricCollectives(group, rank.device, largest=largest)
+            kinds["none"] = -1
+            among = TimedCollectives(group, rank.device, largest=largest)
             kinds["symmetric"] = largest
         except Exception as error:
             rank.write({"no symmetric memory": str(error)[:500]})
@@ -109,6 +118,7 @@ def decode(rank: Rank) -> None:
     for kind, largest in kinds.items():
         if group is not None and rank.is_gpu:
             among.largest = largest
+        rank.peers.exchange(f"all-reduces of {kind}", None)
         began = time.perf_counter()
         with runner_of(rank, plan, target, trust=False) as runner:
             runner.capture()
@@ -154,6 +164,7 @@ def _decode_of(rank: Rank, runner: Runner, size: int) -> dict[str, Any]:
                 graph.replay()
             rank.settle()
             bare.append((time.perf_counter() - began) / WINDOW)
+    kernels = _kernels(rank, graph) if graph is not None and size in rank.arguments.get("profiled", ()) else None
     serving.cut_off()
     step, alone = statistics.median(steps), statistics.median(bare) if bare else None
     return {
@@ -162,7 +173,30 @@ def _decode_of(rank: Rank, runner: Runner, size: int) -> dict[str, Any]:
         "bare us": None if alone is None else round(alone * 1e6, 1),
         "step / bare": None if alone is None else round(step / alone, 4),
         "steps us": [round(each * 1e6, 1) for each in steps],
+        **({} if kernels is None else {"kernels of a replay on each rank": kernels}),
     }
+
+
+def _kernels(rank: Rank, graph: Any) -> list[Any]:
+    """Return, of each rank, what the kernels of one replay take, in microseconds and by name."""
+    times, count, total = 3, Counter[str](), dict[str, float]()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        rank.peers.exchange("profiled replays", None)
+        for _ in range(times):
+            graph.replay()
+        rank.settle()
+    for event in profile.events():
+        if event.device_time:
+            name = event.name[:90]
+            total[name] = total.get(name, 0.0) + event.device_time
+            count[name] += 1
+    longest = sorted(total.items(), key=lambda item: -item[1])[:14]
+    mine: Any = {
+        "us": round(sum(total.values()) / times, 1),
+        "kernels": round(sum(count.values()) / times, 1),
+        "longest": [[name, round(us / times, 1), round(count[name] / times, 1)] for name, us in longest],
+    }
+    return list(rank.peers.exchange("kernels", mine))
 
 
 def _has_prompts(serving: Any) -> bool:
@@ -265,8 +299,10 @@ def fault(rank: Rank) -> None:
     rank.write(found)
     with runner_of(rank, plan, target) as runner:
         if kind == "out of memory" and is_last and rank.is_gpu:
-            held = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(rank.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(held, rank.device)
+            torch.cuda.empty_cache()
+            most = torch.cuda.memory_reserved() + (4 << 20)
+            whole = torch.cuda.get_device_properties(rank.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(most / whole, rank.device)
             found["fault"] = time.time()
         runner.capture(memory=1 if kind == "memory limit" and is_last else None)
         waived = [done.waiver.message for done in runner.session.captured if done.waiver is not None]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _equivalent import RULES, equivalent
 from _mutation_tests import TESTS
 
 TREE = Path(__file__).parent
@@ -48,3 +49,24 @@ def test_mutation_testing_has_modules_and_tests_that_exist(module: str) -> None:
     for name in TESTS[module]:
         path, _, test = name.partition("::")
         assert f"def {test}" in (TREE / path).read_text("utf-8")
+
+
+@pytest.mark.parametrize("module", sorted(RULES))
+def test_mutants_that_are_no_gap_are_of_lines_that_exist(module: str) -> None:
+    """A rule whose line was changed is taken away, so that it hides no new mutant."""
+    assert module in TESTS
+    text = (CORE / f"{module}.py").read_text("utf-8")
+    assert [code for code, _, _ in RULES[module] if code not in text] == []
+
+
+def test_mutants_are_no_gap_only_as_a_rule_says() -> None:
+    """The line has the code, and the change is that of the rule: not another one of the same line."""
+    assert equivalent("modes", "if role is Role.TARGET:", "if role >= Role.TARGET:") == "no member sorts above it"
+    for after in ("if role <= Role.TARGET:", "if role is not Role.TARGET:", "if role == Role.TARGET:"):
+        assert equivalent("modes", "if role is Role.TARGET:", after) is None
+    line = "if mode is GraphMode.FULL_AND_PIECEWISE:"
+    assert equivalent("modes", line, line.replace(" is ", " >= ")) is None
+    line = "rounds -= 1"
+    assert equivalent("planning/sizing/minimax", line, "rounds -= 2") is not None
+    assert equivalent("planning/sizing/minimax", line, "rounds += 1") is None
+    assert equivalent("planning/sizing/policies", line, "rounds -= 2") is None

@@ -64,7 +64,7 @@ def _check_states(stage: Stage, batch: SceneBatch) -> None:
             last = torch.arange(len(ids) - count, len(ids), device=held.device)
             want = states[last, layer]
             off = (held[last % pool.positions].double() - want).norm(dim=1)
-            wrong = ~(off <= stage.tolerance * (want.norm(dim=1) + 0.1))
+            wrong = _beyond(off, want.norm(dim=1), stage.tolerance)
             if bool(wrong.any()):
                 raise Check.STORED.violation(
                     f"row {live.pool_row} of the states of recurrent layer {layer} does not hold the state of request "
@@ -88,11 +88,16 @@ def first_wrong_row(
     """Compare rows ``[n, layers * width]`` layer by layer; describe the first that is off, if any is."""
     off = (got.double() - want).view(len(want), -1, width).norm(dim=2)
     size = want.view(len(want), -1, width).norm(dim=2)
-    wrong = ~(off <= tolerance * (size + 0.1))
+    wrong = _beyond(off, size, tolerance)
     if not bool(wrong.any()):
         return None
     row, layer = (int(part) for part in wrong.nonzero()[0])
     return f"{name(layer)}, {error_text(off[row, layer], size[row, layer])} in row {row}"
+
+
+def _beyond(off: torch.Tensor, size: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Say of which rows the norm of the error is more than rounding makes of a row of norm ``size``; NaN is more."""
+    return ~(off <= tolerance * (size + 0.1))
 
 
 def error_text(off: torch.Tensor, size: torch.Tensor) -> str:

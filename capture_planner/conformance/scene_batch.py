@@ -214,8 +214,7 @@ class SceneBatch:
         return found
 
     def _settle(self) -> None:
-        """Update the states with what was accepted, as verification does."""
+        """Update the tokens with those that were accepted, as verification does."""
         for live, count, accepted in self.rows:
             row, at, stays = live.place, live.computed, self.settled(live, count, accepted)
             self._states.tokens[row, at : at + stays + 1] = live.tokens[at : at + stays + 1]
-            self._states.computed[row] = at + stays

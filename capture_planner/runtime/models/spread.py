@@ -71,9 +71,10 @@ class Vocabulary:
 
     def likeliest(self, part: torch.Tensor) -> torch.Tensor:
         """Return the token with the largest logit, ``int64[N]``: of each rank's best, not of all logits."""
+        tokens = part.argmax(dim=-1)
         if self._among.size == 1:
-            return part.argmax(dim=-1)
-        values, tokens = part.max(dim=-1)
+            return tokens
+        values = part.gather(1, tokens.unsqueeze(1)).squeeze(1)
         # Exact in float64: any logit, and any token.
         best = self._among.gather(torch.stack([values.double(), (tokens + self._bounds[self._among.rank]).double()]))
         return best[:, 1].gather(0, best[:, 0].argmax(dim=0, keepdim=True))[0].long()

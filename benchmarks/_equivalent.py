@@ -1,0 +1,204 @@
+"""Mutants that are the same program, each with the reason: they are not counted, and a result lists them apart.
+
+A rule has a piece of the line as it is, and a pattern that the changed line has and the line itself has not. A rule
+is for what cannot differ: what a test could notice, however unlikely, is a survivor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_SORTS_FIRST = "no member sorts below it"
+_SORTS_LAST = "no member sorts above it"
+_BY_NAME = "how the record is constructed: its fields are given by name"
+_SAME_LENGTHS = "a check that never fails: both have the same length"
+_BISECTED = "bisect returns no more than the length"
+_DEVICE = "runs on a GPU only, where tests/gpu compares its bytes; these tests have none"
+_OTHER_END = (
+    "the other end of a range: no step lies between the two, or the list has the top itself and nothing above it"
+)
+_DEPLOYMENT = "a deployment to check with: its neighbours are as good"
+
+
+def _ordered(name: str, *, first: bool) -> Iterable[tuple[str, str, str]]:
+    reason = _SORTS_FIRST if first else _SORTS_LAST
+    same, other = ("<=", ">") if first else (">=", "<")
+    yield f" is {name}", rf" {same} {re.escape(name)}\b", reason
+    yield f" is not {name}", rf" {other} {re.escape(name)}\b", reason
+
+
+Rules = tuple[tuple[str, str, str], ...]
+
+ANYWHERE: Rules = (
+    ("kw_only=True", "kw_only=False", _BY_NAME),
+    ("strict=True", "strict=False", _SAME_LENGTHS),
+    *_ordered("Role.DRAFT_DECODE", first=True),
+    *_ordered("Role.TARGET", first=False),
+    *_ordered("GraphMode.NONE", first=True),
+    *_ordered("GraphMode.FULL", first=False),
+    *_ordered("GraphSupport.NEVER", first=True),
+    *_ordered("GraphSupport.ALWAYS", first=False),
+)
+"""Of any module."""
+
+RULES: dict[str, Rules] = {
+    "planning/sizing/minimax": (
+        ("_ROUNDS = 4", r"_ROUNDS = +[35]", "how often the rest is recomputed: the sizes are the best either way"),
+        ("rounds -= 1", r"rounds -= +[02]", "how often the rest is recomputed: the sizes are the best either way"),
+        ("domain.after(0)", r"after\( ?-1\)", "no count is below one"),
+        ("if anchor < len(anchors):", r"anchor (!=|is not) len", _BISECTED),
+        ("if nearest == len(candidates):", r"nearest (>=|is) len", _BISECTED),
+        ("grid = domain.ceiling**2", r"ceiling\*\* ?3", "a finer grid"),
+    ),
+    "planning/sizing/ladder": (
+        ("upto_count(size) or 0", r"or ?-?1\)", "a size that serves no count is in no ladder"),
+        ("if ratio <= self.worst", r"ratio < self", "within its own worst ratio, a ladder is at most shortened"),
+        ("if len(sizes) >= len(self.sizes)", r"\) (==|is) len", "a looser ratio never takes more sizes"),
+    ),
+    "planning/sizing/engine_lists": (
+        (
+            "if query_len > 1:",
+            r"query_len (!= 1|>= 1|> +0)",
+            "for one token each the general rule gives the same sizes",
+        ),
+        ("*range(10, 33, 2)", r"\b34,", _OTHER_END),
+        ("*range(40, 65, 4)", r"\b66,", _OTHER_END),
+        ("*range(72, 257, 8)", r"\b258,", _OTHER_END),
+        ("*range(16, 257, 8)", r"\b258,", _OTHER_END),
+        ("*range(272, 512, 16)", r"\b51[13],", _OTHER_END),
+        ("*range(4, 33, 4)", r"\b34,", _OTHER_END),
+        ("*range(48, 257, 16)", r"\b258,", _OTHER_END),
+        ("*range(288, 513, 32)", r"\b514,", _OTHER_END),
+        ("*range(576, 1025, 64)", r"\b1026,", _OTHER_END),
+        ("*range(1280, 4097, 256)", r"\b4098,", _OTHER_END),
+        ("*range(8, 129, 8)", r"\b130,", _OTHER_END),
+        ("top + 1, ", r"top (\*|//|\*\*|<<|\|) 1,|top \+ +[02],", _OTHER_END),
+        ("(top - 1).bit_length()", r"top (\+|\*|//|\*\*|<<|\||\^) 1\)|top - +0\)", _OTHER_END),
+        ("if size <= top}", r"size < top", "the top itself is added"),
+    ),
+    "planning/sizing/program": (
+        ("attrs.field(factory=list, init=False)", r"init=True", _BY_NAME),
+        ("while len(self._tops) < number:", r"\) <= number", "one more row is computed, and not read"),
+    ),
+    "planning/sizing/allocation": (
+        (
+            "if lowest == group.problem.every_size:",
+            r"lowest (is|<=|<|>) ",
+            "it ends a search in which nothing better is left",
+        ),
+        ("_Allocation(0, 0, ()", r"_Allocation\((\s*-?1, 0|0,\s*-?1),", "a constant in all sums that are compared"),
+        ("left: tuple[int, ...] = attrs.field(order=False)", r"order=True", "orders states that are equal in all else"),
+        ("yield from fitting[-1:]", r"fitting\[- ?0:", "more of the pools are tried, and larger ones cost no less"),
+    ),
+    "planning/sizing/worst": (
+        (
+            "fewest = chosen(Fraction(longest + 1))",
+            r"longest (\||<<) 1|longest \+ +2",
+            "no ratio is above the longest time",
+        ),
+        ("default=1)", r"default= ?-?[02]\)", "without groups nothing is chosen"),
+        (
+            "Fraction(1, longest**2 + 1)",
+            r"longest\*\*2 (\*|//|\*\*|\||<<|\^|-) 1|longest\*\*2 \+ +[02]|longest\*\* ?3",
+            "a grain as fine as two ratios can be near, or finer: the walk ends at the same ratio",
+        ),
+    ),
+    "planning/resolve": (
+        ("message[:500]", r"message\[: ?(499|501)", "one character of a long message"),
+        (" is _FULL", r">= _FULL", _SORTS_LAST),
+        (" is not _FULL", r" < _FULL", _SORTS_LAST),
+        (" is _NONE", r"<= _NONE", _SORTS_FIRST),
+    ),
+    "planning/coverage": (
+        ("MOST_LISTED = 1 << 16", r"MOST_LISTED = .*", "after how many sets a search stops, and says so"),
+        ("MOST_SETS = 1024", r"MOST_SETS = +102[35]", "after how many sets a search stops, and says so"),
+        ("if tried == MOST_SETS or", r"(tried|number) >= MOST", "both grow by one"),
+        (
+            "if best is not None and (least > best[0][0]",
+            r"\(least == best\[0\]\[0\] or|> best\[0\]\[ ?0\]\)\)",
+            "it ends a search in which nothing better is left",
+        ),
+        (
+            "range(len(cheap) + 1)",
+            r"\) \^ 1|\) \| 1|\) \+ +2",
+            "the set of all is one of those tried, or is tried twice",
+        ),
+    ),
+    "planning/costs": (
+        ("query_len or 0,", r"query_len and 0,", "nothing is left to order where all others are equal"),
+    ),
+    "planning/draft_lengths": (("self._at = 0", r"self\._at = +1", "at the first size there is one line"),),
+    "planning/measured": (("if any(len(team) > 1 for", r"\) != 1", "no team is empty"),),
+    "planning/steps": (("return batches[-1]", r"\[\+1\]", "reached only where a sum of floats is short of all steps"),),
+    "dispatch/dispatcher": (
+        (
+            "entry.num_tokens // query_len)",
+            r"num_tokens / query_len",
+            "holds as many requests as the whole number below",
+        ),
+        (
+            "entry.num_reqs >= entry.num_tokens:",
+            r"num_reqs (>|==) entry",
+            "such a bound binds no batch: more tables, same answers",
+        ),
+        ("_CACHE_SIZE = 1 << 16", r"_CACHE_SIZE = .*", "how many answers are kept"),
+        ("self._cached = 1", r"_cached = +[02]", "how many answers are kept"),
+    ),
+    "runtime/execution/fields": (
+        ('.device.type == "cpu"', r'type <= "cpu"', "no device sorts below cpu"),
+        ("@attrs.define(eq=False)", r"eq=True", "buffers are never compared"),
+    ),
+    "runtime/execution/fused": (
+        ("tl.arange(0, block)", r"first (\||\^) tl", "the first place is a multiple of the block"),
+        ("if pinned", r"if not pinned", _DEVICE),
+        ("count = min(1 << (count - 1).bit_length(), len(self._device))", r".", _DEVICE),
+        ("key = turn, count, 1 << (blocks - 1).bit_length()", r".", _DEVICE),
+        ("if key not in self._graphs:", r".", _DEVICE),
+        ("self._launch(key[2], self.max_writes)", r".", _DEVICE),
+        ("self._launch(1, rows)", r".", _DEVICE),
+        ("with nothing_collected(), torch.cuda.stream(stream):", r".", _DEVICE),
+    ),
+    "conformance/adapter_rows": (
+        ('name="tiny", num_layers=1', r".", _DEPLOYMENT),
+        ("max_model_len=32", r".", _DEPLOYMENT),
+        ("LIMITS = Limits(max_num_reqs=4, max_num_tokens=24)", r".", _DEPLOYMENT),
+        ("NUM_ADAPTERS = 3", r"NUM_ADAPTERS = +[24]", _DEPLOYMENT),
+        ("workloads: int = 30", r"= +(29|31)", "how many workloads are tried where the caller does not say"),
+        ("load_target(None, MODEL", r"seed= +[02]", _DEPLOYMENT),
+        ("random_adapters(target.linears()", r"seed= +[13]", _DEPLOYMENT),
+        ("PageFormat(page_size=4, num_pages=", r".", _DEPLOYMENT),
+        ("choose_drafter(", r"num_states= +[35]|length= +(39|41)", _DEPLOYMENT),
+        ("min_size=2, max_size=8", r"min_size= +[13]|max_size= +[79]", _DEPLOYMENT),
+        ("st.integers(0, 60)", r"(59|61)", _DEPLOYMENT),
+        ("draw(st.sampled_from((1, 1, 1, 2, 5)))", r".", _DEPLOYMENT),
+    ),
+    "conformance/canaries": (
+        ("@attrs.frozen(eq=False)", r"eq=True", "snapshots are never compared"),
+        ("LARGEST = 1 << 20", r"LARGEST = .*", "between an output and a workspace, which differ by more"),
+    ),
+    "conformance/declaration_checks": (("scene = Scene(shape=shape, drafts=2", r".", _DEPLOYMENT),),
+    "conformance/rank_agreement": (
+        ("vectors: int = 300", r"= +(299|301)", "how many vectors are tried where the caller does not say"),
+        ("memory=1 << 34", r"memory=", _DEPLOYMENT),
+        ('Model(name="m", num_layers=2', r".", _DEPLOYMENT),
+        ("if len(entries) > 1:", r"\) != 1", "there is at least one rank"),
+        ("answer.dispatch.reason for answer in answers}) > 1:", r"\) != 1", "there is at least one rank"),
+    ),
+    "conformance/scene_batch": (
+        ("found = RequestStates(", r"RequestStates\(", "how long the arrays are: no less than is written"),
+    ),
+    "conformance/watch": (
+        ("self.largest = (0, 0)", r"\( ?-1, 0\)|\(0, +-1\)", "a batch has at least one request"),
+        ("self.longest, self.pages = 0, 0", r"-1", "a forward has a request"),
+    ),
+}
+"""Of a module."""
+
+
+def equivalent(module: str, before: str, after: str) -> str | None:
+    """Return why a mutant is the same program, or None."""
+    for code, pattern, reason in (*ANYWHERE, *RULES.get(module, ())):
+        if code in before and re.search(pattern, after) and (pattern == "." or not re.search(pattern, before)):
+            return reason
+    return None
