@@ -36,13 +36,11 @@ def check_backends(r: Startup) -> None:
     args, major = r.args, r.environment.device.sm[0]
     named = {args.attention_backend, args.decode_attention_backend}
     if "fa3" in r.attention and major != 9:
-        says = "SGLang's fa3 has latent attention on SM90 only"
-        raise refusal(_BACKEND, says, "name another, such as triton")
+        raise refusal(_BACKEND, "SGLang's fa3 has latent attention on SM90 only", "name another, such as triton")
     if "trtllm_mla" in named and major < 10:
         raise refusal(_BACKEND, "SGLang's trtllm_mla needs SM100 or SM120", "name another, such as flashmla")
     if "trtllm_mla" in named and args.kv_cache_dtype not in ("fp8_e4m3", "bf16", "auto"):
-        says = "SGLang's trtllm_mla has no such KV cache"
-        raise refusal("--kv-cache-dtype", says, "give fp8_e4m3, bf16 or auto")
+        raise refusal("--kv-cache-dtype", "SGLang's trtllm_mla has no such KV cache", "give fp8_e4m3, bf16 or auto")
     if "cutedsl_mla" not in {*named, args.prefill_attention_backend}:
         return
     if args.prefill_attention_backend == "cutedsl_mla":

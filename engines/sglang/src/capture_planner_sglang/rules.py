@@ -231,8 +231,7 @@ def resolve_speculation(r: Startup) -> None:
     if r.attention_dp and name in ("STANDALONE", "NGRAM"):
         raise refusal("--speculative-algorithm", f"SGLang has no {name} with attention DP", "drop one of them")
     if args.disaggregation_decode_enable_radix_cache and args.disaggregation_mode == "decode" and name not in _RADIX:
-        says = f"SGLang has no {name} with it"
-        raise refusal("--disaggregation-decode-enable-radix-cache", says, "drop one of them")
+        raise refusal("--disaggregation-decode-enable-radix-cache", f"SGLang has no {name} with it", "drop one of them")
     if args.max_running_requests is None:
         says = f"with speculation, {_SPECULATIVE_REQUESTS} requests run at most unless a flag says how many"
         r.rewrite("max_running_requests", _SPECULATIVE_REQUESTS, "requests-of-speculation", says)

@@ -45,8 +45,7 @@ def final_settings(config: Configuration) -> VllmSettings:
             _set_adaptive_mode(config, attention, backend)
     if v1 and config.mode.has_piecewise and not (config.breakable or config.compiles_around_attention):
         message = "vLLM's V1 runner captures pieces that end at attention, which is not split off"
-        remedy = "leave it out, or ask for a mode without PIECEWISE"
-        raise refusal(COMPILATION, message, remedy, "splitting_ops")
+        raise refusal(COMPILATION, message, "leave it out, or ask for a mode without PIECEWISE", "splitting_ops")
     mode = resolve_mode(
         config.mode,
         support=support,

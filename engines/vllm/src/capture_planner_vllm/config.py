@@ -71,12 +71,10 @@ class Configuration(ServeOptions):
         if not v2:
             self._check_drafter_on_v1()
         if self.ubatching and self.data == 1:
-            message = "a single data-parallel rank splits no batch, and has no graph for it"
-            self.note("overlap", "on", "off", message)
+            self.note("overlap", "on", "off", "a single data-parallel rank splits no batch, and has no graph for it")
         longest = spec.max_len if v2 and spec is not None and has("draft-bounds-length") else None
         if longest is not None and longest < self.max_model_len:
-            message = "the draft model takes no longer prompts"
-            self.note("draft-length", self.max_model_len, longest, message)
+            self.note("draft-length", self.max_model_len, longest, "the draft model takes no longer prompts")
             self.max_model_len = longest
         self._check_state(state_length, self.max_model_len)
         if spec is not None and spec.length is not None:
@@ -172,8 +170,7 @@ class Configuration(ServeOptions):
     def _schedule_without_full(self) -> None:
         on_v1 = self.schedule is not None and self.runner is RunnerVersion.V1
         if on_v1 and GraphMode.FULL in self.mode.allowed:
-            message = "the V1 runner captures no FULL graphs with a schedule"
-            self.set_mode("schedule-v1", GraphMode.PIECEWISE, message)
+            self.set_mode("schedule-v1", GraphMode.PIECEWISE, "the V1 runner captures no FULL graphs with a schedule")
 
     def _limit_modes(self, *, of_target: bool = True) -> None:
         """Apply the limits of compilation, model and connector; ``of_target``: not an independent draft's."""
@@ -212,8 +209,7 @@ class Configuration(ServeOptions):
             message = f"vLLM requires a largest size of at least 1, got {self.user_max}"
             raise refusal("--max-cudagraph-capture-size", message, "give 1 or more")
         if user is not None and not user:
-            message = "vLLM requires at least one size"
-            raise refusal("--cudagraph-capture-sizes", message, "give one, or mode NONE")
+            raise refusal("--cudagraph-capture-sizes", "vLLM requires at least one size", "give one, or mode NONE")
         widest = {1 + k: size for size, k in enumerate(self.drafted) if size}
         self.sizes = vllm_tokens(
             max_num_reqs=self.seqs,
@@ -230,8 +226,7 @@ class Configuration(ServeOptions):
             if user is not None:
                 message = f"{self.user_max} is not the largest capture size, which is {self.max_size}"
                 raise refusal("--max-cudagraph-capture-size", message, "leave it out")
-            message = f"{self.max_size} is the largest size on the grid"
-            self.note("largest-size", self.user_max, self.max_size, message)
+            self.note("largest-size", self.user_max, self.max_size, f"{self.max_size} is the largest size on the grid")
         dropped = sorted(set(user or ()) - set(self.sizes))
         if dropped:
             message = f"sizes above {self.tokens} tokens are dropped: {', '.join(map(str, dropped))}"
@@ -240,8 +235,7 @@ class Configuration(ServeOptions):
     def _last_rewrites(self) -> None:
         self._without_compilation()
         if self.runner is RunnerVersion.V2 and self.compile == 1 and self.mode is not GraphMode.NONE:
-            message = "V2 captures nothing around stock torch.compile"
-            self.set_mode("stock-compile", GraphMode.NONE, message)
+            self.set_mode("stock-compile", GraphMode.NONE, "V2 captures nothing around stock torch.compile")
             self.sizes, self.max_size = (), 0
         if self.ubatching and self.runner is RunnerVersion.V2 and self.mode is GraphMode.PIECEWISE:
             message = "vLLM's V2 runner has no overlap with PIECEWISE graphs"

@@ -35,8 +35,7 @@ def speculative_sizes(sizes: tuple[int, ...], max_size: int, *, query_len: int, 
         kept = [query_len]
     if not kept:
         message = f"no capture size up to {max_size} is a multiple of 1 + K = {query_len}"
-        remedy = f"allow sizes up to {query_len}, or draft fewer tokens"
-        raise refusal("--max-cudagraph-capture-size", message, remedy)
+        raise refusal("--max-cudagraph-capture-size", message, f"allow sizes up to {query_len}, or draft fewer tokens")
     return tuple(kept)
 
 

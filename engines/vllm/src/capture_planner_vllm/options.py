@@ -51,8 +51,7 @@ class ServeOptions:
             )
         self.sources: dict[str, str] = {}
         if environment.device.kind is not DeviceKind.CUDA:
-            message = f"{environment.name} has no CUDA device"
-            raise refusal("--environment", message, "name the environment of a GPU")
+            raise refusal("--environment", f"{environment.name} has no CUDA device", "name the environment of a GPU")
         self._graphs()
         self._model()
         self._parallel()
@@ -85,8 +84,7 @@ class ServeOptions:
         """Return an option that may be a flag or a part of ``--compilation-config``, but not both."""
         value = self.line.get(name)
         if value is not None and inside is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise refusal(flag, f"{COMPILATION} gives {name} too", "drop one of both")
+            raise refusal(f"--{name.replace('_', '-')}", f"{COMPILATION} gives {name} too", "drop one of both")
         self.sources[name] = self.line.source(name if name in self.line.values else "compilation_config")
         return inside if value is None else value
 
@@ -175,8 +173,7 @@ class ServeOptions:
             copies = self.tensor // model.kv_heads if self.tensor > model.kv_heads else 0
             if self.decode_context > copies or model.heads // model.kv_heads % self.decode_context:
                 message = f"vLLM cannot split {model.kv_heads} KV heads on {self.tensor} ranks this way"
-                remedy = "use more tensor-parallel ranks, or give 1"
-                raise refusal("--decode-context-parallel-size", message, remedy)
+                raise refusal("--decode-context-parallel-size", message, "use more tensor-parallel ranks, or give 1")
 
     def _overlap(self) -> Overlap | None:
         """Return how batches are split into microbatches, where the flags ask for that."""
@@ -233,8 +230,7 @@ class ServeOptions:
             self.note(rule, tokens, most, f"{seqs} requests of {self.max_model_len} tokens have {most}")
             self.sources["max_num_batched_tokens"], tokens = rule, most
         if user_seqs is None and seqs > tokens:
-            rule = "requests-by-tokens"
-            self.note(rule, seqs, tokens, f"a batch of {tokens} tokens has at most {tokens} requests")
+            self.note("requests-by-tokens", seqs, tokens, f"a batch of {tokens} tokens has at most {tokens} requests")
             self.sources["max_num_seqs"], seqs = rule, tokens
         self.tokens, self.seqs = tokens, seqs
         _check_positive("--max-num-seqs", seqs)
@@ -247,8 +243,7 @@ class ServeOptions:
             raise error("--max-num-batched-tokens", message, remedy)
         if tokens < seqs:
             message = f"vLLM requires a token for each of {seqs} requests, got {tokens}"
-            remedy = f"give {seqs} or more, or fewer --max-num-seqs"
-            raise refusal("--max-num-batched-tokens", message, remedy)
+            raise refusal("--max-num-batched-tokens", message, f"give {seqs} or more, or fewer --max-num-seqs")
 
     def _adapters(self) -> None:
         get = self.line.get

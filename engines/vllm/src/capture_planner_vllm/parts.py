@@ -37,8 +37,7 @@ class Part:
         if old is None:
             return self.refuse(key, f"vLLM {minor()} has no such field", did_you_mean(key, names()[kind]))
         last = f"; {old.until} was the last release with it" if old.until else ""
-        says = f"vLLM {minor()} has no such field{last}"
-        return self.refuse(key, says, old.remedy_of(json.dumps(self.given[key])))
+        return self.refuse(key, f"vLLM {minor()} has no such field{last}", old.remedy_of(json.dumps(self.given[key])))
 
     def boolean(self, key: str, default: bool | None = None) -> bool | None:
         value = self.given.get(key)

@@ -61,6 +61,5 @@ def cache_dtype(line: CommandLine, model: ModelFacts, dtype: str) -> str:
 def check_cache(flag: str, cache: str, dtype: str, *inside: str) -> str:
     """Return the KV cache's dtype; raises ``FlagError`` for a 16-bit float other than the model's."""
     if cache in ("float16", "bfloat16") and cache != dtype and has("cache-dtype-is-models"):
-        message = f"vLLM does not combine a {cache} KV cache with a {dtype} model"
-        raise refusal(flag, message, "give auto", *inside)
+        raise refusal(flag, f"vLLM does not combine a {cache} KV cache with a {dtype} model", "give auto", *inside)
     return cache

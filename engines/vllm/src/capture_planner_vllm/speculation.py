@@ -87,8 +87,7 @@ def speculation(line: CommandLine, target: ModelFacts, tensor: int, max_len: int
     if value is None:
         return None
     if not isinstance(value, dict):
-        example = 'as in {"method": "ngram", "num_speculative_tokens": 3}'
-        raise refusal(FLAG, "expected a JSON object", example)
+        raise refusal(FLAG, "expected a JSON object", 'as in {"method": "ngram", "num_speculative_tokens": 3}')
     part = Part(FLAG, "speculative_config", {key.replace("-", "_"): item for key, item in value.items()})
     ranks = part.integer("draft_tensor_parallel_size", least=1)
     key = "attention_backend"
@@ -156,8 +155,7 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
             case [int(first), int(last), int(k)]:
                 tiers.append((first, last, k))
             case _:
-                message = f"expected [first, last, K], got {entry!r}"
-                raise refusal(FLAG, message, "give three whole numbers", key, index)
+                raise refusal(FLAG, f"expected [first, last, K], got {entry!r}", "give three whole numbers", key, index)
     return tuple(tiers)
 
 

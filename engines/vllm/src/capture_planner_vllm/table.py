@@ -109,8 +109,7 @@ class TableManager:
         groups: dict[tuple[GraphMode, int], dict[int, list[CapturedGraph]]] = {}
         for graph in reversed(graphs):
             entry = graph.entry
-            by_tokens = groups.setdefault((entry.mode, entry.active_loras), {})
-            by_tokens.setdefault(entry.num_tokens, []).append(graph)
+            groups.setdefault((entry.mode, entry.active_loras), {}).setdefault(entry.num_tokens, []).append(graph)
         object.__setattr__(self, "graphs", graphs)
         object.__setattr__(self, "_groups", {key: (sorted(sizes), sizes) for key, sizes in groups.items()})
 
