@@ -12,13 +12,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from capture_planner.codec import hub
+from capture_planner.engines.json_tables import json_table
 
 FOLDER, CACHE, KNOWN, FAMILY, ASSUMED = "model", "cache", "known", "family", "assumed"
 """Where facts come from, as settings say it: the model's own folder, Hugging Face's cache, the list of known models,
@@ -98,10 +98,8 @@ def _object(path: Path) -> dict[str, Any]:
 @cache
 def known() -> Mapping[str, Mapping[str, Any]]:
     """Return the fields of each known model's ``config.json`` by its public name."""
-    text = (resources.files(__package__) / "known_models.json").read_text(encoding="utf-8")
-    return {
-        each: entry["config"] for name, entry in json.loads(text).items() for each in (name, *entry.get("also", ()))
-    }
+    entries = json_table(__package__, "known_models.json").items()
+    return {each: entry["config"] for name, entry in entries for each in (name, *entry.get("also", ()))}
 
 
 @cache
@@ -151,14 +149,16 @@ def assumption(name: str | None, counts_as: str) -> str:
     return f"{name} is unknown here (no folder, not in Hugging Face's cache, no known name) and counts as {counts_as}"
 
 
-def assumed(name: str | None, counts_as: str, results: str) -> str:
-    """Return the sentence about a model without facts: what it counts as, what rests on it, what to do."""
-    return f"{assumption(name, counts_as)}; {results} rest on that; {remedy(name)}"
+def assumed(source: str, name: str | None, like: str | None, counts_as: str, results: str) -> tuple[str, ...]:
+    """Return the sentence about a model whose own facts are not here: what it counts as, what rests on it, what to do.
 
-
-def taken_for(name: str, like: str, results: str) -> str:
-    """Return the sentence about a model that counts as a known one of its family."""
-    return f"{name} is taken for {like} by its name; {results} rest on that; {remedy(name)}"
+    :param source: where its facts come from.
+    :param like: the known model of its family that it is taken for.
+    """
+    if source != ASSUMED and like is None:
+        return ()
+    says = assumption(name, counts_as) if source == ASSUMED else f"{name} is taken for {like} by its name"
+    return (f"{says}; {results} rest on that; {remedy(name)}",)
 
 
 def remedy(name: str | None) -> str:

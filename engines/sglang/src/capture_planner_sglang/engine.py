@@ -33,7 +33,7 @@ from capture_planner_sglang.export import BACKENDS, export_sglang
 from capture_planner_sglang.fixes import SglangFixes
 from capture_planner_sglang.flags import FLAGS, HISTORY, UNEMULATED_VARIABLES, name_of, parse
 from capture_planner_sglang.launch import launch
-from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, SglangModel, Startup, read_model
+from capture_planner_sglang.resolution import COUNTS_AS, DECODE, PREFILL, Startup, read_model
 from capture_planner_sglang.rules import EAGLE_FAMILY
 
 VERSION = "0.5.23"
@@ -109,17 +109,12 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
 def _assumptions(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
     results = "attention_backend" if r.args.context_length else "context_length, attention_backend"
-    found = _assumption(r.model, r.named, COUNTS_AS, f"{results} and which graphs there are")
+    results += " and which graphs there are"
+    found = checkpoints.assumed(r.model.source, r.named, r.model.like, COUNTS_AS, results)
     if r.draft is not r.model and r.args.speculative_algorithm in EAGLE_FAMILY:
-        path = r.args.speculative_draft_model_path
-        found += _assumption(r.draft, path, "a decoder's head", "the graphs of the drafter's prompts")
+        path, results = r.args.speculative_draft_model_path, "the graphs of the drafter's prompts"
+        found += checkpoints.assumed(r.draft.source, path, r.draft.like, "a decoder's head", results)
     return found
-
-
-def _assumption(model: SglangModel, name: str | None, counts_as: str, results: str) -> tuple[str, ...]:
-    if model.source == ASSUMED:
-        return (checkpoints.assumed(name, counts_as, results),)
-    return () if model.like is None else (checkpoints.taken_for(str(name), model.like, results),)
 
 
 def _speculative(r: Startup) -> Speculative | None:

@@ -21,19 +21,19 @@ import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import cache
-from importlib import resources
 from typing import Any, ClassVar
 
 import attrs
 
 from capture_planner.engines.history import History
+from capture_planner.engines.json_tables import json_table
 from capture_planner.engines.launch import leading_variables
 from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
 from capture_planner.engines.yaml_files import read_flags, split_config
 from capture_planner.errors import NotEmulated, Problem
 from capture_planner_sglang.resolution import Phase
 
-TABLE = json.loads((resources.files(__package__) / "flags.json").read_text(encoding="utf-8"))
+TABLE = json_table(__package__, "flags.json")
 """Every flag of the release, as in the module's docstring."""
 
 VARIABLES = {
@@ -56,7 +56,7 @@ DISPATCH_TOKENS = 128
 ATTENTION_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha", "torch_native", "flex_attention")
 """Backends for ordinary decoders on CUDA devices; the others are for other attention or hardware."""
 
-HISTORY = History.load(json.loads((resources.files(__package__) / "history.json").read_text(encoding="utf-8")))
+HISTORY = History.load(json_table(__package__, "history.json"))
 """What older releases called differently."""
 
 UNEMULATED_VARIABLES: dict[str, tuple[str, ...]] = dict.fromkeys(

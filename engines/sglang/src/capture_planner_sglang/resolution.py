@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import attrs
@@ -14,6 +12,7 @@ import attrs
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import Decisions
+from capture_planner.engines.json_tables import json_table
 from capture_planner.engines.parsing import refusal
 from capture_planner.records.environment import Environment
 
@@ -41,6 +40,7 @@ ASSUMED_CONTEXT = 1 << 17
 COUNTS_AS = f"an ordinary text decoder of {ASSUMED_CONTEXT} tokens"
 _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 _LENGTH_LEFT_OUT = 2048
+_ARCHITECTURES = "architectures.json"
 
 
 @cache
@@ -49,17 +49,12 @@ def architectures() -> Mapping[str, frozenset[str]]:
 
     Those that are followed are decoders of text that no rule for graphs touches, or whose rule is emulated.
     """
-    return {kind: frozenset(names) for kind, names in _recorded().items()}
-
-
-@cache
-def _recorded() -> Mapping[str, Any]:
-    return dict(json.loads((resources.files(__package__) / "architectures.json").read_text(encoding="utf-8")))
+    return {kind: frozenset(names) for kind, names in json_table(__package__, _ARCHITECTURES).items()}
 
 
 def decided_in(architecture: str | None) -> str:
     """Return the release's files below ``sglang/srt`` that name an architecture that is not followed."""
-    return ", ".join(_recorded()["decided_in"].get(architecture, ()))
+    return ", ".join(json_table(__package__, _ARCHITECTURES)["decided_in"].get(architecture, ()))
 
 
 @attrs.frozen

@@ -13,23 +13,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import resources
 from typing import Any
 
 import attrs
 
 from capture_planner.engines.history import History, old_names, values_behind
+from capture_planner.engines.json_tables import json_table
 from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.yaml_files import located, read_yaml, refused_file
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner_tensorrt_llm.values import Problems, integer
 
-OPTIONS = json.loads((resources.files(__package__) / "options.json").read_text(encoding="utf-8"))
+OPTIONS = json_table(__package__, "options.json")
 """Every flag and key, as in the module's docstring."""
 
 FLAGS: dict[str, str] = {name: row["help"] for name, row in OPTIONS["flags"].items()} | OPTIONS["files"]

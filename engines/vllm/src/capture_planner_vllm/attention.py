@@ -17,7 +17,7 @@ from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.releases import has
 from capture_planner_vllm.tables import names, rules
 
-FLAG = "--attention-backend"
+BACKEND = "--attention-backend"
 _SM80, _SM90, _SM121 = (8, 0), (9, 0), (12, 1)
 _RULES = rules()["attention"]
 """Backends in vLLM's order, their quantized KV cache dtypes, and the number that a KV block is a multiple of."""

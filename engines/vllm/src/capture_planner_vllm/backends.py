@@ -7,8 +7,7 @@ import attrs
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode, GraphSupport
 from capture_planner_vllm import legacy
-from capture_planner_vllm.attention import FLAG as BACKEND
-from capture_planner_vllm.attention import AttentionChoice
+from capture_planner_vllm.attention import BACKEND, AttentionChoice
 from capture_planner_vllm.config import Configuration
 from capture_planner_vllm.drafter import draft_modes
 from capture_planner_vllm.model import ModelFacts
@@ -18,8 +17,7 @@ from capture_planner_vllm.precision import check_cache
 from capture_planner_vllm.releases import has
 from capture_planner_vllm.resolution import resolve_mode
 from capture_planner_vllm.settings import DrafterKind, RunnerVersion, VllmSettings, lora_cases
-from capture_planner_vllm.speculation import FLAG as SPECULATIVE
-from capture_planner_vllm.speculation import Speculation
+from capture_planner_vllm.speculation import SPECULATIVE, Speculation
 
 _DEFAULT_BLOCK = 16
 """Tokens of a KV block where no flag gives them."""

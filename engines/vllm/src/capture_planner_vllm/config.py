@@ -14,7 +14,7 @@ from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.releases import has
 from capture_planner_vllm.schedule import draft_tokens, normalized
 from capture_planner_vllm.settings import DrafterKind, RunnerVersion
-from capture_planner_vllm.speculation import FLAG as SPECULATIVE
+from capture_planner_vllm.speculation import SPECULATIVE
 from capture_planner_vllm.tables import names
 
 _V2 = "VLLM_USE_V2_MODEL_RUNNER"

@@ -7,19 +7,17 @@ not emulated: their budgets depend on the image processor, or each has several g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import resources
 from typing import Any
 
 import attrs
 
 from capture_planner.engines.encoders import EncoderGraphs
+from capture_planner.engines.json_tables import json_table
 from capture_planner.engines.parsing import refusal
 from capture_planner_vllm.parts import Part
 
-FLAG = "--compilation-config"
+ENCODER = "--compilation-config"
 LEAST = 64
 """Tokens that the smallest image becomes, by the classes."""
 _ITEMS = "encoder_cudagraph_max_vision_items_per_batch"
@@ -27,12 +25,9 @@ _BUDGETS = "encoder_cudagraph_token_budgets"
 _FRAMES = "encoder_cudagraph_max_frames_per_batch"
 
 
-@cache
 def encoders() -> Mapping[str, Sequence[str]]:
     """Return the architectures with graphs of their encoders: ``doubled`` budgets, and ``others``."""
-    found: Mapping[str, Sequence[str]] = json.loads(
-        (resources.files(__package__) / "encoders.json").read_text(encoding="utf-8")
-    )
+    found: Mapping[str, Sequence[str]] = json_table(__package__, "encoders.json")
     return found
 
 
@@ -63,11 +58,11 @@ class EncoderOptions:
         if self.budgets and self.items:
             if self.items > self.budgets[0]:
                 message = f"{self.items} images do not fit the least budget of {self.budgets[0]} tokens"
-                raise refusal(FLAG, f"vLLM stops: {message}", "give fewer images, or larger budgets", _ITEMS)
+                raise refusal(ENCODER, f"vLLM stops: {message}", "give fewer images, or larger budgets", _ITEMS)
             return EncoderGraphs(budgets=self.budgets, max_items=self.items, reach=most)
         if most < LEAST:
             message = f"vLLM stops: its encoder graphs have {LEAST} tokens or more, and a batch has at most {most}"
-            raise refusal(FLAG, message, "give more --max-num-batched-tokens", "cudagraph_mm_encoder")
+            raise refusal(ENCODER, message, "give more --max-num-batched-tokens", "cudagraph_mm_encoder")
         budgets = self.budgets or _doubled(max(LEAST, self.items), most)
         return EncoderGraphs(budgets=budgets, max_items=self.items or min(most // LEAST, budgets[0]), reach=most)
 

@@ -90,11 +90,8 @@ def _assumptions(configuration: Configuration) -> Iterator[str]:
 
 def _assumption(model: ModelFacts, counts_as: str, results: str) -> Iterator[str]:
     """Yield what is assumed of a model; nothing where its own facts are here."""
-    if not model.known:
-        yield checkpoints.assumed(model.name, counts_as, results)
-    elif model.like is not None:
-        yield checkpoints.taken_for(model.name, model.like, results)
-    elif not model.heads and model.source == KNOWN:
+    yield from checkpoints.assumed(model.source, model.name, model.like, counts_as, results)
+    if not model.heads and model.source == KNOWN:
         says = f"the attention heads of {model.name} are not known here, and count as of size {model.head_size}"
         yield f"{says}; attention_backend and the modes that it leaves rest on that; {checkpoints.remedy(model.name)}"
 

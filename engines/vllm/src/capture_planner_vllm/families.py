@@ -10,8 +10,7 @@ from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode
 from capture_planner_vllm.config import Configuration
-from capture_planner_vllm.encoder_budgets import FLAG as ENCODER
-from capture_planner_vllm.encoder_budgets import encoders, is_limited_to_text
+from capture_planner_vllm.encoder_budgets import ENCODER, encoders, is_limited_to_text
 from capture_planner_vllm.refusals import not_emulated
 from capture_planner_vllm.settings import RunnerVersion, VllmSettings
 

@@ -137,7 +137,7 @@ def _thresholds(emulation: Emulation, runs: Sequence[Run]) -> Iterator[tuple[str
     decodes = [run.batch for run in runs if run.batch.kind is Kind.DECODE]
     if decodes:
         # From one token above a size on, every decode that is padded to the next has its graph of microbatches.
-        tokens = 1 + max(0, *(size for size in emulation.sizes if size < decodes[0].num_tokens))
+        tokens = 1 + max((size for size in emulation.sizes if size < decodes[0].num_tokens), default=0)
         yield _THRESHOLDS[0], (str(tokens),)
     if len(decodes) < len(runs):
         yield _THRESHOLDS[1], (_above(emulation),)

@@ -10,8 +10,7 @@ from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode
 from capture_planner.planning.sizing.engine_lists import GiB
 from capture_planner.records.environment import DeviceKind, Environment
-from capture_planner_vllm.attention import FLAG as BACKEND
-from capture_planner_vllm.attention import backend_name
+from capture_planner_vllm.attention import BACKEND, backend_name
 from capture_planner_vllm.encoder_budgets import EncoderOptions
 from capture_planner_vllm.flags import CommandLine
 from capture_planner_vllm.model import DEFAULT_MODEL, read_model

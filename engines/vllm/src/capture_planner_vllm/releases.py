@@ -7,23 +7,20 @@ releases that it does not have, each with a sentence and its place in vLLM. Rule
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from importlib import resources
 from typing import Any
+
+from capture_planner.engines.json_tables import json_table
 
 NEWEST = "0.33.0"
 _followed = ContextVar("release of vLLM", default=NEWEST)
 
 
-@cache
 def differences() -> dict[str, dict[str, Any]]:
     """Return the content of ``releases.json``: older releases, newest first."""
-    text = (resources.files(__package__) / "releases.json").read_text(encoding="utf-8")
-    content: dict[str, dict[str, Any]] = json.loads(text)
+    content: dict[str, dict[str, Any]] = json_table(__package__, "releases.json")
     return content
 
 

@@ -18,7 +18,7 @@ from capture_planner_vllm.releases import has
 from capture_planner_vllm.settings import DrafterKind
 from capture_planner_vllm.tables import names, rules
 
-FLAG = "--speculative-config"
+SPECULATIVE = "--speculative-config"
 _TOKENS = "num_speculative_tokens"
 _MODEL_FREE = ("ngram", "ngram_gpu", "suffix", "extract_hidden_states", "custom_class")
 _PARALLEL = ("dflash", "dspark")
@@ -87,14 +87,14 @@ def speculation(line: CommandLine, target: ModelFacts, tensor: int, max_len: int
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise refusal(FLAG, "expected a JSON object", 'as in {"method": "ngram", "num_speculative_tokens": 3}')
-    part = Part(FLAG, "speculative_config", {key.replace("-", "_"): item for key, item in value.items()})
+        raise refusal(SPECULATIVE, "expected a JSON object", 'as in {"method": "ngram", "num_speculative_tokens": 3}')
+    part = Part(SPECULATIVE, "speculative_config", {key.replace("-", "_"): item for key, item in value.items()})
     ranks = part.integer("draft_tensor_parallel_size", least=1)
     key = "attention_backend"
-    schedule, backend = _schedule(part), backend_name(FLAG, part.text(key), key)
+    schedule, backend = _schedule(part), backend_name(SPECULATIVE, part.text(key), key)
     method, name = _method(part)
     loaded = method not in _MODEL_FREE
-    draft = read_model(FLAG, name) if loaded and name is not None else target
+    draft = read_model(SPECULATIVE, name) if loaded and name is not None else target
     method, tokens = _method_and_tokens(part, method, name, draft, target)
     longest = max_len
     if loaded:
@@ -155,7 +155,9 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
             case [int(first), int(last), int(k)]:
                 tiers.append((first, last, k))
             case _:
-                raise refusal(FLAG, f"expected [first, last, K], got {entry!r}", "give three whole numbers", key, index)
+                raise refusal(
+                    SPECULATIVE, f"expected [first, last, K], got {entry!r}", "give three whole numbers", key, index
+                )
     return tuple(tiers)
 
 
@@ -200,7 +202,7 @@ def _method_and_tokens(
     if tokens is None:
         raise part.refuse(_TOKENS, "vLLM needs the number of draft tokens", "give K")
     if method == "extract_hidden_states":
-        raise not_emulated(FLAG, method, "emulate EAGLE, MTP, DFlash or n-gram", "method")
+        raise not_emulated(SPECULATIVE, method, "emulate EAGLE, MTP, DFlash or n-gram", "method")
     return method, tokens
 
 
@@ -216,7 +218,7 @@ def _by_model(part: Part, method: str, name: str, draft: ModelFacts) -> str:
     if draft.architecture == "DSparkDraftModel" and draft.model_type == "qwen3":
         return "dspark"
     if {method, draft.model_type} & set(_HEADS) & set(names()["methods"]):
-        raise not_emulated(FLAG, "a draft of heads alone", "emulate EAGLE, MTP or DFlash", "method")
+        raise not_emulated(SPECULATIVE, "a draft of heads alone", "emulate EAGLE, MTP or DFlash", "method")
     if draft.modules is not None or (method == "mtp" and not draft.known):
         return "mtp"
     if method == "draft_model":
@@ -228,14 +230,14 @@ def _check_draft(part: Part, method: str, draft: ModelFacts, target: ModelFacts)
     """Raise for a draft model that vLLM has no drafter for, or whose graphs are not emulated."""
     architecture, modules = draft.architecture, draft.modules
     if modules is not None and not modules.emulated and method != "draft_model":
-        raise not_emulated(FLAG, f"the modules of {architecture}", "emulate another model", "method")
+        raise not_emulated(SPECULATIVE, f"the modules of {architecture}", "emulate another model", "method")
     if architecture == "MuseGlimmerAssistantModel":
-        raise not_emulated(FLAG, architecture, "name another draft", "model")
+        raise not_emulated(SPECULATIVE, architecture, "name another draft", "model")
     if method == "dspark" and architecture not in ("", "Qwen3DSparkModel"):
-        raise not_emulated(FLAG, f"DSpark of {architecture}", "name a Qwen3 draft", "model")
+        raise not_emulated(SPECULATIVE, f"DSpark of {architecture}", "name a Qwen3 draft", "model")
     name = _rewritten(method, draft)
     if method == "dflash" and name.startswith(_CANDIDATES):
-        raise not_emulated(FLAG, architecture, "name a DFlash draft without a head", "model")
+        raise not_emulated(SPECULATIVE, architecture, "name a DFlash draft without a head", "model")
     if name and name not in names()["drafts"]:
         remedy = f"name a draft that is made for {method}"
         raise part.refuse("model", f"vLLM looks for {name} and has no such drafter", remedy)
@@ -273,5 +275,5 @@ def _draft_length(part: Part, draft: ModelFacts, target: ModelFacts, max_len: in
         raise part.refuse("max_model_len", message, "give less")
     if length > max_len:
         error = target.refusal if max_len == target.max_len else refusal
-        raise error(FLAG, message, "give less", "max_model_len")
+        raise error(SPECULATIVE, message, "give less", "max_model_len")
     return length

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from importlib import resources
 from typing import Any
 
+from capture_planner.engines.json_tables import json_table
 from capture_planner_vllm.releases import differences_to, followed
 
 
 @cache
-def _load(file: str) -> dict[str, Any]:
-    text = (resources.files(__package__) / file).read_text(encoding="utf-8")
-    content: dict[str, Any] = json.loads(text)
-    return content
-
-
-@cache
 def _flags(release: str) -> dict[str, dict[str, Any]]:
-    table = _load("flags.json")
+    table = json_table(__package__, "flags.json")
     for older in differences_to(release):
         table = {
             dest: with_negatives(entry, older["negatives"]) for dest, entry in (table | older["flags"]).items() if entry
@@ -34,7 +26,7 @@ def with_negatives(entry: dict[str, Any], negatives: str) -> dict[str, Any]:
 
 @cache
 def _names(release: str) -> dict[str, list[str]]:
-    table = _load("names.json")
+    table = json_table(__package__, "names.json")
     for older in differences_to(release):
         table = dict(table)
         for kind, change in older["names"].items():
@@ -54,9 +46,11 @@ def names() -> dict[str, list[str]]:
 
 def rules() -> dict[str, Any]:
     """Return the emulation's own tables: flags with their help, and what is ignored or not emulated."""
-    return _load("rules.json")
+    table: dict[str, Any] = json_table(__package__, "rules.json")
+    return table
 
 
 def older() -> dict[str, Any]:
     """Return what older releases called differently, and what they do differently by default."""
-    return _load("history.json")
+    table: dict[str, Any] = json_table(__package__, "history.json")
+    return table

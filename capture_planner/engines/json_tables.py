@@ -1,0 +1,14 @@
+"""Tables of an engine as JSON files in its package."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@cache
+def json_table(package: str, file: str) -> Any:
+    """Return the content of a file next to a package's modules; it is read once, so do not change it."""
+    return json.loads((resources.files(package) / file).read_text(encoding="utf-8"))
