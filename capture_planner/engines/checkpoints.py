@@ -12,13 +12,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from capture_planner.codec import hub
-from capture_planner.engines.json_tables import json_table
 
 FOLDER, CACHE, KNOWN, FAMILY, ASSUMED = "model", "cache", "known", "family", "assumed"
 """Where facts come from, as settings say it: the model's own folder, Hugging Face's cache, the list of known models,
@@ -98,8 +98,10 @@ def _object(path: Path) -> dict[str, Any]:
 @cache
 def known() -> Mapping[str, Mapping[str, Any]]:
     """Return the fields of each known model's ``config.json`` by its public name."""
-    entries = json_table(__package__, "known_models.json").items()
-    return {each: entry["config"] for name, entry in entries for each in (name, *entry.get("also", ()))}
+    text = (resources.files(__package__) / "known_models.json").read_text(encoding="utf-8")
+    return {
+        each: entry["config"] for name, entry in json.loads(text).items() for each in (name, *entry.get("also", ()))
+    }
 
 
 @cache

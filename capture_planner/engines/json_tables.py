@@ -9,6 +9,7 @@ from typing import Any
 
 
 @cache
-def json_table(package: str, file: str) -> Any:
+def json_table(package: str, file: str) -> dict[str, Any]:
     """Return the content of a file next to a package's modules; it is read once, so do not change it."""
-    return json.loads((resources.files(package) / file).read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads((resources.files(package) / file).read_text(encoding="utf-8"))
+    return content

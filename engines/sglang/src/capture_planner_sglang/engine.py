@@ -64,11 +64,11 @@ def resolve(command: Sequence[str], environment: Environment) -> Startup:
     latent.limit_prefills(r)
     families.check_prefills(r)
     graph_rules.lower_for_attention_dp(r)
-    rules.choose_experts(r)
+    if args.moe_a2a_backend == "deepep" and args.deepep_mode == "normal":
+        r.disable_all("deepep-normal", "DeepEP's normal mode runs without graphs")
     rules.resolve_speculation(r)
     if args.debug_tensor_dump_output_folder is not None:
-        for phase in (DECODE, PREFILL):
-            r.disable(phase, "tensor-dump", "tensors are dumped, which runs without graphs")
+        r.disable_all("tensor-dump", "tensors are dumped, which runs without graphs")
     rules.check_launch(r)
     return r
 

@@ -171,6 +171,10 @@ class Startup:
         if self.phase(phase).backend != DISABLED:
             self.change(phase, "backend", DISABLED, rule, says)
 
+    def disable_all(self, rule: str, says: str) -> None:
+        for phase in (DECODE, PREFILL):
+            self.disable(phase, rule, says)
+
     @property
     def attention_dp(self) -> bool:
         return int(self.args.attn_dp_size) > 1

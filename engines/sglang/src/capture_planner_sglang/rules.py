@@ -9,16 +9,7 @@ from capture_planner_sglang import latent
 from capture_planner_sglang.families import SPARSE_BACKEND
 from capture_planner_sglang.flags import ATTENTION_BACKENDS
 from capture_planner_sglang.latent import LATENT_BACKENDS
-from capture_planner_sglang.resolution import (
-    COUNTS_AS,
-    DECODE,
-    DISABLED,
-    PREFILL,
-    Startup,
-    architectures,
-    decided_in,
-    read_model,
-)
+from capture_planner_sglang.resolution import COUNTS_AS, DISABLED, Startup, architectures, decided_in, read_model
 
 EAGLE_FAMILY = ("EAGLE", "EAGLE3", "STANDALONE")
 WITHOUT_GRAPHS = ("torch_native", "flex_attention")
@@ -152,10 +143,8 @@ def choose_attention(r: Startup) -> None:
         chosen = _default_attention(r)
         says = f"no attention backend is named, and this device's default is {chosen}"
         r.rewrite("attention_backend", chosen, "attention-by-device", says)
-    for name in WITHOUT_GRAPHS:
-        if args.attention_backend == name:
-            for phase in (DECODE, PREFILL):
-                r.disable(phase, "attention-without-graphs", f"{name} attention runs without graphs")
+    if args.attention_backend in WITHOUT_GRAPHS:
+        r.disable_all("attention-without-graphs", f"{args.attention_backend} attention runs without graphs")
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
         raise refusal("--attention-backend", "SGLang has no speculation with flex_attention", "name another")
     r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
@@ -177,14 +166,6 @@ def choose_attention(r: Startup) -> None:
         reason = "SGLang's trtllm_mha prefill on SM120 has no fp8_e4m3"
         raise refusal("--kv-cache-dtype", reason, "give auto, or another --prefill-attention-backend")
     _choose_page(r, {args.attention_backend, prefill, decode})
-
-
-def choose_experts(r: Startup) -> None:
-    """Turn graphs off where DeepEP dispatches without them; refuse microbatches that have nothing to overlap with."""
-    args = r.args
-    if args.moe_a2a_backend == "deepep" and args.deepep_mode == "normal":
-        for phase in (DECODE, PREFILL):
-            r.disable(phase, "deepep-normal", "DeepEP's normal mode runs without graphs")
 
 
 def _default_attention(r: Startup) -> str:
@@ -249,9 +230,11 @@ def _resolve_eagle(r: Startup) -> None:
         reason = "SGLang requires it with --speculative-num-steps"
         raise refusal("--speculative-eagle-topk", reason, "give it; 1 is a chain")
     steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
-    _read_draft(r)
+    path = args.speculative_draft_model_path
+    # Without a path the draft is in the target's checkpoint.
+    r.draft = r.model if path is None else read_model(path, "--speculative-draft-model-path")
     latent.check_draft(r)
-    gemma = str(r.model.architecture).startswith("Gemma4") and args.speculative_draft_model_path is not None
+    gemma = str(r.model.architecture).startswith("Gemma4") and path is not None
     if gemma and (r.draft.source == ASSUMED or "Assistant" in str(r.draft.architecture)):
         says = "an assistant of Gemma 4 drafts by FROZEN_KV_MTP (speculative_hook.py), which is not emulated"
         raise unfollowed("--speculative-draft-model-path", says, "observe the engine itself, or leave speculation out")
@@ -272,12 +255,6 @@ def _resolve_eagle(r: Startup) -> None:
     if topk > 1 and args.page_size > 1 and args.attention_backend not in ("flashinfer", "fa3", "triton"):
         says = "SGLang verifies branches on pages with flashinfer, fa3 and triton only"
         raise refusal("--page-size", says, "give 1, one of these backends, or --speculative-eagle-topk 1")
-
-
-def _read_draft(r: Startup) -> None:
-    """Read the draft model; without a path it is in the target's checkpoint."""
-    path = r.args.speculative_draft_model_path
-    r.draft = r.model if path is None else read_model(path, "--speculative-draft-model-path")
 
 
 def _choose_draft_size(r: Startup) -> None:

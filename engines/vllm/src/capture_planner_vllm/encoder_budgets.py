@@ -27,8 +27,7 @@ _FRAMES = "encoder_cudagraph_max_frames_per_batch"
 
 def encoders() -> Mapping[str, Sequence[str]]:
     """Return the architectures with graphs of their encoders: ``doubled`` budgets, and ``others``."""
-    found: Mapping[str, Sequence[str]] = json_table(__package__, "encoders.json")
-    return found
+    return json_table(__package__, "encoders.json")
 
 
 @attrs.frozen(kw_only=True)

@@ -20,8 +20,7 @@ _followed = ContextVar("release of vLLM", default=NEWEST)
 
 def differences() -> dict[str, dict[str, Any]]:
     """Return the content of ``releases.json``: older releases, newest first."""
-    content: dict[str, dict[str, Any]] = json_table(__package__, "releases.json")
-    return content
+    return json_table(__package__, "releases.json")
 
 
 def releases() -> tuple[str, ...]:

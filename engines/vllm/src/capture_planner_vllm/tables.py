@@ -46,11 +46,9 @@ def names() -> dict[str, list[str]]:
 
 def rules() -> dict[str, Any]:
     """Return the emulation's own tables: flags with their help, and what is ignored or not emulated."""
-    table: dict[str, Any] = json_table(__package__, "rules.json")
-    return table
+    return json_table(__package__, "rules.json")
 
 
 def older() -> dict[str, Any]:
     """Return what older releases called differently, and what they do differently by default."""
-    table: dict[str, Any] = json_table(__package__, "history.json")
-    return table
+    return json_table(__package__, "history.json")
