@@ -230,7 +230,7 @@ class ServeOptions:
             self.sources["max_num_batched_tokens"], tokens = rule, most
         if user_seqs is None and seqs > tokens:
             self.note("requests-by-tokens", seqs, tokens, f"a batch of {tokens} tokens has at most {tokens} requests")
-            self.sources["max_num_seqs"], seqs = rule, tokens
+            self.sources["max_num_seqs"], seqs = "requests-by-tokens", tokens
         self.tokens, self.seqs = tokens, seqs
         _check_positive("--max-num-seqs", seqs)
         _check_positive("--max-num-batched-tokens", tokens)
