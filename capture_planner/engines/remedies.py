@@ -38,6 +38,11 @@ class FlagChange:
         )
 
 
+def adding(sizes: Iterable[int], flag: str) -> str:
+    """Return in words the change of a list by more sizes."""
+    return f"add {' '.join(map(str, sizes))} to {flag}, and keep the others"
+
+
 def appended(command: Sequence[str], change: FlagChange) -> list[str]:
     """Return a command line with the flags behind the others; where the last one counts, that is enough."""
     return [*command, *(word for flag, values in change.flags for word in (flag, *values))]

@@ -93,8 +93,8 @@ def export_sglang(plan: Plan) -> Export:
 
 def _is_standalone(plan: Plan) -> bool:
     """Whether a whole model drafts anything."""
-    drafts = plan.speculative is not None and longest_draft(plan) > 0
-    return drafts and plan.speculative is not None and plan.speculative.method is Method.DRAFT_MODEL
+    found = plan.speculative
+    return found is not None and found.method is Method.DRAFT_MODEL and longest_draft(plan) > 0
 
 
 def prefill_sizes(target: RolePlan) -> tuple[int, ...]:

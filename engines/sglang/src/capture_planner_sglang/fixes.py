@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Fixes
-from capture_planner.engines.remedies import FlagChange
+from capture_planner.engines.remedies import FlagChange, adding
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
@@ -60,7 +60,7 @@ class SglangFixes(Fixes):
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         requests = max(run.last for run in runs)
         if emulation.asked_sizes:
-            return f"add {requests} to --cuda-graph-bs-decode, and keep the others"
+            return adding([requests], DECODES)
         return f"raise --cuda-graph-max-bs-decode to {requests}"
 
     def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
@@ -85,8 +85,7 @@ class SglangFixes(Fixes):
 
     def padded(self, emulation: Emulation, run: Run) -> str:
         phase = "prefill" if run.batch.kind is Kind.MIXED else "decode"
-        sizes = " ".join(map(str, run.sizes_between(1)))
-        return f"add {sizes} to --cuda-graph-bs-{phase}, and keep the others"
+        return adding(run.sizes_between(1), f"--cuda-graph-bs-{phase}")
 
 
 def _both(emulation: Emulation, prefills: set[int], decodes: set[int]) -> Iterator[FlagChange]:

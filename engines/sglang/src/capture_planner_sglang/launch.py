@@ -20,11 +20,13 @@ _UNKNOWN_TO_A_PLAN = ("max-lora-rank", "lora-target-modules")
 _NAMED_BY_USERS = ("model_path", "speculative_draft_model_path")
 _CONTRARY = {
     "disable_cuda_graph": "the plan's graphs would not be captured",
+    "disable_cuda_graph_padding": "the plan pads batches to its sizes",
     "disable_decode_cuda_graph": "the plan's graphs would not be captured",
     "enable_two_batch_overlap": "no plan has the graphs of overlapping microbatches that SGLang then captures",
-    "disable_cuda_graph_padding": "the plan pads batches to its sizes",
     "not_emulated:--speculative-adaptive": "the plan drafts the same number at all times",
+    **dict.fromkeys(("cuda_graph_config", "cuda_graph_max_bs_decode"), "the plan gives the sizes of decodes"),
 }
+"""Flags that a plan leaves no room for, and why."""
 
 
 def launch(plan: Plan, command: Sequence[str]) -> Launch:
@@ -43,12 +45,10 @@ def launch(plan: Plan, command: Sequence[str]) -> Launch:
         if dest in given and not _same(dest, args.get(dest), value):
             words = " ".join(as_words({name: value})) or f"without --{name}"
             problems.append(Problem(path=(f"--{name}",), message="it contradicts the plan", remedy=f"give {words}"))
-    for dest in sorted(given & set(_CONTRARY)):
-        flag = f"--{dest.rpartition(':--')[2].replace('_', '-')}"
-        problems.append(Problem(path=(flag,), message=_CONTRARY[dest], remedy="remove it"))
-    for dest in sorted(given & {"cuda_graph_config", "cuda_graph_max_bs_decode"}):
-        flag = f"--{dest.replace('_', '-')}"
-        problems.append(Problem(path=(flag,), message="the plan gives the sizes of decodes", remedy="remove it"))
+    for dest, why in _CONTRARY.items():
+        if dest in given:
+            flag = f"--{dest.rpartition(':--')[2].replace('_', '-')}"
+            problems.append(Problem(path=(flag,), message=why, remedy="remove it"))
     notes = list(dict.fromkeys(decision.message for decision in planned.decisions))
     if problems and command:
         raise FlagError(problems)

@@ -10,7 +10,7 @@ import yaml
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Emulator, Fixes
-from capture_planner.engines.remedies import FlagChange
+from capture_planner.engines.remedies import FlagChange, adding
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
@@ -65,7 +65,7 @@ class TensorRTLLMFixes(Fixes):
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         requests = max(run.last for run in runs)
         if emulation.asked_sizes:
-            return f"add {requests} to cuda_graph_config.batch_sizes, and keep the others"
+            return adding([requests], "cuda_graph_config.batch_sizes")
         return f"raise cuda_graph_config.max_batch_size to {requests}"
 
     def unreached(self, emulation: Emulation, role: Role) -> str:
@@ -76,8 +76,7 @@ class TensorRTLLMFixes(Fixes):
         return f"remove them, or raise max_batch_size from {limit} to {most}" if most > limit else ""
 
     def padded(self, emulation: Emulation, run: Run) -> str:
-        sizes = " ".join(map(str, run.sizes_between(1)))
-        return f"add {sizes} to cuda_graph_config.batch_sizes, and keep the others"
+        return adding(run.sizes_between(1), "cuda_graph_config.batch_sizes")
 
 
 def _config(emulation: Emulation, **keys: Any) -> FlagChange:

@@ -67,11 +67,8 @@ class EncoderOptions:
 
 
 def _doubled(least: int, most: int) -> tuple[int, ...]:
-    budgets = []
-    while least <= most:
-        budgets.append(least)
-        least *= 2
-    return tuple(budgets) if budgets and budgets[-1] == most else (*budgets, most)
+    budgets = [least << power for power in range(most.bit_length()) if least << power <= most]
+    return tuple(dict.fromkeys((*budgets, most)))
 
 
 def is_limited_to_text(limits: Mapping[str, Any] | None) -> bool:

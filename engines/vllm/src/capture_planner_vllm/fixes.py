@@ -9,7 +9,7 @@ from typing import ClassVar
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.engines.engine import Fixes
-from capture_planner.engines.remedies import FlagChange, appended
+from capture_planner.engines.remedies import FlagChange, adding, appended
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
@@ -84,8 +84,7 @@ class VllmFixes(Fixes):
     def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         tokens = max(run.last * (run.batch.query_len or 1) for run in runs)
         if emulation.asked_sizes:
-            limit = "; --max-cudagraph-capture-size, where it is given, has to be the same"
-            return f"add {tokens} to --cudagraph-capture-sizes, and keep the others{limit}"
+            return f"{adding([tokens], SIZES)}; {LARGEST}, where it is given, has to be the same"
         if tokens % _GRID == 0:
             return f"raise --max-cudagraph-capture-size to {tokens}"
         # vLLM captures no graph of more than max_num_seqs requests, so a rounded size would be dropped.
@@ -118,8 +117,7 @@ class VllmFixes(Fixes):
         return _LOWERED.get(decision.rule, "")
 
     def padded(self, emulation: Emulation, run: Run) -> str:
-        sizes = " ".join(map(str, run.sizes_between(run.batch.query_len or 1)))
-        return f"add {sizes} to --cudagraph-capture-sizes, and keep the others"
+        return adding(run.sizes_between(run.batch.query_len or 1), "--cudagraph-capture-sizes")
 
     def encoder(self, emulation: Emulation, encoder: EncoderGraphs | None) -> str:
         if encoder is None:

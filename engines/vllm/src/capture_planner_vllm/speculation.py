@@ -155,9 +155,8 @@ def _schedule(part: Part) -> tuple[tuple[int, int, int], ...] | None:
             case [int(first), int(last), int(k)]:
                 tiers.append((first, last, k))
             case _:
-                raise refusal(
-                    SPECULATIVE, f"expected [first, last, K], got {entry!r}", "give three whole numbers", key, index
-                )
+                message = f"expected [first, last, K], got {entry!r}"
+                raise refusal(SPECULATIVE, message, "give three whole numbers", key, index)
     return tuple(tiers)
 
 
