@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
+from types import FrameType
 
 import attrs
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
@@ -32,6 +33,8 @@ class Connection:
     store: Store
     hosts: tuple[str, ...]
     """By rank."""
+    machines: tuple[str, ...]
+    """The machine of each rank: processes of one see each other. Hosts of one name are not always one."""
     limits: WaitLimits
 
     def raise_cause(self, error: BaseException) -> None:
@@ -58,16 +61,16 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
     except RankError:
         _part_from(board, me, limits.beat, hosts_store=hosts_store)
         raise
-    hosts = tuple(str(each["host"]) for each in cards)
+    hosts, machines = (tuple(str(each[name]) for each in cards) for name in ("host", "machine"))
     names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
     with ExitStack() as ends:
         processes = LocalProcesses(me.rank, cards)
         ends.callback(processes.close)
         watch = RankWatch(board, me.rank, names, limits, gone=processes.gone)
         ends.callback(_threads(watch, limits, end))
-        ends.callback(_on_sigterm(watch))
+        ends.callback(_on_signals(watch))
         plane = ControlPlane(board, watch, me.rank, me.size)
-        connection = Connection(plane=plane, store=store, hosts=hosts, limits=limits)
+        connection = Connection(plane=plane, store=store, hosts=hosts, machines=machines, limits=limits)
         try:
             yield connection
         except BaseException as error:
@@ -133,12 +136,23 @@ def _threads(watch: RankWatch, limits: WaitLimits, end: EndProcess) -> Callable[
     return join
 
 
-def _on_sigterm(watch: RankWatch) -> Callable[[], object]:
-    """Let SIGTERM wait for the reason: torchrun sends it to all ranks when one has died. Return what undoes it."""
+def _on_signals(watch: RankWatch) -> Callable[[], None]:
+    """Let SIGTERM wait for its reason, since torchrun sends it to all when a rank has died. Return what undoes it."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    before = signal.signal(signal.SIGTERM, lambda number, frame: watch.terminate())
-    return lambda: signal.signal(signal.SIGTERM, before)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        watch.ask_to_interrupt()
+        raise KeyboardInterrupt
+
+    handlers = {signal.SIGTERM: lambda number, frame: watch.terminate(), signal.SIGINT: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+    def undo() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return undo
 
 
 def _unreachable(me: RankProcess, where: str, limits: WaitLimits, error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-igno
 from capture_planner.errors import RunError
 from capture_planner.runtime.ranks.processes import RankProcess
 
-PATIENCE = 15.0
+PATIENCE = 12.0
 """Seconds that ranks have to end once one has failed: they do by themselves, with the reason, in 10."""
 
 ADDRESS = "127.0.0.1"
@@ -46,6 +47,8 @@ class _Child:
     """The pipe of its standard error; None: it has that of this process."""
     lines: list[str] = attrs.Factory(list)
     code: int | None = None
+    is_late: bool = False
+    """Whether it was killed, as it did not end after the others."""
 
 
 def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> int:
@@ -65,12 +68,16 @@ def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> i
         listening.listen(size)
         port = listening.getsockname()[1]
         children = []
+        # What has been imported is garbage for no rank: none looks at it, which would copy its memory.
+        gc.collect()
+        gc.freeze()
         for rank in range(size):
             me = RankProcess(rank=rank, size=size, local_rank=rank, address=ADDRESS, port=port, has_store=True)
             children.append(_fork(me, work, listening))
         # After all forks: neither its thread nor those that read can be in a process that is forked.
         file, limit = listening.detach(), timedelta(seconds=PATIENCE)
         store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=file)
+    gc.unfreeze()
     readers = [*map(_reader, children), *_shown(children)]
     code = _wait(children)
     for reader in readers:
@@ -160,6 +167,7 @@ def _wait(children: Sequence[_Child]) -> int:
                 until = None
                 for child in left:
                     if child.code is None:
+                        child.is_late = True
                         child.lines.append(f"rank {child.rank} did not end within {PATIENCE:g} s, and was killed")
                         os.kill(child.pid, signal.SIGKILL)
             sleep(0.02)
@@ -178,7 +186,7 @@ def _reap(child: _Child) -> None:
     if not pid:
         return
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:
+    if code < 0 and not child.is_late:
         child.lines.append(f"rank {child.rank} was killed by {signal.Signals(-code).name}")
     child.code = 1 if code < 0 else code
 

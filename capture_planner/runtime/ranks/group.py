@@ -52,10 +52,14 @@ class RankGroup:
     def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
         if interrupted:
             self._watch.interrupt()
+            if self._host is not None:
+                # Ranks that wait in an agreement, where no signal is handled, go on with an error, and find the cause.
+                dist.destroy_process_group(self._host)
         return self._plane.collect(topic, value, COLLECTING if interrupted else None)
 
     def agree(self, numbers: Sequence[int]) -> Array:
         host = self._opened()
+        self._watch.check()
         self._watch.begin(STEP)
         found = self._gathered(host, numbers) if self._rows is None else self._rows.gather(numbers)
         self._watch.done()
@@ -80,7 +84,7 @@ class RankGroup:
         return self._tensor
 
     def close(self) -> None:
-        self.exchange("the end", None)
+        self.exchange("the end of the run", None)
         if self._host is not None:
             dist.destroy_process_group()
         self._host = self._tensor = None
@@ -89,7 +93,7 @@ class RankGroup:
         if self._host is None:
             if dist.is_initialized():
                 raise RunError("this process has a group of torch.distributed already; end it before a plan is run")
-            self.exchange("the groups", None)
+            self.exchange("opening the groups", None)
             try:
                 self._host = self._open()
                 self._rows = self._share_rows()
@@ -117,7 +121,8 @@ class RankGroup:
 
     def _share_rows(self) -> SharedRows | None:
         """Open the rows that ranks of one host share; None, on all of them, where some cannot."""
-        is_first, are_near = self.place.rank == 0, len(set(self.hosts)) == 1
+        machines = set(self._connection.machines)
+        is_first, are_near = self.place.rank == 0, len(machines) == 1 and "" not in machines
         path = create(self.place.size) if is_first and are_near and usable() else None
         file = self.exchange("the rows of a step", path)[0]
         rows = None

@@ -113,6 +113,7 @@ class RankWatch:
         self._unseen = 0.0
         self._left: float | None = None
         self._terminated: float | None = None
+        self._asked: float | None = None
 
     # Called by the main thread ------------------------------------------------------------------
 
@@ -161,6 +162,10 @@ class RankWatch:
         self._interrupted = isinstance(error, KeyboardInterrupt)
         self._ended_with = "" if error is None else sentence(error)
         self._post()
+
+    def ask_to_interrupt(self) -> None:
+        """Note that Ctrl-C came to this process; the main thread may lose its exception, in a finalizer for example."""
+        self._asked = self._asked or self._clock()
 
     def terminate(self) -> None:
         """Note that this process was sent SIGTERM; it ends with the verdict that follows, or with one of its own."""
@@ -275,7 +280,7 @@ class RankWatch:
         runs = [rank for rank in others if others[rank].ended is None]
         dead = [rank for rank in runs if rank in gone]
         if dead:
-            return RankVerdict(says=f"{self._list(dead)} died, last seen at {self._points(dead)}", ranks=tuple(dead))
+            return RankVerdict(says=f"{self._list(dead)} died, last met at {self._points(dead)}", ranks=tuple(dead))
         limit = self._limits.silence
         if not any(self._silent[rank] > limit for rank in runs):
             return None
@@ -283,7 +288,7 @@ class RankWatch:
         silent = [rank for rank in runs if self._silent[rank] > limit - 3 * self._limits.beat]
         has = "has" if len(silent) == 1 else "have"
         return RankVerdict(
-            says=f"{self._list(silent)} {has} not answered for {limit:g} s, last seen at {self._points(silent)}",
+            says=f"{self._list(silent)} {has} not answered for {limit:g} s, last met at {self._points(silent)}",
             ranks=tuple(silent),
         )
 
@@ -307,6 +312,8 @@ class RankWatch:
         return RankVerdict(says=says, ranks=tuple(late))
 
     def _ended_by_signal(self, others: dict[int, RankState]) -> RankVerdict | None:
+        if self._asked is not None and self._left is None and self._looked - self._asked > self._limits.grace:
+            return RankVerdict(says="interrupted", interrupted=True)
         if self._terminated is None:
             return None
         if all(state.terminated for state in others.values()):

@@ -63,7 +63,7 @@ CASES = {
     "nothing": Case(code=0, culprit=0),
     "killed in a step": Case(does=kill, says="rank 1 (", culprit=-signal.SIGKILL),
     "killed in a collective of the model": Case(does=kill, at="collective", says="rank 1 (", culprit=-signal.SIGKILL),
-    "killed between exchanges": Case(does=kill, at="exchange", says="died, last seen at '", culprit=-signal.SIGKILL),
+    "killed between exchanges": Case(does=kill, at="exchange", says="died, last met at '", culprit=-signal.SIGKILL),
     "out of memory at capture": Case(
         does=run_out, at="exchange", says="ended: OutOfMemoryError: out of memory at capture 1 of 2"
     ),
