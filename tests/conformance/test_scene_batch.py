@@ -18,7 +18,7 @@ from capture_planner.modes import Role
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPE = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, longest=24)
+SHAPE = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=3, longest=24)
 SCENE = Scene(
     shape=SHAPE, num_reqs=4, num_tokens=30, size_tokens=(30,), size_reqs=(4,), drafts=3, recurrent=True, loras=2
 )
@@ -70,7 +70,7 @@ def test_batch_has_the_values_of_its_requests(stage, drawn, loras):
             for offset in range(count):
                 position = live.computed + offset
                 assert found["positions"][token + offset] == position
-                assert found["slot_mapping"][token + offset] == live.pages[position // 4] * 4 + position % 4
+                assert found["slot_mapping"][token + offset] == live.pages[position // 3] * 3 + position % 3
             own = max(count - 1, 0) if past else 0
             ends = live.computed + count - own == max(live.prompt, live.computed + 1)
             assert inputs.sampled_counts[index] == (own + 1 if ends else 0)
@@ -79,7 +79,7 @@ def test_batch_has_the_values_of_its_requests(stage, drawn, loras):
             assert found["state_indices"][index] == live.pool_row
             assert found["cu_num_draft_tokens"][index] == drafts
             assert found["last_token_indices"][index] == max(token + count - 1, 0)
-            pages = -(-max(one.computed + number for one, number, _ in rows) // 4)
+            pages = -(-max(one.computed + number for one, number, _ in rows) // 3)
             assert found["block_table"][index, :pages].tolist() == live.pages[:pages]
         token += count
     assert batch.starts[-1] == token == len(batch.ids)

@@ -264,3 +264,11 @@ def test_small_budget_chooses_fewer_ranges_and_sizes():
     assert chosen.problem.num_graphs(chosen.spans) <= 6
     assert len(chosen.spans) <= 3
     assert "max_graphs 6 leaves 6 graphs for decodes" in chosen.decisions[1].message
+
+
+def test_step_that_hardly_ran_is_not_forgotten():
+    """A decode of one token that a schedule of five drafts makes a third of a step is still one."""
+    speculative = replace(MEASURED, schedule=((1, 64, 5),))
+    traffic = replace(LOAD, batches=decodes({3: 1}, query_len=1).batches)
+    (batch,) = rescheduled(traffic, speculative).batches
+    assert (batch.count, batch.num_reqs, batch.query_len, batch.num_tokens) == (1, 3, 6, 18)

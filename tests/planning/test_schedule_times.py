@@ -24,9 +24,9 @@ DECODES = st.sampled_from((GraphMode.NONE, GraphMode.FULL_DECODE_ONLY))
 TOKENS = (1.0, 1.8, 2.4, 2.8, 3.0)
 
 
-def spec_of(k: int, most: int, room: int, **named: object) -> Spec:
-    """Return a deployment of EAGLE with as many drafts, requests and tokens."""
-    speculative = Speculative(method=Method.EAGLE3, num_tokens=k, schedule=ScheduleSource.MEASURED, **named)  # type: ignore[arg-type]
+def spec_of(k: int, most: int, room: int, method: Method = Method.EAGLE3, **named: object) -> Spec:
+    """Return a deployment with as many drafts, requests and tokens."""
+    speculative = Speculative(method=method, num_tokens=k, schedule=ScheduleSource.MEASURED, **named)  # type: ignore[arg-type]
     limits = Limits(max_num_reqs=most, max_num_tokens=room)
     return Spec(model=MODEL, limits=limits, mode=GraphMode.FULL, backend="alpha", speculative=speculative)
 
@@ -47,21 +47,29 @@ MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
 @settings(max_examples=max(settings.default.max_examples, 40))
 @given(
     modes=st.fixed_dictionaries({Role.TARGET: ANY, Role.DRAFT_PREFILL: ANY, Role.DRAFT_DECODE: DECODES}),
-    spec=st.builds(spec_of, st.integers(1, 4), st.integers(1, 9), st.integers(6, 40), chain=st.sampled_from(Chain)),
+    spec=st.builds(
+        spec_of,
+        st.integers(1, 4),
+        st.integers(1, 9),
+        st.integers(7, 40),
+        st.sampled_from((Method.EAGLE3, Method.DRAFT_MODEL)),
+        chain=st.sampled_from(Chain),
+    ),
     known=st.builds(profile_of, st.sampled_from((0.0, 2.0, 30.0)), overlap=st.booleans()),
 )
 def test_each_number_of_drafts_takes_its_passes(modes: dict[Role, GraphMode], spec: Spec, known: Profile) -> None:
     """The target's and the first draft pass of 1 + K tokens, then K - 1 of one, in one graph where they are fused."""
     speculative, costs = spec.speculative, Costs(known)
     assert speculative is not None
-    most = min(spec.limits.max_num_reqs, spec.limits.max_num_tokens)
+    slots = int(speculative.method is Method.DRAFT_MODEL)
+    most = min(spec.limits.max_num_reqs, spec.limits.max_num_tokens // (1 + slots))
     lengths = _lengths(spec, modes, costs, TOKENS, most)
     assert [length.k for length in lengths] == [
-        k for k in range(speculative.num_tokens + 1) if spec.limits.max_num_tokens >= 1 + k
+        k for k in range(speculative.num_tokens + 1) if spec.limits.max_num_tokens >= 1 + k + slots
     ]
     for length in lengths:
         k = length.k
-        counts = [n for n in range(1, most + 1) if n * (1 + k) <= spec.limits.max_num_tokens]
+        counts = [n for n in range(1, most + 1) if n * (1 + k + slots) <= spec.limits.max_num_tokens]
         assert length.tokens == TOKENS[k]
         assert len(length.padded) == len(length.exact) == len(counts)
         runs = {role: 1 if role is not Role.DRAFT_DECODE else k - 1 for role in Role}
@@ -71,7 +79,7 @@ def test_each_number_of_drafts_takes_its_passes(modes: dict[Role, GraphMode], sp
             padded = exact = drafting = 0.0
             for role in running:
                 mode = modes[role].decode_mode
-                width, steps, times = 1 + k, None, runs[role]
+                width, steps, times = 1 + k + slots * (role is Role.DRAFT_PREFILL), None, runs[role]
                 if role is Role.DRAFT_DECODE:
                     width = 1
                     if speculative.chain is Chain.FUSED and mode is GraphMode.FULL and k > 2:
@@ -109,10 +117,18 @@ def test_mixed_batches_have_a_graph_of_the_budget_each(
     assert budget.allowed_of(Kind.DECODE) == own
 
 
-@pytest.mark.parametrize(("reqs", "room", "most"), [(64, 20, 20), (8, 64, 8), (64, 64, 64)])
-def test_batches_of_a_schedule_end_at_the_limits(reqs: int, room: int, most: int) -> None:
-    """No more requests than tokens."""
-    spec = spec_of(2, reqs, room, acceptance=(0.8, 0.6))
+@pytest.mark.parametrize(
+    ("method", "reqs", "room", "most"),
+    [
+        (Method.EAGLE3, 64, 20, 20),
+        (Method.EAGLE3, 8, 64, 8),
+        (Method.EAGLE3, 64, 64, 64),
+        (Method.DRAFT_MODEL, 64, 21, 10),
+    ],
+)
+def test_batches_of_a_schedule_end_at_the_limits(method: Method, reqs: int, room: int, most: int) -> None:
+    """No more requests than tokens, of which the first draft pass of a draft model has one more for each."""
+    spec = spec_of(2, reqs, room, method, acceptance=(0.8, 0.6))
     modes = dict.fromkeys(Role, GraphMode.FULL_DECODE_ONLY)
     traffic = decodes({4: 100, 6: 100}, 3)
     chosen = choose_schedule(spec, modes, Measurements(profile=profile(), traffic=traffic))

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.errors import RankError
@@ -17,6 +17,8 @@ from capture_planner.runtime.ranks.watch import RankVerdict, RankWatch, WaitLimi
 from support.ranks import World
 
 LIMITS = WaitLimits(slow=30.0)
+SIMULATED = settings(max_examples=min(settings().max_examples, 500))
+"""Of deployments, which take 20 ms each and more."""
 HARMLESS = {"slow", "paused"}
 FAULTS = ("never", "dies", "stops", "raises", "hangs", "other topic", "finishes")
 
@@ -120,6 +122,7 @@ def simulate(order, size, topics, deviations, *, sees_deaths):
     return outcomes
 
 
+@SIMULATED
 @given(st.randoms(use_true_random=False), deployments(), st.booleans())
 def test_ranks_agree_or_all_name_the_culprit(order, deployment, sees_deaths):
     """Whatever some ranks do, and in whatever order: each other rank gets all values, or the same named error."""
@@ -132,7 +135,8 @@ def test_ranks_agree_or_all_name_the_culprit(order, deployment, sees_deaths):
     for rank, outcome in enumerate(outcomes):
         if rank in lost:
             continue
-        assert outcome.ended is not None, "no rank hangs"
+        # A rank that hangs by itself is ended by those that wait for it; there may be none.
+        assert outcome.ended is not None or wrong.get(rank) == "hangs", "no rank waits for ever"
         if isinstance(outcome.error, RankError):
             said.add((str(outcome.error), outcome.error.ranks))
             assert outcome.values == expected[: len(outcome.values)]
@@ -149,6 +153,7 @@ def test_ranks_agree_or_all_name_the_culprit(order, deployment, sees_deaths):
         assert not said
 
 
+@SIMULATED
 @given(st.randoms(use_true_random=False), st.sampled_from(["dies", "stops", "never", "raises"]), st.integers(2, 4))
 def test_a_lost_rank_is_named_within_ten_seconds(order, does, size):
     """On every other rank, also where no other process can be seen to have died."""
@@ -161,6 +166,7 @@ def test_a_lost_rank_is_named_within_ten_seconds(order, does, size):
             assert outcome.ended <= (10.1 if does == "never" else 10.0)
 
 
+@SIMULATED
 @given(st.randoms(use_true_random=False), deployments(kinds=HARMLESS))
 def test_a_slow_rank_is_waited_for(order, deployment):
     """One that lives, or was stopped for less than the limit, is no error."""
