@@ -173,6 +173,7 @@ RULES: dict[str, Rules] = {
         ("st.integers(0, 60)", r"(59|61)", _DEPLOYMENT),
         ("draw(st.sampled_from((1, 1, 1, 2, 5)))", r".", _DEPLOYMENT),
     ),
+    "conformance/audit": (("with Stage(subject, cases[0].scene)", r"cases\[ ?1\]", "the first cases have one scene"),),
     "conformance/canaries": (
         ("@attrs.frozen(eq=False)", r"eq=True", "snapshots are never compared"),
         ("LARGEST = 1 << 20", r"LARGEST = .*", "between an output and a workspace, which differ by more"),
@@ -189,6 +190,10 @@ RULES: dict[str, Rules] = {
         ("answer.dispatch.reason for answer in answers}) > 1:", r"\) != 1", "there is at least one rank"),
     ),
     "conformance/scene_batch": (("found = RequestStates(", r".", "how long the arrays are: no less than is written"),),
+    "conformance/shapes": (
+        ("Arrive(prompt=2, computed=2)", r".", _DEPLOYMENT),
+        ("size_tokens=(16,), size_reqs=(3,))", r".", _DEPLOYMENT),
+    ),
     "conformance/watch": (
         ("self.largest = (0, 0)", r"\( ?-1, 0\)|\(0, +-1\)", "a batch has at least one request"),
         ("self.longest, self.pages = 0, 0", r"-1", "a forward has a request"),
