@@ -15,6 +15,7 @@ _BY_NAME = "how the record is constructed: its fields are given by name"
 _SAME_LENGTHS = "a check that never fails: both have the same length"
 _BISECTED = "bisect returns no more than the length"
 _DEVICE = "runs on a GPU only, where tests/gpu compares its bytes; these tests have none"
+_ON_DEVICE = "runs on a GPU only: these tests have none"
 _OTHER_END = (
     "the other end of a range: no step lies between the two, or the list has the top itself and nothing above it"
 )
@@ -173,6 +174,7 @@ RULES: dict[str, Rules] = {
         ("st.integers(0, 60)", r"(59|61)", _DEPLOYMENT),
         ("draw(st.sampled_from((1, 1, 1, 2, 5)))", r".", _DEPLOYMENT),
     ),
+    "conformance/audit": (("with Stage(subject, cases[0].scene)", r"cases\[ ?1\]", "the first cases have one scene"),),
     "conformance/canaries": (
         ("@attrs.frozen(eq=False)", r"eq=True", "snapshots are never compared"),
         ("LARGEST = 1 << 20", r"LARGEST = .*", "between an output and a workspace, which differ by more"),
@@ -189,6 +191,15 @@ RULES: dict[str, Rules] = {
         ("answer.dispatch.reason for answer in answers}) > 1:", r"\) != 1", "there is at least one rank"),
     ),
     "conformance/scene_batch": (("found = RequestStates(", r".", "how long the arrays are: no less than is written"),),
+    "conformance/shapes": (
+        ("Arrive(prompt=2, computed=2)", r".", _DEPLOYMENT),
+        ("size_tokens=(16,), size_reqs=(3,))", r".", _DEPLOYMENT),
+    ),
+    "conformance/tampering": (
+        ("below = {None: bounds.positions", r".", _ON_DEVICE),
+        ("if below is None and indexes is not None:", r".", _ON_DEVICE),
+        ("draw = np.random.default_rng(len(tail))", r".", _ON_DEVICE),
+    ),
     "conformance/watch": (
         ("self.largest = (0, 0)", r"\( ?-1, 0\)|\(0, +-1\)", "a batch has at least one request"),
         ("self.longest, self.pages = 0, 0", r"-1", "a forward has a request"),

@@ -141,6 +141,7 @@ def test_init_marks_every_assumption() -> None:
         ),
         ({k: v for k, v in DEEPSEEK_V3.items() if k != "qk_rope_head_dim"}, "has no qk_rope_head_dim"),
         (LLAMA | {"num_hidden_layers": "32"}, 'num_hidden_layers: expected a whole number of at least 1, got "32"'),
+        (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers: expected a whole number of at least 1, got 0"),
         (LLAMA | {"num_key_value_heads": 5}, "num_heads: 32 query heads do not divide"),
         (
             LLAMA | {"layer_types": ["linear_attention"] * 32},
@@ -157,6 +158,13 @@ def test_init_names_what_a_configuration_lacks(run: Run, config: Any, message: s
     assert (ran.code, Path("spec.yaml").exists()) == (1, False)
     assert ran.err.startswith("error: config.json: ")
     assert message in ran.err
+
+
+def test_init_takes_models_of_one_layer_with_one_head_of_keys(run: Run) -> None:
+    """As multi-query attention has."""
+    written(LLAMA | {"num_hidden_layers": 1, "num_key_value_heads": 1})
+    assert run("init", "config.json", "-o", "spec.yaml").code == 0
+    assert "num_layers: 1" in Path("spec.yaml").read_text("utf-8")
 
 
 def test_a_configuration_is_no_spec(run: Run) -> None:

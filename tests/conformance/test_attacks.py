@@ -106,6 +106,37 @@ def test_attack_is_tried_on_all_cases_at_once_and_then_on_each(monkeypatch):
         assert audits._tried(SUBJECT, cases, record).case == dumps(together[index])
 
 
+def test_attack_matters_where_its_case_fails(monkeypatch):
+    """The result says what changed, for which batch and entry; an error of the attack itself is raised."""
+    case = Case(scene=Scene(shape=SHAPE))
+    entry = Entry(mode=GraphMode.FULL, num_tokens=4, num_reqs=4, query_len=1)
+    wrong = Failure(check=Check.ROWS, message="off", batch="1 request", entry=entry, axis="token")
+    failures, errors = [wrong, None, wrong], [None, None, RunError("no such field")]
+
+    def play(subject, each, *, spared, tampering):
+        assert each is case
+        assert spared == ("positions", "outputs")
+        tampering.error = errors.pop(0)
+        return SimpleNamespace(failure=failures.pop(0))
+
+    monkeypatch.setattr(audits, "play", play)
+    attack = (SUBJECT, case, Role.TARGET, "positions", Attack.SHRUNK)
+    assert audits.attack_case(*attack) == AuditResult(
+        role=Role.TARGET,
+        field="positions",
+        attack=Attack.SHRUNK,
+        axis="token",
+        matters=True,
+        message=f"{Check.ROWS.value}: off",
+        batch="1 request",
+        entry=entry,
+        case=dumps(case),
+    )
+    assert audits.attack_case(*attack) is None
+    with pytest.raises(RunError, match="no such field"):
+        audits.attack_case(*attack)
+
+
 def test_verdict_on_a_field_is_that_of_all_attacks():
     """One that matters makes it needed; else it is unread, or declared in vain."""
     found = [
@@ -212,6 +243,18 @@ def test_shrunk_field_is_overwritten_behind_its_real_extent(stage):
         assert torch.equal(buffer.tensor[end:], before[end:])
         assert bool((buffer.tensor[first:end] != before[first:end]).all())
         assert (buffer.dirty_rows, buffer.dirty_columns) == (buffer.rows, buffer.columns)
+
+
+@pytest.mark.parametrize("attack", Attack)
+@pytest.mark.parametrize("own", Role)
+def test_field_is_cut_before_the_forwards_of_its_role(stage, monkeypatch, attack, own):
+    """By the attack that shrinks it alone."""
+    cut = []
+    monkeypatch.setattr(tampers, "_cut", lambda buffer, role, step: cut.append((buffer.key, role.role)))
+    monkeypatch.setattr(tampers.ForwardObserver, "forward", lambda self, role, step, started: started)
+    for role in stage.runner.parts.roles.values():
+        assert tampers.Tampering(own, "positions", attack).forward(role, None, 1.5) == 1.5
+    assert cut == ([("positions", own)] if attack is Attack.SHRUNK else [])
 
 
 # Causes.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.planning import planner
-from capture_planner.planning.bounds import MICRO, BudgetBounds, reduced
+from capture_planner.planning.bounds import MICRO, BudgetBounds, _counted, reduced
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records._base import replace
@@ -240,3 +240,21 @@ def test_graphs_of_several_tokens_take_those_of_every_request(
         if bound.path[1] == "graphs":
             kinds = [ladder for ladder in ladders if ladder.kind.value == bound.path[2]]
             assert sum(map(bound.taken, ladders)) == sum(len(ladder.sizes) for ladder in kinds)
+
+
+@pytest.mark.parametrize("own", Role)
+def test_bound_of_a_backend_counts_the_full_graphs_of_its_role(own: Role) -> None:
+    """The least that any of its groups holds, named; graphs of other roles and PIECEWISE ones are not counted."""
+    groups = [
+        SimpleNamespace(support=SimpleNamespace(max_graphs=most), registered=SimpleNamespace(name=f"holds {most}"))
+        for most in (9, None, 4, 7)
+    ]
+    roles = [SimpleNamespace(role=role, groups=groups if role is own else groups[1:2]) for role in Role]
+    (bound,) = _counted(Budget(), roles)  # type: ignore[arg-type]
+    assert (bound.limit, bound.text, bound.path) == (4, "holds 4 can hold 4 full graphs", ())
+    for role in Role:
+        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
+            ladder = Ladder(
+                role=role, kind=Kind.MIXED, mode=mode, domain=Domain.upto(9), sizes=(1, 3, 9), max_num_reqs=9
+            )
+            assert bound.taken(ladder) == 3 * (role is own and mode is GraphMode.FULL)

@@ -105,10 +105,13 @@ def entry_for(batch: Batch, mode: GraphMode, repeats: int, fused: bool) -> Entry
 def test_a_judgement_adds_up_the_passes_of_every_step(spec: Spec, known: Profile, data: st.DataObject) -> None:
     """The mean, the share of steps with an eager pass, and the times; each pass by its own entry or its eager time."""
     counts = data.draw(st.dictionaries(batches(spec), st.integers(1, 5), max_size=4))
-    served = {role: data.draw(st.sampled_from((EAGER, PIECEWISE, FULL))) for role in Role}
+    modes = st.sampled_from((EAGER, PIECEWISE, FULL))
+    served = {(role, odd): data.draw(modes) for role in Role for odd in (0, 1)}
     fused = data.draw(st.booleans())
     chains = {(each, repeats) for batch in counts for each, repeats in passes_of(batch, spec)}
-    answers = {each: entry_for(each, served[each.role], repeats, fused) for each, repeats in chains}
+    answers = {
+        each: entry_for(each, served[each.role, each.num_tokens % 2], repeats, fused) for each, repeats in chains
+    }
     costs = Costs(known)
     found = judge(answers.__getitem__, Steps(counts), costs, spec, dict.fromkeys(Role, GraphMode.FULL_AND_PIECEWISE))
     every: list[float] = []

@@ -55,10 +55,15 @@ def test_decisions_without_a_backend_name_none():
         max_query_len=1,
         piecewise=Piecewise(capturable=False),
     )
+    every = [group(GraphSupport.ALWAYS)]
+    modules = resolve_draft_prefill(
+        GraphMode.FULL_AND_PIECEWISE, None, every, max_query_len=4, piecewise=Piecewise(), modules=True
+    )
     none = resolve_draft_decode(GraphMode.PIECEWISE, None, [group(GraphSupport.ALWAYS)])
     full = resolve_draft_decode(GraphMode.FULL, None, [group(GraphSupport.ALWAYS)])
     for found, rule in (
         (pieces, "piecewise-not-capturable"),
+        (modules, "modules-never-piecewise"),
         (none, "draft-decode-never-piecewise"),
         (full, "draft-decode-only"),
     ):
