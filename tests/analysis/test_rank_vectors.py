@@ -107,4 +107,4 @@ def test_observed_vectors_are_shown_by_rank(observed):
 
 def test_vectors_of_a_file_are_refused_with_an_observation(observed):
     """It has its own."""
-    assert "omit --vectors and --ranks" in CliRunner().invoke(ranks, [observed, "--ranks", "4"]).stderr
+    assert "omit --vectors, --recorded and --ranks" in CliRunner().invoke(ranks, [observed, "--ranks", "4"]).stderr

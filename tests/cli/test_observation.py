@@ -168,7 +168,6 @@ def test_compare_takes_observations(run: Run, of_plan: str, of_flags: str) -> No
     [
         (["plan", "{observation}"], "this is an observation, not a spec"),
         (["export", "{observation}", "--to", "vllm"], "this is an observation, not a spec"),
-        (["ranks", "{observation}"], "this is an observation, not a spec"),
         (["launch", "{observation}", "--", "vllm", "serve", "x"], "this is an observation, not a plan"),
         (["check", PLAN, "--spec", "{observation}"], "this is an observation, not a spec"),
         (["check", "{observation}", "--spec", SPEC], "this is an observation, not a"),

@@ -133,12 +133,14 @@ def _all_verified(original: object) -> Callable[[StepLauncher, ScheduledBatch], 
 
 
 def _first_unverified(original: Callable[..., Verification]) -> Callable[..., Verification]:
-    def settle(scheduled: ScheduledBatch, places: RequestStates, sampled: Array) -> Verification:
+    def settle(
+        scheduled: ScheduledBatch, places: RequestStates, sampled: Array, synthetic: Array | None = None
+    ) -> Verification:
         counts = sampled_counts(scheduled, places)
         drafted, first = counts > 1, np.cumsum(counts) - counts
         rows, said = scheduled.state_indices[drafted], sampled.copy()
         said[first[drafted]] = places.tokens[rows, places.length[rows]]
-        return original(scheduled, places, said)
+        return original(scheduled, places, said, synthetic)
 
     return settle
 

@@ -17,7 +17,7 @@ from capture_planner.runtime.execution.fields import Extents
 from capture_planner.runtime.execution.inputs import ForwardStep
 from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
 from capture_planner.runtime.execution.updates import DraftState
-from capture_planner.runtime.graphs.graph import Graph, Grapher
+from capture_planner.runtime.graphs.graph import Graph
 from capture_planner.runtime.ledger import GraphCapture
 from capture_planner.runtime.serving.launching import StepLauncher
 from gallery.core import Mutant
@@ -65,9 +65,9 @@ def _moves_the_targets_fields(original: Callable[..., None]) -> Callable[..., No
 
 
 def _swallowed(original: Callable[..., GraphCapture]) -> Callable[..., GraphCapture]:
-    def capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool) -> GraphCapture:
+    def capture(role: RoleRun, entry: Entry, *others: object) -> GraphCapture:
         try:
-            return original(role, entry, grapher, strict)
+            return original(role, entry, *others)
         except RuntimeError:
             return GraphCapture(role=role.role, entry=entry, seconds=0.0, memory=0, alone=0)
 

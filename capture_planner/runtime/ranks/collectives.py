@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping
 from typing import Protocol, final
@@ -88,6 +89,8 @@ class GroupCollectives:
 
     def release(self) -> None:
         # The end of a process group waits for what graphs hold of it (pytorch#115388).
+        if self._graphs:
+            gc.collect()  # graphs that only a cycle refers to
         if self._graphs:
             raise RunError(
                 f"{counted(len(self._graphs), 'graph')} with collectives in them are still there; leave the runner "
