@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import attrs
 from _bench import ROOT
 from _model_configs import CONFIGS
 
-from capture_planner.codec import load_environment
+from capture_planner.codec import dumps, load_environment
+from capture_planner.engines import find_engine
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
@@ -101,6 +102,16 @@ def server_spec(
         roles=roles,
         **others,
     )
+
+
+def under_plan(plan: Plan | None, words: Sequence[str], file: Path) -> tuple[list[str], dict[str, str]]:
+    """Write a plan to ``file``; return vLLM's command line and the variables that make it run the plan, if any."""
+    if plan is None:
+        return list(words), {}
+    file.write_text(dumps(plan), encoding="utf-8")
+    launch = find_engine("vllm").launch
+    more = () if launch is None else launch(plan, words).arguments
+    return [*words, *more], {"CAPTURE_PLANNER_PLAN": str(file)}
 
 
 def groups(folder: Path, utilization: float, profile: Profile | None = None) -> Iterator[Group]:

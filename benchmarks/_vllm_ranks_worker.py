@@ -30,7 +30,7 @@ OTHER_PLAN = "CAPTURE_PLANNER_BENCHMARK_OTHER_PLAN"
 
 
 def treat_as_mixture() -> None:
-    """Let vLLM couple the data-parallel ranks of a dense model as it couples those of a mixture of experts."""
+    """Make vLLM treat a dense model as a mixture of experts, whose data-parallel ranks agree in each step."""
     from vllm.config.model import ModelConfig
 
     ModelConfig.is_moe = property(lambda self: True)

@@ -35,10 +35,9 @@ import attrs
 from _bench import CONSOLE, finish, parser, table, verdict
 from _model_configs import CONFIGS
 from _paired import paired_cost, paired_steps, paired_token_cost
-from _vllm_cases import TUNED, Case, Group, groups
+from _vllm_cases import TUNED, Case, Group, groups, under_plan
 
-from capture_planner.codec import Document, dumps
-from capture_planner.engines import find_engine
+from capture_planner.codec import Document
 from capture_planner.records.profile import Profile
 
 COMPARED_TOKENS, COMPARED_RUNS, RATED_RUNS = 384, 5, 3
@@ -53,13 +52,8 @@ class Engine:
         self.case = case
         slug = case.name.replace(",", "").replace(" ", "-")
         environment = dict(os.environ)
-        arguments = list(case.words)
-        if case.plan is not None:
-            file = folder / f"{slug}.yaml"
-            file.write_text(dumps(case.plan), encoding="utf-8")
-            launch = find_engine("vllm").launch
-            arguments += () if launch is None else launch(case.plan, case.words).arguments
-            environment["CAPTURE_PLANNER_PLAN"] = str(file)
+        arguments, planned = under_plan(case.plan, case.words, folder / f"{slug}.yaml")
+        environment |= planned
         environment["CAPTURE_PLANNER_OBSERVE"] = str(folder / f"observations-{slug}")
         self.command = [sys.executable, str(WORKER), "--", *arguments]
         self._log = (folder / f"{slug}.log").open("wb")

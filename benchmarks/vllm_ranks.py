@@ -41,11 +41,10 @@ from _bench import CONSOLE, ROOT, finish, parser, verdict
 from _model_configs import CONFIGS
 from _observations import newest
 from _rank_checks import agreement_findings, answer_findings, capture_findings, step_findings, worker_figures
-from _vllm_cases import EAGLE, REQUESTS, server_spec
+from _vllm_cases import EAGLE, REQUESTS, server_spec, under_plan
 from rich.markup import escape
 
 from capture_planner.codec import dumps, load_environment
-from capture_planner.engines import find_engine
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
@@ -96,13 +95,8 @@ class RankEngine:
             "CAPTURE_PLANNER_OBSERVE": str(self.observations),
             "CAPTURE_PLANNER_OBSERVE_SECONDS": str(OBSERVE_SECONDS),
         }
-        words = list(case.words)
-        if case.plan is not None:
-            file = folder / f"{slug}.yaml"
-            file.write_text(dumps(case.plan), encoding="utf-8")
-            launch = find_engine("vllm").launch
-            words += () if launch is None else launch(case.plan, case.words).arguments
-            environment["CAPTURE_PLANNER_PLAN"] = str(file)
+        words, planned = under_plan(case.plan, case.words, folder / f"{slug}.yaml")
+        environment |= planned
         self._log = (folder / f"{slug}.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), "--", *words],

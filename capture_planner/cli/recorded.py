@@ -55,7 +55,7 @@ def _vectors(file: str, dispatcher: Dispatcher) -> Iterator[tuple[int, str, Vect
 
 @contextmanager
 def _in(file: str, *path: str | int) -> Iterator[None]:
-    """Raise problems of a value as those of a place in a file."""
+    """Raise the problems of a value with the file and the place that it is from."""
     try:
         yield
     except InvalidValue as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import attrs
@@ -34,7 +33,7 @@ def start_facts(plan: Plan, registry: Registry, choices: object) -> dict[str, st
     facts = {"plan": digest(plan), "environment": digest(plan.environment)}
     facts |= {f"backend {name}": registry[name].version for name in sorted(used & set(registry))}
     facts |= {name: here[name] for name in ("device", "python", "torch", "threads", "cuda", "driver") if name in here}
-    facts |= {name: _version(name) for name in PACKAGES}
+    facts |= {name: host.installed_version(name) or "not installed" for name in PACKAGES}
     if torch.cuda.is_available():
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call, unused-ignore]
     facts |= {name: os.environ.get(name, "not set") for name in DECIDING}
@@ -47,13 +46,6 @@ def start_facts(plan: Plan, registry: Registry, choices: object) -> dict[str, st
 def request_facts(requests: Sequence[Request]) -> dict[str, str]:
     """Return what is compared before requests are served, since files of prompts may differ between machines."""
     return {"requests": f"{len(requests)} with the digest {digest_of(*requests)}"}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _model(source: Path | None) -> str:

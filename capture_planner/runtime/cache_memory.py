@@ -144,7 +144,7 @@ def device_pages(
 
     :param share: of the device's memory that all together may take, other processes included.
     :param limit: bytes that a pool of graphs may hold; None: any.
-    :param peers: all ranks, which have the same number of pages: that of the rank with least room.
+    :param peers: all ranks. Each gets as many pages as the rank with the least free memory.
     :raises RunError: there is not enough for the longest request, or for the largest step.
     """
     used, total = gauge.used()

@@ -25,7 +25,7 @@ def this_environment(name: str, *, gpu: bool = True) -> Environment:
 
     ``gpu``: False describes the processor, also where there is a CUDA device.
     """
-    versions = {package: _installed(package) for package in PACKAGES}
+    versions = {package: installed_version(package) for package in PACKAGES}
     # Without local labels: 2.11.0+cu130 is 2.11.0.
     packages = {package: version.partition("+")[0] for package, version in versions.items() if version is not None}
     if not (gpu and torch.cuda.is_available()):
@@ -132,7 +132,7 @@ def differences(environment: Environment) -> tuple[str, ...]:
             memory = f"{planned.memory / GIBI:.1f} GiB of memory"
             found.append(f"the plan is for {memory}, and this device has {here.memory / GIBI:.1f}")
     for name, version in environment.packages.items():
-        installed = _installed(name)
+        installed = installed_version(name)
         if installed is None:
             found.append(f"{name} {version} was planned for and is not installed")
         elif installed.partition("+")[0] != version.partition("+")[0]:
@@ -152,7 +152,8 @@ def remarks(environment: Environment) -> tuple[str, ...]:
     )
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

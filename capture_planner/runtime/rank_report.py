@@ -54,13 +54,12 @@ def with_ranks(report: RunReport, session: Session, dispatcher: Dispatcher, peer
     tally = copy.deepcopy(report.counts)
     for each in served:
         tally.add_request(each)
-    for name in COUNTS:
-        # Of many requests only some have rows.
-        setattr(tally, name, getattr(report.counts, name) + sum(words["counts"][name] for words in replicas))
+    # Of many requests only some have rows.
+    counts = {name: getattr(report.counts, name) + sum(words["counts"][name] for words in replicas) for name in COUNTS}
     return attrs.evolve(
         report,
         served=(*report.served, *served),
-        tally=tally,
+        tally=attrs.evolve(tally, **counts),
         serve_seconds=max(each["seconds"] for each in heard.values()),
         ranks=_record(session, dispatcher, peers, heard),
     )

@@ -301,7 +301,7 @@ def test_wrong_token_stays_one_where_no_row_of_a_graph_is_wrong(monkeypatch, ent
 
 
 def test_requests_have_the_tokens_of_their_adapter():
-    """The greedy choice of the model with it, after those before; as many as were asked for."""
+    """Each token is the greedy choice of the model with the adapter; a request gets max_new_tokens."""
     target = load_target(None, adapter_rows.MODEL, device=SUBJECT.device, dtype=torch.float64, seed=1)
     adapters = random_adapters(target.linears(), 2, seed=2)
     seen = set()

@@ -213,7 +213,7 @@ def test_requests_are_as_long_as_their_step_says(requests, seed):
 
 
 def test_served_tokens_are_the_greedy_choice(stage):
-    """As many as the request asked for, each after those before it."""
+    """A request gets max_new_tokens, each the greedy choice after the tokens before it."""
     request = Request(name="one", arrival=0.0, prompt=(5, 17, 3), max_new_tokens=4)
     ids = list(request.prompt)
     for _ in range(4):

@@ -186,10 +186,10 @@ def _described_once(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _freed_early(original: Callable[..., Layout]) -> Callable[..., Layout]:
-    def first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> Layout:
+    def lay_out(blocks: Sequence[Block], chunks: Sequence[int] = ()) -> Layout:
         return original([attrs.evolve(b, last=max(b.first, b.last - 1)) for b in blocks], chunks)
 
-    return first_fit
+    return lay_out
 
 
 STATE_MUTANTS: tuple[Mutant, ...] = (
@@ -252,6 +252,6 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         threads=("flashinfer#4399",),
         bug_class=BugClass.F,
         says="An intermediate gives up its place in the pool to the operator that reads it last",
-        patch=patched((pool_module, "_first_fit", _freed_early)),
+        patch=patched((pool_module, "lay_out", _freed_early)),
     ),
 )

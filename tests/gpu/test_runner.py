@@ -70,7 +70,7 @@ def test_graphs_give_the_tokens_of_eager_kernels(case, place):
 @pytest.mark.parametrize(("case", "place"), PLACES[1:])
 @pytest.mark.parametrize("k", [0, 3])
 def test_compiled_bodies_in_graphs_give_the_tokens_of_their_kernels_without(case, place, k):
-    """Whole graphs, pieces and a drafter's; logits are as near to float32 as those of layers as they are."""
+    """FULL and PIECEWISE graphs, and a drafter; logits are as near to float32 as without compiling."""
     seen = check(made_of(case, place, small(case, k), 5), poison=k == 3, compile=True)
     assert faults(seen) == [], seen
 

@@ -124,7 +124,7 @@ def written(folder, *workers, process=7):
 
 
 def test_folder_stands_for_the_newest_workers_in_it(tmp_path):
-    """Those of an earlier run are left out."""
+    """Files of an earlier run are left out."""
     written(tmp_path, *(worker(rank, 2, 1, {1: (9, None)}) for rank in range(2)), process=3)
     written(tmp_path, *(worker(rank, 2, 1, {1: (2, None)}) for rank in range(2)))
     assert read_workers(tmp_path).roles[0].steps == 2

@@ -9,19 +9,16 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import load_backends
-from capture_planner.errors import PlanningError
 from capture_planner.modes import Pool, Role
-from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.spec import Roles
+from capture_planner.runtime.chosen import drafter_of
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from support.runs import CPU, requests_for, runnable_specs
+from support.runs import pages_for, planned, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
@@ -30,7 +27,7 @@ FEW = settings(max_examples=max(settings.default.max_examples // 3, 4))
 
 def serve(plan, target, drafter, requests, answers=None, **options):
     """Capture and serve; return tokens by request, and of each step what was drafted and accepted."""
-    pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
+    pages = pages_for(plan)
     graphs = RecordedGraphs()
     with Runner(plan, target, drafter, REGISTRY, graphs, pages=pages, options=Options(**options)) as runner:
         runner.capture()
@@ -44,15 +41,11 @@ def serve(plan, target, drafter, requests, answers=None, **options):
 def test_graphs_accept_what_eager_accepts_with_either_pool(data, kind, device, poison):
     """Any plan with a drafter and any requests; also where drafts are verified on the device."""
     spec = replace(data.draw(runnable_specs(speculative=True)), roles=Roles())
-    try:
-        plan = make_plan(spec, CPU, REGISTRY)
-    except PlanningError:
-        plan = None
-    assume(plan is not None and plan.num_graphs)
+    plan = planned(spec, REGISTRY)
+    assume(plan.num_graphs)
     requests = data.draw(requests_for(spec))
     target = load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
-    states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
-    drafter = choose_drafter(kind, plan.speculative, target, num_states=states, length=length, seed=4)
+    drafter = drafter_of(plan, target, kind, seed=3)
     plain, _, _ = serve(without_speculation(plan, REGISTRY), target, None, requests)
     answers = {request.name: request.prompt + plain[request.name] for request in requests}
     tokens, eager, _ = serve(without_graphs(plan), target, drafter, requests, answers)
@@ -70,17 +63,13 @@ def test_graphs_accept_what_eager_accepts_with_either_pool(data, kind, device, p
 def test_synthetic_acceptance_is_what_is_drawn_from_graphs_and_eager(data, device, poison, seed):
     """Whatever the target says, on host and device: each request gains what its draws say, and so the same tokens."""
     spec = replace(data.draw(runnable_specs(speculative=True)), roles=Roles())
-    try:
-        plan = make_plan(spec, CPU, REGISTRY)
-    except PlanningError:
-        plan = None
-    assume(plan is not None and plan.num_graphs)
-    k, limits = plan.speculative.num_tokens, plan.limits
+    plan = planned(spec, REGISTRY)
+    assume(plan.num_graphs)
+    k = plan.speculative.num_tokens
     rates = tuple(sorted(data.draw(st.lists(st.floats(0, 1), min_size=k, max_size=k)), reverse=True))
     requests = data.draw(requests_for(spec))
     target = load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
-    length = plan.model.max_model_len + k + 1
-    drafter = choose_drafter("random", plan.speculative, target, num_states=limits.max_num_reqs, length=length, seed=4)
+    drafter = drafter_of(plan, target, "random", seed=3)
     options = {"acceptance": rates, "seed": seed}
     eager = serve(without_graphs(plan), target, drafter, requests, **options, drafts_on_device=False)
     assert serve(plan, target, drafter, requests, **options, drafts_on_device=device, poison=poison)[:2] == eager[:2]

@@ -13,15 +13,14 @@ from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Lora, Policy, Roles, Sizes, Spec
 from capture_planner.runtime.assembly import dtype_of
+from capture_planner.runtime.chosen import drafter_of
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.adapters import LoraAdapters, random_adapters
-from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import generated, with_adapters
-from support.runs import CPU, requests_for, runnable_specs
+from support.runs import CPU, pages_for, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
@@ -38,11 +37,8 @@ OPTIONS = st.fixed_dictionaries(
 
 def served(plan, target, adapters, requests, **options):
     """Return each request's tokens, and the bits that the last forwards of target and drafter left."""
-    drafter = None
-    if plan.speculative is not None:
-        length = plan.model.max_model_len + plan.speculative.num_tokens + 1
-        drafter = choose_drafter("random", plan.speculative, target, num_states=plan.limits.max_num_reqs, length=length)
-    pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
+    drafter = drafter_of(plan, target, "random")
+    pages = pages_for(plan)
     loaded = LoraAdapters(target.linears(), adapters) if adapters else None
     with Runner(
         plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages, options=Options(**options), adapters=loaded

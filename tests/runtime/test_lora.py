@@ -16,16 +16,15 @@ from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Model
 from capture_planner.records.spec import Limits, Lora, Policy, Roles, Sizes, Spec
 from capture_planner.runtime.assembly import dtype_of
+from capture_planner.runtime.chosen import drafter_of
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.adapters import LoraAdapters, random_adapters
-from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request, with_adapters
-from support.runs import CPU, requests_for, runnable_specs
+from support.runs import CPU, pages_for, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
@@ -63,11 +62,8 @@ def target_of(plan):
 
 def runner_of(plan, target, adapters, **options):
     """Return a runner with room for all requests at full length."""
-    drafter = None
-    if plan.speculative is not None:
-        length = plan.model.max_model_len + plan.speculative.num_tokens + 1
-        drafter = choose_drafter("random", plan.speculative, target, num_states=plan.limits.max_num_reqs, length=length)
-    pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
+    drafter = drafter_of(plan, target, "random")
+    pages = pages_for(plan)
     loaded = LoraAdapters(target.linears(), adapters) if adapters else None
     return Runner(
         plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages, options=Options(**options), adapters=loaded

@@ -3,22 +3,19 @@
 import attrs
 import pytest
 import torch
-from hypothesis import assume, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import load_backends
-from capture_planner.errors import PlanningError
 from capture_planner.modes import Role
-from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.spec import Roles
+from capture_planner.runtime.chosen import drafter_of
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from support.runs import CPU, requests_for, runnable_specs
+from support.runs import pages_for, planned, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
@@ -27,11 +24,8 @@ REGISTRY = load_backends()
 def runner_of(plan, **options):
     """A runner with graphs, a random target and, where the plan has one, a random drafter."""
     target = load_target(None, plan.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
-    drafter = None
-    if plan.speculative is not None:
-        states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
-        drafter = choose_drafter("random", plan.speculative, target, num_states=states, length=length, seed=4)
-    pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
+    drafter = drafter_of(plan, target, "random", seed=3)
+    pages = pages_for(plan)
     runner = Runner(plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages, options=Options(**options))
     runner.capture()
     return runner
@@ -51,11 +45,7 @@ def eager_shapes(session):
 def test_every_shape_that_needs_it_is_warmed_up_and_no_token_changes(data, ahead, synthetic, seed):
     """Where lengths do not depend on tokens: without stop tokens, and with no drafter or synthetic acceptance."""
     spec = replace(data.draw(runnable_specs(speculative=synthetic)), roles=Roles())
-    try:
-        plan = make_plan(spec, CPU, REGISTRY)
-    except PlanningError:
-        plan = None
-    assume(plan is not None)
+    plan = planned(spec, REGISTRY)
     requests = [attrs.evolve(each, stop=frozenset()) for each in data.draw(requests_for(spec, most=4))]
     rates = (0.8, 0.5, 0.5, 0.1, 0.0)[: plan.speculative.num_tokens] if synthetic else ()
     options = {"run_ahead": ahead, "acceptance": rates, "seed": seed}

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, Pool
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.plugins.registry import Registry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.records.plan import Plan
 from capture_planner.records.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
+from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
 
 CPU = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="x86-64", memory=1 << 36))
 """A host without a GPU, and no package that a plan of it could be refused for."""
 
 VOCABULARY = 61
+
+
+def planned(spec: Spec, registry: Registry) -> Plan:
+    """Return the plan of a spec on ``CPU``; a spec that cannot be planned is rejected as an example."""
+    try:
+        return make_plan(spec, CPU, registry)
+    except PlanningError:
+        reject()
+
+
+def pages_for(plan: Plan) -> PageFormat:
+    """Return pages of 4 tokens, enough for all requests of a plan at full length."""
+    return PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // 4))
 
 
 @st.composite

@@ -19,12 +19,12 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from capture_planner.errors import RunError
 from capture_planner.runtime.compilation.operators import TracedCalls
+from capture_planner.runtime.models.host_reads import reads_host
 from capture_planner.runtime.models.protocols import Weight
 
 _ROWS = 251
 """T of the trace: that of a large decode step, for which kernels are chosen. A prime, so that no other extent is it."""
 
-_HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
@@ -110,16 +110,8 @@ def _refuse_operators(graph: fx.Graph) -> None:
             continue
         if node.target.namespace in ("c10d", "_c10d_functional"):
             raise RunError(f"its forward calls other ranks ({node.target}), which is not compiled")
-        if not _HOST_READS.isdisjoint(node.target.tags) and not _is_gather(node):
+        if reads_host(node.target, fx.map_arg(node.args, lambda each: each.meta.get("val"))):
             raise RunError(f"its forward reads a device value on the host ({node.target})")
-
-
-def _is_gather(node: fx.Node) -> bool:
-    """Whether a node indexes by numbers: only a mask makes the shape depend on values."""
-    if node.target is not torch.ops.aten.index.Tensor:
-        return False
-    indices: Any = node.args[1]
-    return not any(index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _with_rows(graph: fx.Graph, rows: Any) -> None:

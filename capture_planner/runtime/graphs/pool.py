@@ -32,6 +32,8 @@ class Layout:
     """Chunk and offset in bytes of each block; chunk ``n`` is the new one after ``n`` that exist."""
     grows: int
     """Bytes of the new chunk; 0 where none is needed."""
+    alone: int
+    """Bytes of the chunk that there would be without others."""
 
 
 def lay_out(blocks: Sequence[Block], chunks: Sequence[int] = ()) -> Layout:
@@ -41,19 +43,16 @@ def lay_out(blocks: Sequence[Block], chunks: Sequence[int] = ()) -> Layout:
     free offset of the first chunk that has room; what fits none goes into one new chunk. The new
     chunk is never larger than it would be if there were no chunks.
     """
-    return _lay_out(blocks, chunks, _first_fit(blocks, ()))
+    fresh, alone = _first_fit(blocks, ())
+    places, grows = _first_fit(blocks, chunks) if chunks else (fresh, alone)
+    if grows > alone:
+        # Fewer blocks can pack worse than more: then the chunks that exist are left alone.
+        places, grows = tuple((len(chunks), offset) for _, offset in fresh), alone
+    return Layout(places, grows, alone)
 
 
-def _lay_out(blocks: Sequence[Block], chunks: Sequence[int], fresh: Layout) -> Layout:
-    """As ``lay_out``; ``fresh`` is the layout without chunks."""
-    layout = _first_fit(blocks, chunks) if chunks else fresh
-    # Fewer blocks can pack worse than more: then the chunks that exist are left alone.
-    if layout.grows <= fresh.grows:
-        return layout
-    return Layout(tuple((len(chunks), offset) for _, offset in fresh.places), fresh.grows)
-
-
-def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> Layout:
+def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Return the places of blocks, and the bytes of the new chunk."""
     count = len(blocks)
     first = np.array([block.first for block in blocks], dtype=np.int64)
     last = np.array([block.last for block in blocks], dtype=np.int64)
@@ -70,7 +69,7 @@ def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> Layout:
                 where[index], start[index], end[index] = chunk, offset, offset + size
                 break
     places = tuple(zip(where.tolist(), start.tolist(), strict=True))
-    return Layout(places, int(end[where == len(chunks)].max(initial=0)))
+    return places, int(end[where == len(chunks)].max(initial=0))
 
 
 def _lowest(size: int, starts: np.ndarray, ends: np.ndarray) -> int:
@@ -118,8 +117,7 @@ class RecordedPool:
 
         Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then as it was before.
         """
-        fresh = _first_fit(blocks, ())
-        layout = _lay_out(blocks, [chunk.nbytes() for chunk in self._chunks], fresh)
+        layout = lay_out(blocks, [chunk.nbytes() for chunk in self._chunks])
         if self.limit is not None and self.memory + layout.grows > self.limit:
             raise torch.OutOfMemoryError(
                 f"a graph needs {layout.grows:,} bytes more than its pool holds ({self.memory:,} bytes), "
@@ -128,7 +126,7 @@ class RecordedPool:
         if layout.grows:
             self._chunks.append(torch.UntypedStorage(layout.grows))  # type: ignore[no-untyped-call]
         places = tuple((self._chunks[chunk], offset) for chunk, offset in layout.places)
-        return Allocation(places, layout.grows, fresh.grows)
+        return Allocation(places, layout.grows, layout.alone)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

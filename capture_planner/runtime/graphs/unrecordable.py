@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from capture_planner.errors import CaptureError
+from capture_planner.runtime.models.host_reads import is_mask
 
 aten = torch.ops.aten
 
@@ -21,19 +22,15 @@ def check_host_sync(func: Any, args: Any, kwargs: Any) -> None:
     if torch.Tag.data_dependent_output in func.tags or func is aten._linalg_check_errors.default:
         raise refusal(func, "it reads a device value on the host", "keep values on the device")
     if func is aten.index.Tensor:
-        is_dynamic = any(_is_mask(index) for index in args[1])
+        is_dynamic = any(is_mask(index) for index in args[1])
     elif func.overloadpacket in (aten.index_put, aten.index_put_):
-        is_dynamic = args[2].numel() != 1 and any(_is_mask(index) for index in args[1])
+        is_dynamic = args[2].numel() != 1 and any(is_mask(index) for index in args[1])
     elif func is aten.repeat_interleave.Tensor:
         is_dynamic = kwargs.get("output_size") is None
     else:
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags
     if is_dynamic:
         raise refusal(func, "a shape depends on device values", "select with torch.where or masked_fill")
-
-
-def _is_mask(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def run_without_random(func: Any, args: Any, kwargs: Any) -> Any:

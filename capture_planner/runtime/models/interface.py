@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from capture_planner.errors import RunError
+from capture_planner.runtime.models.host_reads import reads_host
 from capture_planner.runtime.models.protocols import Attend, Scoring
 
 INTERFACE = "capture_planner"
 """The name of the attention implementation, and of the keyword argument that carries a ``Call``."""
 
 SUPPORTED = "supported: causal decoders of full or sliding-window softmax attention, through the attention interface"
-_HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @attrs.frozen(eq=False)
@@ -76,16 +76,9 @@ class RefuseHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(tag in _HOST_READS for tag in func.tags) and not _is_gather(func, args):
+        if reads_host(func, args):
             raise RunError(f"its forward reads a device value on the host ({func}), which no graph can hold")
         return func(*args, **(kwargs or {}))
-
-
-def _is_gather(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is indexing by numbers: only a mask makes the shape depend on values."""
-    return func is torch.ops.aten.index.Tensor and not any(
-        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-    )
 
 
 class Probe:

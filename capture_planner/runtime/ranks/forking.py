@@ -55,9 +55,9 @@ def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> i
     """Run ``work`` in a process for each rank; return the exit code of the first that failed, or 0.
 
     The first rank has this process's output. Of the others, only what they write to standard error is shown, each line
-    once. ``work`` says the error that it ends with through its second argument; those of all ranks are shown once, when
-    all have ended. Ctrl-C is passed on to all, and once more ends them. Raises ``RunError`` where the process cannot be
-    forked, as CUDA is in use in it.
+    once. ``work`` passes its error to its second argument; the errors of all ranks are shown once, when all have ended.
+    Ctrl-C is passed on to all, and once more ends them. Raises ``RunError`` where the process cannot be forked, as CUDA
+    is in use in it.
 
     :param say: prints an error.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -10,6 +9,8 @@ import attrs
 import torch
 
 from capture_planner.errors import RankError
+from capture_planner.records._base import grouped
+from capture_planner.runtime.ranks.majority import minority
 from capture_planner.runtime.ranks.peers import Peers, Plain
 
 Result = TypeVar("Result")
@@ -67,14 +68,13 @@ def on_every_rank(
 def refuse_differences(topic: str, values: Sequence[Plain]) -> None:
     """Raise ``RankError`` with the ranks whose value is not the most frequent one, of equally frequent the first."""
     texts = [str(value) for value in values]
-    usual = Counter(texts).most_common(1)[0][0]
-    others = [rank for rank, text in enumerate(texts) if text != usual]
+    others = sorted(minority(grouped(range(len(texts)), texts.__getitem__)))
     if others:
-        most = texts.index(usual)
+        most = next(rank for rank in range(len(texts)) if rank not in others)
         raise RankError(
             f"{topic}: "
             + "; ".join(f"rank {rank} has {texts[rank]}" for rank in others)
-            + f"; rank {most} has {usual}",
+            + f"; rank {most} has {texts[most]}",
             others,
         )
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from capture_planner.errors import RankError
+from capture_planner.records._base import grouped
+from capture_planner.records.batch_space import union
+from capture_planner.runtime.ranks.majority import minority
 from capture_planner.runtime.ranks.peers import Peers, Plain
 
 
@@ -35,30 +38,18 @@ def differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> tup
 
 
 def _by_value(facts: Sequence[Mapping[str, object]], name: str) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank, each in enumerate(facts):
-        groups.setdefault(str(each.get(name, "nothing")), []).append(rank)
-    return groups
+    return grouped(range(len(facts)), lambda rank: str(facts[rank].get(name, "nothing")))
 
 
 def _others(facts: Sequence[Mapping[str, object]]) -> list[tuple[int, ...]]:
     """Return, for each fact that differs, the ranks that do not have what most have."""
-    found = []
-    for name in dict.fromkeys(name for each in facts for name in each):
-        groups = list(_by_value(facts, name).values())
-        most = max(groups, key=len)
-        found.append(tuple(rank for ranks in groups if ranks is not most for rank in ranks))
-    return [ranks for ranks in found if ranks]
+    names = dict.fromkeys(name for each in facts for name in each)
+    return [ranks for name in names if (ranks := minority(_by_value(facts, name)))]
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Name ranks as ``ranks 0 to 3, 6 (host)``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    runs = union((rank, rank) for rank in ranks)
     text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
     machines = dict.fromkeys(hosts[rank] for rank in ranks)
     shown = ", ".join(list(machines)[:3]) + (", …" if len(machines) > 3 else "")

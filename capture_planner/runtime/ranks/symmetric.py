@@ -96,7 +96,7 @@ def _without_multicast() -> Iterator[None]:
 def collectives_of(peers: Peers, device: torch.device, choice: AllReduce = "auto") -> Collectives:
     """Return the collectives among the ranks that share this one's model.
 
-    Raises ``RunError`` for symmetric memory that there is not; ``auto`` does without it there.
+    Raises ``RunError`` for ``symmetric`` where the GPUs have no symmetric memory; ``auto`` falls back to NCCL there.
     """
     group = peers.tensor_group()
     if group is None:

@@ -16,8 +16,10 @@ from time import monotonic
 import attrs
 
 from capture_planner.errors import CapturePlannerError, RankError
+from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.runtime.ranks.board import Board
+from capture_planner.runtime.ranks.majority import minority
 
 VERDICT = "verdict"
 START = "the start"
@@ -353,12 +355,8 @@ def apart(names: Sequence[str], points: dict[int, str]) -> RankVerdict | None:
 
     The smallest group is the cause; of groups of one size, all but the first rank's.
     """
-    groups: dict[str, list[int]] = {}
-    for rank, at in sorted(points.items()):
-        groups.setdefault(at, []).append(rank)
+    groups = grouped(sorted(points), points.__getitem__)
     if len(groups) < 2:
         return None
-    most = max(groups.values(), key=len)
     where = ", ".join(f"{listed(names, ranks)} at {at!r}" for at, ranks in groups.items())
-    culprits = tuple(rank for ranks in groups.values() if ranks is not most for rank in ranks)
-    return RankVerdict(says=f"ranks are at different points: {where}", ranks=culprits)
+    return RankVerdict(says=f"ranks are at different points: {where}", ranks=minority(groups))

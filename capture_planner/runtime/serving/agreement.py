@@ -139,7 +139,8 @@ class Replicas:
             mine = self._states.adapter[scheduled.state_indices]
             loras = len(np.unique(mine)) if self._states.has_adapters and mine.any() else 0
         elif self._draft is not None and self._draft.is_own:
-            counts = own_prefill_counts(scheduled, self._states, self._draft)
+            first = self._states.computed[scheduled.state_indices]
+            counts = own_prefill_counts(scheduled, first, self._states.max_model_len, self._draft)
             tokens, query_len = int(counts.sum()), int(counts[0]) if (counts == counts[0]).all() else None
         return Batch(
             role=role,

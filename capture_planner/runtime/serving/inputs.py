@@ -120,13 +120,15 @@ class DraftRows:
         )
 
 
-def own_prefill_counts(scheduled: ScheduledBatch, states: RequestStates, draft: DraftRows) -> Array:
+def own_prefill_counts(scheduled: ScheduledBatch, first: Array, longest: int, draft: DraftRows) -> Array:
     """Return the rows of each request in a first draft pass with rows of its own, ``int64[R]``.
 
-    A request at the model's end has those that fit.
+    A request at the model's end has as many as fit.
+
+    :param first: ``int64[R]``: the position of each request's first row in the step.
+    :param longest: positions that the model has.
     """
-    base = states.computed[scheduled.state_indices]
-    counts: Array = np.minimum(scheduled.counts + 1 - draft.shift + draft.masks, states.max_model_len - base)
+    counts: Array = np.minimum(scheduled.counts + 1 - draft.shift + draft.masks, longest - first)
     return counts
 
 
@@ -146,7 +148,7 @@ def own_prefill_inputs(
     """
     base = target.positions[target.query_start_loc[:-1]]
     known = settled + 1 - draft.shift
-    counts = np.minimum(scheduled.counts + 1 - draft.shift + draft.masks, states.max_model_len - base)
+    counts = own_prefill_counts(scheduled, base, states.max_model_len, draft)
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     rows = np.repeat(scheduled.state_indices, counts)

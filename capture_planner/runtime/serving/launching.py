@@ -182,9 +182,7 @@ class StepLauncher:
         inputs = target_inputs(scheduled, states, self._pages)
         if self._acceptance is None:
             return inputs
-        # A row that was filled up with any token is no draft.
-        drafts = np.minimum(scheduled.drafts, states.proposed[rows])
-        accepted = self._acceptance.accepted(states.key[rows], states.length[rows], drafts)
+        accepted = self._acceptance.accepted(states.key[rows], states.length[rows], states.proposed_drafts(scheduled))
         return attrs.evolve(inputs, accepted_counts=accepted)
 
     def _promised(self, scheduled: ScheduledBatch, inputs: StepInputs) -> Verification:

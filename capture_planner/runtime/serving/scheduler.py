@@ -121,6 +121,11 @@ class RequestStates:
         self.has_adapters = has_adapters
         """Whether the plan has LoRA."""
 
+    def proposed_drafts(self, scheduled: ScheduledBatch) -> Integers:
+        """Return how many drafts of each row a drafter proposed, ``int64[R]``: a row is filled up with any token."""
+        proposed: Integers = np.minimum(scheduled.drafts, self.proposed[scheduled.state_indices])
+        return proposed
+
 
 class Scheduler:
     """Hands out batches until all requests are served."""

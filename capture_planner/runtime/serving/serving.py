@@ -97,8 +97,7 @@ class Serving:
         """Store a step's tokens, finish the requests that are complete, and draft for the others."""
         scheduled, states = step.scheduled, self.scheduler.states
         verification = self._settled(step)
-        # A row that was filled up with any token is not a draft.
-        drafts = np.minimum(scheduled.drafts, states.proposed[scheduled.state_indices])
+        drafts = states.proposed_drafts(scheduled)
         drafted_at, accepted_at = (
             _by_place(counts, scheduled.draft_tokens) for counts in (drafts, np.minimum(drafts, verification.accepted))
         )
