@@ -123,7 +123,7 @@ class DraftRows:
 def own_prefill_counts(scheduled: ScheduledBatch, first: Array, longest: int, draft: DraftRows) -> Array:
     """Return the rows of each request in a first draft pass with rows of its own, ``int64[R]``.
 
-    A request at the model's end has as many as fit.
+    A request at the model's end has those that fit.
 
     :param first: ``int64[R]``: the position of each request's first row in the step.
     :param longest: positions that the model has.
