@@ -82,8 +82,8 @@ CASES = {
     "too slow": Case(
         does=lambda: sleep(60.0),
         at="exchange",
-        says="answers, but has not come to 'capture 2' within 1 s (--rank-timeout), and is at 'capture 1'",
-        limits=attrs.evolve(PATIENT, slow=1.0),
+        says="answers, but has not come to 'capture 2' within 4 s (--rank-timeout), and is at 'capture 1'",
+        limits=attrs.evolve(PATIENT, slow=4.0),
     ),
     "at another point": Case(at="topic", says="ranks are at different points: "),
     "interrupted": Case(does=interrupt, code=130, culprit=130),
