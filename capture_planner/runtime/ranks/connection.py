@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 from types import FrameType
@@ -42,6 +42,30 @@ class Connection:
         self.plane.raise_cause(error, self.limits.silence + self.limits.grace)
 
 
+@attrs.frozen(kw_only=True)
+class Patience:
+    """How long a store outlives its rank. One that ends too early hides the verdict from the others."""
+
+    seconds: float
+    blamed: Collection[int] = ()
+    """Ranks that may never part; they are waited for as long as a process has to raise a verdict."""
+    grace: float = 0.0
+    gone: Callable[[], Collection[int]] = tuple
+    """Returns the ranks whose processes are known to have ended."""
+
+    @classmethod
+    def after(
+        cls, limits: WaitLimits, blamed: Collection[int], gone: Callable[[], Collection[int]] = tuple
+    ) -> Patience:
+        """Return the patience after a verdict: half of that which the guard of this process has with it."""
+        return cls(seconds=limits.parting / 2, blamed=blamed, grace=limits.grace, gone=gone)
+
+    def waits_for(self, missing: Collection[int], waited: float) -> bool:
+        """Whether to wait for ranks that have not parted after so many seconds."""
+        awaited = set(missing).difference(self.gone(), self.blamed if waited > self.grace else ())
+        return bool(awaited) and waited <= self.seconds
+
+
 @contextmanager
 def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[Connection]:
     """Meet the other ranks, and be watched by them until the end of the context.
@@ -58,8 +82,8 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
     board = StoreBoard(store, where, None if me.has_store else 0)
     try:
         cards = meet(board, me.rank, me.size, card(), limits)
-    except RankError:
-        _part_from(board, me, limits.beat, hosts_store=hosts_store)
+    except RankError as error:
+        _part_from(board, me, Patience.after(limits, error.ranks), hosts_store=hosts_store)
         raise
     hosts, machines = (tuple(str(each[name]) for each in cards) for name in ("host", "machine"))
     names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
@@ -79,10 +103,12 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
             try:
                 _end_with(connection, error)
             finally:
-                _part_from(board, me, limits.grace, hosts_store=hosts_store)
+                blamed = watch.verdict.ranks if watch.verdict else ()
+                patience = Patience.after(limits, blamed, processes.gone)
+                _part_from(board, me, patience, hosts_store=hosts_store)
             raise
     watch.leave()
-    _part_from(board, me, PARTING, hosts_store=hosts_store)
+    _part_from(board, me, Patience(seconds=PARTING), hosts_store=hosts_store)
 
 
 def _end_with(connection: Connection, error: BaseException) -> None:
@@ -98,13 +124,17 @@ def _end_with(connection: Connection, error: BaseException) -> None:
         raise verdict.error() from error
 
 
-def _part_from(board: Board, me: RankProcess, seconds: float, *, hosts_store: bool) -> None:
+def _part_from(board: Board, me: RankProcess, patience: Patience, *, hosts_store: bool) -> None:
     """Read and write no more; a store in this process waits until no other rank does."""
     if not hosts_store:
         board.post(f"parted/{me.rank}", "")
         return
-    keys, until = [f"parted/{rank}" for rank in range(1, me.size)], monotonic() + seconds
-    while None in board.read(keys) and monotonic() < until:
+    ranks, begun = range(1, me.size), monotonic()
+    while True:
+        parted = board.read([f"parted/{rank}" for rank in ranks])
+        missing = {rank for rank, text in zip(ranks, parted, strict=True) if text is None}
+        if not patience.waits_for(missing, monotonic() - begun):
+            return
         sleep(LONGEST)
 
 
