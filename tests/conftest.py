@@ -44,7 +44,7 @@ _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 _UNSHRUNK = (Phase.explicit, Phase.generate)
 
 settings.register_profile(
-    "ci", max_examples=8, derandomize=True, deadline=None, suppress_health_check=_SLOW, phases=_UNSHRUNK
+    "ci", max_examples=6, derandomize=True, deadline=None, suppress_health_check=_SLOW, phases=_UNSHRUNK
 )
 settings.register_profile("dev", max_examples=100, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=_SLOW)
@@ -53,6 +53,9 @@ settings.register_profile(
 )
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 settings.load_profile(PROFILE)
+
+_FROZEN: dict[str, int] = {}
+"""How many modules there were when objects were left to no garbage collection."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,10 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in slow]
 
 
-def pytest_collection_finish() -> None:
+def pytest_runtest_setup() -> None:
     """Leave what is imported to no later garbage collection: a capture that leaves tensors behind looks at it all."""
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) > _FROZEN.get("modules", 0) + 50:
+        gc.collect()
+        gc.freeze()
+        _FROZEN["modules"] = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
