@@ -16,9 +16,12 @@ from capture_planner.runtime.execution.role import RoleRun
 
 
 def compile_bodies(roles: Sequence[RoleRun], device: torch.device, compilation: Compilation) -> None:
-    """Compile the bodies of all roles. What cannot be compiled runs as it is; ``compilation`` has the reason."""
+    """Compile the bodies of all roles. What cannot be compiled runs as it is; ``compilation`` has the reason.
+
+    All of its ranks do so together, and what one of them cannot compile runs as it is on all.
+    """
     weights = [weight for role in roles for weight in role.body.weights()]  # a drafter may read the target's
-    compiler = compiler_for(device)
+    compiler = compiler_for(device, compilation.peers.place)
     with torch.no_grad():
         for role, variant, inputs in _variants(roles):
             body, label = role.body, f"{role.role.value}{f' ({variant})' if variant else ''}"

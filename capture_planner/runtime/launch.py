@@ -204,7 +204,7 @@ class _Run:
     progress: Progress
     grapher: Grapher
     peers: Peers
-    compilation: Compilation = attrs.Factory(Compilation)
+    compilation: Compilation = attrs.Factory(lambda run: Compilation(run.peers, run.model.among), takes_self=True)
 
     def pages(self) -> tuple[PageFormat, CacheMemory]:
         """Return the KV cache's pages, and why so many: as chosen, or as far as memory allows."""

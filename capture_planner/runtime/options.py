@@ -45,7 +45,7 @@ class Options:
     """Of the synthetic acceptance."""
     compile: bool | None = None
     """Compile the layers of target and drafter, once for all sizes; None: on a GPU. On a CPU the operators are
-    called as they were traced, which saves nothing."""
+    called as they were traced, which saves nothing. Ranks that share a model compile it alike, or not at all."""
     compare: bool = False
     """Run each forward that a graph serves eagerly too, and stop at the first tensor that differs, with
     ``DifferenceError``. Poisons before every forward, and nothing runs ahead or drafts on the device."""

@@ -93,7 +93,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             observer=observer or ForwardObserver(),
             adapters=adapters,
         )
-        self.compilation = compilation or Compilation()
+        self.compilation = compilation or Compilation(peers, model.among)
         """What was compiled, and what could not be."""
         if self.policy.compile:
             self._compile()

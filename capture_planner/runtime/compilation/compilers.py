@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from capture_planner.runtime.ranks.peers import Place
+
 if TYPE_CHECKING:
     from capture_planner.runtime.compilation.pieces import Compiler, Function
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where Inductor reads the folder of its caches from, each time that it needs it."""
 
 OPTIONS: dict[str, bool | int] = {
     # A timing decides nothing: each start has the same kernels, bits and fingerprints.
@@ -42,6 +49,23 @@ def inductor(module: fx.GraphModule, inputs: list[Any]) -> Function:
     return compiled
 
 
-def compiler_for(device: torch.device) -> Compiler:
+def compiler_for(device: torch.device, place: Place) -> Compiler:
     """Return Inductor on a GPU. Elsewhere operators are run as they are: Inductor's code for a CPU calls none."""
-    return inductor if device.type == "cuda" else operators
+    if device.type != "cuda":
+        return operators
+    if place.size > 1:
+        keep_apart(place.rank)
+    return inductor
+
+
+def keep_apart(rank: int) -> None:
+    """Let this process, one rank of several, keep what it compiles from here on in a folder of its own.
+
+    In a folder that ranks share, one may load the code of another one's GPU (pytorch#188332), or kernels of which two
+    wrote the files at once (pytorch#92664).
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    shared, own = Path(cache_dir()), f"rank-{rank}"
+    if shared.name != own:
+        os.environ[CACHE] = str(shared / own)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import attrs
 import torch
@@ -13,6 +12,9 @@ import torch
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
 from capture_planner.runtime.models.protocols import Attend, Weight
+from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
+from capture_planner.runtime.ranks.outcomes import refuse_differences
+from capture_planner.runtime.ranks.peers import ALONE, Peers
 
 if TYPE_CHECKING:
     from capture_planner.runtime.compilation.pieces import CompiledForward, Compiler
@@ -40,8 +42,14 @@ class Same:
 
 @attrs.define(eq=False)
 class Compilation:
-    """What was compiled, for one runner or for several of the same networks, which then compile nothing again."""
+    """What was compiled, for one runner or for several of the same networks, which then compile nothing again.
 
+    Ranks compile the same: what one of them cannot compile runs as it is on all.
+    """
+
+    peers: Peers = ALONE
+    among: Collectives = WHOLE
+    """What sums over ranks in a forward call."""
     seconds: float = 0.0
     """What it took, what could not be compiled included."""
     not_compiled: list[str] = attrs.Factory(list)
@@ -54,11 +62,19 @@ class Compilation:
         return sum(forward.kinds for forward in self._forwards.values() if forward is not None)
 
     def find(self, key: Hashable, label: str, build: Callable[[], CompiledForward]) -> CompiledForward | None:
-        """Return the forward of a key, compiled if it is not there; None where it cannot be compiled."""
+        """Return the forward of a key, compiled if it is not there; None where a rank cannot compile it.
+
+        Raises ``RankError`` where ranks compiled forwards of other pieces: another number of collectives is in them.
+        """
         if key not in self._forwards:
-            self._forwards[key] = None
-            with self._noted(label):
-                self._forwards[key] = build()
+            forward, reason = self._timed(build)
+            answers = self.peers.exchange(f"compiling {label}", [reason, None if forward is None else forward.outline])
+            reasons = [cast("list[str | None]", answer)[0] for answer in answers]
+            if any(reasons):
+                self.not_compiled.append(f"{label}: {_by_rank(reasons)}")
+            else:
+                refuse_differences(f"compiling {label}", [cast("list[str]", answer)[1] for answer in answers])
+            self._forwards[key] = None if any(reasons) else forward
         return self._forwards[key]
 
     def facts(self) -> dict[str, str]:
@@ -66,18 +82,25 @@ class Compilation:
         facts = {"compiled": f"{counted(self.kinds, 'kind')} of pieces in {self.seconds:.1f} s"} if self.kinds else {}
         return facts | ({"not compiled": "; ".join(self.not_compiled)} if self.not_compiled else {})
 
-    @contextmanager
-    def _noted(self, label: str) -> Iterator[None]:
+    def _timed(self, build: Callable[[], CompiledForward]) -> tuple[CompiledForward | None, str | None]:
+        """Return what was compiled, or why it cannot be."""
         started = perf_counter()
         try:
-            yield
+            return build(), None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiler and of a model's own code, anything
             name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-            self.not_compiled.append(f"{label}: {name}{' '.join(str(error).split())[:300]}")
+            return None, f"{name}{' '.join(str(error).split())[:300]}"
         finally:
             self.seconds += perf_counter() - started
+
+
+def _by_rank(reasons: Sequence[str | None]) -> str:
+    """Return why some ranks cannot compile a forward; their numbers are left out where all say the same."""
+    if len(set(reasons)) == 1:
+        return str(reasons[0])
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
 
 
 class Forwards:
@@ -114,7 +137,7 @@ class Forwards:
             from capture_planner.runtime.compilation.trace import traced
 
             trace = traced(lambda attend, **given: forward(attend, variant, **given), kinds, weights)
-            return compiled(trace, compiler)
+            return compiled(trace, compiler, compilation.among)
 
         key = (network, variant, compiler, *((name, _kind(*each)) for name, each in sorted(kinds.items())))
         found = compilation.find(key, label, build)

@@ -1,6 +1,7 @@
-"""A traced forward in pieces, between calls of attention: each kind of piece is compiled once.
+"""A traced forward in pieces, between calls of attention and sums over ranks: each kind of piece is compiled once.
 
-Layers differ by their weights alone, which pieces are given, so a model of any depth has three kinds or so.
+Layers differ by their weights alone, which pieces are given, so a model of any depth has three kinds or so, and five
+where ranks share it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import attrs
 import torch
 from torch import fx
 
+from capture_planner.records.text import counted
 from capture_planner.runtime.compilation.operators import ATTEND, RECUR
 from capture_planner.runtime.compilation.trace import Trace
 from capture_planner.runtime.models.protocols import Attend, Scoring
+from capture_planner.runtime.models.spread import ALL_REDUCE
+from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
 
 Function = Callable[..., Sequence[Any]]
 Compiler = Callable[[fx.GraphModule, list[Any]], Function]
 """Makes a function of a graph, for example inputs: fake tensors, of which T is a symbol."""
 
 _Values = list[Any]
+
+_CUTS = frozenset({ATTEND, RECUR, ALL_REDUCE})
+"""Operators between pieces. They are called as the model does, in its order, and graphs hold what they then call."""
 
 
 @attrs.frozen(eq=False)
@@ -68,6 +75,24 @@ class _Recurrence:
 
 
 @attrs.frozen(eq=False)
+class _Sum:
+    """A step of a forward: ranks add their parts."""
+
+    among: Collectives
+    reads: tuple[int]
+    write: int
+    is_own: bool
+    """Whether nothing else reads the memory of the part, which the sum may then overwrite."""
+
+    def run(self, values: _Values, attend: Attend) -> None:
+        part = values[self.reads[0]].contiguous()
+        values[self.write] = self.among.all_reduce(part if self.is_own else part.clone())
+
+
+_Step = _Piece | _Attention | _Recurrence | _Sum
+
+
+@attrs.frozen(eq=False)
 class CompiledForward:
     """A forward that ``compiled`` made of a trace; for any number of rows."""
 
@@ -75,14 +100,21 @@ class CompiledForward:
     """How many functions were compiled."""
     pieces: int
     """How many pieces run in one forward."""
+    sums: int
+    """How many sums over ranks one forward has."""
     _inputs: tuple[str, ...]
     _rows: tuple[str, int]
     _weights: tuple[tuple[Mapping[str, torch.Tensor | None], str], ...]
-    _steps: tuple[tuple[_Piece | _Attention | _Recurrence, tuple[int, ...]], ...]
+    _steps: tuple[tuple[_Step, tuple[int, ...]], ...]
     """Each with the values that nothing reads after it."""
     _size: int
     _outputs: tuple[int, ...]
     _reads_real: bool
+
+    @property
+    def outline(self) -> str:
+        """What ranks that share a model have in common of it."""
+        return f"{counted(self.pieces, 'piece')} of {counted(self.kinds, 'kind')}, {counted(self.sums, 'sum')}"
 
     def __call__(self, attend: Attend, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Run it on tensors of the kinds that were traced."""
@@ -102,25 +134,21 @@ class CompiledForward:
         return [values[index] for index in self._outputs]
 
 
-def compiled(trace: Trace, compiler: Compiler) -> CompiledForward:
-    """Cut a trace at attention, and compile each kind of piece."""
+def compiled(trace: Trace, compiler: Compiler, among: Collectives = WHOLE) -> CompiledForward:
+    """Cut a trace at attention and at sums ``among`` ranks, and compile each kind of piece."""
     nodes = [node for node in trace.module.graph.nodes if node.op != "output"]
     (output,) = (node for node in trace.module.graph.nodes if node.op == "output")
     results: list[fx.Node] = list(output.args[0])
     given = [node for node in nodes if node.op == "placeholder"]
     places = {node: index for index, node in enumerate(given)}
     functions: dict[object, Function] = {}
-    steps: list[_Piece | _Attention | _Recurrence] = []
+    steps: list[_Step] = []
     for part in _parts([node for node in nodes if node.op != "placeholder"]):
-        if part[0].target in (ATTEND, RECUR):
+        if part[0].target in _CUTS:
             (node,) = part
-            *tensors, number = node.args
-            reads = tuple(places[tensor] for tensor in tensors if isinstance(tensor, fx.Node))
             places[node] = len(places)
-            if node.target is RECUR:
-                steps.append(_Recurrence(number, reads, places[node]))  # type: ignore[arg-type]
-            else:
-                steps.append(_Attention(*trace.calls.attended[number], reads, places[node]))  # type: ignore[index]
+            reads = tuple(places[tensor] for tensor in node.args if isinstance(tensor, fx.Node))
+            steps.append(_call(node, reads, places[node], trace, among))
             continue
         within = set(part)
         outs = [node for node in part if node in results or any(user not in within for user in node.users)]
@@ -137,6 +165,7 @@ def compiled(trace: Trace, compiler: Compiler) -> CompiledForward:
     return CompiledForward(
         kinds=len(functions),
         pieces=sum(isinstance(step, _Piece) for step in steps),
+        sums=sum(isinstance(step, _Sum) for step in steps),
         inputs=trace.inputs,
         rows=trace.rows,
         weights=trace.weights,
@@ -147,11 +176,41 @@ def compiled(trace: Trace, compiler: Compiler) -> CompiledForward:
     )
 
 
+def _call(
+    node: fx.Node, reads: tuple[int, ...], write: int, trace: Trace, among: Collectives
+) -> _Attention | _Recurrence | _Sum:
+    """Return the step of an operator between pieces."""
+    last: Any = node.args[-1]
+    if node.target is ALL_REDUCE:
+        return _Sum(among, (reads[0],), write, _is_own(last))
+    if node.target is RECUR:
+        return _Recurrence(last, (reads[0], reads[1]), write)
+    layer, scale, softcap = trace.calls.attended[last]
+    return _Attention(layer, scale, softcap, reads, write)
+
+
+def _is_own(part: fx.Node) -> bool:
+    """Say whether a value that a sum reads is in memory of its own, which no other operator reads."""
+    while _is_view(part) and len(part.users) == 1:
+        part = part.all_input_nodes[0]
+    is_made = isinstance(part.target, torch._ops.OpOverload) and part.target not in _CUTS
+    return is_made and not _is_view(part) and len(part.users) == 1
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Say whether an operator returns memory that it was given."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    has_alias = any(argument.alias_info is not None for argument in target._schema.arguments)
+    return has_alias or target is torch.ops.aten._unsafe_view.default
+
+
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Cut operators into pieces; attention is alone."""
+    """Cut operators into pieces; attention and sums are alone."""
     parts: list[list[fx.Node]] = []
     for node in nodes:
-        if node.target in (ATTEND, RECUR) or not parts or parts[-1][0].target in (ATTEND, RECUR):
+        if node.target in _CUTS or not parts or parts[-1][0].target in _CUTS:
             parts.append([])
         parts[-1].append(node)
     return parts
@@ -193,7 +252,7 @@ def _kind(value: Any) -> object:
     return str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device)
 
 
-def _lasts(steps: Sequence[_Piece | _Attention | _Recurrence], kept: set[int]) -> list[tuple[int, ...]]:
+def _lasts(steps: Sequence[_Step], kept: set[int]) -> list[tuple[int, ...]]:
     """Return for each step the values that it is the last to read."""
     lasts: list[tuple[int, ...]] = []
     for step in reversed(steps):

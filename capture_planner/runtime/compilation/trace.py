@@ -104,7 +104,7 @@ def _refuse_guards(shapes: ShapeEnv, rows: Any) -> None:
 
 
 def _refuse_operators(graph: fx.Graph) -> None:
-    """Refuse what reads values on the host, and what waits for other processes, which a compiler may move."""
+    """Refuse what reads values on the host, and collectives of a model's own, which a compiler may move."""
     for node in graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue

@@ -322,7 +322,10 @@ def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | Non
     if getattr(text, "num_kv_shared_layers", 0):
         raise RunError(f"{where} has layers that read the KV cache of another layer; {SUPPORTED}")
     if getattr(config, "quantization_config", None) is not None:
-        raise RunError(f"{where} is quantized; supported: weights in a floating-point dtype of torch")
+        raise RunError(
+            f"{where} is quantized; supported: weights in a floating-point dtype of torch, on any number of ranks; "
+            "give a folder of weights that are not quantized"
+        )
     refuse_moving_rope(text, where)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from capture_planner.errors import RunError
 from capture_planner.runtime.ranks.collectives import Collectives
@@ -35,6 +36,28 @@ _WHOLE = frozenset(
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
+@torch.library.custom_op("capture_planner::all_reduce", mutates_args=())
+def _traced_sum(partial: torch.Tensor) -> torch.Tensor:
+    """Stand for an all-reduce in a traced forward: no compiler looks into it, moves it, or leaves it out."""
+    raise NotImplementedError("this operator is traced, and never run")
+
+
+@_traced_sum.register_fake
+def _(partial: torch.Tensor) -> torch.Tensor:
+    return partial.new_empty(partial.shape)
+
+
+ALL_REDUCE = torch.ops.capture_planner.all_reduce.default
+
+
+def sum_of(partial: torch.Tensor, among: Collectives) -> torch.Tensor:
+    """Return the sum over ranks; in a trace, in which nothing communicates, an operator that stands for it."""
+    if isinstance(partial, FakeTensor):
+        total: torch.Tensor = ALL_REDUCE(partial)
+        return total
+    return among.all_reduce(partial)
+
+
 class PartialLinear(nn.Module):
     """The columns of a linear layer that this rank has: outputs are summed over ranks, then the bias is added."""
 
@@ -45,7 +68,7 @@ class PartialLinear(nn.Module):
         self._among = among
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        total = self._among.all_reduce(nn.functional.linear(inputs, self.weight))
+        total = sum_of(nn.functional.linear(inputs, self.weight), self._among)
         return total if self.bias is None else total + self.bias
 
 
@@ -161,4 +184,4 @@ def _keep_rows(linear: nn.Module, rows: slice) -> None:
 
 
 def _summed(among: Collectives) -> Callable[[nn.Module, object, torch.Tensor], torch.Tensor]:
-    return lambda module, inputs, output: among.all_reduce(output)
+    return lambda module, inputs, output: sum_of(output, among)

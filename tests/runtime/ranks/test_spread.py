@@ -1,4 +1,7 @@
-"""Models spread over real ranks, gloo between them: the tokens of one rank, from graphs with collectives in them."""
+"""Models spread over real ranks, gloo between them: the tokens of one rank, from graphs with collectives in them.
+
+Compiled, too: operators are run as they were traced, between collectives that no compiler sees.
+"""
 
 import attrs
 import pytest
@@ -11,9 +14,12 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method
 from capture_planner.records.spec import Parallel
+from capture_planner.runtime import compiling
+from capture_planner.runtime.compilation import compilers
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
+from capture_planner.runtime.options import Options
 from capture_planner.runtime.ranks.collectives import WHOLE
 from capture_planner.runtime.ranks.peers import ALONE
 from capture_planner.runtime.ranks.symmetric import collectives_of
@@ -40,6 +46,7 @@ ALL = {
 }
 IN_CI = ("one KV head on two ranks", "EAGLE-3", "draft model", "full")
 CASES = ALL if settings.default.max_examples >= 100 else {name: ALL[name] for name in IN_CI}
+COMPILED = CASES if CASES is ALL else ("EAGLE-3",)
 
 
 @attrs.frozen
@@ -53,10 +60,15 @@ class ServedCase:
     steps: list
     heads: tuple
     refusal: str
+    kinds: int
+    not_compiled: list
 
 
-def serve(case, peers, memory=None):
-    """Serve a case on the ranks that there are; ``memory`` bounds this rank's pool."""
+def serve(case, peers, memory=None, hook=None, **options):
+    """Serve a case on the ranks that there are.
+
+    ``memory`` bounds this rank's pool; ``hook`` looks at what a layer of this rank returns.
+    """
     among = WHOLE if peers is ALONE else collectives_of(peers, DEVICE)
     place = peers.place
     spec = spec_of(**CASES[case])
@@ -67,6 +79,8 @@ def serve(case, peers, memory=None):
     )
     plan = make_plan(spec, CPU, INSTALLED)
     target = load_target(None, plan.model, device=DEVICE, dtype=torch.float32, seed=1, among=among)
+    if hook is not None:
+        next(iter(target.linears().values())).register_forward_hook(hook)
     drafter = None
     if plan.speculative is not None:
         states = plan.limits.max_num_reqs
@@ -74,7 +88,8 @@ def serve(case, peers, memory=None):
     pages = PageFormat(page_size=4, num_pages=1 + plan.limits.max_num_reqs * -(-LONGEST // 4))
     requests = REQUESTS[place.data :: place.data_size]
     refusal = ""
-    with Runner(plan, target, drafter, INSTALLED, RecordedGraphs(), pages=pages, peers=peers) as runner:
+    chosen = Options(**options)
+    with Runner(plan, target, drafter, INSTALLED, RecordedGraphs(), pages=pages, peers=peers, options=chosen) as runner:
         runner.capture(memory=memory)
         served = {done.name: done.tokens for done in runner.serve(requests)}
         (cache, *_) = (cache for role in runner.parts.roles.values() for _, cache in role.attention.caches())
@@ -91,7 +106,14 @@ def serve(case, peers, memory=None):
         steps=[step.numbers for step in runner.session.rank_steps],
         heads=(target.num_heads, target.num_kv_heads, cache.keys.shape[2]),
         refusal=refusal,
+        kinds=runner.compilation.kinds,
+        not_compiled=runner.compilation.not_compiled,
     )
+
+
+def other_path(module, inputs, out):
+    """Return what a layer returns, in another way for few rows: no trace holds for any number of them."""
+    return out if out.shape[-2] > 4 else out * 1
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +129,9 @@ def spread(tmp_path_factory):
     def work(peers):
         found = {case: serve(case, peers) for case in CASES}
         found["no memory on rank 1"] = serve("full", peers, 1 if peers.place.rank else None)
+        found |= {f"{case}, compiled": serve(case, peers, compile=True) for case in COMPILED}
+        hook = other_path if peers.place.rank else None
+        found["not compiled on rank 1"] = serve("full", peers, compile=True, hook=hook)
         return found
 
     return on_processes(2, work, tmp_path_factory.mktemp("spread"), tensor=2)
@@ -121,6 +146,46 @@ def test_two_ranks_say_what_one_says(case, whole, spread):
         assert rank[case].graphs == expected.graphs
         assert rank[case].collectives > 0
     assert spread[0][case].collectives == spread[1][case].collectives
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_ranks_say_what_one_says_that_is_not(case, whole, spread):
+    """From the same graphs, with as many collectives in them."""
+    for rank in spread:
+        found = rank[f"{case}, compiled"]
+        assert not found.not_compiled
+        assert found.tokens == whole[case].tokens
+        assert (found.graphs, found.collectives) == (rank[case].graphs, rank[case].collectives)
+        # Before attention, from there to the sum after it, to the next sum, to the next attention, and to the end.
+        assert found.kinds >= 4
+
+
+def test_what_one_rank_cannot_compile_runs_as_it_is_on_both(whole, spread):
+    """The reason names the rank. What both can compile, such as a drafter, would be compiled."""
+    for rank in spread:
+        found = rank["not compiled on rank 1"]
+        (reason,) = found.not_compiled
+        assert reason.startswith("target: rank 1: its forward takes other paths for other numbers of tokens")
+        assert found.kinds == 0
+        assert found.tokens == whole["full"].tokens
+        assert found.collectives == rank["full"].collectives
+
+
+@pytest.mark.thorough
+def test_ranks_say_what_one_says_with_pieces_that_inductor_compiled(whole, tmp_path, monkeypatch):
+    """Without graphs, as recorded ones see no kernel of Inductor; each rank keeps its own in a folder of its own."""
+
+    def inductor_of(device, place):
+        compilers.keep_apart(place.rank)
+        return compilers.inductor
+
+    monkeypatch.setattr(compiling, "compiler_for", inductor_of)
+    monkeypatch.setenv(compilers.CACHE, str(tmp_path / "cache"))
+    options = {"compile": True, "replay": False}
+    for found in on_processes(2, lambda peers: serve("full", peers, **options), tmp_path, tensor=2):
+        assert not found.not_compiled
+        assert found.tokens == whole["full"].tokens
+    assert sorted(each.name for each in (tmp_path / "cache").iterdir()) == ["rank-0", "rank-1"]
 
 
 @pytest.mark.parametrize("case", CASES)

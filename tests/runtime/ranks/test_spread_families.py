@@ -7,6 +7,9 @@ from torch.testing import assert_close
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Model
+from capture_planner.runtime.compilation.compilers import operators
+from capture_planner.runtime.compilation.pieces import compiled
+from capture_planner.runtime.compilation.trace import traced
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.models.interface import Probe
 from capture_planner.runtime.models.spread import Vocabulary, spread
@@ -77,6 +80,42 @@ def test_a_family_says_on_two_ranks_what_it_says_on_one(name, folders, spread_fa
             assert_close(found[0], whole[0], rtol=1e-10, atol=1e-10)
             assert torch.equal(found[1], whole[1])
             assert found[2:] == whole[2:] == (BASE["num_attention_heads"], BASE["num_key_value_heads"])
+
+
+class Doubling:
+    """Collectives of one rank by itself: a sum is twice its part, of which nothing is left."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.calls = 0
+
+    def all_reduce(self, partial):
+        self.calls += 1
+        return partial.mul_(2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - REFUSED))
+def test_a_family_is_compiled_between_its_sums(name, tmp_path):
+    """To the bits of what its rank computes, experts included, from two more kinds of pieces than on one rank."""
+    FAMILIES[name]().save_pretrained(tmp_path)
+    among = Doubling()
+    model = load_target(tmp_path, SHAPE, device=DEVICE, dtype=torch.float32, seed=3, among=among)
+    tokens = torch.arange(5)
+    positions, rows = (tokens.expand(3, -1), 1) if model.mrope else (tokens, 0)
+
+    def forward(attend, input_ids, positions):
+        return [model.forward(input_ids=input_ids, embeddings=None, positions=positions, attend=attend)[0]]
+
+    trace = traced(forward, {"input_ids": (tokens, 0), "positions": (positions, rows)}, model.weights())
+    found, before = compiled(trace, operators, among), among.calls
+    (whole,) = forward(ValuesOfHeads(), tokens, positions)
+    middle = among.calls
+    (part,) = found(ValuesOfHeads(), {"input_ids": tokens, "positions": positions})
+    assert torch.equal(part, whole)
+    assert among.calls - middle == middle - before == found.sums == 2 * LAYERS
+    assert found.kinds == 5
 
 
 def layer_of(**widths):
