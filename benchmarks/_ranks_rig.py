@@ -24,6 +24,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Parallel, Policy, Sizes, Spec
 from capture_planner.runtime.assembly import dtype_of
 from capture_planner.runtime.chosen import drafter_of
+from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
 from capture_planner.runtime.options import Options
@@ -132,7 +133,15 @@ def plan_of(rank: Rank, model: Model, backend: str, most: int, sizes: Sequence[i
     return make_plan(spec, rank.environment, REGISTRY)
 
 
-def runner_of(rank: Rank, plan: Plan, model: HuggingFaceModel, *, peers: Peers | None = None, **options: Any) -> Runner:
+def runner_of(
+    rank: Rank,
+    plan: Plan,
+    model: HuggingFaceModel,
+    *,
+    peers: Peers | None = None,
+    compilation: Compilation | None = None,
+    **options: Any,
+) -> Runner:
     """Put a plan together with its model; pages for all requests at full length."""
     size = 64 if rank.is_gpu else 16
     pages = PageFormat(page_size=size, num_pages=1 + plan.limits.max_num_reqs * -(-plan.model.max_model_len // size))
@@ -147,7 +156,14 @@ def runner_of(rank: Rank, plan: Plan, model: HuggingFaceModel, *, peers: Peers |
         device=rank.device,
         options=Options(**options),
         peers=rank.peers if peers is None else peers,
+        compilation=compilation,
     )
+
+
+def compilation_facts(compilation: Compilation) -> dict[str, Any]:
+    """Return what was compiled, and what was not, for the results."""
+    seconds = round(compilation.seconds, 1)
+    return {"kinds": compilation.kinds, "seconds": seconds, "not compiled": compilation.not_compiled}
 
 
 def requests_of(count: int, vocabulary: int, output: int, seed: int = 0, longest: int = 40) -> list[Request]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -14,21 +13,20 @@ from typing import Any
 
 import attrs
 import torch
-from _ranks_rig import Rank, connected_ranks, large, load, plan_of, requests_of, runner_of, small
+from _ranks_faults import fault
+from _ranks_rig import Rank, compilation_facts, connected_ranks, large, load, plan_of, requests_of, runner_of, small
 
 from capture_planner.errors import RankError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.model import DataType
 from capture_planner.runtime import host
+from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.ranks.peers import ALONE
 from capture_planner.runtime.ranks.symmetric import SymmetricCollectives, collectives_of
 from capture_planner.runtime.runner import Runner
 
 WINDOW, WINDOWS, WARM = 20, 3, 4
 """Steps of a decode window, windows of a size, and steps before the first."""
-
-STEPS = 40
-"""Steps until a planted fault."""
 
 
 # The parts ------------------------------------------------------------------------------------------
@@ -37,11 +35,11 @@ STEPS = 40
 def tokens(rank: Rank) -> None:
     """Serve the same requests with every backend, with and without drafts; return the tokens of all replicas."""
     found: dict[str, Any] = {}
-    for backend, dtype in rank.arguments["backends"]:
+    for backend, dtype, is_compiled in rank.arguments["backends"]:
         for k in (0, 2):
-            name, started = f"{backend} {dtype} k={k}", time.perf_counter()
+            name, started = f"{backend} {dtype} k={k}{', compiled' * is_compiled}", time.perf_counter()
             try:
-                found[name] = _tokens_of(rank, backend, DataType(dtype), k)
+                found[name] = _tokens_of(rank, backend, DataType(dtype), k, is_compiled)
             except RankError:
                 raise
             except Exception as error:
@@ -52,14 +50,14 @@ def tokens(rank: Rank) -> None:
             rank.peers.exchange(f"end of {name}", None)
 
 
-def _tokens_of(rank: Rank, backend: str, dtype: DataType, k: int) -> dict[str, Any]:
+def _tokens_of(rank: Rank, backend: str, dtype: DataType, k: int, is_compiled: bool) -> dict[str, Any]:
     model = small(rank, dtype)
     plan = plan_of(rank, model, backend, 8, (1, 4, 8), k, GraphMode.FULL_AND_PIECEWISE)
     among = collectives_of(rank.peers, rank.device, rank.arguments.get("all_reduce", "auto"))
     target = load(rank, model, among)
     place = rank.peers.place
     mine = requests_of(16, model.vocab_size or 0, 24)[place.data :: place.data_size]
-    with runner_of(rank, plan, target) as runner:
+    with runner_of(rank, plan, target, compile=is_compiled) as runner:
         runner.capture()
         served = {done.name: list(done.tokens) for done in runner.serve(mine)}
         session = runner.session
@@ -67,6 +65,7 @@ def _tokens_of(rank: Rank, backend: str, dtype: DataType, k: int) -> dict[str, A
         heads = sorted({cache.keys.shape[2] for cache in caches})
         graphs, forwards = len(session.captured), len(session.forwards)
         from_graphs = sum(forward.entry is not None for forward in session.forwards)
+        compilation = runner.compilation
     del runner
     among.release()
     shares = rank.peers.exchange("tokens", served)
@@ -86,6 +85,7 @@ def _tokens_of(rank: Rank, backend: str, dtype: DataType, k: int) -> dict[str, A
         "from graphs": from_graphs,
         "KV heads of a rank": heads,
         "all-reduce": dict(among.facts),
+        **({"compilation": compilation_facts(compilation)} if is_compiled else {}),
     }
 
 
@@ -115,12 +115,14 @@ def decode(rank: Rank) -> None:
             rank.write({"no symmetric memory": str(error)[:500]})
     target = load(rank, model, among)
     found: dict[str, Any] = {"load seconds": round(time.perf_counter() - started, 1), "rows": []}
+    compilation = Compilation(rank.peers, among)
     for kind, largest in kinds.items():
         if group is not None and rank.is_gpu:
             among.largest = largest
         rank.peers.exchange(f"all-reduces of {kind}", None)
         began = time.perf_counter()
-        with runner_of(rank, plan, target, trust=False) as runner:
+        with runner_of(rank, plan, target, compilation=compilation, compile=True) as runner:
+            found["compilation"] = compilation_facts(compilation)
             runner.capture()
             found[f"capture seconds, {kind}"] = round(time.perf_counter() - began, 1)
             for size in sizes:
@@ -252,24 +254,23 @@ def agreement(rank: Rank) -> None:
     """Measure what agreeing costs two replicas: on the host, and in a step next to one without it."""
     model = large(rank, rank.arguments["layers"])
     target = load(rank, model, collectives_of(rank.peers, rank.device))
-    found: dict[str, Any] = {"rows": []}
+    compilation = Compilation(rank.peers, target.among)
+    found: dict[str, Any] = {"rows": [], "over": getattr(rank.peers, "agrees_over", "nothing")}
     sizes = rank.arguments["sizes"]
     plan = plan_of(rank, model, rank.arguments["backend"], max(sizes), sizes, 0, GraphMode.FULL_DECODE_ONLY)
     for size in sizes:
         row: dict[str, Any] = {"requests of each replica": size}
         for label, peers in (("alone", ALONE), ("together", rank.peers), ("alone again", ALONE)):
-            with runner_of(rank, plan, target, peers=peers) as runner:
+            with runner_of(rank, plan, target, peers=peers, compilation=compilation) as runner:
                 runner.capture()
                 rank.peers.exchange(f"{label} {size}", None)
                 row[label] = _decode_of(rank, runner, size)["step us"]
-                seconds = sorted(step.seconds * 1e6 for step in runner.session.rank_steps)[:]
-                waits = sorted(each * 1e6 for each in getattr(rank.peers, "waits", [])[-len(seconds) :])
+                seconds = sorted(step.seconds * 1e6 for step in runner.session.rank_steps)
             if seconds:
                 row["agreement us"] = {
                     "median": round(statistics.median(seconds), 1),
                     "fastest": round(seconds[0], 1),
                     "p90": round(seconds[int(0.9 * len(seconds))], 1),
-                    "of it in the all-gather, median": round(statistics.median(waits), 1) if waits else None,
                 }
         found["rows"].append(row)
         rank.write(found)
@@ -284,46 +285,6 @@ def agreement(rank: Rank) -> None:
         "median": round(statistics.median(times), 1),
         "p90": round(sorted(times)[int(0.9 * len(times))], 1),
     }
-    rank.write(found)
-
-
-def fault(rank: Rank) -> None:
-    """Serve, and let the last rank be killed, run out of memory at a capture, or be slow."""
-    kind, place = rank.arguments["kind"], rank.peers.place
-    is_last = place.rank == place.size - 1
-    model = small(rank, DataType.FLOAT32)
-    plan = plan_of(rank, model, "reference", 8, (1, 4, 8), 0, GraphMode.FULL_DECODE_ONLY)
-    among = collectives_of(rank.peers, rank.device)
-    target = load(rank, model, among)
-    found: dict[str, Any] = {"kind": kind, "started": time.time()}
-    rank.write(found)
-    with runner_of(rank, plan, target) as runner:
-        if kind == "out of memory" and is_last and rank.is_gpu:
-            torch.cuda.empty_cache()
-            most = torch.cuda.memory_reserved() + (4 << 20)
-            whole = torch.cuda.get_device_properties(rank.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(most / whole, rank.device)
-            found["fault"] = time.time()
-        runner.capture(memory=1 if kind == "memory limit" and is_last else None)
-        waived = [done.waiver.message for done in runner.session.captured if done.waiver is not None]
-        serving = runner.start(requests_of(16, model.vocab_size or 0, 40))
-        serving.scheduler.arrive(1e9, time.perf_counter())
-        count = 0
-        while not serving.done:
-            count += 1
-            if count == STEPS:
-                found["fault"] = time.time()
-                rank.write(found)
-                if is_last and kind == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if is_last and kind == "slow":
-                    time.sleep(4.0)
-            serving.step()
-        served = {done.name: list(done.tokens) for done in serving.served}
-    del runner, serving
-    among.release()
-    found |= {"done": time.time(), "requests": len(served), "waived": waived[:2], "graphs waived": len(waived)}
-    found["equal on all ranks"] = len({json.dumps(each) for each in rank.peers.exchange("served", served)}) == 1
     rank.write(found)
 
 

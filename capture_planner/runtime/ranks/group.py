@@ -46,6 +46,12 @@ class RankGroup:
         """The machine of each rank."""
         return self._connection.hosts
 
+    @property
+    def agrees_over(self) -> str:
+        """What ranks agree on a step over: shared memory, where all are on one host, or gloo."""
+        self._opened()
+        return "gloo" if self._rows is None else "shared memory"
+
     def exchange(self, topic: str, value: Plain) -> tuple[Plain, ...]:
         return self._plane.exchange(topic, value)
 
