@@ -60,9 +60,9 @@ def campaign(case: Case, device: torch.device, grapher: Grapher, arguments: Any)
             break
         spec = tiny(case, index, random.Random(f"{case.name} {index}"))
         subject = deployment(case, spec, device, grapher, seed=index, requests=arguments.requests)
-        # Every second of each K. With debug on nothing runs ahead, which is K 0's alone to do.
+        # Every second of each K. With debug on nothing runs ahead.
         poison = (index + index // len(DRAFTS)) % 2 == 1
-        debug = poison and (subject.plan.speculative is not None or index > CYCLE // 2)
+        debug = poison and index > CYCLE // 2
         all_seen.append(
             with_faults(check(subject, eager=index % 3 == 0, other_pool=index % 6 == 3, poison=poison, debug=debug))
         )

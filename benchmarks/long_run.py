@@ -37,10 +37,11 @@ from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.agreement import OneReplica
+from capture_planner.runtime.serving.batches import step_batch
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.launching import PendingStep, step_batch
-from capture_planner.runtime.serving.scheduler import ScheduledBatch
+from capture_planner.runtime.serving.pending import PendingStep
 from capture_planner.runtime.serving.serving import Serving
+from capture_planner.runtime.serving.states import ScheduledBatch
 from capture_planner.runtime.serving.warming import WarmUpLauncher
 from capture_planner.runtime.serving.workload import Request
 from capture_planner.runtime.session import MOST_ROWS, RunReport, Session

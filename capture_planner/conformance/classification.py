@@ -11,7 +11,7 @@ from capture_planner.conformance.failure import Check
 from capture_planner.records.batch import batch_text
 from capture_planner.records.model import Speculative
 from capture_planner.runtime.execution.inputs import Array, ForwardStep
-from capture_planner.runtime.serving.scheduler import AdmittedRequest
+from capture_planner.runtime.serving.states import AdmittedRequest
 
 
 def check_classified(

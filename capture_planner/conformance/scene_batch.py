@@ -23,7 +23,7 @@ from capture_planner.runtime.serving.inputs import (
     own_prefill_inputs,
     target_inputs,
 )
-from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
 
 Row = tuple[LiveRequest, int, int]
 """A request, its tokens in the batch, and how many of its drafts are accepted."""

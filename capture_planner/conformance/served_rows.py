@@ -16,9 +16,10 @@ def check_served_rows(stage: Stage, role: RoleRun, step: ForwardStep) -> None:
         return
     inputs, width = step.inputs, stage.target.tables.shape.width
     places, starts = inputs.idx_mapping.tolist(), inputs.query_start_loc.tolist()
+    unread = serving.scheduler.states.is_unread(inputs.idx_mapping)
     for row, place in enumerate(places):
         start, end = starts[row : row + 2]
-        if start == end:
+        if start == end or unread[row]:
             continue
         first = int(inputs.positions[start])
         ids = serving.scheduler.states.tokens[place, : first + end - start]

@@ -23,7 +23,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.backend import Fill
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.fields import FieldBuffer, tensor_of
-from capture_planner.runtime.execution.inputs import ForwardStep
+from capture_planner.runtime.execution.inputs import Array, ForwardStep
 from capture_planner.runtime.execution.padding import Write, out_of_bounds
 from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
 from capture_planner.runtime.executor import NULL_SLOT, NULL_STATE
@@ -163,7 +163,9 @@ class Watch(ForwardObserver):
         """Compare a batch that the scheduler made with its requests: their prompts, and what is computed of them."""
         serving = self.serving()
         if serving is not None and role.role is not Role.DRAFT_DECODE:
-            computed = serving.scheduler.states.computed if role.role is Role.TARGET else None
+            states = serving.scheduler.states
+            # After a step that the host has not read, positions are as if all drafts were kept.
+            computed = states.computed + states.ahead if role.role is Role.TARGET else None
             check_classified(step, serving.scheduler.unfinished, computed, self.runner.plan.speculative)
 
     def _check_dispatch(self, batch: Batch, answer: Dispatch) -> None:
@@ -186,7 +188,9 @@ class Watch(ForwardObserver):
             if real is not None and not buffer.is_frozen:
                 _check_fill(buffer, values[buffer.key], real, step.real.tokens)
         for buffer in role.fields:
-            is_answer = buffer.field.name == "input_ids" and self.runner.policy.run_ahead
+            # Without a drafter, the graph itself puts tokens in place of negative ids.
+            is_ahead = self.runner.policy.run_ahead and self.runner.parts.outcome is None
+            is_answer = buffer.field.name == "input_ids" and is_ahead
             if buffer.field.indexes is not None and not (buffer.is_frozen or is_answer):
                 real = declared.get(buffer.field.name)
                 wrong = out_of_bounds(buffer, values[buffer.key], real, step.extents, role.bounds)
@@ -253,19 +257,28 @@ class Watch(ForwardObserver):
         entry, inputs = step.entry, step.inputs
         mine = None if inputs.slot_mapping is None else set(inputs.slot_mapping.tolist())
         table, positions = inputs.block_table, inputs.positions
-        if mine is None or role.role is Role.DRAFT_DECODE:
+        unread = self._unread(inputs.idx_mapping)
+        if mine is None or role.role is Role.DRAFT_DECODE or unread.any():
             # Slots that only the graph computes follow from positions and pages: of this step and, in a chain,
-            # of the later ones. If drafts were verified on the device, the host knows an upper bound of positions.
+            # of the later ones. If drafts of a step were verified on the device, the host knows an upper bound of the
+            # positions after it: in its own draft decodes, and in all forwards of a step that is launched ahead.
             steps = (entry and entry.draft_steps) or 1
             drafts = self.runner.plan.speculative
-            early = drafts.num_tokens if drafts and self._filled else 0
+            most = drafts.num_tokens if drafts and self._filled else 0
+            early = most * (unread.astype(np.int64) + (mine is None or role.role is Role.DRAFT_DECODE))
             size, longest = self.world.pages.page_size, self.runner.plan.model.max_model_len
             mine = mine or set()
-            for row, first in enumerate(positions.tolist()):
-                for position in range(max(first - early, 0), min(first + steps, longest)):
+            firsts = positions[inputs.query_start_loc[:-1]]
+            for row, first in enumerate(firsts.tolist()):
+                for position in range(max(first - int(early[row]), 0), min(first + steps, longest)):
                     if position // size < table.shape[1]:
                         mine.add(int(table[row, position // size]) * size + position % size)
         return mine | set(range(self.world.pages.page_size))
+
+    def _unread(self, states: Array) -> Array:
+        """Say of each request whether the host has not read where its step begins, ``bool[R]``."""
+        serving = self.serving()
+        return np.zeros(len(states), np.bool_) if serving is None else serving.scheduler.states.is_unread(states)
 
     def _check_untouched(self, role: RoleRun, own: Slots, before: Sequence[Sequence[torch.Tensor]]) -> None:
         for number, (cache, tensors) in enumerate(zip(self.world.caches, before, strict=True)):

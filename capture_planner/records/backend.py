@@ -232,7 +232,7 @@ class Backend(Protocol):
 
         The planner calls this for draft decodes only: a chain of draft steps becomes one graph where
         every group of the role returns ``IN_GRAPH``. The runner calls it for every role: decodes of such
-        a role continue with their next token without the host.
+        a role continue without the host, which may know upper bounds of lengths alone.
         """
 
     def workspace(

@@ -19,11 +19,11 @@ from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.attention import GroupRun, RoleAttention
 from capture_planner.runtime.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
 from capture_planner.runtime.execution.draft_bodies import ModulesBody, ParallelDraftBody
-from capture_planner.runtime.execution.fields import ACCEPTED_FIELD, SAMPLED_FIELDS, Extents, Fields
+from capture_planner.runtime.execution.fields import SAMPLED_FIELDS, Extents, Fields, accepted_field
 from capture_planner.runtime.execution.padding import Bounds, Write
 from capture_planner.runtime.execution.recurrent import RecurrentLayers, StateCache
 from capture_planner.runtime.execution.role import ExecutionContext, ForwardObserver, RoleRun
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationOutcome
 from capture_planner.runtime.executor import LayerCache, Reservation, RunnableBackend
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
@@ -76,7 +76,9 @@ def assemble(
     refuse_planning_backends(plan, registry)
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
     capacity = capacity_of(plan, pages)
-    of_target = (*SAMPLED_FIELDS, ACCEPTED_FIELD) if options.acceptance else SAMPLED_FIELDS
+    most_drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
+    accepted = accepted_field(1 + most_drafts if policy.run_ahead else 1)
+    of_target = (*SAMPLED_FIELDS, accepted) if options.acceptance else SAMPLED_FIELDS
     fields = {
         role.role: Fields(role, capacity, device, of_target if role.role is Role.TARGET else ()) for role in plan.roles
     }
@@ -96,18 +98,19 @@ def assemble(
         token_fields=token_fields[Role.TARGET],
         aux_layers=aux_layers,
         embeddings=_zeros(plan, own, width) if plan.model.embeddings else None,
-        ahead=policy.run_ahead,
+        ahead=policy.run_ahead and drafter is None,
         advances=policy.advance_in_graph,
         adapters=adapters,
     )
     bodies: dict[Role, Body] = {Role.TARGET: target}
     recurrent = RecurrentLayers(own, _states(plan, model, device))
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
-    state = rows = None
+    state = rows = outcome = None
     if drafter is not None and plan.speculative is not None:
         prefill, speculative = fields[Role.DRAFT_PREFILL], plan.speculative
-        most, dtype = speculative.num_tokens, dtype_of(plan.model.dtype)
-        state = DraftState.make(plan.limits.max_num_reqs, most, drafter.hidden_size, dtype, device)
+        count, dtype = plan.limits.max_num_reqs, dtype_of(plan.model.dtype)
+        state = DraftState.make(count, most_drafts, drafter.hidden_size, dtype, device, is_carried=policy.run_ahead)
+        outcome = VerificationOutcome.make(count, most_drafts, device) if policy.run_ahead else None
         hidden = _zeros(plan, prefill, drafter.hidden_size)
         distance = 1 + (speculative.method is not Method.DRAFT_MODEL)
         kind = DraftPrefillBody
@@ -150,6 +153,7 @@ def assemble(
         roles=roles,
         target=target,
         state=state,
+        outcome=outcome,
         draft_rows=rows,
         apply=apply,
         updates=updates,
@@ -188,10 +192,10 @@ def _operations(device: torch.device, fields: Sequence[Fields]) -> tuple[Callabl
     if device.type != "cuda":
         return padding.apply, Updates()
     from capture_planner.runtime.execution.fused import FusedPadding
-    from capture_planner.runtime.execution.fused_updates import FusedUpdates
+    from capture_planner.runtime.execution.fused_verification import FusedVerification
 
     size, count = sum(found.memory for found in fields), sum(len(tuple(found)) for found in fields)
-    return FusedPadding(device, size, count).apply, FusedUpdates()
+    return FusedPadding(device, size, count).apply, FusedVerification()
 
 
 def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:

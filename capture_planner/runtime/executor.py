@@ -120,7 +120,8 @@ class Metadata:
 
     Where every group answers ``refresh`` with ``IN_GRAPH``, steps may follow each other without the host:
     then token ids and slots are not among them in a decode whose fields its graph moved on, and the
-    lengths of a draft decode are those that it would have if all drafts had been kept.
+    lengths of a draft decode are those that it would have if all drafts had been kept. So are lengths, positions and
+    slots of any FULL graph where the step before was not read, and token ids are negative there.
     """
 
     @property

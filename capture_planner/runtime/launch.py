@@ -341,6 +341,8 @@ class _Run:
         except CaptureError as error:
             facts["no fingerprints"] = str(error)
         facts |= runner.compilation.facts()
+        if runner.policy.behind:
+            facts["not ahead"] = runner.policy.behind
         if decode is not None:
             served = [attrs.evolve(done, text=decode(done.tokens)) for done in served]
         return RunReport(

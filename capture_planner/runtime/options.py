@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
 
 import attrs
 
 from capture_planner.errors import RunError
 from capture_planner.modes import Refresh, Role
 from capture_planner.plugins.registry import Registry
-from capture_planner.records.backend import Attention
+from capture_planner.records.backend import Attention, MetadataField
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
 
@@ -32,8 +33,7 @@ class Options:
     padded extents: the same kernels on the same shapes, so any difference that remains is the capture's."""
     run_ahead: bool | None = None
     """Launch each step before the tokens of the previous one are read, so that a GPU has no pause
-    between steps; None: on a GPU. Never with a drafter, whose verification needs the tokens,
-    with embeddings, which are made from them, or with ``debug``."""
+    between steps; None: on a GPU. ``ExecutionPolicy.behind`` says why not, where it cannot be."""
     drafts_on_device: bool | None = None
     """Verify, and fill the drafter's fields, on the device instead of waiting for the target's tokens
     on the host; None: on a GPU. Not where a backend of the drafter needs lengths on the host, nor where the first
@@ -57,8 +57,11 @@ class ExecutionPolicy:
 
     options: Options
     """As given; with ``poison`` where graphs are compared."""
+    behind: str
+    """Why no step is launched before the tokens of the previous one are read; empty: it is, or it was not to be."""
     run_ahead: bool
-    """An input id may be ``-1 - i``: the token that the previous step says after its row i."""
+    """A step may be launched before the tokens of the previous one are read. An input id may be negative: without a
+    drafter ``-1 - i`` is the token that the previous step says after its row i; with one see ``updates.StepAhead``."""
     advance_in_graph: bool
     """A target graph of one token a request ends with the fields of the next step."""
     drafts_on_device: bool
@@ -78,18 +81,22 @@ class ExecutionPolicy:
             _refuse_without_comparison(options)
         refuse_acceptance(plan, options.acceptance)
         waiting = {role.role: needs_host(plan, role, registry) for role in plan.roles}
-        # Both need the tokens of a step on the host before the next one can be launched.
+        # Both need the tokens of a step on the host before a graph can have the next one's.
         waits = plan.speculative is not None or plan.model.embeddings
         options = attrs.evolve(options, poison=options.poison or options.compare)
+        # Where a first draft pass has rows of its own, which ones are real depends on what verification keeps.
+        has_own_rows = plan.speculative is not None and plan.speculative.has_own_rows
+        drafts_on_device = _chosen(options.drafts_on_device, is_gpu, options) and not has_own_rows
+        is_wanted = _chosen(options.run_ahead, is_gpu, options)
+        behind = _behind(plan, options, waiting, drafts_on_device=drafts_on_device) if is_wanted else ""
         return cls(
             options=options,
-            run_ahead=_chosen(options.run_ahead, is_gpu, options) and not (waits or options.debug),
+            behind=behind,
+            run_ahead=is_wanted and not behind,
             # Poison and bounds checks need the host's values in every field, and multimodal rope has
             # three positions a token, of which a graph advances none.
             advance_in_graph=not (waits or waiting[Role.TARGET] or options.debug or options.poison or plan.model.mrope),
-            # Where a first draft pass has rows of its own, which ones are real depends on what verification keeps.
-            drafts_on_device=_chosen(options.drafts_on_device, is_gpu, options)
-            and not (plan.speculative is not None and plan.speculative.has_own_rows),
+            drafts_on_device=drafts_on_device,
             compile=is_gpu if options.compile is None else options.compile,
             draft_decodes_need_host=waiting.get(Role.DRAFT_DECODE, False),
         )
@@ -97,6 +104,38 @@ class ExecutionPolicy:
 
 def _chosen(asked: bool | None, is_gpu: bool, options: Options) -> bool:
     return not options.compare and (is_gpu if asked is None else asked)
+
+
+_BY_LENGTH = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "dcp_local_seq_lens")
+"""Fields that follow from lengths, and that only the host fills."""
+
+
+def _behind(plan: Plan, options: Options, waiting: Mapping[Role, bool], *, drafts_on_device: bool) -> str:
+    """Return why each step waits for the tokens of the previous one; empty: it need not."""
+    if plan.model.embeddings:
+        return "the embeddings of a step are made from the tokens of the one before"
+    if options.debug:
+        return "debug checks the tokens of a step on the host"
+    if plan.speculative is None:
+        return ""
+    if not drafts_on_device:
+        return "drafts are verified on the host, and how many are accepted decides the positions of the next step"
+    hosts = [role.value for role, waits in waiting.items() if waits]
+    if hosts:
+        return f"a backend of {', '.join(hosts)} plans on the host, by lengths that depend on accepted drafts"
+    declared = {field.name for role in plan.roles for fields in _fields_of(role) for field in fields}
+    if by_length := sorted(declared.intersection(_BY_LENGTH)):
+        return f"the host fills {', '.join(by_length)}, by lengths that depend on accepted drafts"
+    if plan.model.mrope:
+        return "the host fills mrope_positions, which depend on accepted drafts"
+    if plan.parallel.data > 1:
+        return "replicas agree on the graphs of a step once it is scheduled, and some graphs need the tokens before"
+    return ""
+
+
+def _fields_of(role: RolePlan) -> Iterator[tuple[MetadataField, ...]]:
+    yield role.inputs
+    yield from (group.padding.fields for group in role.groups)
 
 
 def _refuse_without_comparison(options: Options) -> None:

@@ -131,12 +131,14 @@ def test_batch_may_write_its_own_slots_alone(scene: Scene) -> None:
         wanted = set(range(size))
         if inputs.slot_mapping is not None:
             wanted |= {int(slot) for slot in inputs.slot_mapping}
-        if inputs.slot_mapping is None or role.role is Role.DRAFT_DECODE:
-            chain = 1 if step.entry is None or step.entry.draft_steps is None else step.entry.draft_steps
-            early = scene.drafts if stage.watch._filled else 0
-            for row in range(len(inputs.positions)):
+        serving, is_decode = stage.watch.serving(), inputs.slot_mapping is None or role.role is Role.DRAFT_DECODE
+        chain = 1 if step.entry is None or step.entry.draft_steps is None else step.entry.draft_steps
+        for row, place in enumerate(inputs.idx_mapping):
+            unread = serving is not None and serving.scheduler.states.is_unread(np.array([place]))[0]
+            early = scene.drafts * (bool(unread) + is_decode) if stage.watch._filled else 0
+            if is_decode or unread:
+                begin = int(inputs.positions[inputs.query_start_loc[row]])
                 for position in range(SHAPE.longest):
-                    begin = int(inputs.positions[row])
                     if begin - early <= position < begin + chain and position // size < inputs.block_table.shape[1]:
                         wanted.add(int(inputs.block_table[row][position // size]) * size + position % size)
         own = stage.watch._own_slots(role, step)

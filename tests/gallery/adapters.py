@@ -10,7 +10,7 @@ from capture_planner.conformance.adapter_rows import check_adapters
 from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.serving import launching
+from capture_planner.runtime.serving import batches
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 
@@ -76,6 +76,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "sglang#28371",
         BugClass.C,
         "A batch of several adapters replays a graph that was captured for one, and the others are skipped",
-        patched((launching, "active_loras", _one_at_most)),
+        patched((batches, "active_loras", _one_at_most)),
     ),
 )

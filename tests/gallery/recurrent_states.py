@@ -17,7 +17,8 @@ from capture_planner.runtime.execution import recurrent
 from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.execution.recurrent import Segments, StateCache
 from capture_planner.runtime.executor import NULL_STATE
-from capture_planner.runtime.serving import kv, launching, scheduler
+from capture_planner.runtime.serving import kv, launching
+from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 from gallery.runner_padding import filled, tail_left
@@ -69,11 +70,9 @@ def _without_null_row(original: Callable[..., tuple[StateCache, ...]]) -> Callab
 
 
 def _of_the_last_batch(original: Callable[..., StepInputs]) -> Callable[..., StepInputs]:
-    last: WeakKeyDictionary[scheduler.RequestStates, np.ndarray[Any, Any]] = WeakKeyDictionary()
+    last: WeakKeyDictionary[RequestStates, np.ndarray[Any, Any]] = WeakKeyDictionary()
 
-    def target_inputs(
-        scheduled: scheduler.ScheduledBatch, states: scheduler.RequestStates, pages: kv.PageFormat
-    ) -> StepInputs:
+    def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: kv.PageFormat) -> StepInputs:
         inputs = original(scheduled, states, pages)
         assert inputs.state_indices is not None
         if len(last.get(states, ())) != inputs.num_reqs:

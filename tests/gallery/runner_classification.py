@@ -11,7 +11,8 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.inputs import StepInputs
 from capture_planner.runtime.serving import launching as launching_module
-from capture_planner.runtime.serving.scheduler import AdmittedRequest, ScheduledBatch, Scheduler
+from capture_planner.runtime.serving.scheduler import Scheduler
+from capture_planner.runtime.serving.states import AdmittedRequest, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import patched
 

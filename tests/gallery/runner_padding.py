@@ -23,8 +23,8 @@ from capture_planner.runtime.execution.updates import DraftState, TokenFields, U
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving import serving as serving_module
 from capture_planner.runtime.serving.launching import StepLauncher
-from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.speculative import Verification, sampled_counts
+from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, nothing, patched
 
@@ -133,14 +133,12 @@ def _all_verified(original: object) -> Callable[[StepLauncher, ScheduledBatch], 
 
 
 def _first_unverified(original: Callable[..., Verification]) -> Callable[..., Verification]:
-    def settle(
-        scheduled: ScheduledBatch, places: RequestStates, sampled: Array, synthetic: Array | None = None
-    ) -> Verification:
+    def settle(scheduled: ScheduledBatch, places: RequestStates, sampled: Array, *others: Array | None) -> Verification:
         counts = sampled_counts(scheduled, places)
         drafted, first = counts > 1, np.cumsum(counts) - counts
         rows, said = scheduled.state_indices[drafted], sampled.copy()
         said[first[drafted]] = places.tokens[rows, places.length[rows]]
-        return original(scheduled, places, said, synthetic)
+        return original(scheduled, places, said, *others)
 
     return settle
 

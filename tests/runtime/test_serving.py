@@ -16,7 +16,7 @@ from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.inputs import LOOKAHEAD
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.launching import on_its_way
+from capture_planner.runtime.serving.pending import on_its_way
 from capture_planner.runtime.serving.workload import Request
 from support.runs import CPU
 

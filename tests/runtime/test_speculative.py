@@ -9,8 +9,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import AdmittedRequest, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.speculative import fulfil, promise, sampled_rows, settle
+from capture_planner.runtime.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
 
 VOCABULARY = 3

@@ -14,7 +14,7 @@ from capture_planner.runtime.execution.inputs import DERIVED, local_lengths
 from capture_planner.runtime.execution.updates import TokenFields, Updates
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs, token_rows
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import AdmittedRequest, RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
 
 DTYPES = {

@@ -1,12 +1,15 @@
 """The updates of a forward: torch against the host's arithmetic, and each kernel against torch."""
 
+import copy
+import random
+import sys
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import capture_planner
@@ -14,7 +17,14 @@ from capture_planner.errors import RunError
 from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataField
 from capture_planner.runtime.execution import padding
 from capture_planner.runtime.execution.fields import Extents, FieldBuffer
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
+from capture_planner.runtime.execution.updates import (
+    DraftState,
+    StepAhead,
+    TokenFields,
+    Updates,
+    VerificationInputs,
+    VerificationOutcome,
+)
 from capture_planner.runtime.executor import LayerCache
 from capture_planner.runtime.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs
 from capture_planner.runtime.serving.speculative import settle
@@ -32,10 +42,12 @@ KV_LENS = MetadataField(name="kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, v
 def fused():
     """The kernels, interpreted: Triton looks at the variable where a kernel is defined, not later."""
     pytest.importorskip("triton", reason="the fused updates need triton, which is not installed")
+    folder = Path(capture_planner.__file__).parent / "runtime" / "execution"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        path = Path(capture_planner.__file__).parent / "runtime" / "execution" / "fused_updates.py"
-        return module_at(path, "interpreted_fused_updates").FusedUpdates()
+        updates = module_at(folder / "fused_updates.py", "interpreted_fused_updates")
+        patch.setitem(sys.modules, "capture_planner.runtime.execution.fused_updates", updates)
+        return module_at(folder / "fused_verification.py", "interpreted_fused_verification").FusedVerification()
 
 
 class BufferedFields(dict):
@@ -89,6 +101,7 @@ def verifications(draw):
 
 def prepare(updates, batch, made, answers, padded, *, decodes):
     """Fill all roles as if every draft were kept, and let the device put in what was."""
+    outcome = VerificationOutcome.make(len(batch.places.length), 4, CPU)
     target = fields_of(batch, made, padded)
     counts = batch.scheduled.counts
     longest = np.minimum(batch.places.computed[batch.scheduled.state_indices] + counts, batch.max_model_len)
@@ -102,20 +115,21 @@ def prepare(updates, batch, made, answers, padded, *, decodes):
             counts=torch.from_numpy(made.sampled_counts),
             answers=torch.from_numpy(answers),
             most=1 + int(batch.scheduled.drafts.max()),
-            accepted=None if made.accepted_counts is None else torch.from_numpy(made.accepted_counts),
+            accepted=None if made.accepted_counts is None else torch.from_numpy(made.accepted_counts)[:, None],
         ),
         moving_of(batch, prefill),
         prefill["last_token_indices"],
         moving_of(batch, decode) if decodes else None,
+        outcome,
     )
-    return prefill, decode
+    return prefill, decode, outcome
 
 
 @given(verifications(), st.integers(0, 2))
 def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
     """VerificationInputs and shifted there as ``settle`` and the draft values do it here; padding is left as it was."""
     batch, made, answers = case
-    prefill, decode = prepare(TORCH, batch, made, answers, padded, decodes=True)
+    prefill, decode, outcome = prepare(TORCH, batch, made, answers, padded, decodes=True)
     scheduled, places = batch.scheduled, batch.places
     settled = settle(scheduled, places, answers[made.sampled_rows], made.accepted_counts)
     wanted = draft_prefill_inputs(made, scheduled, settled.kept, places)
@@ -132,6 +146,9 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
     for name in ("positions", "seq_lens", "kv_lens", "slot_mapping", "idx_mapping", "input_ids"):
         assert decode[name][:rows].tolist() == expected[name][:rows].tolist(), name
         assert decode[name][rows : rows + padded].tolist() == expected[name][rows : rows + padded].tolist()
+    for row, place in enumerate(scheduled.state_indices):
+        assert outcome.rejected[place] == scheduled.drafts[row] - settled.accepted[row]
+        assert settled.gained[row] == 0 or outcome.token[place] == places.tokens[place, places.length[place] - 1]
 
 
 @settings(max_examples=max(settings.default.max_examples // 4, 5))
@@ -139,9 +156,85 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
 def test_the_kernel_prepares_drafts_as_torch_does(fused, case, padded, decodes):
     """Every field of both roles, real and padded."""
     batch, made, answers = case
-    ours = prepare(fused, batch, made, answers, padded, decodes=decodes)
-    theirs = prepare(TORCH, batch, made, answers, padded, decodes=decodes)
+    *ours, our_outcome = prepare(fused, batch, made, answers, padded, decodes=decodes)
+    *theirs, their_outcome = prepare(TORCH, batch, made, answers, padded, decodes=decodes)
     assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert torch.equal(our_outcome.token, their_outcome.token)
+    assert torch.equal(our_outcome.rejected, their_outcome.rejected)
+
+
+@st.composite
+def steps_ahead(draw):
+    """A batch as it is when the host has read the step before, the states that it has seen before that, and what that
+    step left on the device: of each decode that it was in, the newest token, the drafts, and how many were rejected.
+    """
+    batch = draw(steps.situations() | steps.situations(decodes=True))
+    chosen, scheduled, after = random.Random(draw(st.integers(0, 1 << 32))), batch.scheduled, batch.places
+    before, proposed = copy.deepcopy(after), scheduled.drafts.copy()
+    outcome = VerificationOutcome.make(len(after.length), 4, CPU)
+    state = DraftState.make(len(after.length), 4, 2, torch.float32, CPU)
+    outcome.rejected += 1  # of a request that is not corrected, it is nobody's
+    for row, (place, computed, count, drafts) in enumerate(batch.rows()):
+        room = batch.max_model_len - computed - count
+        if computed < max(after.prompt[place], 1) or chosen.random() < 0.3:
+            continue
+        proposed[row], rejected = chosen.randint(0, drafts), chosen.randint(0, min(4, room))
+        kept = chosen.randint(1, min(5 - rejected, computed)) if rejected < 5 else 1
+        before.computed[place], before.length[place] = computed - kept, computed - kept + 1
+        before.ahead[place] = kept + rejected
+        length = int(after.length[place])
+        after.tokens[place, length + proposed[row] : length + drafts] = 0
+        outcome.token[place], outcome.rejected[place] = int(after.tokens[place, length - 1]), rejected
+        state.proposed[place, :drafts] = torch.from_numpy(after.tokens[place, length : length + drafts])
+    batch = attrs.evolve(batch, scheduled=attrs.evolve(scheduled, proposed=proposed))
+    return batch, before, outcome, state
+
+
+def corrected(updates, case, padded, accepted):
+    """The fields of target and draft prefill, filled by what the host knew, and corrected."""
+    batch, before, outcome, state = case
+    made = target_inputs(batch.scheduled, before, batch.pages)
+    roles = [made, draft_prefill_inputs(made, batch.scheduled, batch.scheduled.counts, before)]
+    held = [fields_of(batch, inputs, padded) for inputs in roles]
+    target, prefill = (moving_of(batch, fields) for fields in held)
+    counts = torch.from_numpy(accepted) if accepted is not None else None
+    starts = held[0]["query_start_loc"][: made.num_reqs + 1]
+    most = 1 + int(batch.scheduled.drafts.max())
+    updates.correct(
+        StepAhead(target=target, prefill=prefill, starts=starts, most=most, accepted=counts), state, outcome
+    )
+    return held, counts
+
+
+@given(steps_ahead(), st.integers(0, 2), st.booleans())
+def test_a_corrected_step_is_the_one_that_the_host_makes_when_it_has_read_the_last(case, padded, synthetic):
+    """Every field of target and draft prefill, padding included; of synthetic acceptance the number for that place."""
+    batch, before, outcome, _ = case
+    rows = batch.scheduled.state_indices
+    accepted = np.arange(len(rows) * 5, dtype=np.int32).reshape(-1, 5) if synthetic else None
+    (target, prefill), counts = corrected(TORCH, case, padded, None if accepted is None else accepted.copy())
+    made = target_inputs(batch.scheduled, batch.places, batch.pages)
+    assert same(target, fields_of(batch, made, padded))
+    expected = draft_prefill_inputs(made, batch.scheduled, batch.scheduled.counts, batch.places)
+    expected = fields_of(batch, expected, padded)
+    for name in ("positions", "slot_mapping", "seq_lens", "kv_lens", "query_start_loc"):
+        assert torch.equal(prefill[name], expected[name]), name
+    if synthetic:
+        places = np.where(before.is_unread(rows), outcome.rejected.numpy()[rows], 0)
+        assert counts[:, 0].tolist() == accepted[np.arange(len(rows)), places].tolist()
+    event(f"some drafts were rejected: {bool((before.ahead[rows] > 0).any())}")
+
+
+@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@given(steps_ahead(), st.integers(0, 2), st.booleans())
+def test_the_kernel_corrects_as_torch_does(fused, case, padded, synthetic):
+    """All fields of both roles, and what synthetic acceptance accepts."""
+    rows = case[0].scheduled.num_reqs
+    accepted = np.arange(rows * 5, dtype=np.int32).reshape(-1, 5) if synthetic else None
+    found = [corrected(each, case, padded, None if accepted is None else accepted.copy()) for each in (fused, TORCH)]
+    (ours, our_counts), (theirs, their_counts) = found
+    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert not synthetic or torch.equal(our_counts[:, 0], their_counts[:, 0])
 
 
 @settings(max_examples=max(settings.default.max_examples // 4, 5))

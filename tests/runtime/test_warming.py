@@ -48,7 +48,7 @@ def test_every_shape_that_needs_it_is_warmed_up_and_no_token_changes(data, ahead
     plan = planned(spec, REGISTRY)
     requests = [attrs.evolve(each, stop=frozenset()) for each in data.draw(requests_for(spec, most=4))]
     rates = (0.8, 0.5, 0.5, 0.1, 0.0)[: plan.speculative.num_tokens] if synthetic else ()
-    options = {"run_ahead": ahead, "acceptance": rates, "seed": seed}
+    options = {"run_ahead": ahead, "drafts_on_device": ahead, "acceptance": rates, "seed": seed}
     with runner_of(plan, **options) as cold:
         expected = [(done.name, done.tokens) for done in cold.serve(requests)]
     with runner_of(plan, **options) as runner:

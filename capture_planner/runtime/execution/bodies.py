@@ -244,9 +244,10 @@ class DraftPrefillBody(_DraftBody):
     def outputs(self) -> Iterator[TensorRef]:
         """The hidden states, and the state that draft decodes go on from."""
         yield "hidden", self, "hidden"
-        yield from self.state.buffers()
+        yield from self.state.written()
 
     def inputs(self) -> Iterator[TensorRef]:
+        yield from self.state.carried()
         for name, holder, attribute in self.target.outputs():
             yield f"target.{name}", holder, attribute
 

@@ -31,8 +31,15 @@ SAMPLED_FIELDS = (
 """Of the target, and read by the runner alone: the rows of a batch whose next token is read, and how many
 of them each request has. No plan names them, since no graph reads them."""
 ACCEPTED_COUNTS = "accepted_counts"
-ACCEPTED_FIELD = MetadataField(name=ACCEPTED_COUNTS, axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
-"""Of the target too, where acceptance is synthetic: how many drafts of each request are accepted."""
+
+
+def accepted_field(places: int) -> MetadataField:
+    """Return a field of the target too, where acceptance is synthetic: how many drafts of each request are accepted.
+
+    :param places: numbers of a request: one for each place where its step may begin, the furthest first.
+    """
+    return MetadataField(name=ACCEPTED_COUNTS, axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, scale=places)
+
 
 ACROSS_REPLICAS = "num_tokens_across_dp"
 """The field of plans with data-parallel ranks that has the tokens of each."""

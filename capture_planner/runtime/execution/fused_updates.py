@@ -1,4 +1,4 @@
-"""The updates of ``updates`` and the preparation of drafts, each as one Triton kernel.
+"""The updates of ``updates`` that graphs hold, each as one Triton kernel; ``fused_verification`` has the others.
 
 A draft step of a small batch is short, and in torch operators its updates are two dozen kernels of a
 few microseconds. Import it where there is a GPU; for tests on a CPU see ``fused``.
@@ -10,14 +10,15 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
 from capture_planner.runtime.executor import NULL_SLOT, LayerCache
 
-_BLOCK = 128
+BLOCK = 128
+"""Rows of a program."""
 
 
 class FusedUpdates(Updates):
-    """One kernel each."""
+    """One kernel each, but for verification."""
 
     def __init__(self) -> None:
         self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
@@ -43,18 +44,18 @@ class FusedUpdates(Updates):
             heads * dim,
             dim,
             width=triton.next_power_of_2(heads * dim),
-            **_ONE_WARP | {"num_warps": 4},
+            **ONE_WARP | {"num_warps": 4},
         )
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         resolved = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-        _taken[_grid(len(ids))](ids, answers, resolved, len(ids), block=_BLOCK, **_ONE_WARP)
+        _taken[grid(len(ids))](ids, answers, resolved, len(ids), block=BLOCK, **ONE_WARP)
         return resolved
 
     def entered(self, state: DraftState, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = len(idx_mapping)
         states, ids = torch.empty(2, rows, dtype=torch.int64, device=idx_mapping.device)
-        _entered[_grid(rows)](idx_mapping, state.token, states, ids, state.padding, rows, block=_BLOCK, **_ONE_WARP)
+        _entered[grid(rows)](idx_mapping, state.token, states, ids, state.padding, rows, block=BLOCK, **ONE_WARP)
         return states, ids
 
     def keep(self, state: DraftState, idx_mapping: torch.Tensor, tokens: torch.Tensor, *, first: bool) -> None:
@@ -69,48 +70,24 @@ class FusedUpdates(Updates):
             len(tokens),
             tokens.stride(0),
             first=first,
-            block=_BLOCK,
-            **_ONE_WARP,
+            block=BLOCK,
+            **ONE_WARP,
         )
 
     def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
-        _advance[_grid(rows)](
+        _advance[grid(rows)](
             token_fields.idx_mapping,
             token_fields.input_ids,
             token_fields.idx_mapping if tokens is None else tokens,
-            *self._cache_arguments(token_fields),
+            *self.cache_arguments(token_fields),
             rows,
             NULL_SLOT,
             takes=tokens is not None,
-            block=_BLOCK,
-            **_ONE_WARP,
+            block=BLOCK,
+            **ONE_WARP,
         )
 
-    def prepare_drafts(
-        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
-    ) -> None:
-        decodes = decode or prefill
-        rows = len(verified.counts)
-        _prepare_drafts[_grid(rows)](
-            verified.starts,
-            verified.counts,
-            verified.answers,
-            verified.fields.input_ids,
-            verified.fields.positions,
-            prefill.input_ids,
-            last,
-            *self._cache_arguments(decodes),
-            rows,
-            verified.most,
-            NULL_SLOT,
-            verified.counts if verified.accepted is None else verified.accepted,
-            is_synthetic=verified.accepted is not None,
-            decodes=decode is not None,
-            block=_BLOCK,
-            **_ONE_WARP,
-        )
-
-    def _cache_arguments(self, fields: TokenFields) -> tuple[torch.Tensor | int, ...]:
+    def cache_arguments(self, fields: TokenFields) -> tuple[torch.Tensor | int, ...]:
         """Return what a kernel needs to move requests on in the cache."""
         table, lengths = fields.block_table, fields.lengths
         place = fields.positions, fields.slot_mapping, table, self._held(lengths)
@@ -129,11 +106,12 @@ class FusedUpdates(Updates):
 
 # The kernels compute with no floats, and at most copy them; Triton 3.9 warns where a launch leaves their rules open.
 # One warp: a scalar that a program both reads and writes must not be overtaken by another warp of its own.
-_ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
+ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 
 
-def _grid(rows: int) -> tuple[int]:
-    return (-(-rows // _BLOCK),)
+def grid(rows: int) -> tuple[int]:
+    """Return the grid of a kernel with a program for each block of rows."""
+    return (-(-rows // BLOCK),)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -242,66 +220,3 @@ def _advance(
     if takes:
         token_id = tl.load(tokens + row, mask=real, other=0)
         tl.store(input_ids + row, token_id.to(tl.int32), mask=real)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _prepare_drafts(
-    starts,
-    wanted,
-    answers,
-    input_ids,
-    positions,
-    shifted,
-    last,
-    next_positions,
-    next_slots,
-    block_table,
-    lengths,
-    table_row,
-    num_lengths,
-    page_size,
-    max_model_len,
-    rows,
-    most,
-    null_slot,
-    given,
-    is_synthetic: tl.constexpr,
-    decodes: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    row = tl.program_id(0) * block + tl.arange(0, block)
-    inside = row < rows
-    start = tl.load(starts + row, mask=inside, other=0)
-    end = tl.load(starts + row + 1, mask=inside, other=0)
-    read = tl.load(wanted + row, mask=inside, other=0)
-    drafts = tl.maximum(read - 1, 0)
-    first = end - 1 - drafts
-    # ``agrees`` stays False after the first draft that the target does not say: greedy verification.
-    accepted = row * 0
-    if is_synthetic:
-        most_accepted = tl.load(given + row, mask=inside, other=0)
-    agrees = read > 0
-    for number in range(0, most):
-        token_id = tl.load(answers + first + number, mask=number < read, other=0)
-        draft = tl.load(input_ids + first + number + 1, mask=number < drafts, other=0)
-        if is_synthetic:
-            agrees = agrees & (number < drafts) & (number < most_accepted)
-        else:
-            agrees = agrees & (number < drafts) & (draft == token_id)
-        accepted += agrees.to(tl.int32)
-        token_id = tl.where(agrees, draft.to(tl.int64), token_id)
-        tl.store(shifted + first + number, token_id.to(tl.int32), mask=number < read)
-    # The draft prefill reads the last row that was kept; rows past it hold rejected drafts.
-    kept = end - start - drafts + accepted
-    tl.store(last + row, start + kept - 1, mask=inside)
-    if decodes:
-        computed = tl.load(positions + start, mask=inside, other=0) + kept
-        position = tl.minimum(computed, max_model_len - 1)
-        room = inside & (computed == position)
-        page = tl.load(block_table + row.to(tl.int64) * table_row + position // page_size, mask=room, other=0)
-        slot = page.to(tl.int64) * page_size + position % page_size
-        tl.store(next_positions + row, position, mask=inside)
-        tl.store(next_slots + row, tl.where(room, slot, null_slot), mask=inside)
-        for number in range(0, num_lengths):
-            pointer = tl.load(lengths + number).to(tl.pointer_type(tl.int32))
-            tl.store(pointer + row, (position + 1).to(tl.int32), mask=inside)

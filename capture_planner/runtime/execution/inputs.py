@@ -26,7 +26,8 @@ class StepInputs:
     """
 
     input_ids: Array | None
-    """``int32[T]``; negative where a token is still on the device. None: only the device knows."""
+    """``int32[T]``; negative where a token is still on the device: of a step with a drafter, see
+    ``updates.StepAhead``. None: only the device knows."""
     positions: Array
     """``int64[T]``"""
     slot_mapping: Array | None
@@ -50,7 +51,8 @@ class StepInputs:
     sampled_counts: Array | None = None
     """``int32[R]``: how many of ``sampled_rows`` each request has."""
     accepted_counts: Array | None = None
-    """``int32[R]``: how many drafts of each request are accepted, where that is synthetic."""
+    """``int32[R * places]``: how many drafts of each request are accepted, where that is synthetic; see
+    ``fields.accepted_field``."""
     target_rows: Array | None = None
     """``int32[T]``: of a parallel head, the target's row that each row belongs to; -1 of a mask token."""
     adapter_lanes: Array | None = None

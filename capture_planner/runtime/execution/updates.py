@@ -1,6 +1,6 @@
 """The small updates that graphs hold next to the model: tokens resolved, drafts kept, fields advanced.
 
-Here in torch operators, for any device; ``fused_updates`` has each of them as one kernel.
+Here in torch operators, for any device; ``fused_updates`` and ``fused_verification`` have each of them as one kernel.
 """
 
 from __future__ import annotations
@@ -30,16 +30,26 @@ class DraftState:
     """``int64[states + 1, K]``: all tokens proposed in this step."""
     column: torch.Tensor
     """``int64[1]``: where in ``proposed`` the next token goes."""
+    is_carried: bool = False
+    """Whether the next step reads ``proposed`` before the host does."""
 
     @classmethod
     def make(
-        cls, num_states: int, most_drafts: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        num_states: int,
+        most_drafts: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_carried: bool = False,
     ) -> DraftState:
         return cls(
             token=torch.zeros(num_states + 1, dtype=torch.int64, device=device),
             hidden=torch.zeros(num_states + 1, hidden_size, dtype=dtype, device=device),
             proposed=torch.zeros(num_states + 1, most_drafts, dtype=torch.int64, device=device),
             column=torch.zeros(1, dtype=torch.int64, device=device),
+            is_carried=is_carried,
         )
 
     @property
@@ -47,8 +57,38 @@ class DraftState:
         return self.token.shape[0] - 1
 
     def buffers(self) -> Iterator[TensorRef]:
-        for name in ("token", "hidden", "proposed", "column"):
+        yield from self.written()
+        yield from self.carried()
+
+    def written(self) -> Iterator[TensorRef]:
+        """Yield what a step writes before it reads it."""
+        for name in ("token", "hidden", "column") if self.is_carried else ("token", "hidden", "proposed", "column"):
             yield f"draft_state.{name}", self, name
+
+    def carried(self) -> Iterator[TensorRef]:
+        """Yield what one step leaves for the next."""
+        if self.is_carried:
+            yield "draft_state.proposed", self, "proposed"
+
+
+@attrs.define(eq=False)
+class VerificationOutcome:
+    """What verification leaves for a step that is launched before the host has read it, a row per request state."""
+
+    most: int
+    """Drafts that a step has at most: K."""
+    token: torch.Tensor
+    """``int64[states]``: the newest token."""
+    rejected: torch.Tensor
+    """``int32[states]``: drafts of the last step that were rejected."""
+
+    @classmethod
+    def make(cls, num_states: int, most_drafts: int, device: torch.device) -> VerificationOutcome:
+        return cls(
+            most=most_drafts,
+            token=torch.zeros(num_states, dtype=torch.int64, device=device),
+            rejected=torch.zeros(num_states, dtype=torch.int32, device=device),
+        )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -99,7 +139,28 @@ class VerificationInputs:
     most: int
     """The largest of ``counts`` that there can be."""
     accepted: torch.Tensor | None = None
-    """``int32[R]``: how many drafts of each request are accepted whatever the target says; None: those it says."""
+    """``int32[R, any]``: in the first column, how many drafts of each request are accepted whatever the target says;
+    None: those it says."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class StepAhead:
+    """A step whose fields are filled as if the step before kept all of its drafts; padding left out.
+
+    In the rows of a request that it does not hold for, the first id is negative: -1 is its newest token, and -1 - i the
+    i-th draft that was proposed after it. They are what ``VerificationOutcome`` and ``DraftState`` have.
+    """
+
+    target: TokenFields
+    prefill: TokenFields
+    """The draft prefill's, on the same rows."""
+    starts: torch.Tensor
+    """``int32[R + 1]``: where the rows of each request begin."""
+    most: int
+    """The most rows of a request that is past its prompt."""
+    accepted: torch.Tensor | None
+    """``int32[R, 1 + K]``: drafts of each request that are accepted, by how many of the step before were rejected;
+    the number goes to the first column. None: acceptance is not synthetic."""
 
 
 class Updates:
@@ -156,16 +217,50 @@ class Updates:
             ids = token_fields.input_ids[:rows]
             ids.copy_(torch.where(real, tokens, ids))
 
+    def correct(self, step: StepAhead, state: DraftState, outcome: VerificationOutcome) -> None:
+        """Bring a step that was filled ahead to what verification kept of the one before.
+
+        Positions and lengths go back by the rejected drafts, slots follow, and ids become tokens: the rows of a request
+        begin after what it has, wherever that is. Other requests, and padding, are left as they are.
+        """
+        starts, rows = step.starts[:-1].long(), len(step.starts) - 1
+        states = step.target.idx_mapping[:rows].long()
+        unread = step.target.input_ids[starts] < 0
+        back = torch.where(unread, outcome.rejected[states], 0)
+        drafted = torch.cat([outcome.token.unsqueeze(1), state.proposed[: len(outcome.token)]], dim=1)
+        for number in range(step.most):
+            inside = unread & (number < step.starts[1:] - step.starts[:-1])
+            at, request = starts[inside] + number, inside.nonzero().squeeze(1)
+            ids = step.target.input_ids[at]
+            token = drafted[states[inside], (-1 - ids).clamp(min=0).long()]
+            step.target.input_ids[at] = torch.where(ids < 0, token.to(ids.dtype), ids)
+            for fields in (step.target, step.prefill):
+                position = fields.positions[at] - back[inside]
+                page = fields.block_table[request, position // fields.page_size].long()
+                fields.positions[at] = position
+                fields.slot_mapping[at] = page * fields.page_size + position % fields.page_size
+        for lengths in (*step.target.lengths, *step.prefill.lengths):
+            lengths[:rows].sub_(back)
+        if step.accepted is not None:
+            step.accepted[:, 0] = step.accepted.gather(1, back.long().unsqueeze(1)).squeeze(1)
+
     def prepare_drafts(
-        self, verified: VerificationInputs, prefill: TokenFields, last: torch.Tensor, decode: TokenFields | None
+        self,
+        verified: VerificationInputs,
+        prefill: TokenFields,
+        last: torch.Tensor,
+        decode: TokenFields | None,
+        outcome: VerificationOutcome | None = None,
     ) -> None:
         """Verify the target's batch, and bring the drafter's fields to what was kept of it.
 
         Written are the draft prefill's input ids at the rows that were read (each token shifted by one),
         ``last int32[reqs]`` (the last row of each request that was kept), and, of the first draft decode,
-        positions, lengths and slots, held at the model's end.
+        positions, lengths and slots, held at the model's end; also the ``outcome`` for the next step, where
+        that does not wait for the host.
         """
         start, end, read = verified.starts[:-1], verified.starts[1:], verified.counts
+        given = None if verified.accepted is None else verified.accepted[:, 0]
         drafts = (read - 1).clamp(min=0)
         first, rows = (end - 1 - drafts).long(), len(read)
         accepted, agrees = torch.zeros_like(read), read > 0
@@ -175,12 +270,17 @@ class Updates:
             answer = verified.answers[at]
             drafted = number < drafts
             draft = verified.fields.input_ids[torch.where(drafted, first + number + 1, 0)]
-            agrees = agrees & drafted & (draft == answer if verified.accepted is None else number < verified.accepted)
+            agrees = agrees & drafted & (draft == answer if given is None else number < given)
             accepted += agrees
             token = torch.where(agrees, draft.to(answer.dtype), answer)
             prefill.input_ids[at[inside]] = token[inside].to(prefill.input_ids.dtype)
         kept = end - start - drafts + accepted
         last[:rows] = start + kept - 1
+        if outcome is not None:
+            states = verified.fields.idx_mapping[:rows].long()
+            outcome.rejected[states] = drafts - accepted
+            # The row after the last draft that was accepted says the newest token; inside a prompt nobody reads it.
+            outcome.token[states] = verified.answers[first + accepted]
         if decode is None:
             return
         computed = verified.fields.positions[start.long()] + kept

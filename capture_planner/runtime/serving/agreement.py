@@ -22,7 +22,7 @@ from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.ledger import RankStep
 from capture_planner.runtime.ranks.peers import Peers
 from capture_planner.runtime.serving.inputs import DraftRows, own_prefill_counts
-from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
 from capture_planner.runtime.session import Session
 
 _HEAD, _EACH = 2, 5

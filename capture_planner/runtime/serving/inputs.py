@@ -9,8 +9,8 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.executor import NULL_SLOT
 from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.speculative import sampled_counts, sampled_rows
+from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
 
 LOOKAHEAD = 64
 """Tokens by which requests may grow in graphs that advance their own fields, before the host must widen
@@ -18,8 +18,11 @@ their block tables."""
 
 
 def token_rows(scheduled: ScheduledBatch, states: RequestStates) -> tuple[Array, Array, Array]:
-    """Return ``starts int32[R + 1]``, and for each token its request state index and its position, ``int64[T]``."""
-    base, query_len = states.computed[scheduled.state_indices], scheduled.query_len
+    """Return ``starts int32[R + 1]``, and for each token its request state index and its position, ``int64[T]``.
+
+    Positions after a step that is under way are as if all its drafts were kept.
+    """
+    base, query_len = states.computed_at_most(scheduled.state_indices), scheduled.query_len
     if query_len is not None:
         starts = np.arange(0, scheduled.num_tokens + 1, query_len, dtype=np.int32)
         if query_len == 1:
@@ -58,14 +61,15 @@ def active_loras(inputs: StepInputs) -> int:
 def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageFormat) -> StepInputs:
     """Return the target's inputs: tokens from each row's first uncomputed position on.
 
-    The block table is wide enough for the ``LOOKAHEAD`` tokens after them, too.
+    The block table is wide enough for the ``LOOKAHEAD`` tokens after them, too. Where the step before is under way with
+    drafts, positions, slots and lengths are as if all of them were kept, and ids are negative: see ``unread_tokens``.
     """
     starts, rows, positions = token_rows(scheduled, states)
-    seq_lens = (states.computed[scheduled.state_indices] + scheduled.counts).astype(np.int32)
+    seq_lens = (states.computed_at_most(scheduled.state_indices) + scheduled.counts).astype(np.int32)
     width = min(pages.pages(int(seq_lens.max()) + LOOKAHEAD), states.table.shape[1])
     lanes, active = adapter_lanes(scheduled, states)
     return StepInputs(
-        input_ids=states.tokens[rows, positions],
+        input_ids=unread_tokens(scheduled, states, starts, states.tokens[rows, positions]),
         positions=positions,
         slot_mapping=slots(rows, positions, states, pages.page_size),
         query_start_loc=starts,
@@ -80,6 +84,21 @@ def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageF
         active_adapters=active,
         page_size=pages.page_size,
     )
+
+
+def unread_tokens(scheduled: ScheduledBatch, states: RequestStates, starts: Array, tokens: Array) -> Array:
+    """Return the ids ``int32[T]``, where those of requests that the step under way gives tokens are on the device.
+
+    Such a row has -1, its newest token, and -1 - i for the i-th draft that was proposed after it; a draft that it
+    lacks is token 0. ``Updates.correct`` puts the tokens there.
+    """
+    unread = states.is_unread(scheduled.state_indices)
+    if not unread.any():
+        return tokens
+    inside = np.arange(scheduled.num_tokens) - np.repeat(starts[:-1], scheduled.counts)
+    known = np.where(inside <= np.repeat(scheduled.proposed, scheduled.counts), -1 - inside, 0)
+    ids: Array = np.where(np.repeat(unread, scheduled.counts), known, tokens).astype(np.int32)
+    return ids
 
 
 def draft_prefill_inputs(

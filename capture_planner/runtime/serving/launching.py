@@ -2,12 +2,12 @@
 
 Without a drafter, lengths are known before tokens are. So a step can be launched before the tokens of
 the previous one are read; and where the batch is the same, the graph itself has advanced its fields to
-the next token, and nothing is copied at all.
+the next token, and nothing is copied at all. With a drafter, the step is launched as if all drafts were
+kept, and the device corrects it (vLLM 0.33 does so too: asynchronous scheduling with EAGLE).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
 
 import attrs
@@ -21,12 +21,13 @@ from capture_planner.runtime.execution.chains import run_chain
 from capture_planner.runtime.execution.fields import ACCEPTED_COUNTS, SAMPLED_COUNTS
 from capture_planner.runtime.execution.inputs import Array, StepInputs
 from capture_planner.runtime.execution.role import ForwardTimes
-from capture_planner.runtime.execution.updates import VerificationInputs
+from capture_planner.runtime.execution.updates import StepAhead, VerificationInputs
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.serving.acceptance import SyntheticAcceptance
 from capture_planner.runtime.serving.agreement import Replicas, StepRanks
+from capture_planner.runtime.serving.batches import draft_decode_batch, is_full, step_batch, target_batch
 from capture_planner.runtime.serving.inputs import (
-    active_loras,
+    adapter_lanes,
     draft_decode_inputs,
     draft_prefill_inputs,
     own_prefill_inputs,
@@ -34,48 +35,11 @@ from capture_planner.runtime.serving.inputs import (
 )
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.parts import Parts
-from capture_planner.runtime.serving.scheduler import ScheduledBatch, Scheduler
+from capture_planner.runtime.serving.pending import OnItsWay, PendingStep, on_its_way
+from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.speculative import Verification, promise
+from capture_planner.runtime.serving.states import ScheduledBatch
 from capture_planner.runtime.session import Session
-
-OnItsWay = Callable[[], Array]
-"""Waits for values that a device still works out, and returns them."""
-
-
-def on_its_way(tensor: torch.Tensor) -> OnItsWay:
-    """Begin to bring a small tensor to the host, and return what waits for it."""
-    if tensor.device.type == "cpu":
-        here = tensor.numpy().copy()
-        return lambda: here
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    pinned.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-
-    def arrived() -> Array:
-        copied.synchronize()
-        array: Array = pinned.numpy()
-        return array
-
-    return arrived
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class PendingStep:
-    """A step that is launched, whose tokens are not read yet."""
-
-    index: int
-    scheduled: ScheduledBatch
-    inputs: StepInputs
-    started: float
-    tokens: OnItsWay
-    """``int64[T]``: what the target says after each row that is read."""
-    draft_decodes: Dispatch | None
-    """What serves its draft decodes; None where there are none."""
-    proposed: OnItsWay | None
-    """``int64[states + 1, K]``, where the drafter is launched too."""
-    promised: Verification | None
-    """What the step counts, where that is known before its tokens are."""
 
 
 @attrs.frozen(eq=False)
@@ -119,9 +83,7 @@ class StepLauncher:
             parts.comparison.begin(index, names, pages)
         begun = perf_counter()
         inputs, filled = self._target_inputs(scheduled)
-        decodes = None
-        if scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in parts.roles:
-            decodes = self._dispatcher.dispatch(draft_decode_batch(scheduled))
+        decodes = self._draft_decodes(scheduled)
         proposed = None
         if self._drafts_on_device(decodes):
             proposed = self._launch_all(index, scheduled, inputs, decodes, begun)
@@ -140,7 +102,33 @@ class StepLauncher:
             draft_decodes=decodes,
             proposed=proposed,
             promised=self._promised(scheduled, inputs) if parts.state is None else None,
+            is_on_device=parts.state is None or proposed is not None,
         )
+
+    def needs_tokens(self, scheduled: ScheduledBatch) -> bool:
+        """Say whether a step cannot be launched before the host has the tokens of the one that is under way.
+
+        It cannot where its drafter waits for the host. Nor can it where the step under way verifies drafts of its
+        requests, and no FULL graph serves it: attention is then prepared with real lengths, which depend on them.
+        """
+        parts, states, rows = self._parts, self._scheduler.states, scheduled.state_indices
+        if parts.state is None:
+            return False
+        if not self._drafts_on_device(self._draft_decodes(scheduled)):
+            return True
+        if not states.is_verifying(rows).any():
+            return False
+        _, active = adapter_lanes(scheduled, states)
+        loras = {Role.TARGET: 0 if active is None else len(active), Role.DRAFT_PREFILL: 0}
+        found = [self._dispatcher.dispatch(target_batch(role, scheduled, count)) for role, count in loras.items()]
+        return not all(map(is_full, found))
+
+    def accepted(self, scheduled: ScheduledBatch) -> Array | None:
+        """Return how many drafts of each row synthetic acceptance accepts, ``int32[R]``; None: the target decides."""
+        states, rows = self._scheduler.states, scheduled.state_indices
+        if self._acceptance is None:
+            return None
+        return self._acceptance.accepted(states.key[rows], states.length[rows], scheduled.proposed)
 
     def run_along(self) -> None:
         """Run the forwards of a step on dummy batches, where other ranks have requests and this one has none."""
@@ -182,7 +170,14 @@ class StepLauncher:
         inputs = target_inputs(scheduled, states, self._pages)
         if self._acceptance is None:
             return inputs
-        accepted = self._acceptance.accepted(states.key[rows], states.length[rows], states.proposed_drafts(scheduled))
+        # Draws go by position, of which the host knows the last that there can be: so one for each that there can be.
+        places = 1 if self._parts.outcome is None else 1 + self._parts.outcome.most
+        lengths = np.maximum(states.length[rows], states.computed_at_most(rows) + 1)
+        accepted = self._acceptance.accepted(
+            np.repeat(states.key[rows], places),
+            (lengths[:, None] - np.arange(places)).ravel(),
+            np.repeat(scheduled.proposed, places),
+        )
         return attrs.evolve(inputs, accepted_counts=accepted)
 
     def _promised(self, scheduled: ScheduledBatch, inputs: StepInputs) -> Verification:
@@ -205,6 +200,12 @@ class StepLauncher:
             body.sample(dispatch.entry, len(inputs.sampled_rows))
         return dispatch
 
+    def _draft_decodes(self, scheduled: ScheduledBatch) -> Dispatch | None:
+        """Return what serves the draft decodes of a step; None where there are none."""
+        if scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in self._parts.roles:
+            return self._dispatcher.dispatch(draft_decode_batch(scheduled))
+        return None
+
     def _drafts_on_device(self, draft_decodes: Dispatch | None) -> bool:
         """Say whether the drafter's fields can be worked out without the host.
 
@@ -226,13 +227,14 @@ class StepLauncher:
         prefill = draft_prefill_inputs(inputs, scheduled, scheduled.counts, states)
         by_role = {Role.TARGET: inputs, Role.DRAFT_PREFILL: prefill}
         if decodes is not None:
-            longest = states.computed[scheduled.state_indices] + scheduled.counts
+            longest = states.computed_at_most(scheduled.state_indices) + scheduled.counts
             by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
         by_role = {role: self._across(role, each) for role, each in by_role.items()}
         if self._parts.policy.options.poison:
             for role in by_role:
                 parts.roles[role].poison()
         parts.apply([write for role, each in by_role.items() for write in parts.roles[role].writes(each)])
+        self._correct(scheduled)
         self._run_target(index, scheduled, inputs, begun, filled=True)
         begun = perf_counter()
         self._prepare_drafts(scheduled)
@@ -240,6 +242,28 @@ class StepLauncher:
         if decodes is not None:
             self._run_draft_decodes(index, scheduled, decodes, by_role[Role.DRAFT_DECODE], filled=True)
         return self._proposed()
+
+    def _correct(self, scheduled: ScheduledBatch) -> None:
+        """Let the device bring the rows whose tokens the host has not read to what was kept of the step before."""
+        parts, rows = self._parts, scheduled.num_reqs
+        if parts.outcome is None:
+            return
+        assert parts.state is not None, "there is an outcome with a drafter alone"
+        target = parts.roles[Role.TARGET].fields
+        step = StepAhead(
+            target=parts.token_fields[Role.TARGET],
+            prefill=parts.token_fields[Role.DRAFT_PREFILL],
+            starts=target["query_start_loc"][: rows + 1],
+            most=1 + int(scheduled.drafts.max()),
+            accepted=self._accepted_counts(rows),
+        )
+        parts.updates.correct(step, parts.state, parts.outcome)
+
+    def _accepted_counts(self, rows: int) -> torch.Tensor | None:
+        """Return what synthetic acceptance accepts of each row, ``int32[rows, places]``; None: the target decides."""
+        counts = self._parts.roles[Role.TARGET].fields[ACCEPTED_COUNTS] if self._acceptance is not None else None
+        places = 1 if self._parts.outcome is None else 1 + self._parts.outcome.most
+        return None if counts is None else counts.view(-1, places)[:rows]
 
     def _prepare_drafts(self, scheduled: ScheduledBatch) -> None:
         """Let the device verify, and put what was kept into the drafter's fields."""
@@ -253,11 +277,12 @@ class StepLauncher:
                 counts=target[SAMPLED_COUNTS][:rows],
                 answers=parts.target.tokens[: scheduled.num_tokens],
                 most=1 + int(scheduled.drafts.max()),
-                accepted=None if self._acceptance is None else target[ACCEPTED_COUNTS][:rows],
+                accepted=self._accepted_counts(rows),
             ),
             parts.token_fields[Role.DRAFT_PREFILL],
             parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
             parts.token_fields[Role.DRAFT_DECODE] if has_decodes else None,
+            parts.outcome,
         )
 
     def draft(self, step: PendingStep, verification: Verification) -> OnItsWay:
@@ -326,23 +351,3 @@ class StepLauncher:
                 seconds=times.seconds,
             )
         )
-
-
-def step_batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Batch:
-    """Return the batch of the target or the draft prefill, as it is dispatched."""
-    query_len = scheduled.query_len
-    if inputs.num_tokens != scheduled.num_tokens:
-        lengths = np.diff(inputs.query_start_loc)
-        query_len = int(lengths[0]) if (lengths == lengths[0]).all() else None
-    return Batch(
-        role=role,
-        num_reqs=scheduled.num_reqs,
-        num_tokens=inputs.num_tokens,
-        query_len=query_len,
-        past_prompt=scheduled.prompts == 0,
-        active_loras=0 if role.is_drafter else active_loras(inputs),
-    )
-
-
-def draft_decode_batch(scheduled: ScheduledBatch) -> Batch:
-    return Batch.decode(Role.DRAFT_DECODE, scheduled.num_reqs, 1)

@@ -12,7 +12,7 @@ from capture_planner.runtime.execution.bodies import TargetBody
 from capture_planner.runtime.execution.fields import tensor_of
 from capture_planner.runtime.execution.padding import Write
 from capture_planner.runtime.execution.role import ForwardObserver, RoleRun
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates
+from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationOutcome
 from capture_planner.runtime.options import ExecutionPolicy
 from capture_planner.runtime.serving.inputs import DraftRows
 
@@ -25,6 +25,8 @@ class Parts:
     roles: Mapping[Role, RoleRun]
     target: TargetBody
     state: DraftState | None
+    outcome: VerificationOutcome | None
+    """What verification leaves for a step that is launched before the host has read it; None: none is."""
     draft_rows: DraftRows | None
     """The rows of the first draft pass; None without a drafter."""
     apply: Callable[[Sequence[Write]], None]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-import attrs
 import numpy as np
 
 from capture_planner.errors import RunError
@@ -21,110 +19,8 @@ from capture_planner.runtime.executor import NULL_STATE
 from capture_planner.runtime.ledger import Wait
 from capture_planner.runtime.serving.acceptance import request_key
 from capture_planner.runtime.serving.kv import PageFormat, PagePool
+from capture_planner.runtime.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@attrs.define(eq=False)
-class AdmittedRequest:
-    """An admitted request."""
-
-    request: Request
-    state_index: int
-    pages: list[int]
-    entered: float
-    """Wall clock when it entered the queue."""
-    pool_row: int = NULL_STATE
-    """Its row in the pool of recurrent states; the null state's without recurrent layers."""
-    waited_for: Wait | None = None
-    """What was missing when it, or one before it, could not be admitted; None: it did not wait."""
-    first_token: float | None = None
-    is_finished: bool = False
-
-    def answer(self, clock: float) -> None:
-        """Note the wall clock of its first token; later ones change nothing."""
-        if self.first_token is None:
-            self.first_token = clock
-
-    def finish(self) -> None:
-        self.is_finished = True
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class ScheduledBatch:
-    """One step's batch, a row a request."""
-
-    live: tuple[AdmittedRequest, ...]
-    state_indices: Integers
-    """``[R]``: the row of each request in ``RequestStates``."""
-    counts: Integers
-    """``[R]``: tokens of each row, drafts included."""
-    drafts: Integers
-    """``[R]``: how many of them are drafts to verify; 0 in a prompt."""
-    prompts: int
-    """Rows that are still in their prompt."""
-    draft_tokens: int
-    """k for this number of requests."""
-
-    num_reqs: int = attrs.field(init=False)
-    num_tokens: int = attrs.field(init=False)
-    query_len: int | None = attrs.field(init=False)
-    """The tokens of each row, where all have the same number."""
-
-    @num_reqs.default
-    def _rows(self) -> int:
-        return len(self.live)
-
-    @num_tokens.default
-    def _tokens(self) -> int:
-        return int(self.counts.sum())
-
-    @query_len.default
-    def _uniform(self) -> int | None:
-        first = int(self.counts[0])
-        return first if (self.counts == first).all() else None
-
-
-class RequestStates:
-    """What is known of each admitted request: tokens, lengths and pages, in arrays that a step reads at once.
-
-    A row of each array is a request's state; its index is given to another request when it is finished.
-    """
-
-    def __init__(
-        self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat, *, has_adapters: bool = False
-    ) -> None:
-        self.max_model_len = max_model_len
-        width = max_model_len + most_drafts + 1
-        self.tokens = np.zeros((count, width), dtype=np.int32)
-        """``[state, position]``: prompt, output, and after them the drafts to verify."""
-        self.length = np.zeros(count, dtype=np.int64)
-        """Tokens that are settled: prompt and output."""
-        self.computed = np.zeros(count, dtype=np.int64)
-        """Tokens whose keys and values are in the cache; one less than ``length`` past the prompt."""
-        self.prompt = np.zeros(count, dtype=np.int64)
-        self.end = np.zeros(count, dtype=np.int64)
-        """Tokens at which a request is finished, prompt and output."""
-        self.stops = np.zeros(count, dtype=np.bool_)
-        """Whether a token can finish it before."""
-        self.proposed = np.zeros(count, dtype=np.int64)
-        """Draft tokens that stand after the settled ones."""
-        self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
-        """``[state, page]``: the null page past the request's own."""
-        self.pool_row = np.zeros(count, dtype=np.int32)
-        """The row of each in the pool of recurrent states; 0 where no layer is recurrent."""
-        self.adapter = np.zeros(count, dtype=np.int32)
-        """LoRA adapter of each request, counted from 1; 0: none."""
-        self.key = np.zeros(count, dtype=np.uint64)
-        """What synthetic acceptance draws by, of each request's name."""
-        self.has_adapters = has_adapters
-        """Whether the plan has LoRA."""
-
-    def proposed_drafts(self, scheduled: ScheduledBatch) -> Integers:
-        """Return how many drafts of each row a drafter proposed, ``int64[R]``: a row is filled up with any token."""
-        proposed: Integers = np.minimum(scheduled.drafts, self.proposed[scheduled.state_indices])
-        return proposed
 
 
 class Scheduler:
@@ -226,15 +122,16 @@ class Scheduler:
     def schedule(self) -> tuple[ScheduledBatch | None, tuple[AdmittedRequest, ...]]:
         """Return the next batch and the requests that were admitted for it."""
         admitted = self._admit()
-        if not self._running:
+        ready = self._ready()
+        if not ready:
             return None, admitted
-        running = np.array([live.state_index for live in self._running], dtype=np.int64)
-        computed = self.states.computed[running]
+        running = np.array([live.state_index for live in ready], dtype=np.int64)
+        computed = self.states.computed_at_most(running)
         prompt_left = (self.states.prompt[running] - computed).tolist()
         room = dict(zip(running.tolist(), (self._max_model_len - 1 - computed).tolist(), strict=True))
-        decoding = [live for live, left in zip(self._running, prompt_left, strict=True) if left <= 0]
-        prompting = [(live, left) for live, left in zip(self._running, prompt_left, strict=True) if left > 0]
-        left, k = self._limits.max_num_tokens, self._k(len(self._running))
+        decoding = [live for live, left in zip(ready, prompt_left, strict=True) if left <= 0]
+        prompting = [(live, left) for live, left in zip(ready, prompt_left, strict=True) if left > 0]
+        left, k = self._limits.max_num_tokens, self._k(len(ready))
         # Each row takes its tokens and what the first draft pass has beyond them, as in vLLM 0.33 (``draft_slots``).
         slots = self._slots
         if not prompting or (decoding and len(decoding) * (1 + k + slots) + slots >= left):
@@ -255,6 +152,22 @@ class Scheduler:
             rows.append((live, min(left - slots, of_prompt), 0))
             left -= rows[-1][1] + slots
         return self._scheduled(rows, len(rows) - decodes), admitted
+
+    def _ready(self) -> list[AdmittedRequest]:
+        """Return the running requests that a step can have, whatever is kept of the one under way.
+
+        Left out is a request whose last token is on its way for sure, and one that may have no room for all drafts, in
+        the model or in its pages: it waits for its tokens.
+        """
+        states = self.states
+        running = np.array([live.state_index for live in self._running], dtype=np.int64)
+        unread = states.is_unread(running)
+        if not unread.any():
+            return list(self._running)
+        drafts = 0 if self._speculative is None else self._speculative.num_tokens
+        ends = states.length[running] + 1 >= states.end[running]
+        ends |= states.computed_at_most(running) + 1 + drafts > states.room[running]
+        return [live for live, waits in zip(self._running, unread & ends, strict=True) if not waits]
 
     def _admit(self) -> tuple[AdmittedRequest, ...]:
         admitted: list[AdmittedRequest] = []
@@ -294,13 +207,14 @@ class Scheduler:
         self.states.tokens[index] = 0
         self.states.tokens[index, : len(prompt)] = prompt
         self.states.length[index] = self.states.prompt[index] = len(prompt)
-        self.states.computed[index] = self.states.proposed[index] = 0
+        self.states.computed[index] = self.states.proposed[index] = self.states.ahead[index] = 0
         self.states.end[index] = live.request.length
         self.states.stops[index] = bool(live.request.stop)
         self.states.key[index] = request_key(live.request.name)
         self.states.adapter[index] = live.request.adapter
         self.states.table[index] = 0
         self.states.table[index, : len(live.pages)] = live.pages
+        self.states.room[index] = min(len(live.pages) * self._pages.page_size, self._max_model_len)
         self.states.pool_row[index] = live.pool_row
 
     def _k(self, num_reqs: int) -> int:
@@ -318,14 +232,17 @@ class Scheduler:
         return [decoding[(start + i) % len(decoding)] for i in range(count)]
 
     def _scheduled(self, rows: Sequence[tuple[AdmittedRequest, int, int]], prompts: int) -> ScheduledBatch:
-        live, counts, drafts = zip(*rows, strict=True)
+        live, counts, wanted = zip(*rows, strict=True)
+        indices, drafts = np.array([each.state_index for each in live], dtype=np.int64), np.array(wanted, np.int64)
+        unread = self.states.is_unread(indices)
         scheduled = ScheduledBatch(
             live=live,
-            state_indices=np.array([each.state_index for each in live], dtype=np.int64),
+            state_indices=indices,
             counts=np.array(counts, dtype=np.int64),
-            drafts=np.array(drafts, dtype=np.int64),
+            drafts=drafts,
             prompts=prompts,
             draft_tokens=self._k(len(rows)),
+            proposed=np.minimum(drafts, np.where(unread, self.states.coming[indices], self.states.proposed[indices])),
         )
         self._fill_up(scheduled)
         return scheduled
@@ -334,9 +251,10 @@ class Scheduler:
         """Let a row that has too few drafts verify its last token again, so that all rows are alike.
 
         That happens where a schedule raises k as the batch shrinks. Verification refuses what the
-        target would not say, so any token will do.
+        target would not say, so any token will do. A row whose tokens are on their way gets tokens 0, see
+        ``inputs.unread_tokens``.
         """
-        missing = scheduled.drafts > self.states.proposed[scheduled.state_indices]
+        missing = (scheduled.drafts > scheduled.proposed) & ~self.states.is_unread(scheduled.state_indices)
         for index, drafts in zip(scheduled.state_indices[missing], scheduled.drafts[missing], strict=True):
             start, row = int(self.states.length[index]), self.states.tokens[index]
             row[start + int(self.states.proposed[index]) : start + drafts] = row[start - 1]

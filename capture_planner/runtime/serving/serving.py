@@ -15,9 +15,11 @@ from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.ledger import RequestResult, Step
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.serving.agreement import StepRanks
-from capture_planner.runtime.serving.launching import PendingStep, StepLauncher
-from capture_planner.runtime.serving.scheduler import AdmittedRequest, ScheduledBatch, Scheduler
+from capture_planner.runtime.serving.launching import StepLauncher
+from capture_planner.runtime.serving.pending import PendingStep
+from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
+from capture_planner.runtime.serving.states import AdmittedRequest, ScheduledBatch
 from capture_planner.runtime.session import Session
 
 Answers = Mapping[str, tuple[int, ...]]
@@ -64,26 +66,48 @@ class Serving:
     def step(self) -> bool:
         """Launch a step, and complete it or, running ahead, the one before; False: there was nothing.
 
-        Raises ``RunError`` after it was cut off.
+        A step that needs the tokens of the one before is scheduled when that one is completed. Raises ``RunError``
+        after it was cut off.
         """
         if self.is_over:
             raise RunError("this serving was cut off; start another")
         started = perf_counter()
-        is_done = self._is_through
+        is_done, was_pending = self._is_through, self._pending is not None
+        scheduled = self._schedule()
+        if self._pending is not None and scheduled is not None and self._launcher.needs_tokens(scheduled):
+            self._catch_up(None)
+            scheduled = self._schedule()
+        scheduled = self._ranks.begin(scheduled, is_done=is_done)
+        try:
+            now = None if scheduled is None else self._launcher.launch(scheduled, started)
+        except Exception:
+            # What the step wrote on the device may be what the next one would go on from, were this one not read.
+            self._catch_up(None)
+            raise
+        if self._ranks.others_work:
+            self._launcher.run_along()
+        # The device has work now, so that reading the tokens of the step before costs it no pause.
+        self._catch_up(now if self._runs_ahead else None)
+        if now is not None and self._pending is not now:
+            self._complete(now)
+        return now is not None or was_pending or self._ranks.others_work
+
+    def _schedule(self) -> ScheduledBatch | None:
         scheduled, admitted = self.scheduler.schedule()
         if self._drafter is not None:
             for live in admitted:
                 self._drafter.learn(live.state_index, self._answers.get(live.request.name, ()))
-        scheduled = self._ranks.begin(scheduled, is_done=is_done)
-        now = None if scheduled is None else self._launcher.launch(scheduled, started)
-        if self._ranks.others_work:
-            self._launcher.run_along()
-        if self._runs_ahead:
-            # The device has work now, so that reading the tokens of the step before costs it no pause.
-            now, self._pending = self._pending, now
-        if now is not None:
-            self._complete(now)
-        return now is not None or self._pending is not None or self._ranks.others_work
+        return scheduled
+
+    def _catch_up(self, now: PendingStep | None) -> None:
+        """Complete the step that is under way; ``now`` is under way from here on, if the next can be launched before it
+        is read.
+        """
+        last, self._pending = self._pending, now if now is not None and now.is_on_device else None
+        if self._drafter is not None:
+            self.scheduler.states.count_ahead(None if self._pending is None else self._pending.scheduled)
+        if last is not None:
+            self._complete(last)
 
     def cut_off(self) -> None:
         """Take down the requests that were not finished, where serving stops early; nothing is run after."""
@@ -95,9 +119,9 @@ class Serving:
 
     def _complete(self, step: PendingStep) -> None:
         """Store a step's tokens, finish the requests that are complete, and draft for the others."""
-        scheduled, states = step.scheduled, self.scheduler.states
-        verification = self._settled(step)
-        drafts = states.proposed_drafts(scheduled)
+        scheduled, verification = step.scheduled, self._settled(step)
+        # A request that was gone already was run in vain: what became of its drafts says nothing.
+        drafts = np.where(verification.kept > 0, scheduled.proposed, 0)
         drafted_at, accepted_at = (
             _by_place(counts, scheduled.draft_tokens) for counts in (drafts, np.minimum(drafts, verification.accepted))
         )
@@ -133,13 +157,14 @@ class Serving:
     def _settled(self, step: PendingStep) -> Verification:
         scheduled, states = step.scheduled, self.scheduler.states
         tokens = step.tokens()
+        # These ended after this step was launched; their states may be other requests' now.
+        gone = np.array([live.is_finished for live in scheduled.live])
         if step.promised is None:
-            verification = settle(scheduled, states, tokens[step.inputs.sampled_rows], step.inputs.accepted_counts)
+            sampled = tokens[step.inputs.sampled_rows]
+            verification = settle(scheduled, states, sampled, self._launcher.accepted(scheduled), gone)
         else:
             verification = step.promised
-            gone = [live.is_finished for live in scheduled.live]
-            if any(gone):
-                # A stop token ended them after this step was launched; their states may be other requests' now.
+            if gone.any():
                 verification = attrs.evolve(verification, gained=np.where(gone, 0, verification.gained))
             fulfil(scheduled, verification, states, step.inputs.query_start_loc, tokens)
         if scheduled.prompts:
@@ -150,11 +175,13 @@ class Serving:
         return verification
 
     def _propose(self, scheduled: ScheduledBatch, verification: Verification, proposed: Array) -> None:
-        """Put the drafts after what is settled."""
+        """Put the drafts after what is settled, and tokens 0 after them: see ``unread_tokens``."""
         states, k = self.scheduler.states, scheduled.draft_tokens
         rows = scheduled.state_indices[verification.gained > 0]
         states.proposed[scheduled.state_indices] = np.where(verification.gained > 0, k, 0)
-        states.tokens[rows[:, None], states.length[rows][:, None] + np.arange(k)] = proposed[rows, :k]
+        places = np.arange(proposed.shape[1])
+        following = np.where(places < k, proposed[rows], 0)
+        states.tokens[rows[:, None], states.length[rows][:, None] + places] = following
 
     def _finished(self, scheduled: ScheduledBatch, verification: Verification) -> list[AdmittedRequest]:
         """Return the requests that had their last token in this step."""

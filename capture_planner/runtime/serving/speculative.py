@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from capture_planner.runtime.serving.scheduler import RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +46,11 @@ def sampled_rows(scheduled: ScheduledBatch, starts: Array, states: RequestStates
 
 def sampled_counts(scheduled: ScheduledBatch, states: RequestStates) -> Array:
     """Return how many of them each request has, ``int64[R]``: none inside its prompt."""
-    return np.where(_reaches_end(scheduled, states), scheduled.drafts + 1, 0)
+    rows = scheduled.state_indices
+    begin = states.computed_at_most(rows)
+    # Past its prompt, a request has one token that is not computed, also after a step that is under way.
+    reaches = begin + scheduled.counts - scheduled.drafts == np.maximum(states.length[rows], begin + 1)
+    return np.where(reaches, scheduled.drafts + 1, 0)
 
 
 def promise(scheduled: ScheduledBatch, states: RequestStates, starts: Array) -> Verification:
@@ -73,18 +77,25 @@ def fulfil(
 
 
 def settle(
-    scheduled: ScheduledBatch, states: RequestStates, sampled: Array, synthetic: Array | None = None
+    scheduled: ScheduledBatch,
+    states: RequestStates,
+    sampled: Array,
+    synthetic: Array | None = None,
+    gone: Array | None = None,
 ) -> Verification:
     """Verify the drafts and advance the states; ``sampled int64[N]`` belongs to ``sampled_rows``.
 
     ``synthetic int32[R]`` of each row's drafts are accepted whatever the target says; None: those it says.
+    Requests that are ``gone bool[R]``, since they ended after this step was launched, get nothing: their states may be
+    other requests' now.
     The tokens of ``states`` after the settled ones are the drafts, and become what the target says.
     Rejected drafts are rolled back by not counting them: their keys and values stand past
     ``computed`` and are written anew before anything reads them.
     """
     rows, drafts = scheduled.state_indices, scheduled.drafts
-    reaches = _reaches_end(scheduled, states)
-    wanted = np.where(reaches, drafts + 1, 0)
+    gone = np.zeros(len(rows), dtype=np.bool_) if gone is None else gone
+    # A request that is gone was past its prompt.
+    wanted = np.where(gone | _reaches_end(scheduled, states), drafts + 1, 0)
     most = int(wanted.max(initial=0))
     columns = np.arange(most)
     inside = columns < wanted[:, None]
@@ -95,12 +106,13 @@ def settle(
     drafted = states.tokens[rows[:, None], np.minimum(at, states.tokens.shape[1] - 1)]
     hits = answers == drafted if synthetic is None else columns < synthetic[:, None]
     hits &= columns < drafts[:, None]
+    hits &= ~gone[:, None]
     accepted = np.logical_and.accumulate(hits, axis=1).sum(axis=1)
-    gained = np.where(reaches, accepted + 1, 0)
+    gained = np.where((wanted > 0) & ~gone, accepted + 1, 0)
     answers = np.where(columns < accepted[:, None], drafted, answers)
     new = columns < gained[:, None]
     states.tokens[np.broadcast_to(rows[:, None], new.shape)[new], at[new]] = answers[new]
-    kept = scheduled.counts - drafts + accepted
+    kept = np.where(gone, 0, scheduled.counts - drafts + accepted)
     states.length[rows] += gained
     states.computed[rows] += kept
     return Verification(kept, accepted, gained, before)

@@ -12,11 +12,12 @@ from time import perf_counter
 import attrs
 import numpy as np
 
-from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import Role
 from capture_planner.runtime.execution.inputs import StepInputs
-from capture_planner.runtime.serving.launching import PendingStep, StepLauncher, draft_decode_batch, step_batch
-from capture_planner.runtime.serving.scheduler import ScheduledBatch
+from capture_planner.runtime.serving.batches import draft_decode_batch, is_full, step_batch
+from capture_planner.runtime.serving.launching import StepLauncher
+from capture_planner.runtime.serving.pending import PendingStep
+from capture_planner.runtime.serving.states import ScheduledBatch
 
 Shape = tuple[int, int, int | None, bool, int, int]
 """Requests, tokens, query length, whether there are prompts, drafts, and active adapters of a step."""
@@ -47,13 +48,23 @@ class WarmUpLauncher(StepLauncher):
                 return super().launch(scheduled, started)
         return self._made_up(scheduled, inputs, started)
 
+    def _host_inputs(self, scheduled: ScheduledBatch) -> StepInputs:
+        """Return the inputs with any tokens where the real ones are on the device: steps that are made up leave none.
+
+        Then no row is corrected by what an earlier request left there.
+        """
+        inputs = super()._host_inputs(scheduled)
+        if self._parts.outcome is None or inputs.input_ids is None:
+            return inputs
+        return attrs.evolve(inputs, input_ids=np.maximum(inputs.input_ids, 0))
+
     def _served_whole(self, scheduled: ScheduledBatch, inputs: StepInputs) -> bool:
         """Say whether FULL graphs serve all forwards of a step, as far as that is known before it runs."""
         roles = [role for role in (Role.TARGET, Role.DRAFT_PREFILL) if role in self._parts.roles]
         found = [self._dispatcher.dispatch(step_batch(role, scheduled, inputs)) for role in roles]
         if scheduled.draft_tokens > 1 and Role.DRAFT_DECODE in self._parts.roles:
             found.append(self._dispatcher.dispatch(draft_decode_batch(scheduled)))
-        return all(map(_is_full, found))
+        return all(map(is_full, found))
 
     def _made_up(self, scheduled: ScheduledBatch, inputs: StepInputs, started: float) -> PendingStep:
         index, self._count, self._advanced = self._count, self._count + 1, None
@@ -68,6 +79,7 @@ class WarmUpLauncher(StepLauncher):
             draft_decodes=None,
             proposed=None if state is None else lambda: np.full(tuple(state.proposed.shape), drafted, dtype=np.int64),
             promised=self._promised(scheduled, inputs) if state is None else None,
+            is_on_device=state is None or self._drafts_on_device(self._draft_decodes(scheduled)),
         )
 
 
@@ -75,7 +87,3 @@ def batch_shape(scheduled: ScheduledBatch) -> tuple[int, int, int | None, bool, 
     """Return what decides which kernels a step runs, adapters apart."""
     has_prompts = scheduled.prompts > 0
     return scheduled.num_reqs, scheduled.num_tokens, scheduled.query_len, has_prompts, scheduled.draft_tokens
-
-
-def _is_full(dispatch: Dispatch) -> bool:
-    return dispatch.entry is not None and dispatch.entry.num_reqs is not None
