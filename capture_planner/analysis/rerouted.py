@@ -96,25 +96,32 @@ def _overlaps(old: Sequence[Cell], new: Sequence[Cell], width: int) -> Iterator[
         for theirs in ordered[bisect_left(lasts, mine.first) :]:
             if theirs.first > mine.last:
                 break
-            # A batch has as many tokens as requests, at least.
-            least = max(mine.first, theirs.first, mine.min_reqs, theirs.min_reqs)
-            span = least, min(mine.last, theirs.last)
             loras = max(mine.min_loras, theirs.min_loras), min(mine.max_loras, theirs.max_loras)
+            # A batch has as many tokens as requests, at least, and as many requests as adapters.
+            least = max(mine.first, theirs.first, mine.min_reqs, theirs.min_reqs, loras[0])
+            span = least, min(mine.last, theirs.last)
             by_requests = mine.min_reqs <= theirs.max_reqs and theirs.min_reqs <= mine.max_reqs
             if span[0] <= span[1] and loras[0] <= loras[1] and by_requests:
                 yield _Overlap(span=span, loras=loras, before=mine.answer, after=theirs.answer, width=width)
     for cells, others, is_new in ((old, new, False), (new, old, True)):
         admitted = union((cell.first, cell.last) for cell in others)
-        most = max((cell.max_loras for cell in others), default=0)
+        most = max(map(_most_loras, others), default=0)
         for cell in cells:
             before, after = (None, cell.answer) if is_new else (cell.answer, None)
             pieces = _outside((cell.first, cell.last), admitted)
             for span in pieces:
                 loras = cell.min_loras, cell.max_loras
                 yield _Overlap(span=span, loras=loras, before=before, after=after, width=width)
-            for span in _outside((cell.first, cell.last), pieces) if cell.max_loras > most else ():
-                loras = max(cell.min_loras, most + 1), cell.max_loras
-                yield _Overlap(span=span, loras=loras, before=before, after=after, width=width, by_loras=True)
+            for first, last in _outside((cell.first, cell.last), pieces) if _most_loras(cell) > most else ():
+                loras = max(cell.min_loras, most + 1), _most_loras(cell)
+                span = max(first, loras[0]), last
+                if span[0] <= last:
+                    yield _Overlap(span=span, loras=loras, before=before, after=after, width=width, by_loras=True)
+
+
+def _most_loras(cell: Cell) -> int:
+    """Return the most adapters of a batch, which has as many requests at least."""
+    return min(cell.max_loras, cell.max_reqs)
 
 
 def _outside(span: Span, admitted: Sequence[Span]) -> list[Span]:
