@@ -60,6 +60,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/coverage": _MEASURED,
     "planning/demand": ("planning/test_demand.py", *_MEASURED),
     "planning/draft_lengths": ("planning/test_draft_lengths.py", "planning/test_measured_schedule.py"),
+    "planning/first_use": ("planning/test_first_use.py",),
     "planning/groups": ("planning/test_groups.py", *_BUDGET),
     "planning/judging": ("planning/test_judging.py", *_MEASURED),
     "planning/measured": (

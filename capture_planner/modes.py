@@ -128,6 +128,8 @@ class Reason(enum.StrEnum):
     """A graph for it was planned and then dropped to meet the budget."""
     MEMORY = "memory"
     """Its graph did not fit into memory when it was captured."""
+    LAZY = "lazy"
+    """Its graph is captured on first use, and is not there yet."""
     RANK = "rank"
     """A data-parallel rank has not captured a graph for it, so no rank replays one."""
     IDLE = "idle"

@@ -52,6 +52,13 @@ class Cell:
         return self.answer.entry
 
     @property
+    def largest(self) -> Batch:
+        """The batch that the answer belongs to."""
+        if self.kind is Kind.DECODE and self.query_len is not None:
+            return Batch.decode(self.role, self.last, self.query_len, self.min_loras)
+        return Batch.mixed(self.role, self.max_reqs, self.last, self.min_loras)
+
+    @property
     def padded(self) -> float:
         """The share of computed tokens that is padding, over the batches of the cell."""
         if self.entry is None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import attrs
 
 from capture_planner.analysis.explain import WHY_NONE
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher, served
+from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatch, Dispatcher, served
 from capture_planner.errors import Problem
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import raise_any
@@ -143,7 +143,7 @@ class Agreement:
         return self.answers[0].dispatch.reason
 
 
-def agree(dispatcher: Dispatcher, vector: Vector) -> Agreement:
+def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
     """Return what each rank runs.
 
     The joint batch is dispatched like any other. If a rank has not captured its entry, all ranks take the

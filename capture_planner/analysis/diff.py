@@ -37,8 +37,8 @@ class Change:
 
     role: Role | None
     subject: str
-    """role, mode, backend, added, gone, batches, waiver, decision, environment, forecast, fingerprint, or a field of a
-    plan."""
+    """role, mode, backend, added, gone, lazy, batches, waiver, decision, environment, forecast, fingerprint, or a field
+    of a plan."""
     message: str
     entries: tuple[Entry, ...] = ()
     fields: tuple[FieldChange, ...] = ()
@@ -163,7 +163,13 @@ def _modes(old: RolePlan, new: RolePlan) -> Iterator[Change]:
 
 def _entries(old: RolePlan, new: RolePlan) -> Iterator[Change]:
     before, after = Counter(old.entries), Counter(new.entries)
-    changes = ("added", "also captures", after - before), ("gone", "no longer captures", before - after)
+    lazy, was_lazy = Counter(new.lazy), Counter(old.lazy)
+    changes = (
+        ("added", "also captures", after - before),
+        ("gone", "no longer captures", before - after),
+        ("lazy", "leaves to their first use", lazy - was_lazy),
+        ("lazy", "captures at start", (was_lazy - lazy) & after),
+    )
     for subject, word, entries in changes:
         if entries:
             ordered = tuple(sorted(entries.elements(), key=lambda e: e.capture_order))

@@ -12,7 +12,7 @@ from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch, Entry, Rejection
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.model import Speculative
-from capture_planner.records.plan import Plan
+from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted
 
 _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
@@ -37,6 +37,7 @@ WHY_NONE = {
     Reason.BACKEND_CAP: "the backend cannot capture that many requests",
     Reason.BUDGET: "its graph was dropped to meet the budget",
     Reason.MEMORY: "its graph ran out of memory when it was captured",
+    Reason.LAZY: "its graph is captured on first use, and is not there yet",
     Reason.RANK: "a data-parallel rank has no graph for it, so none uses one",
     Reason.IDLE: "no rank has work",
     Reason.NOT_ADMISSIBLE: "the limits or the schedule do not admit such a batch",
@@ -73,8 +74,21 @@ def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
     :raises DispatchError: the plan does not have the batch's role.
     """
     dispatcher = Dispatcher(plan) if isinstance(plan, Plan) else plan
-    answer = dispatcher.dispatch(batch)
-    return explanation(batch, answer, dispatcher.plan.role(batch.role).entries, dispatcher.plan.speculative)
+    answer, role = dispatcher.dispatch(batch), dispatcher.plan.role(batch.role)
+    explained = explanation(batch, answer, role.entries, dispatcher.plan.speculative)
+    if answer.entry not in role.lazy:
+        return explained
+    until = _before_first_use(role, batch, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative))
+    before = "the batch runs eager" if until is None else f"the batch runs on {until}"
+    return attrs.evolve(explained, message=f"{explained.message}; captured on first use, before that {before}")
+
+
+def _before_first_use(role: RolePlan, batch: Batch, steps: int | None) -> Entry | None:
+    """Return the cheapest graph captured at start that serves a batch."""
+    if batch.role.is_drafter:
+        batch = attrs.evolve(batch, active_loras=0)
+    able = (entry for entry in role.at_start if entry.rejection(batch, steps) is None)
+    return min(able, key=lambda entry: entry.cost, default=None)
 
 
 def explanation(

@@ -30,7 +30,7 @@ from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import without_graphs
+from capture_planner.runtime.plan_variants import all_at_start, without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
@@ -99,7 +99,8 @@ QUICK = Effort(windows=2, steps=3, prepared=8, runs=1)
 class Rig:
     """One plan on one machine."""
 
-    plan: Plan
+    plan: Plan = attrs.field(converter=all_at_start)
+    """With all graphs captured at start, since each is measured."""
     model: HuggingFaceModel
     drafter: Drafter | None
     registry: Registry

@@ -22,6 +22,7 @@ from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
 from capture_planner.records._base import BYTES, UNIONS, constraints, key_of, raise_any
 from capture_planner.records.batch import Entry
+from capture_planner.records.capture import CaptureTiming
 from capture_planner.records.model import Model
 from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
 from capture_planner.records.spec import Spec
@@ -36,6 +37,9 @@ ROWS: Mapping[Any, type] = {
     tuple[TrafficCount, ...]: TrafficRow,
 }
 """The types of tables that files have as rows, each with the record of a row."""
+
+WORDS: Mapping[type, str] = {CaptureTiming: "policy"}
+"""Records in whose place files may have a word, each with the field that it is the value of."""
 
 
 def problems_of(error: Exception) -> list[Problem]:
@@ -203,6 +207,8 @@ def _record_factory(kind: type, converter: cattrs.Converter) -> Callable[[Any, A
     )
 
     def structure(value: Any, _: Any) -> Any:
+        if kind in WORDS and isinstance(value, str):
+            value = {WORDS[kind]: value}
         if not isinstance(value, Mapping):
             raise _fail(f"expected a mapping, got {_got(value)}")
         return from_dict(value, kind)

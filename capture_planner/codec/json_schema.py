@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from capture_planner import codec
-from capture_planner.codec.converter import ROWS
+from capture_planner.codec.converter import ROWS, WORDS
 from capture_planner.records._base import BYTES, UNIONS, constraints, default_of, key_of
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
@@ -97,5 +97,9 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         if hint.__name__ not in definitions:
             definitions[hint.__name__] = {}
             definitions[hint.__name__] = _record_schema(hint, definitions)
-        return {"$ref": f"#/$defs/{hint.__name__}"}
+        mapping = {"$ref": f"#/$defs/{hint.__name__}"}
+        if hint not in WORDS:
+            return mapping
+        word = typing.get_type_hints(hint, include_extras=True)[WORDS[hint]]
+        return {"anyOf": [_schema(word, definitions), mapping]}
     return {"type": _PRIMITIVES[hint]}

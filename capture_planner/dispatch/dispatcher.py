@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cache
+from typing import Protocol
 
 import attrs
 
@@ -44,6 +45,17 @@ def served(entry: Entry, batch: Batch) -> Dispatch:
     """Return the answer of a batch that runs on an entry, with its padding."""
     padded_reqs = 0 if entry.num_reqs is None else entry.num_reqs - batch.num_reqs
     return Dispatch(entry, entry.num_tokens - batch.num_tokens, padded_reqs)
+
+
+class AnyDispatcher(Protocol):
+    """What answers for batches: a dispatcher, or what stands before one."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan whose entries answer."""
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return the entry that serves the batch, or none with the reason."""
 
 
 _CACHE_SIZE = 1 << 16

@@ -14,6 +14,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning import price
 from capture_planner.planning.answers import LadderAnswers, entry_of
 from capture_planner.planning.costs import Costs
+from capture_planner.planning.first_use import leave_to_first_use
 from capture_planner.planning.groups import Group, ask_backends
 from capture_planner.planning.judging import judge
 from capture_planner.planning.measured import SizeChoice, forecast_of, measured_sizes
@@ -43,6 +44,7 @@ from capture_planner.records.backend import (
 )
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import max_query_len
+from capture_planner.records.capture import CapturePolicy
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method
@@ -88,6 +90,8 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         if working.role.is_drafter or not has_graphs:
             working.settle_mode()
     _refuse_excess(roles)
+    if spec.capture.policy is CapturePolicy.LAZY:
+        leave_to_first_use(spec, roles, measurements)
     forecast = None
     if measured is not None:
         assert measurements is not None
@@ -188,7 +192,7 @@ def _refuse_unreadable(made: Plan) -> None:
     """Refuse a plan whose file no command would read. Only a large one is written to see it: that takes long."""
     groups = sum(len(role.groups) for role in made.roles)
     decisions = sum(len(role.decisions) for role in made.roles)
-    if 100 * groups + 10 * decisions + made.num_graphs < _SURELY_READABLE:
+    if 100 * groups + 10 * decisions + made.num_graphs + made.num_lazy < _SURELY_READABLE:
         return
     try:
         codec.loads(codec.dumps(made), Plan)
@@ -227,6 +231,7 @@ def _written(working: RoleInProgress) -> RolePlan:
         groups=tuple(_group(working, group, entries) for group in working.groups),
         decisions=tuple(working.decisions),
         entries=entries,
+        lazy=working.lazy,
         waivers=waivers(working),
         inputs=inputs,
     )

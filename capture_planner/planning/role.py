@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ from capture_planner.planning.groups import Group
 from capture_planner.planning.resolve import ResolvedMode
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
 from capture_planner.planning.sizing.policies import Choice
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import (
     DecodeFamily,
     Domain,
@@ -28,7 +28,7 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.plan import Decision
 from capture_planner.records.spec import Policy, Sizes, Spec
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, format_bytes
 
 
 @attrs.define
@@ -43,6 +43,8 @@ class RoleInProgress:
     resolved: ResolvedMode
     families: tuple[DecodeFamily, ...] = ()
     ladders: tuple[Ladder, ...] = ()
+    lazy: tuple[Entry, ...] = ()
+    """Graphs that are captured on first use."""
     decisions: list[Decision] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -224,6 +226,16 @@ class RoleInProgress:
             last = before.domain.intervals[-1][1] if before.domain else 0
             self.decide("sizes-measured", f"1..{last}", counted(len(after.sizes), "size"), f"{after}: {sentence}")
         self.ladders = tuple(ladders)
+
+    def wait_for_use(self, entries: Iterable[Entry], why: str) -> None:
+        """Leave graphs to their first use."""
+        self.lazy, capture, total = tuple(entries), self.spec.capture, sum(each.num_graphs for each in self.ladders)
+        if not total:
+            return
+        assert capture.memory is not None and capture.seconds_per_minute is not None, "lazy capture has a budget"
+        budget = f"{format_bytes(capture.memory)} and {capture.seconds_per_minute:g} s a minute"
+        message = f"{why}; {counted(len(self.lazy), 'graph')} wait for their first use, within {budget}"
+        self.decide("capture-lazy", counted(total, "graph"), f"{total - len(self.lazy)} at start", message)
 
     def settle_mode(self) -> None:
         """Resolve to NONE where no ladder has a size left, so that nothing is captured (vLLM's ``needs_capture``)."""

@@ -19,6 +19,7 @@ from capture_planner.records.backend import (
     Workspace,
 )
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
@@ -56,6 +57,8 @@ __all__ = [
     "BatchCount",
     "Bound",
     "Budget",
+    "CapturePolicy",
+    "CaptureTiming",
     "DataType",
     "Decision",
     "Device",

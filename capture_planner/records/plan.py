@@ -25,6 +25,7 @@ from capture_planner.records._base import (
 )
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Environment
 from capture_planner.records.fingerprint import Fingerprint, Fingerprints
 from capture_planner.records.model import Model, Speculative
@@ -47,7 +48,7 @@ MAX_GRAPHS = 1 << 14
 MAX_SIZES = 1 << 12
 """Most sizes over all ladders of a plan, each of which may be captured for several adapter counts."""
 
-SPEC_FIELDS = ("model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "ignore")
+SPEC_FIELDS = ("model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "capture", "ignore")
 """Fields that a plan takes over from its spec."""
 
 Amount = Annotated[float, AtLeast(0)]
@@ -123,8 +124,17 @@ class RolePlan:
     groups: tuple[GroupPlan, ...] = field("attention groups")
     decisions: tuple[Decision, ...] = field("how it came about, in order", default=())
     entries: tuple[Entry, ...] = field("graphs, in capture order", default=(), converter=_in_capture_order)
+    lazy: tuple[Entry, ...] = field(
+        "of the graphs, those captured on first use", default=(), converter=_in_capture_order
+    )
     waivers: tuple[Waiver, ...] = field("what is left eager on purpose", default=())
     inputs: tuple[MetadataField, ...] = field("fields that the runner owns and pads", default=())
+
+    @property
+    def at_start(self) -> tuple[Entry, ...]:
+        """The graphs that are captured before the first request, in capture order."""
+        lazy = frozenset(self.lazy)
+        return tuple(entry for entry in self.entries if entry not in lazy)
 
 
 @record
@@ -185,6 +195,7 @@ class Plan:
     piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
     budget: Budget = field("what graphs may cost", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
+    capture: CaptureTiming = field("when graphs are captured", factory=CaptureTiming)
     ignore: tuple[RuleCode, ...] = field("codes of notes and warnings that check leaves out", default=())
     forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
     states: StatePool | None = field("the pool of recurrent states; None: no layer is recurrent", default=None)
@@ -224,6 +235,10 @@ class Plan:
                 remedy="plan the spec again, with its traffic and profile",
             )
             raise InvalidValue([problem])
+        if self.capture.policy is CapturePolicy.START:
+            message, remedy = "graphs on first use, and capture.policy is start", "set capture to lazy, with its budget"
+            lazy = (index for index, role in enumerate(self.roles) if role.lazy)
+            raise_any(Problem(path=("roles", index, "lazy"), message=message, remedy=remedy) for index in lazy)
 
     def role(self, role: Role | str) -> RolePlan:
         """Return the plan of one role, or of a role's name; raises ``DispatchError`` where it has none."""
@@ -258,3 +273,8 @@ class Plan:
     def num_graphs(self) -> int:
         """How many graphs the plan captures, over all roles."""
         return sum(len(role.entries) for role in self.roles)
+
+    @property
+    def num_lazy(self) -> int:
+        """How many of them are captured on first use."""
+        return sum(len(role.entries) - len(role.at_start) for role in self.roles)

@@ -20,6 +20,7 @@ from capture_planner.records._base import (
     refuse_duplicates,
 )
 from capture_planner.records.batch import Kind
+from capture_planner.records.capture import CaptureTiming
 from capture_planner.records.model import Method, Model, Speculative, head_problems
 from capture_planner.records.text import counted, format_bytes
 
@@ -271,6 +272,7 @@ class Spec:
     piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
     budget: Budget = field("what graphs may cost", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
+    capture: CaptureTiming = field("when graphs are captured; a word is the policy", factory=CaptureTiming)
     ignore: tuple[RuleCode, ...] = field("codes of notes and warnings that check leaves out", default=())
 
     def __attrs_post_init__(self) -> None:

@@ -30,7 +30,15 @@ def _estimate(plan: Plan) -> str:
     workspaces = sum(group.workspace.device for role in plan.roles for group in role.groups)
     apart = f"; workspaces of the backends, {rounded_bytes(workspaces)}, are not counted" if workspaces else ""
     taken = f"{rounded_bytes(memory)} and {seconds:.0f} s to capture"
-    return f"estimate: {counted(graphs, 'graph')} take {taken}, {source}{apart}"
+    return f"estimate: {counted(graphs, 'graph')} take {taken}, {source}{_on_first_use(plan)}{apart}"
+
+
+def _on_first_use(plan: Plan) -> str:
+    timing = plan.capture
+    if not plan.num_lazy or timing.memory is None or timing.seconds_per_minute is None:
+        return ""
+    budget = f"{format_bytes(timing.memory)} and {timing.seconds_per_minute:g} s a minute"
+    return f"; {plan.num_lazy} of them on first use, within {budget}"
 
 
 def budget_line(plan: Plan) -> str | None:

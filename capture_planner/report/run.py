@@ -40,7 +40,9 @@ def _run(report: RunReport) -> dict[str, Any]:
     ``host``, ``interrupted``: what ran. ``fault``: the rank that stopped it, or empty. ``ranks``: ``rows`` by rank,
     ``skew`` of their agreements and the ``vectors`` of replicas with the ``steps`` of each; null for a single process.
     ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
-    served and its ``fingerprint``; a graph that was dropped has ``reason`` and ``says``. ``memory``: what the
+    served and its ``fingerprint``, and how many steps had run when it was captured on first use (``step``, null at
+    start); a graph that was dropped has ``reason`` and ``says``. ``lazy``: the budget of captures on first use, and
+    what is left of it; null where all is captured at start. ``memory``: what the
     run holds, and the
     device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by
     role, with ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null
@@ -66,7 +68,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "throughput": {"seconds": report.serve_seconds}
         | plain_some(numbers, "output_tokens", "tokens_per_second", "finished", "cut_off"),
         "waited": {wait.value: report.counts.waited[wait] for wait in Wait},
-        **plain_some(report, "ranks", "otherwise", "warm_up", "compiled", "comparison", "verification"),
+        **plain_some(report, "ranks", "otherwise", "lazy", "warm_up", "compiled", "comparison", "verification"),
         **plain_some(report, "every_step", "every_request", "steps", "forwards"),
         "requests": plain(report.served),
     }
@@ -82,11 +84,9 @@ json_fields(Forward, "mode")
 @json_of(GraphUse)
 def _used(used: GraphUse) -> dict[str, Any]:
     graph, waiver = used.graph, used.graph.waiver
-    return plain_some(graph, "role", "entry", "seconds", "memory", "alone", "driver", "readings", "fingerprint") | {
-        "forwards": used.forwards,
-        "reason": waiver and plain(waiver.reason),
-        "says": waiver and waiver.message,
-    }
+    return plain_some(
+        graph, "role", "entry", "seconds", "memory", "alone", "driver", "readings", "fingerprint", "step"
+    ) | {"forwards": used.forwards, "reason": waiver and plain(waiver.reason), "says": waiver and waiver.message}
 
 
 def _captured(report: RunReport, numbers: RunSummary) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.report.adapters import adapter_sections
 from capture_planner.report.eager_check import comparison_sections
+from capture_planner.report.first_use import first_use_sections
 from capture_planner.report.memory import memory_sections
 from capture_planner.report.run_ranks import rank_sections
 from capture_planner.report.summary import CapturedKind, Percentiles, RunSummary
@@ -56,6 +57,7 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
         *comparison_sections(report.comparison),
         *verification_sections(report.verification),
         _captured(report, numbers),
+        *first_use_sections(report, numbers),
         _served_from(numbers),
         _fallbacks(numbers),
         _graphs(numbers),
@@ -108,14 +110,16 @@ def _captured(report: RunReport, numbers: RunSummary) -> Section:
     kinds = numbers.captured
     total = sum(kind.graphs for kind in kinds)
     memory, alone = sum(kind.memory for kind in kinds), sum(kind.alone for kind in kinds)
-    warnings = list(_dropped(numbers.dropped))
-    missing = numbers.planned - total - len(numbers.dropped)
+    planned = numbers.planned - report.plan.num_lazy
+    dropped = [graph for graph in numbers.dropped if graph.step is None]
+    warnings = list(_dropped(dropped))
+    missing = planned - total - len(dropped)
     if missing > 0:
         warnings.append(f"not captured: {counted(missing, 'graph')} of the plan, which had no turn")
     return Section(
         name="captured",
         lines=(
-            f"{total} of {counted(numbers.planned, 'graph')} in {seconds(report.capture_seconds)}; "
+            f"{total} of {counted(planned, 'graph')} in {seconds(report.capture_seconds)}; "
             f"they grew their pool by {size(memory)}, alone they would take {size(alone)}",
             f"persistent buffers {size(report.buffers)}, KV cache {size(report.kv_cache)}",
         ),

@@ -187,6 +187,7 @@ class RunSummary:
     planned: int
     """Graphs that the plan wanted."""
     captured: tuple[CapturedKind, ...]
+    """At start."""
     dropped: tuple[GraphCapture, ...]
     """Graphs that could not be captured."""
     accounts: Accounts | None
@@ -218,7 +219,7 @@ def summary(report: RunReport) -> RunSummary:
     tally = report.counts
     return RunSummary(
         planned=report.plan.num_graphs,
-        captured=tuple(_captured(captured)),
+        captured=tuple(_captured([graph for graph in captured if graph.step is None])),
         dropped=tuple(graph for graph in report.captured if graph.waiver is not None),
         accounts=Accounts.of(report.captured),
         later=_later(report),

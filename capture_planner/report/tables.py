@@ -37,6 +37,7 @@ def plan_summary(plan: Plan) -> RenderableType:
     table = table_of("role", "mode", "wanted", "backend", "graphs", "waived", right=("graphs",), rows=rows)
     bound = plan.allowed_graphs()
     total = counted(plan.num_graphs, "graph") + (f" of at most {bound[0]}" if bound else "")
+    total += f", {plan.num_lazy} of them on first use" if plan.num_lazy else ""
     title = Text(f"{plan.model.name} on {plan.environment.name}: {total}", style="bold")
     return Group(title, table, *map(Text, price_lines(plan)))
 
@@ -71,15 +72,18 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
         )
     yield Padding(groups, (0, 0, 0, 2))
     if role.entries:
-        graphs = table_of("graphs", "for", "LoRA", "sizes, in capture order", right=("graphs",))
-        for row in pack(role.entries):
-            sizes = row.num_reqs if row.query_len is not None and row.num_reqs is not None else row.num_tokens or ()
-            graphs.add_row(
-                str(len(row.entries())),
-                _kind_text(row.mode, row.query_len, row.draft_steps),
-                ", ".join(map(str, row.active_loras)) if row.active_loras != (0,) else "",
-                " ".join(map(str, sizes)),
-            )
+        captured = ["captured"] if role.lazy else []
+        graphs = table_of("graphs", "for", "LoRA", *captured, "sizes, in capture order", right=("graphs",))
+        for when, entries in (("at start", role.at_start), ("on first use", role.lazy)):
+            for row in pack(entries):
+                sizes = row.num_reqs if row.query_len is not None and row.num_reqs is not None else row.num_tokens or ()
+                graphs.add_row(
+                    str(len(row.entries())),
+                    _kind_text(row.mode, row.query_len, row.draft_steps),
+                    ", ".join(map(str, row.active_loras)) if row.active_loras != (0,) else "",
+                    *([when] if role.lazy else []),
+                    " ".join(map(str, sizes)),
+                )
         yield Padding(graphs, (0, 0, 0, 2))
     for waiver in role.waivers:
         yield Padding(Text(f"waived ({waiver.reason}): {waiver.message}", style="yellow"), (0, 0, 0, 2))

@@ -22,6 +22,7 @@ _CHANGES = {
     Reason.SIZES: "plan sizes for them (sizes in the spec)",
     Reason.MEMORY: "raise --graph-memory or budget.memory, or plan fewer graphs",
     Reason.BUDGET: "raise the budget in the spec",
+    Reason.LAZY: "raise capture.seconds_per_minute or capture.memory, or plan with traffic, for more graphs at start",
     Reason.MODE: "plan a mode with graphs for them",
 }
 _EXPLAIN = "explain PLAN says why"

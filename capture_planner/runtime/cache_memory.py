@@ -22,7 +22,7 @@ from capture_planner.records.text import counted
 from capture_planner.runtime.chosen import page_memory
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture
 from capture_planner.runtime.models.protocols import TargetModel
-from capture_planner.runtime.plan_variants import sampled
+from capture_planner.runtime.plan_variants import at_start, sampled
 from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
@@ -140,7 +140,7 @@ class Trial:
 def device_pages(
     plan: Plan, needed: PageRange, share: float, make: MakeRunner, gauge: Gauge, limit: int | None, peers: Peers = ALONE
 ) -> tuple[PageFormat, CacheMemory]:
-    """Return the largest cache that there is memory for, and use.
+    """Return the largest cache that there is memory for, and use; what a lazy plan captures later has its reservation.
 
     :param share: of the device's memory that all together may take, other processes included.
     :param limit: bytes that a pool of graphs may hold; None: any.
@@ -148,18 +148,20 @@ def device_pages(
     :raises RunError: there is not enough for the longest request, or for the largest step.
     """
     used, total = gauge.used()
-    most = needed.most * needed.memory
-    if _least(peers, most <= NO_TRIAL * (share * total - used)):
+    most, reserved = needed.most * needed.memory, plan.capture.memory or 0 if plan.num_lazy else 0
+    plan = at_start(plan)
+    if _least(peers, most <= NO_TRIAL * (share * total - used - reserved)):
         return needed.of_number(needed.most), CacheMemory(
             share=share, predicted=0, reason="every request at full length, which leaves room for any graphs"
         )
     trial = run_trial(plan, needed, make, gauge, limit)
     # Kernels and handles that the trial loaded are there to stay, and so are in what is used now.
     used, _ = gauge.used()
-    left = int(share * total) - used - trial.fixed - trial.step - trial.graphs - needed.memory
+    left = int(share * total) - used - trial.fixed - trial.step - trial.graphs - reserved - needed.memory
     parts = (
         f"{share:g} of {_gib(total)} less {_gib(used)} of weights and others, {_gib(trial.fixed)} of buffers, "
         f"{_gib(trial.step)} of the largest step and {_gib(trial.graphs)} of graphs"
+        + (f", and {_gib(reserved)} reserved for graphs on first use (capture.memory)" if reserved else "")
     )
     pages = _least(peers, min(needed.most, left // needed.memory))
     if pages < needed.least:

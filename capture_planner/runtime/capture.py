@@ -4,8 +4,8 @@ PIECEWISE first, then FULL, each largest first over all roles, so that a smaller
 memory that a larger one left. Each forward runs twice, to warm up and to be captured, with metadata
 made anew. A graph that does not fit into memory is left out, and what it would have served is waived.
 
-All captures together are one session: its graphs are replayed once it has ended, and after an error
-inside of it there are none.
+All captures at start are one session: its graphs are replayed once it has ended, and after an error
+inside of it there are none. A lazy plan's others follow one by one, between steps, and change none of them.
 
 Several ranks capture the same entries in the same order, or leave out the same ones: after each warm-up and after each
 capture they wait for each other, and an error of one is raised on all (law 14). Between the last warm-up and a capture
@@ -27,7 +27,7 @@ from capture_planner.errors import BackendError, CaptureError, RunError
 from capture_planner.modes import Pool, Reason
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, format_bytes
 from capture_planner.runtime.execution.role import RoleRun
 from capture_planner.runtime.graphs.graph import Graph, Grapher
 from capture_planner.runtime.graphs.reading import Reading
@@ -54,7 +54,7 @@ def capture_all(
     peers: Peers = ALONE,
     among: Collectives = WHOLE,
 ) -> Iterator[GraphCapture]:
-    """Capture all entries of ``plan`` in a ``session``, and yield what each cost.
+    """Capture what ``plan`` captures at start, in a ``session``, and yield what each entry cost.
 
     ``memory`` bounds the bytes of each pool. Raises ``RunError`` where a graph does not fit, if ``strict``, for any
     other error of a capture one that names its role and its entry, and ``RankError`` where that happened on another
@@ -73,6 +73,32 @@ def capture_all(
         yield captured
 
 
+def capture_late(
+    role: RoleRun, entry: Entry, grapher: Grapher, *, room: int, number: int, peers: Peers, among: Collectives
+) -> GraphCapture:
+    """Capture one more entry after a ``session``, when no forward is under way; then it may be replayed at once.
+
+    Warm-up and capture write null pages, null states and the fields of their own role alone, as at start. The graphs
+    that are there stay, whatever becomes of this one. What it needs more than ``room`` bytes of the device, or cannot
+    be captured, is dropped with a waiver. Of several ranks, an error of one that is not about memory ends the run.
+
+    :param number: of the captures of this kind.
+    """
+    started, together = perf_counter(), _Together(peers, among, f"{number} on first use", room)
+    try:
+        with _named(role, entry):
+            done = _capture(role, entry, grapher, False, together)
+    except BaseException as error:
+        role.drop(entry)
+        if peers.place.size > 1 or not isinstance(error, (BackendError, CaptureError)):
+            raise
+        waiver = _waiver(role.plan, entry, Reason.LAZY, f"{entry} could not be captured on first use: {error}")
+        seconds = perf_counter() - started
+        return GraphCapture(role=role.role, entry=entry, seconds=seconds, memory=0, alone=0, waiver=waiver)
+    role.keep_capture(entry)
+    return done
+
+
 @attrs.frozen
 class _Together:
     """One capture of several ranks."""
@@ -81,6 +107,8 @@ class _Together:
     among: Collectives
     number: str
     """Of the capture, in all."""
+    room: int | None = None
+    """Bytes of the device that the graph may take; None: no bound."""
 
     def warm_up(self, role: RoleRun, entry: Entry, grapher: Grapher) -> StageOutcome[Reading | None]:
         """Warm up on every rank, and wait for the devices."""
@@ -92,9 +120,19 @@ class _Together:
 
         return self._run("warm-up", entry, work, awaits=())
 
-    def capture(self, role: RoleRun, entry: Entry) -> StageOutcome[Graph]:
+    def capture(self, role: RoleRun, entry: Entry, grapher: Grapher, before: Reading | None) -> StageOutcome[Graph]:
         """Capture on every rank. Nothing runs in a CUDA capture: one that lacks memory keeps no rank waiting."""
-        return self._run("capture", entry, lambda: role.capture(entry), awaits=(torch.OutOfMemoryError,))
+
+        def work() -> Graph:
+            graph = role.capture(entry)
+            after = None if self.room is None else grapher.reading()
+            takes = graph.memory if before is None or after is None else after.used - before.used
+            if self.room is not None and takes > max(self.room, 0):
+                has = f"{format_bytes(max(self.room, 0))} of capture.memory are left"
+                raise torch.OutOfMemoryError(f"it takes {format_bytes(takes)}, and {has}")
+            return graph
+
+        return self._run("capture", entry, work, awaits=(torch.OutOfMemoryError,))
 
     def _run(
         self, stage: str, entry: Entry, work: Callable[[], Result], *, awaits: tuple[type[Exception], ...]
@@ -159,7 +197,7 @@ def begin(plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | 
     shared = grapher.pool(memory)
     for role in roles:
         role.begin_capture(shared if plan.pool is Pool.SHARED else grapher.pool(memory))
-    work = ((role, entry) for role in roles for entry in role.plan.entries)
+    work = ((role, entry) for role in roles for entry in role.plan.at_start)
     return sorted(work, key=lambda item: item[1].capture_order)
 
 
@@ -168,10 +206,12 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, togeth
     started = perf_counter()
     memory, alone, waiver = 0, 0, None
     before = grapher.reading()
+    # Without readings the pool itself is asked, which takes a CUDA pool long.
+    held = role.pool.memory if together.room is not None and before is None and role.pool is not None else None
     warmed = together.warm_up(role, entry, grapher)
     warm, unfit = warmed.result or before, warmed.unfit
     if unfit is None:
-        captured = together.capture(role, entry)
+        captured = together.capture(role, entry, grapher, before)
         unfit = captured.unfit
         if captured.result is not None:
             memory, alone = captured.result.memory, captured.result.alone
@@ -180,11 +220,15 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, togeth
         role.drop(entry)
         if strict:
             raise RunError(f"{role.role.value}: {entry} does not fit into memory: {unfit}")
-        waiver = _waiver(role.plan, entry, unfit)
+        message = f"{entry} did not fit into memory when it was captured: {unfit}"
+        waiver = _waiver(role.plan, entry, Reason.MEMORY, message)
     after = grapher.reading()
-    if waiver is not None and warm and after:
+    if waiver is not None:
         # Nothing but the graph grew in between: this is what it left behind in its pool.
-        memory = max(after.held - warm.held, 0)
+        if warm and after:
+            memory = max(after.held - warm.held, 0)
+        elif held is not None and role.pool is not None:
+            memory = role.pool.memory - held
     return GraphCapture(
         role=role.role,
         entry=entry,
@@ -196,7 +240,7 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, togeth
     )
 
 
-def _waiver(role: RolePlan, entry: Entry, message: str) -> Waiver:
+def _waiver(role: RolePlan, entry: Entry, reason: Reason, message: str) -> Waiver:
     """Waive what only this entry served: the extents between the next smaller one and itself."""
     decode = entry.query_len is not None
     smaller = [_extent(other) for other in role.entries if _ladder(other) == _ladder(entry)]
@@ -207,8 +251,8 @@ def _waiver(role: RolePlan, entry: Entry, message: str) -> Waiver:
         first=below + 1,
         last=_extent(entry),
         max_loras=entry.active_loras,
-        reason=Reason.MEMORY,
-        message=f"{entry} did not fit into memory when it was captured: {message}"[:500],
+        reason=reason,
+        message=message[:500],
     )
 
 

@@ -119,13 +119,9 @@ def launch(
         try:
             if choices.drafter in ORACLES:
                 answers = run.rehearse(pages)
-            with progress("capture", runner.plan.num_graphs) as advance:
+            with progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
                 runner.capture(memory=run.graph_memory, progress=lambda done: advance(_captured(done, device)))
-            if choices.dump_graphs is not None:
-                roles = runner.parts.roles.values()
-                dump_graphs(
-                    ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), choices.dump_graphs
-                )
+            run.dump(runner)
             warm = run.warm_up(runner)
             # Where a comparison found a difference, the report has it.
             with (
@@ -140,6 +136,8 @@ def launch(
                     served_one(done.name)
 
                 runner.serve(run.requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
+            if runner.lazy is not None:
+                run.dump(runner)
         except KeyboardInterrupt:
             interrupted = True
         except RankError as error:
@@ -250,6 +248,14 @@ class _Run:
             session=session,
             peers=self.peers if peers is None else peers,
         )
+
+    def dump(self, runner: Runner) -> None:
+        """Write what each captured graph holds, where that was chosen."""
+        if self.choices.dump_graphs is not None:
+            roles = runner.parts.roles.values()
+            dump_graphs(
+                ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), self.choices.dump_graphs
+            )
 
     def warm_up(self, runner: Runner) -> WarmUp | None:
         """Run steps of the workload's shapes, where that is of use; or say why not."""
@@ -365,6 +371,7 @@ class _Run:
             # Those that target and drafter share count once.
             weights=sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values()),
             served_reading=self.grapher.reading(),
+            lazy=runner.lazy,
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
             interrupted=interrupted,

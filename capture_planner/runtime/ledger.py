@@ -45,6 +45,19 @@ class GraphCapture:
     """What it is made of; None: there is no graph, or that could not be read."""
     waiver: Waiver | None = None
     """Set where there is no graph: the batches it would have served, and why they lost it."""
+    step: int | None = None
+    """How many steps had run when it was captured on first use; None: it was captured at start."""
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the device that are gone since before its warm-up, allocator and driver together.
+
+        Of recorded graphs the growth of the pool. Below 0 where something was given back.
+        """
+        if self.readings is None:
+            return self.memory
+        before, _, after = self.readings
+        return after.used - before.used
 
     @property
     def driver(self) -> int:
@@ -98,8 +111,8 @@ class Accounts:
 
     @classmethod
     def of(cls, captured: Sequence[GraphCapture]) -> Accounts | None:
-        """Add up what was captured, in order; None where no device was read."""
-        read = [(graph, graph.readings) for graph in captured if graph.readings is not None]
+        """Add up what was captured at start, in order; None where no device was read."""
+        read = [(graph, graph.readings) for graph in captured if graph.readings is not None and graph.step is None]
         if not read:
             return None
         first, last = read[0][1][0], read[-1][1][-1]
@@ -224,6 +237,25 @@ class CacheMemory:
     """Bytes that graphs were expected to take, on top of weights, buffers and cache."""
     reason: str
     """Where the prediction comes from, and what limits the cache."""
+
+
+@attrs.frozen(kw_only=True)
+class LazyCaptures:
+    """What became of the graphs that wait for their first use, and of the budget for them."""
+
+    memory: int
+    """Bytes that were reserved for them."""
+    taken: int
+    """Bytes that they took by now, with what those that did not fit left behind."""
+    seconds_per_minute: float
+    seconds: float
+    """Spent on them, those that could not be captured included."""
+    left: float
+    """Seconds that may be spent now; below 0 the last capture took more than was left."""
+    asked: int
+    """Graphs that batches asked for, and that are not captured yet."""
+    unused: int
+    """Graphs that no batch asked for."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,22 +1,57 @@
-"""Plans that a plan is changed into before it runs: without graphs, without speculation, as captured."""
+"""Plans that a plan is changed into: without graphs, without speculation, as captured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import grouped, replace
 from capture_planner.records.backend import Attention
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.capture import CaptureTiming
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.runtime.ledger import GraphCapture
 
 
 def as_captured(plan: Plan, captured: Sequence[GraphCapture]) -> Plan:
+    """Return the plan without what is not captured: what could not be, each with its waiver, and what waits for use."""
+    left, done = without_lost(plan, captured), {(item.role, item.entry) for item in captured}
+    waiting = [{*role.entries} & {*role.lazy} - {entry for of, entry in done if of is role.role} for role in left.roles]
+    if not any(waiting):
+        return left
+    roles = (_not_yet(role, entries, left) for role, entries in zip(left.roles, waiting, strict=True))
+    return replace(left, roles=tuple(roles))
+
+
+def without_lost(plan: Plan, captured: Sequence[GraphCapture]) -> Plan:
     """Return the plan without what could not be captured, each with its waiver."""
     lost = [item for item in captured if item.waiver is not None]
     return replace(plan, roles=tuple(_without(role, lost) for role in plan.roles)) if lost else plan
+
+
+def at_start(plan: Plan) -> Plan:
+    """Return the plan with what is captured before the first request, and nothing else."""
+    return as_captured(plan, ()) if plan.num_lazy else plan
+
+
+def all_at_start(plan: Plan) -> Plan:
+    """Return the plan with all its graphs captured before the first request."""
+    return replace(plan, capture=CaptureTiming(), roles=tuple(replace(role, lazy=()) for role in plan.roles))
+
+
+def _not_yet(role: RolePlan, waiting: Set[Entry], plan: Plan) -> RolePlan:
+    """Return a role without graphs that wait for their first use. What else is eager has a waiver before theirs."""
+    if not waiting:
+        return role
+    waivers = _everything(plan, Reason.LAZY, "its graph is captured on first use")
+    return _of_entries(role, [entry for entry in role.entries if entry not in waiting], (*role.waivers, *waivers))
+
+
+def _of_entries(role: RolePlan, entries: Sequence[Entry], waivers: Sequence[Waiver]) -> RolePlan:
+    kept = frozenset(entries)
+    lazy = tuple(entry for entry in role.lazy if entry in kept)
+    return replace(role, entries=tuple(entries), lazy=lazy, waivers=tuple(waivers))
 
 
 def _without(role: RolePlan, lost: Sequence[GraphCapture]) -> RolePlan:
@@ -27,26 +62,31 @@ def _without(role: RolePlan, lost: Sequence[GraphCapture]) -> RolePlan:
         if entry.query_len is None:
             # One for any batch served decodes too, where no other graph did.
             waivers.append(replace(waiver, kind=Kind.DECODE, first=1, last=entry.num_tokens))
-    return replace(role, entries=tuple(e for e in role.entries if e not in gone), waivers=tuple(waivers))
+    return _of_entries(role, [entry for entry in role.entries if entry not in gone], waivers)
 
 
 def without_graphs(plan: Plan) -> Plan:
     """Return the plan with nothing to capture: everything runs eager."""
+    waivers = _everything(plan, Reason.MODE, "everything runs eager")
+    eager = (replace(role, mode=GraphMode.NONE, entries=(), lazy=(), waivers=waivers) for role in plan.roles)
+    return replace(plan, roles=tuple(eager))
+
+
+def _everything(plan: Plan, reason: Reason, message: str) -> tuple[Waiver, ...]:
+    """Waive every batch that a plan admits."""
     loras = 0 if plan.lora is None else plan.lora.max_active + 1
-    waivers = tuple(
+    return tuple(
         Waiver(
             kind=kind,
             query_len=None,
             first=1,
             last=plan.limits.max_num_tokens,
             max_loras=loras,
-            reason=Reason.MODE,
-            message="everything runs eager",
+            reason=reason,
+            message=message,
         )
         for kind in Kind
     )
-    eager = (replace(role, mode=GraphMode.NONE, entries=(), waivers=waivers) for role in plan.roles)
-    return replace(plan, roles=tuple(eager))
 
 
 def sampled(plan: Plan) -> Plan:
@@ -60,8 +100,8 @@ def sampled(plan: Plan) -> Plan:
             sorted(before.entries, key=lambda entry: entry.capture_order), lambda e: (e.mode, e.query_len is None)
         )
         chosen = {kind[place] for kind in kinds.values() for place in (0, len(kind) // 2, -1)}
-        entries = tuple(entry for entry in before.entries if entry in chosen)
-        roles.append(replace(before, entries=entries, waivers=after.waivers) if entries else after)
+        entries = [entry for entry in before.entries if entry in chosen]
+        roles.append(_of_entries(before, entries, after.waivers) if entries else after)
     return replace(plan, roles=tuple(roles))
 
 

@@ -12,7 +12,7 @@ from time import perf_counter
 
 import torch
 
-from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatcher
 from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
@@ -21,8 +21,9 @@ from capture_planner.runtime.capture import Order, capture_all, session
 from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.compiling import compile_bodies, compiled_seconds
 from capture_planner.runtime.execution.role import ForwardObserver
+from capture_planner.runtime.first_use import FirstUse
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import GraphCapture, RequestResult, Wait, WarmUp
+from capture_planner.runtime.ledger import GraphCapture, LazyCaptures, RequestResult, Wait, WarmUp
 from capture_planner.runtime.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs
@@ -32,7 +33,7 @@ from capture_planner.runtime.serving.agreement import OneReplica, Replicas, Step
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.scheduler import Scheduler
-from capture_planner.runtime.serving.serving import Answers, Serving
+from capture_planner.runtime.serving.serving import Answers, LateCaptures, Serving
 from capture_planner.runtime.serving.warming import WarmUpLauncher
 from capture_planner.runtime.serving.workload import Request
 from capture_planner.runtime.session import Session
@@ -97,11 +98,21 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """What was compiled, and what could not be."""
         if self.policy.compile:
             self._compile()
-        self.dispatcher = Dispatcher(without_graphs(plan))
-        """Says which graph serves a batch: none before ``capture``."""
+        self._dispatcher = Dispatcher(without_graphs(plan))
+        self._first_use: FirstUse | None = None
         self._grapher = grapher
         self._serving: Serving | None = None
         self._started: Scheduler | None = None
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Says which graph serves a batch: none before ``capture``, and of a lazy plan more as they are used."""
+        return self._dispatcher if self._first_use is None else self._first_use.dispatcher
+
+    @property
+    def lazy(self) -> LazyCaptures | None:
+        """What was captured on first use, and what is left of the budget for it; None: nothing is."""
+        return None if self._first_use is None else self._first_use.record()
 
     @property
     def policy(self) -> ExecutionPolicy:
@@ -126,7 +137,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         progress: Callable[[GraphCapture], None] | None = None,
         order: Order | None = None,
     ) -> None:
-        """Capture every entry; what does not fit into memory is waived from here on.
+        """Capture every entry but those on first use; what does not fit into memory is waived from here on.
 
         ``memory`` bounds each pool, in bytes; ``order`` arranges the captures, which need least memory in their
         own order. Before this is called, everything runs eager, and again after an error, which names the entry
@@ -138,7 +149,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         if any(role.pool is not None for role in self.parts.roles.values()):
             raise RunError("this runner has captured already; make another one to capture again")
         if not self.policy.options.replay:
-            self.dispatcher = Dispatcher(self.plan)
+            self._dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.parts.roles.values()), self.policy.options.strict
         self.session.captured.clear()
@@ -159,7 +170,19 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
                 self.session.captured.append(done)
                 if progress is not None:
                     progress(done)
-        self.dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
+        self._dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
+
+    def _late(self) -> FirstUse | None:
+        """Return what captures graphs on first use, one for all requests of this runner; None: nothing is captured so.
+
+        Of several replicas one that has captured nothing has it too, for all of them ask together.
+        """
+        if self._first_use is not None or not (self.plan.num_lazy and self.policy.options.replay):
+            return self._first_use
+        roles = self.parts.roles
+        if self.peers.place.data_size == 1 and any(role.pool is None for role in roles.values()):
+            return None
+        return FirstUse(self.plan, roles, self._grapher, self.session, self.peers, self.model.among)
 
     def serve(
         self,
@@ -197,11 +220,12 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self._refuse_while_serving("start")
         scheduler, count = self._scheduler(requests), self.session.tally.steps
         self._started = scheduler
-        dispatcher: Dispatcher | Replicas = self.dispatcher
+        self._first_use = self._late()
+        dispatcher: AnyDispatcher | Replicas = self._first_use or self.dispatcher
         ranks: StepRanks = OneReplica()
         if self.peers.place.data_size > 1:
             # The same on every rank, also on one that has no graphs: what it lacks, no rank uses.
-            planned = Dispatcher(as_captured(self.plan, self.session.captured))
+            planned = self._first_use or Dispatcher(as_captured(self.plan, self.session.captured))
             captured = planned.plan.num_graphs == 0 or not self.policy.options.replay
             captured = captured or any(role.graphs for role in self.parts.roles.values())
             rows = self.parts.draft_rows
@@ -209,7 +233,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         launcher = StepLauncher(
             scheduler, self.parts, dispatcher, ranks, self.pages, self.session, count, acceptance=self._acceptance
         )
-        return self._begin(launcher, scheduler, ranks, self.session, answers, progress)
+        return self._begin(launcher, scheduler, ranks, self.session, answers, progress, self._first_use)
 
     def warm_up(self, requests: Sequence[Request], *, step_seconds: float = 0.01, limit: float = WARM_UP) -> WarmUp:
         """Run a step of each shape that serving these requests will have and no FULL graph serves; see ``warming``.
@@ -282,9 +306,10 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         session: Session,
         answers: Answers | None,
         progress: Callable[[RequestResult], None] | None,
+        late: LateCaptures | None = None,
     ) -> Serving:
         drafter, ahead = self.drafter, self.policy.run_ahead
-        self._serving = Serving(scheduler, launcher, ranks, session, drafter, answers or {}, progress, ahead)
+        self._serving = Serving(scheduler, launcher, ranks, session, drafter, answers or {}, progress, ahead, late=late)
         return self._serving
 
     def _refuse_while_serving(self, what: str) -> None:

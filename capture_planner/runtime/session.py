@@ -13,7 +13,16 @@ from capture_planner.records.fingerprint import Fingerprints
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.eager_check.record import Comparison
 from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import CacheMemory, Forward, GraphCapture, RankStep, RequestResult, Step, WarmUp
+from capture_planner.runtime.ledger import (
+    CacheMemory,
+    Forward,
+    GraphCapture,
+    LazyCaptures,
+    RankStep,
+    RequestResult,
+    Step,
+    WarmUp,
+)
 from capture_planner.runtime.ranks.record import RankRecord
 from capture_planner.runtime.tally import Tally
 from capture_planner.runtime.verification.record import OutputCheck
@@ -155,6 +164,8 @@ class RunReport:
     """How the size of the KV cache was chosen; None: nothing was noted."""
     warm_up: WarmUp | None = None
     """What was run before the clock started; None: nothing."""
+    lazy: LazyCaptures | None = None
+    """What was captured on first use; None: the plan captures all at start."""
     compiled: tuple[float, ...] = ()
     """Seconds of each kernel that Triton compiled while requests were served."""
     ranks: RankRecord | None = None

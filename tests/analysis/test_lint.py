@@ -14,6 +14,7 @@ from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import Method, Model, Recurrent, Speculative
 from capture_planner.records.plan import Decision, Forecast, Plan, Waiver
@@ -55,6 +56,7 @@ def plus(whole, *entries, index=0):
 
 PLAIN, DRAFTED = made(), made(speculative=EAGLE)
 RECURRENT = made(model=replace(MODEL, recurrent=Recurrent(layers=1, state=64)))
+LAZY = made(capture=CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 29, seconds_per_minute=1.0))
 FUSED = made(speculative=EAGLE, refresh=Refresh.IN_GRAPH)
 SUPPORT = PLAIN.roles[0].groups[0].support
 WAIVER = Waiver(kind=Kind.MIXED, first=600, last=700, reason=Reason.SIZES, message="so decided")
@@ -125,6 +127,8 @@ CASES = {
         made(reqs=256, sizes=Sizes(policy=Policy.TENSORRT_LLM, padding=True, max_reqs=256)),
     ),
     "CP046": (replace(RECURRENT, states=replace(RECURRENT.states, rows=16)), RECURRENT),
+    "CP047": (with_role(LAZY, lazy=LAZY.roles[0].entries), LAZY),
+    "CP048": (with_role(LAZY, lazy=(entry(num_tokens=9999),)), LAZY),
     "CP050": (with_role(PLAIN, waivers=(replace(WAIVER, message=" "),)), with_role(PLAIN, waivers=(WAIVER,))),
     "CP051": (with_role(PLAIN, waivers=(WAIVER, *PLAIN.roles[0].waivers)), PLAIN),
     "CP052": (with_role(PLAIN, entries=()), PLAIN),

@@ -12,11 +12,14 @@ from typing import Any
 import jsonschema
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from capture_planner import codec
 from capture_planner.codec.json_schema import SCHEMAS, json_schema
 from capture_planner.errors import InvalidDocument
+from capture_planner.records._base import replace
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
@@ -94,6 +97,23 @@ def test_the_traffic_schema_accepts_what_is_written_of_any(traffic: Traffic) -> 
 @given(profiles())
 def test_the_profile_schema_accepts_what_is_written_of_any(profile: Profile) -> None:
     validator("profile").validate(json.loads(codec.dumps_json(codec.to_data(profile))))
+
+
+@given(specs(), st.sampled_from(CapturePolicy))
+def test_a_word_may_stand_for_a_policy(spec: Spec, policy: CapturePolicy) -> None:
+    """The schema accepts it. Read, it is all at start; lazy capture has a budget, and the error shows how."""
+    data = json.loads(codec.dumps_json(codec.to_data(replace(spec, capture=CaptureTiming())))) | {
+        "capture": policy.value
+    }
+    validator("spec").validate(data)
+    text = codec.dumps_json(data)
+    if policy is CapturePolicy.START:
+        assert codec.loads(text, Spec) == replace(spec, capture=CaptureTiming())
+    else:
+        with pytest.raises(
+            InvalidDocument, match=r"capture\.memory: lazy capture needs a budget; write capture: {policy"
+        ):
+            codec.loads(text, Spec)
 
 
 def _set(value: object, *path: str | int) -> Change:

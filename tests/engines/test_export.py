@@ -138,6 +138,7 @@ def test_proof_counts_each_graph_once(engine, planned):
     export = find_engine(engine).export(planned)
     assert all(loss.cost is None and loss.says for loss in export.losses)
     assert len({loss.name for loss in export.losses}) == len(export.losses)
+    assert ("lazy-capture" in {loss.name for loss in export.losses}) == (planned.num_lazy > 0)
     proven = prove(export, planned, EMULATORS[engine])
     proof = proven.proof
     emulation = emulated(export, planned.environment, EMULATORS[engine])

@@ -40,7 +40,7 @@ def serve(plan, target, drafter, requests, answers=None, **options):
 @given(data=st.data(), kind=st.sampled_from(("random", "copy", "chance")), device=st.booleans(), poison=st.booleans())
 def test_graphs_accept_what_eager_accepts_with_either_pool(data, kind, device, poison):
     """Any plan with a drafter and any requests; also where drafts are verified on the device."""
-    spec = replace(data.draw(runnable_specs(speculative=True)), roles=Roles())
+    spec = replace(data.draw(runnable_specs(speculative=True, lazy=True)), roles=Roles())
     plan = planned(spec, REGISTRY)
     assume(plan.num_graphs)
     requests = data.draw(requests_for(spec))
@@ -62,7 +62,7 @@ def test_graphs_accept_what_eager_accepts_with_either_pool(data, kind, device, p
 @given(data=st.data(), device=st.booleans(), poison=st.booleans(), seed=st.integers(0, 9))
 def test_synthetic_acceptance_is_what_is_drawn_from_graphs_and_eager(data, device, poison, seed):
     """Whatever the target says, on host and device: each request gains what its draws say, and so the same tokens."""
-    spec = replace(data.draw(runnable_specs(speculative=True)), roles=Roles())
+    spec = replace(data.draw(runnable_specs(speculative=True, lazy=True)), roles=Roles())
     plan = planned(spec, REGISTRY)
     assume(plan.num_graphs)
     k = plan.speculative.num_tokens

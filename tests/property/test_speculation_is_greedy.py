@@ -125,7 +125,7 @@ def test_tokens_with_a_plan_are_those_without(data, family, kind, page_size, see
     """Graphs, eager and plain greedy agree exactly: poisoned before every forward or not, a step ahead of
     the tokens or not, with drafts prepared on either side.
     """
-    spec = data.draw(runnable_specs())
+    spec = data.draw(runnable_specs(lazy=True))
     plan = planned(spec)
     assume(plan is not None)
     requests = data.draw(requests_for(spec))
@@ -166,7 +166,7 @@ class Serving(RuleBasedStateMachine):
     @initialize(data=st.data(), kind=st.sampled_from(("random", "chance")), seed=st.integers(0, 50), options=OPTIONS)
     def begin(self, data, kind, seed, options):
         """Capture a random plan of a random model."""
-        self.spec = data.draw(runnable_specs())
+        self.spec = data.draw(runnable_specs(lazy=True))
         plan = planned(self.spec)
         if plan is None:
             return

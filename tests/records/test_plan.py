@@ -8,6 +8,7 @@ from capture_planner.errors import DispatchError, InvalidValue
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.capture import CaptureTiming
 from capture_planner.records.plan import Waiver
 from capture_planner.testing import arbitrary_plans
 
@@ -37,6 +38,19 @@ def test_role_plan_sorts_entries(plan, data):
     """They are kept in capture order."""
     role = data.draw(st.sampled_from(plan.roles))
     assert replace(role, entries=tuple(data.draw(st.permutations(role.entries)))) == role
+
+
+@given(arbitrary_plans())
+def test_a_graph_is_captured_at_start_or_on_first_use(plan):
+    """What is to be captured on first use without a budget for it is refused with its place."""
+    for place, role in enumerate(plan.roles):
+        assert set(role.at_start).isdisjoint(role.lazy)
+        assert set(role.at_start) | set(role.lazy) == set(role.entries)
+        if role.lazy:
+            with pytest.raises(InvalidValue, match=rf"roles\[{place}\]\.lazy: graphs on first use, and capture"):
+                replace(plan, capture=CaptureTiming(), roles=plan.roles)
+            break
+    assert plan.num_lazy == sum(entry in role.lazy for role in plan.roles for entry in role.entries)
 
 
 COUNT = st.integers(1, 6)

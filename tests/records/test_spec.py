@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import Role
 from capture_planner.records._base import replace
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
 from capture_planner.testing import specs
@@ -55,6 +56,8 @@ def groups(*layers):
             "roles.draft_decode",
             "the spec has no speculative decoding, so this role never runs",
         ),
+        (lambda: CaptureTiming(policy=CapturePolicy.LAZY), "memory", "lazy capture needs a budget"),
+        (lambda: CaptureTiming(memory=1), "memory", "the policy start takes no memory"),
         (lambda: replace(SPEC, roles=groups(1, 2)), "roles.target.groups", "the groups have 3 layers, the model 4"),
     ],
 )

@@ -13,6 +13,7 @@ from capture_planner.errors import RunError
 from capture_planner.modes import Pool, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.runtime import cache_memory
 from capture_planner.runtime.cache_memory import PageRange, Trial, device_pages, largest_step, predicted_graphs
 from capture_planner.runtime.graphs.reading import Reading
@@ -62,32 +63,52 @@ def _runner(target, drafter, plan, pages):
     return Runner(plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages)
 
 
+def lazily(memory):
+    """The plan with all but the first graph of each role on first use, and so much memory for them."""
+    timing = CaptureTiming(policy=CapturePolicy.LAZY, memory=memory, seconds_per_minute=1.0)
+    return replace(PLAN, capture=timing, roles=tuple(replace(role, lazy=role.entries[1:]) for role in PLAN.roles))
+
+
 def needed_of(**changes):
     """Pages of 100 bytes: at least 5, and 36 at most."""
     values = {"format": PageFormat(page_size=4, num_pages=1), "least": 5, "most": 36, "memory": 100} | changes
     return PageRange(**values)
 
 
-@given(st.integers(0, 20_000), st.integers(0, 4_000), st.floats(0.1, 1), st.tuples(*[st.integers(0, 4_000)] * 3))
-def test_a_cache_takes_what_is_left_and_no_more(total, used, share, trial):
-    """All parts together stay within the share; a page more would not, or is of no use."""
+@given(
+    st.integers(0, 20_000),
+    st.integers(0, 4_000),
+    st.floats(0.1, 1),
+    st.tuples(*[st.integers(0, 4_000)] * 3),
+    st.none() | st.integers(0, 4_000),
+)
+def test_a_cache_takes_what_is_left_and_no_more(total, used, share, trial, reserved):
+    """All parts together stay within the share; a page more would not, or is of no use.
+
+    What is reserved for graphs on first use is one of them, and the trial is of what is captured at start.
+    """
     fixed, step, graphs = trial
+    plan = PLAN if reserved is None else lazily(reserved)
+    later = reserved or 0
     needed, found = needed_of(), Trial(fixed=fixed, step=step, graphs=graphs, captures=9)
-    is_small = needed.most * needed.memory <= cache_memory.NO_TRIAL * (share * total - used)
-    left = int(share * total) - used - fixed - step - graphs - needed.memory
+    is_small = needed.most * needed.memory <= cache_memory.NO_TRIAL * (share * total - used - later)
+    left = int(share * total) - used - fixed - step - graphs - later - needed.memory
+    tried = []
     fits = is_small or left // needed.memory >= needed.least
     refusal = nullcontext() if fits else pytest.raises(RunError, match="raise --memory-utilization")
     pages = chosen = None
     with pytest.MonkeyPatch.context() as patch, refusal:
-        patch.setattr(cache_memory, "run_trial", lambda *arguments: found)
-        pages, chosen = device_pages(PLAN, needed, share, None, FakeGauge(total, used), None)
+        patch.setattr(cache_memory, "run_trial", lambda plan, *arguments: tried.append(plan) or found)
+        pages, chosen = device_pages(plan, needed, share, None, FakeGauge(total, used), None)
     assert (pages is not None) == fits
+    assert all(each.num_graphs == plan.num_graphs - plan.num_lazy for each in tried)
     event(f"fits: {fits}, without a trial: {is_small}")
     if is_small:
         assert (pages.num_pages, chosen.predicted) == (1 + needed.most, 0)
     elif fits:
         assert pages.num_pages == 1 + min(needed.most, left // needed.memory)
-        assert used + fixed + step + graphs + pages.num_pages * needed.memory <= share * total
+        assert used + fixed + step + graphs + later + pages.num_pages * needed.memory <= share * total
+        assert ("capture.memory" in chosen.reason) == (later > 0)
         assert (chosen.predicted, "9 captures" in chosen.reason) == (graphs, True)
 
 

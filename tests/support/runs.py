@@ -12,6 +12,7 @@ from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, Pool
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins.registry import Registry
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
@@ -46,11 +47,12 @@ def runnable_specs(
     speculative: bool | None = None,
     max_reqs: int = 4,
     dtype: DataType = DataType.FLOAT64,
+    lazy: bool = False,
 ) -> Spec:
     """Return specs whose plans are executed in a blink: every mode, policy, pool, schedule and head.
 
     In float64, where a sum in another order never changes the likeliest token. ``speculative`` says
-    whether there is a drafter; None: sometimes.
+    whether there is a drafter; None: sometimes. ``lazy``: whether some graphs may be captured on first use.
     """
     layers = draw(st.integers(1, 3))
     kv_heads = draw(st.sampled_from((1, 2)))
@@ -88,7 +90,16 @@ def runnable_specs(
         sizes=draw(_sizes(reqs)),
         roles=Roles(target=target),
         pool=draw(st.sampled_from(Pool)),
+        capture=draw(_LAZY) if lazy else CaptureTiming(),
     )
+
+
+_LAZY = st.just(CaptureTiming()) | st.builds(
+    CaptureTiming,
+    policy=st.just(CapturePolicy.LAZY),
+    memory=st.sampled_from((1 << 40, 1 << 14, 0)),
+    seconds_per_minute=st.sampled_from((1e6, 1e6, 1e-9)),
+)
 
 
 @st.composite

@@ -17,6 +17,7 @@ from capture_planner.records.plan import Plan, RolePlan
 REPOSITORIES = {
     "vllm": "vllm-project/vllm",
     "vllm-ascend": "vllm-project/vllm-ascend",
+    "vllm-omni": "vllm-project/vllm-omni",
     "sglang": "sgl-project/sglang",
     "mini-sglang": "sgl-project/mini-sglang",
     "TRT-LLM": "NVIDIA/TensorRT-LLM",

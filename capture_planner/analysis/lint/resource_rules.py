@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Pool
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Kind, batch_text
+from capture_planner.records.batch_space import draft_steps
 
 MEMORY_SHARE = 0.1
 """The share of device memory above which graphs should have a budget."""
@@ -131,6 +132,39 @@ def small_state_pool(coverage: Coverage) -> Iterator[Diagnostic]:
     if rows < most + 1:
         message = f"the pool of recurrent states has {rows} rows, and {most} requests and padding take {most + 1}"
         yield Diagnostic(message, path=("states",))
+
+
+@warning(
+    "CP047",
+    "vllm-omni#7180",
+    "leave the largest graph of each kind out of lazy, or plan again from the spec",
+    at="capture",
+)
+def nothing_at_start(coverage: Coverage) -> Iterator[Diagnostic]:
+    """Batches that no graph captured at start serves: until theirs is captured on first use, they run eager.
+
+    The planner captures the largest graph of each kind at start, which serves all that smaller ones would. Where it is
+    lazy too, each batch that is large enough waits for its turn, and where the budget refuses the graph it stays eager.
+    """
+    for role in coverage.plan.roles:
+        if not role.lazy:
+            continue
+        for cell in (each for each in coverage.cells if each.role is role.role and each.entry in role.lazy):
+            batch = cell.largest
+            steps = draft_steps(role.role, batch.num_reqs, coverage.plan.speculative)
+            if all(entry.rejection(batch, steps) is not None for entry in role.at_start):
+                message = f"{batch_text(batch)}: {cell.entry} is captured on first use, and no graph at start serves it"
+                yield of_role(coverage, role, message, "lazy")
+                break
+
+
+@error("CP048", "vllm-omni#7180", "list the graph in entries too, or plan again from the spec")
+def lazy_without_entry(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A graph is to be captured on first use that is no graph of its role: no batch is dispatched to it."""
+    for role in coverage.plan.roles:
+        foreign = [entry for entry in role.lazy if entry not in {*role.entries}]
+        if foreign:
+            yield of_role(coverage, role, f"{foreign[0]} is in lazy, and not in entries", "lazy")
 
 
 def _is_coarse(cell: Cell) -> bool:

@@ -256,6 +256,13 @@ def parallel_loss(plan: Plan, engine: str) -> tuple[Loss, ...]:
     return (Loss("parallel-drafting", says, both(Role.DRAFT_PREFILL)),)
 
 
+def lazy_loss(plan: Plan, engine: str) -> Iterator[Loss]:
+    """Yield the loss of lazy capture. It costs no batch its graph: the engine captures all of them at start."""
+    if plan.num_lazy:
+        graphs = counted(plan.num_lazy, "graph")
+        yield Loss("lazy-capture", f"{engine} captures at start; the plan leaves {graphs} to their first use")
+
+
 def longest_draft(plan: Plan) -> int:
     """Return the most tokens that any batch drafts: less than num_tokens where no batch reaches it."""
     return max(k for *_, k in decode_tiers(plan))

@@ -320,6 +320,11 @@ class RoleRun:
         self._states.update({entry: state for entry, (_, state) in self._captured.items()})
         self._captured.clear()
 
+    def keep_capture(self, entry: Entry) -> None:
+        """Let the graph of an entry be replayed next to those that are there, if it was captured."""
+        if entry in self._captured:
+            self.graphs[entry], self._states[entry] = self._captured.pop(entry)
+
     def abandon_capture(self) -> None:
         """Drop all graphs, and what is known of them: everything runs eager."""
         self._drop_graphs()

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatch
 from capture_planner.errors import RankError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
@@ -78,7 +78,7 @@ class Replicas:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: AnyDispatcher,
         peers: Peers,
         session: Session,
         states: RequestStates,
@@ -93,6 +93,7 @@ class Replicas:
         self._states, self._draft, self._captured = states, draft, captured
         self._roles = tuple(role.role for role in dispatcher.plan.roles)
         self._known: dict[bytes, _StepAgreement] = {}
+        self._known_of = dispatcher.plan
         self._entry: Entry | None = None
 
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
@@ -168,6 +169,8 @@ class Replicas:
 
     def _agreed(self, numbers: Array) -> _StepAgreement:
         """Return what is agreed on; the same numbers come again and again."""
+        if self._known_of is not self._dispatcher.plan:  # graphs were captured between steps
+            self._known, self._known_of = {}, self._dispatcher.plan
         key = numbers.tobytes()
         known = self._known.get(key)
         if known is None:

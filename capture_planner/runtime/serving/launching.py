@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import torch
 
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatch
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.runtime.execution.chains import run_chain
@@ -62,7 +62,7 @@ class StepLauncher:
 
     _scheduler: Scheduler
     _parts: Parts
-    _dispatcher: Dispatcher | Replicas
+    _dispatcher: AnyDispatcher | Replicas
     _ranks: StepRanks
     _pages: PageFormat
     _session: Session
@@ -129,6 +129,10 @@ class StepLauncher:
         if self._acceptance is None:
             return None
         return self._acceptance.accepted(states.key[rows], states.length[rows], scheduled.proposed)
+
+    def fill_again(self) -> None:
+        """Let the next step fill its fields, whatever the last one left: a capture has written them."""
+        self._advanced = None
 
     def run_along(self) -> None:
         """Run the forwards of a step on dummy batches, where other ranks have requests and this one has none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import perf_counter
+from typing import Protocol
 
 import attrs
 import numpy as np
@@ -21,6 +22,17 @@ from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
 from capture_planner.runtime.serving.states import AdmittedRequest, ScheduledBatch
 from capture_planner.runtime.session import Session
+
+
+class LateCaptures(Protocol):
+    """What captures graphs between steps."""
+
+    def is_due(self) -> bool:
+        """Whether a graph is to be captured before the next step. Collective."""
+
+    def capture(self) -> None:
+        """Capture what is due. Collective."""
+
 
 Answers = Mapping[str, tuple[int, ...]]
 """What the target says to each request, prompt included, by the request's name."""
@@ -46,6 +58,8 @@ class Serving:
     """The last requests that are finished or cut off, up to the session's bound; all of them without one."""
     is_over: bool = False
     """Whether it was cut off."""
+    _late: LateCaptures | None = None
+    """Captures graphs between steps; None: all were captured at start."""
     _pending: PendingStep | None = None
     _last_end: float = attrs.Factory(perf_counter)
 
@@ -71,6 +85,8 @@ class Serving:
         """
         if self.is_over:
             raise RunError("this serving was cut off; start another")
+        if self._late is not None and self._late.is_due():
+            self._capture(self._late)
         started = perf_counter()
         is_done, was_pending = self._is_through, self._pending is not None
         scheduled = self._schedule()
@@ -108,6 +124,12 @@ class Serving:
             self.scheduler.states.count_ahead(None if self._pending is None else self._pending.scheduled)
         if last is not None:
             self._complete(last)
+
+    def _capture(self, late: LateCaptures) -> None:
+        """Complete the step that is under way, so that nothing is, and capture."""
+        self._catch_up(None)
+        self._launcher.fill_again()
+        late.capture()
 
     def cut_off(self) -> None:
         """Take down the requests that were not finished, where serving stops early; nothing is run after."""

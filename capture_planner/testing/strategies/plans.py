@@ -15,6 +15,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import decode_families
+from capture_planner.records.capture import CapturePolicy
 from capture_planner.records.fingerprint import Fingerprint, Fingerprints, digest_of, kernel_name
 from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
 from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
@@ -106,14 +107,16 @@ list_of = functools.cache(st.lists)
 
 
 @composite
-def _role_plans(draw: DrawFn, role: Role, lora: bool) -> RolePlan:
+def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool) -> RolePlan:
+    graphs = draw(list_of(entries(lora), max_size=12))
     return RolePlan(
         role=role,
         requested=draw(one_of(GraphMode)),
         mode=draw(one_of(GraphMode)),
         groups=tuple(draw(list_of(_groups(), max_size=2))),
         decisions=tuple(draw(list_of(decisions(), max_size=2))),
-        entries=tuple(draw(list_of(entries(lora), max_size=12))),
+        entries=tuple(graphs),
+        lazy=tuple(draw(st.lists(st.sampled_from(graphs), max_size=3))) if lazy and graphs else (),
         waivers=tuple(draw(list_of(_waivers(), max_size=2))),
         inputs=draw(padding_contracts()).fields,
     )
@@ -164,7 +167,8 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
     spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
     roles = draw(list_of(one_of(Role), min_size=1, unique=True))
     environment, lora = draw(environments()), spec.lora is not None
-    written = tuple(draw(_role_plans(role, lora)) for role in roles)
+    lazy = spec.capture.policy is CapturePolicy.LAZY
+    written = tuple(draw(_role_plans(role, lora, lazy)) for role in roles)
     plan = Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
     return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))))
 

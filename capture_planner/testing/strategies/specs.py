@@ -10,6 +10,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import (
     DataType,
     DraftModel,
@@ -223,6 +224,22 @@ def _budgets() -> SearchStrategy[Budget]:
 
 
 @functools.cache
+def captures() -> SearchStrategy[CaptureTiming]:
+    """Return all at start, or some on first use within a budget."""
+    plain: SearchStrategy[CaptureTiming] = st.just(CaptureTiming())
+    return (
+        plain
+        | plain
+        | st.builds(
+            CaptureTiming,
+            policy=st.just(CapturePolicy.LAZY),
+            memory=st.integers(0, 80).map(lambda n: n * (25 << 20)) | byte_counts(),
+            seconds_per_minute=one_of((0.1, 1, 2.5, 60)),
+        )
+    )
+
+
+@functools.cache
 def _loras() -> SearchStrategy[Lora]:
     return st.builds(Lora, max_active=counts(17), specialize=st.booleans())
 
@@ -277,5 +294,6 @@ def specs(
         piecewise=Piecewise(split_attention=draw(st.booleans()), capturable=draw(st.booleans())),
         budget=draw(_budgets()),
         pool=draw(one_of(Pool)),
+        capture=draw(captures()),
         ignore=draw(one_of(((), (), ("CP012", "CP021")))),
     )

@@ -12,6 +12,7 @@ from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import DataType, Method
 from capture_planner.records.spec import Parallel
 from capture_planner.runtime import compiling
@@ -38,7 +39,14 @@ ALL = {
     "piecewise": {"k": 0, "kv_heads": 2, "mode": GraphMode.PIECEWISE, "layers": 2},
     "eager": {"k": 0, "mode": GraphMode.NONE},
     "EAGLE": {"k": 2, "kv_heads": 2, "mode": GraphMode.FULL_AND_PIECEWISE},
-    "EAGLE-3": {"k": 2, "method": Method.EAGLE3, "mode": GraphMode.FULL_AND_PIECEWISE, "layers": 2},
+    "EAGLE-3": {
+        "k": 2,
+        "method": Method.EAGLE3,
+        "mode": GraphMode.FULL_AND_PIECEWISE,
+        "layers": 2,
+        # Most graphs are captured on first use, together.
+        "capture": CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 40, seconds_per_minute=1e9),
+    },
     "parallel EAGLE-3": {"k": 2, "method": Method.EAGLE3, "parallel": True, "mode": GraphMode.FULL_DECODE_ONLY},
     "MTP": {"k": 2, "method": Method.MTP, "draft_layers": 2, "mode": GraphMode.FULL_DECODE_ONLY},
     "draft model": {"k": 2, "method": Method.DRAFT_MODEL, "mode": GraphMode.FULL_DECODE_ONLY},
@@ -55,6 +63,7 @@ class ServedCase:
 
     tokens: dict
     graphs: int
+    late: list
     waived: list
     collectives: int
     steps: list
@@ -101,6 +110,7 @@ def serve(case, peers, memory=None, hook=None, **options):
     return ServedCase(
         tokens=served,
         graphs=sum(done.waiver is None for done in runner.session.captured),
+        late=[(done.role, done.entry) for done in runner.session.captured if done.step is not None],
         waived=[done.waiver.message for done in runner.session.captured if done.waiver is not None],
         collectives=among.calls,
         steps=[step.numbers for step in runner.session.rank_steps],
@@ -144,6 +154,8 @@ def test_two_ranks_say_what_one_says(case, whole, spread):
     for rank in spread:
         assert rank[case].tokens == expected.tokens
         assert rank[case].graphs == expected.graphs
+        assert rank[case].late == expected.late
+        assert bool(rank[case].late) == ("capture" in CASES[case])
         assert rank[case].collectives > 0
     assert spread[0][case].collectives == spread[1][case].collectives
 
@@ -218,6 +230,7 @@ def test_replicas_of_spread_models_say_what_one_model_says(whole, tmp_path):
     """Four ranks, two for each of two models: all agree on every step."""
     cases = ("EAGLE-3", "draft model")
     found = on_processes(4, lambda peers: {case: serve(case, peers) for case in cases}, tmp_path, tensor=2)
+    assert all(rank["EAGLE-3"].late == found[0]["EAGLE-3"].late != [] for rank in found)
     for case in cases:
         assert found[0][case].tokens == found[1][case].tokens
         assert found[2][case].tokens == found[3][case].tokens

@@ -15,6 +15,7 @@ from capture_planner.engines.export.export import (
     drafter_backend_setting,
     drafter_losses,
     fallback_loss,
+    lazy_loss,
     longest_draft,
     parallel_loss,
 )
@@ -111,6 +112,7 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
         )
         yield Loss("schedule", says, all_scopes(plan))
     yield from parallel_loss(plan, "SGLang")
+    yield from lazy_loss(plan, "SGLang")
     yield from drafter_losses(plan, "sizes", "the {role} captures the target's decode sizes, not its own {graphs}")
     if _is_standalone(plan) and plan.lora is not None:
         yield Loss("lora", "SGLang has no adapters with STANDALONE drafts, so they are left out", (decodes, mixed))

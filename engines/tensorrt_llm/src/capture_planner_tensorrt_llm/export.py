@@ -14,6 +14,7 @@ from capture_planner.engines.export.export import (
     decode_sizes,
     drafter_losses,
     fallback_loss,
+    lazy_loss,
     longest_draft,
     parallel_loss,
 )
@@ -91,6 +92,7 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None, backe
         yield Loss("lora", "graphs with adapters are not emulated, and adapters not exported", (_DECODES, _MIXED))
     yield from drafter_losses(plan, "inside", "the {role} runs inside the target's graphs; its own {graphs} are gone")
     yield from parallel_loss(plan, "TensorRT-LLM")
+    yield from lazy_loss(plan, "TensorRT-LLM")
     if speculative is not None:
         if len(decode_tiers(plan)) > 1 and schedule is None:
             says = (

@@ -19,6 +19,7 @@ from capture_planner.engines.export.export import (
     both,
     drafter_backend_setting,
     drafter_losses,
+    lazy_loss,
 )
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.planning.sizing.minimax import fewest
@@ -214,6 +215,7 @@ def _rounded(own: Sequence[int], target: RolePlan) -> tuple[Loss, ...]:
 
 
 def _other_losses(plan: Plan, target: RolePlan) -> Iterator[Loss]:
+    yield from lazy_loss(plan, "vLLM")
     yield from drafter_losses(plan, "sizes", "the {role} captures the target's sizes, not its own {graphs}")
     decodes = draft_decode_mode(target.mode)
     for drafter in (each for each in plan.roles if each.role.is_drafter):

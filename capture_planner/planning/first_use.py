@@ -1,0 +1,84 @@
+"""Lazy capture: which graphs are worth a capture at start, and which wait for their first use.
+
+The largest graph of each ladder is captured at start: it serves all that smaller ones would until they are there. Any
+other is captured at start where it pays for itself: where the passes of the traffic that it serves would take longer,
+by at least the time of its capture, on the next larger graph that is captured at start. Without a traffic none is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from capture_planner.modes import Role
+from capture_planner.planning.answers import LadderAnswers, entry_of
+from capture_planner.planning.bounds import family_of
+from capture_planner.planning.costs import Costs
+from capture_planner.planning.role import RoleInProgress
+from capture_planner.planning.sizing import Ladder
+from capture_planner.planning.steps import Steps, passes_of, steps_of
+from capture_planner.records.batch import Entry
+from capture_planner.records.measurements import Measurements
+from capture_planner.records.spec import Spec
+from capture_planner.records.text import counted
+
+Uses = Counter[tuple[Role, Entry]]
+"""How many passes of a traffic each graph serves."""
+
+
+def leave_to_first_use(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements | None) -> None:
+    """Let the graphs of ``roles`` that are not worth a capture at start wait, with a decision of each role."""
+    if measurements is None or measurements.traffic is None:
+        why = "no traffic was given, so of each kind of batch only the largest graph is captured at start"
+        for working in roles:
+            working.wait_for_use(
+                (each for ladder in working.ladders for each in _others(ladder, _largest(ladder))), why
+            )
+        return
+    steps, costs = steps_of(measurements.traffic, spec), Costs(measurements.profile)
+    uses = _uses([ladder for working in roles for ladder in working.ladders], steps, spec)
+    why = (
+        f"captured at start is what saves as much time in the {counted(steps.total, 'step')} of the traffic as its "
+        "capture takes, and of each kind of batch the largest graph"
+    )
+    for working in roles:
+        pairs = ((ladder, _worth(ladder, uses, costs, spec)) for ladder in working.ladders)
+        working.wait_for_use((each for ladder, kept in pairs for each in _others(ladder, kept)), why)
+
+
+def _others(ladder: Ladder, kept: Sequence[int]) -> Iterator[Entry]:
+    """Return the graphs of a ladder but those of the sizes that are ``kept``."""
+    left = (size for size in ladder.sizes if size not in kept)
+    return (entry_of(ladder, size, case) for size in left for case in ladder.served(size))
+
+
+def _largest(ladder: Ladder) -> tuple[int, ...]:
+    """Return the size that serves every batch of a ladder, and the largest decodes where they have no other."""
+    return (*ladder.anchors, *ladder.sizes[-1:])
+
+
+def _uses(ladders: Sequence[Ladder], steps: Steps, spec: Spec) -> Uses:
+    answer, uses = LadderAnswers(ladders, spec), Uses()
+    for batch, count in steps.counts.items():
+        for each, repeats in passes_of(batch, spec):
+            entry = answer(each)
+            if entry is not None:
+                uses[each.role, entry] += count * (repeats if entry.draft_steps is None else 1)
+    return uses
+
+
+def _worth(ladder: Ladder, uses: Uses, costs: Costs, spec: Spec) -> list[int]:
+    """Return the sizes of a ladder that are captured at start, the largest first."""
+    family, unit = family_of(ladder), ladder.query_len or 1
+    curve, cost = costs.known(family), costs.cost_of(family)
+    always, kept = _largest(ladder), list[int]()
+    for size in reversed(ladder.sizes):
+        entries = [entry_of(ladder, size, case) for case in ladder.served(size)]
+        tokens, passes = size * unit, sum(uses[ladder.role, entry] for entry in entries)
+        each = spec.budget.seconds_per_graph if cost is None else cost.seconds + cost.seconds_per_token * tokens
+        saved = 0.0
+        if curve is not None and kept:
+            saved = passes * (curve(kept[-1] * unit) - curve(tokens)) / 1000
+        if size in always or (passes and saved >= each * len(entries)):
+            kept.append(size)
+    return kept

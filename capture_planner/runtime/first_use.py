@@ -1,0 +1,164 @@
+"""First use: graphs of a lazy plan that are captured between the steps of requests, within a budget.
+
+The rule: a batch whose best graph waits for its first use runs what is captured by now, the next larger graph or eager,
+and asks for that graph. Before a later step, when the step before it is complete and none is launched, the graphs that
+were asked for most are captured while there is time left. A graph is tried once: one that does not fit or cannot be
+captured is waived with its reason from then on. None is ever given up for another, so that nothing is captured twice.
+
+Ranks capture alike: they ask for the same graphs, since they dispatch the same batches; the clock of the first one says
+whether there is time left; and what does not fit on one of them is left out on all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+import attrs
+
+from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.plan import Plan
+from capture_planner.runtime.capture import capture_late
+from capture_planner.runtime.execution.role import RoleRun
+from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner.runtime.ledger import GraphCapture, LazyCaptures
+from capture_planner.runtime.plan_variants import as_captured, without_lost
+from capture_planner.runtime.ranks.collectives import Collectives
+from capture_planner.runtime.ranks.peers import Peers
+from capture_planner.runtime.session import Session
+
+MINUTE = 60.0
+
+
+@attrs.frozen
+class TokenBucket:
+    """Seconds that may be spent: a minute's worth at most, which comes back evenly, a minute's worth in a minute.
+
+    Spending may overdraw it once: what it lacks comes back first. So within any time the seconds spent are at most
+    what came back in it, a minute's worth more, and the last spending.
+    """
+
+    per_minute: float
+    level: float
+    """Seconds that were left at ``now``; below 0 it is overdrawn."""
+    now: float
+
+    @classmethod
+    def full(cls, per_minute: float, now: float) -> TokenBucket:
+        return cls(per_minute, per_minute, now)
+
+    def at(self, now: float) -> TokenBucket:
+        """Return the bucket at a later moment, in seconds."""
+        came = max(now - self.now, 0.0) * self.per_minute / MINUTE
+        return attrs.evolve(self, level=min(self.level + came, self.per_minute), now=max(now, self.now))
+
+    def less(self, seconds: float) -> TokenBucket:
+        return attrs.evolve(self, level=self.level - seconds)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a spending may begin, however long it takes."""
+        return self.level > 0
+
+
+class FirstUse:
+    """Stands before the dispatcher of a lazy plan: notes what batches ask for, and captures it between steps.
+
+    :param roles: of a runner, with what it captured at start.
+    :param session: where captures are noted, those at start too.
+    :param clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        roles: Mapping[Role, RoleRun],
+        grapher: Grapher,
+        session: Session,
+        peers: Peers,
+        among: Collectives,
+        *,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        memory, seconds = plan.capture.memory, plan.capture.seconds_per_minute
+        assert memory is not None and seconds is not None, "a lazy plan has a budget"
+        self._plan, self._roles, self._grapher, self._session = plan, roles, grapher, session
+        self._peers, self._among, self._clock = peers, among, clock
+        self._memory, self._seconds = memory, TokenBucket.full(seconds, clock())
+        self._asked: Counter[tuple[Role, Entry]] = Counter()
+        self._update()
+
+    def _update(self) -> None:
+        """Go by what is captured now, and ask for nothing that could not be."""
+        captured = self._session.captured
+        self.dispatcher = Dispatcher(as_captured(self._plan, captured))
+        """Says what serves a batch now. Another one takes its place between steps."""
+        self._wished = Dispatcher(without_lost(self._plan, captured))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it is captured now."""
+        return self.dispatcher.plan
+
+    def dispatch(self, batch: Batch) -> Dispatch:
+        """Return what serves a batch now, and ask for the graph that would serve it better."""
+        answer, best = self.dispatcher.dispatch(batch), self._wished.dispatch(batch).entry
+        if best is not None and best != answer.entry:
+            self._asked[batch.role, best] += 1
+        return answer
+
+    def is_due(self) -> bool:
+        """Whether a graph is to be captured before the next step; all ranks ask together, where any asks at all."""
+        if not self._asked:
+            return False
+        ready = all(role.pool is not None for role in self._roles.values())
+        numbers = self._peers.agree([int(ready), int(self._seconds.at(self._clock()).is_open)])
+        return bool(numbers[:, 0].all() and numbers[0, 1])
+
+    def capture(self) -> None:
+        """Capture what was asked for, the most wanted first, while there is time left. No step is under way."""
+        self._capture_one()
+        while self.is_due():
+            self._capture_one()
+        self._update()
+
+    def _capture_one(self) -> None:
+        places = {role: place for place, role in enumerate(self._roles)}
+        role, entry = min(self._asked, key=lambda item: (-self._asked[item], item[1].capture_order, places[item[0]]))
+        del self._asked[role, entry]
+        steps, late = self._session.tally.steps, self._late
+        done = capture_late(
+            self._roles[role],
+            entry,
+            self._grapher,
+            room=self._memory - self._taken,
+            number=len(late) + 1,
+            peers=self._peers,
+            among=self._among,
+        )
+        self._session.captured.append(attrs.evolve(done, step=steps))
+        self._seconds = self._seconds.at(self._clock()).less(done.seconds)
+
+    @property
+    def _late(self) -> list[GraphCapture]:
+        return [done for done in self._session.captured if done.step is not None]
+
+    @property
+    def _taken(self) -> int:
+        return max(sum(done.taken for done in self._late), 0)
+
+    def record(self) -> LazyCaptures:
+        """Return what was captured on first use so far, and what is left of the budget."""
+        tried = {(done.role, done.entry) for done in self._late}
+        return LazyCaptures(
+            memory=self._memory,
+            taken=self._taken,
+            seconds_per_minute=self._seconds.per_minute,
+            seconds=sum(done.seconds for done in self._late),
+            left=self._seconds.at(self._clock()).level,
+            unused=self._plan.num_lazy - len(tried) - len(self._asked),
+            asked=len(self._asked),
+        )
