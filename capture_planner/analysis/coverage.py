@@ -23,7 +23,7 @@ from capture_planner.records.batch_space import (
     most_loras,
     split_at,
 )
-from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.plan import Plan, RolePlan, Waiver
 
 
 @attrs.frozen(kw_only=True)
@@ -31,12 +31,15 @@ class Cell:
     """Batches of one kind with one answer.
 
     ``first`` to ``last`` are requests of decodes, tokens of mixed batches; a schedule may leave gaps.
-    ``min_reqs`` to ``max_reqs`` matter for mixed batches only. ``answer`` belongs to the largest batch.
+    ``min_reqs`` to ``max_reqs`` matter for mixed batches only. ``answer`` belongs to the largest batch: of varying
+    decodes, those of fewer tokens may have a nearer graph of mixed batches.
     """
 
     role: Role
     kind: Kind
     query_len: int | None
+    varies: bool = False
+    """Whether the batches are decodes of up to ``query_len`` tokens each."""
     draft_steps: int | None = None
     """Draft decodes that follow each other at these batch sizes; None for other roles."""
     first: int
@@ -54,6 +57,9 @@ class Cell:
     @property
     def largest(self) -> Batch:
         """The batch that the answer belongs to."""
+        if self.varies and self.query_len is not None:
+            tokens = self.last * self.query_len
+            return Batch.varying(self.role, self.last, tokens, self.query_len, self.min_loras)
         if self.kind is Kind.DECODE and self.query_len is not None:
             return Batch.decode(self.role, self.last, self.query_len, self.min_loras)
         return Batch.mixed(self.role, self.max_reqs, self.last, self.min_loras)
@@ -103,13 +109,14 @@ def coverage(plan: Plan) -> Coverage:
 def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[Cell]:
     adapters = list(_lora_ranges(role, plan))
     for family in decode_families(role.role, plan):
-        for first, last in _decode_ranges(role, family):
-            for low, high in adapters:
-                if low <= last:
-                    batch = Batch.decode(role.role, last, family.query_len, low)
-                    cell = _cell(dispatcher, batch, Kind.DECODE, first, first, high)
-                    yield attrs.evolve(cell, draft_steps=family.draft_steps)
-    mixed = [entry for entry in role.entries if entry.query_len is None]
+        for alike in _decodes_of(role, family):
+            for first, last in _ranges(alike.requests, _decode_stops(role, alike)):
+                for low, high in adapters:
+                    if low <= last:
+                        cell = _cell(dispatcher, alike.largest(role.role, last, low), Kind.DECODE, first, first, high)
+                        steps = family.draft_steps
+                        yield attrs.evolve(cell, query_len=alike.query_len, varies=alike.varies, draft_steps=steps)
+    mixed = [entry for entry in role.entries if entry.tokens_each is None]
     stops = {entry.num_tokens for entry in mixed} | _waiver_stops(role, Kind.MIXED, None)
     for first, last in _ranges(mixed_tokens(role.role, plan), stops):
         most = min(last, plan.limits.max_num_reqs)
@@ -139,15 +146,64 @@ def _cell(dispatcher: Dispatcher, largest: Batch, kind: Kind, first: int, min_re
     )
 
 
-def _decode_ranges(role: RolePlan, family: DecodeFamily) -> Iterator[tuple[int, int]]:
-    """Split a family's requests where the answer can change."""
-    query_len = family.query_len
-    stops = _waiver_stops(role, Kind.DECODE, query_len)
+@attrs.frozen(kw_only=True)
+class _Decodes:
+    """Decodes of a family whose requests alone decide what serves them, and their tokens where mixed graphs do."""
+
+    query_len: int
+    varies: bool
+    """Whether requests have up to ``query_len`` tokens."""
+    requests: Domain
+    alone: int
+    """Tokens of the longest decode of one request."""
+    is_named: bool = False
+    """Whether uniform decodes of ``query_len`` tokens are told apart from these."""
+
+    def largest(self, role: Role, num_reqs: int, loras: int) -> Batch:
+        """Return the decode of so many requests that has the most tokens."""
+        if not self.varies:
+            return Batch.decode(role, num_reqs, self.query_len, loras)
+        if num_reqs == 1:
+            return Batch.varying(role, 1, self.alone, self.alone, loras)
+        return Batch.varying(role, num_reqs, num_reqs * self.query_len - self.is_named, self.query_len, loras)
+
+
+def _decodes_of(role: RolePlan, family: DecodeFamily) -> Iterator[_Decodes]:
+    """Yield the decodes of a family that are answered alike.
+
+    Where decodes vary, the answer can change with the longest request, at each length that a varying graph or a waiver
+    ends at. Uniform decodes are told apart at the lengths that have a graph or a waiver of their own.
+    """
+    most, requests = family.query_len, family.requests
+    if not family.varies:
+        yield _Decodes(query_len=most, varies=False, requests=requests, alone=most)
+        return
+    named: list[Entry | Waiver] = [*role.entries, *(each for each in role.waivers if each.kind is Kind.DECODE)]
+    uniform = {each.query_len for each in named if each.query_len and each.query_len <= most}
+    ends = {each.max_query_len for each in named if each.max_query_len and each.max_query_len < most}
+    for length in sorted(uniform):
+        yield _Decodes(query_len=length, varies=False, requests=requests, alone=length)
+    below = 0
+    for end in sorted({*ends, most}):
+        # One request is always uniform.
+        alone = max({*range(below + 1, end + 1)} - uniform, default=0)
+        several = requests if alone else requests.above(1)
+        if alone or (several and end > 1):
+            yield _Decodes(query_len=end, varies=True, requests=several, alone=alone, is_named=end in uniform)
+        below = end
+
+
+def _decode_stops(role: RolePlan, alike: _Decodes) -> set[int]:
+    """Return the requests of decodes after which the answer can change."""
+    query_len = alike.query_len
+    stops = _waiver_stops(role, Kind.DECODE, None if alike.varies else query_len)
     for entry in role.entries:
-        if entry.query_len in (None, query_len):
-            tokens = entry.num_tokens // query_len
+        if entry.max_query_len is not None:
+            stops.add(entry.num_reqs or 0)
+        elif entry.query_len is None or (entry.query_len == query_len and not alike.varies):
+            tokens = (entry.num_tokens + alike.is_named) // query_len
             stops.add(tokens if entry.num_reqs is None else min(tokens, entry.num_reqs))
-    return _ranges(family.requests, stops)
+    return stops
 
 
 def _waiver_stops(role: RolePlan, kind: Kind, query_len: int | None) -> set[int]:

@@ -92,19 +92,23 @@ class Vector:
         """Return the smallest batch whose graph serves every rank; None if all are idle.
 
         It has the most tokens, requests and adapters of any rank. It is a uniform decode only if every
-        rank with work has one, of the same query length. Idle ranks do not count.
+        rank with work has one, of the same query length, and a decode with the longest request of all if every
+        one has a decode. Idle ranks do not count.
         """
         batches = [submitted.batch for submitted in self.ranks if submitted.batch is not None]
         if not batches:
             return None
         lengths = {batch.uniform_query_len for batch in batches}
+        uniform = lengths.pop() if len(lengths) == 1 else None
+        longest = [batch.decode_query_len for batch in batches]
         return Batch(
             role=self.role,
             num_reqs=max(batch.num_reqs for batch in batches),
             num_tokens=max(batch.num_tokens for batch in batches),
-            query_len=lengths.pop() if len(lengths) == 1 else None,
+            query_len=uniform,
             past_prompt=all(batch.past_prompt for batch in batches),
             active_loras=0 if self.role.is_drafter else max(batch.active_loras for batch in batches),
+            max_query_len=None if uniform or None in longest else max(length or 0 for length in longest),
         )
 
 
@@ -197,10 +201,12 @@ def _next(plan: Plan, vector: Vector, joint: Batch) -> Entry | None:
 def _dummy(plan: Plan, joint: Batch) -> Batch:
     """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length.
 
-    Never more tokens than the joint batch: an idle rank must not make the others run more.
+    Never more tokens than the joint batch, nor than its longest request: an idle rank must not make the others run
+    more.
     """
     query_len = query_len_of(joint.role, plan, joint.num_reqs)
-    return Batch.decode(joint.role, 1, joint.query_len or min(query_len, joint.num_tokens))
+    most = joint.decode_query_len or joint.num_tokens
+    return Batch.decode(joint.role, 1, joint.query_len or min(query_len, most))
 
 
 def _answer(common: Dispatch, batch: Batch) -> Answer:
@@ -243,7 +249,9 @@ def shape_text(batch: Batch) -> str:
     """Return requests and tokens of a batch in words."""
     if batch.uniform_query_len is not None:
         return f"{counted(batch.num_reqs, 'request')} of {counted(batch.uniform_query_len, 'token')}"
-    return f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}, mixed"
+    longest = batch.decode_query_len
+    kind = "mixed" if longest is None else f"up to {longest} each"
+    return f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}, {kind}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

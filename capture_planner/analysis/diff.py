@@ -246,10 +246,10 @@ def graphs_text(entries: tuple[Entry, ...]) -> str:
         return "no graphs"
     parts = []
     for row in rows.pack(entries):
-        sizes = row.num_reqs if row.query_len is not None and row.num_reqs else row.num_tokens or ()
+        sizes = row.num_reqs if row.decodes and row.num_reqs else row.num_tokens or ()
         shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
-        kind = f"{row.mode.value} decodes of {row.query_len}" if row.query_len else f"{row.mode.value} mixed"
-        unit = "requests" if row.query_len is not None else "tokens"
+        kind = f"{row.mode.value} decodes of {row.decodes}" if row.decodes else f"{row.mode.value} mixed"
+        unit = "requests" if row.decodes else "tokens"
         kind += f", chain of {row.draft_steps}," if row.draft_steps else ""
         loras = f" with {', '.join(map(str, row.active_loras))} LoRA" if row.active_loras != (0,) else ""
         parts.append(f"{kind} at {shown} {unit}{loras}")

@@ -18,11 +18,14 @@ from capture_planner.records.text import counted
 _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
     Rejection.TOKENS: lambda e, b: f"has room for {counted(e.num_tokens, 'token')}, the batch has {b.num_tokens}",
     Rejection.REQUESTS: lambda e, b: f"has room for {counted(e.num_reqs or 0, 'request')}, the batch has {b.num_reqs}",
-    Rejection.QUERY_LEN: lambda e, b: (
-        f"is for decodes of {counted(e.query_len or 0, 'token')}, the batch decodes {b.query_len}"
-    ),
+    Rejection.QUERY_LEN: lambda e, b: f"is for {_decodes(e)}, the batch decodes {b.decode_query_len}",
     Rejection.NOT_UNIFORM: lambda e, b: (
-        f"is for decodes of {counted(e.query_len or 0, 'token')} each, the batch is mixed"
+        f"is for {_decodes(e)} each, the batch is mixed"
+        if b.decode_query_len is None
+        else f"is for {_decodes(e)} each, the requests of the batch differ"
+    ),
+    Rejection.NOT_DECODE: lambda e, b: (
+        f"is for {_decodes(e)} each, and how many the longest request of the batch has is not known"
     ),
     Rejection.PROMPT: lambda e, b: "is for decodes, but a request still has prompt tokens",
     Rejection.LORAS: lambda e, b: f"serves up to {e.active_loras} active LoRA, the batch has {b.active_loras}",
@@ -30,6 +33,12 @@ _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
         f"runs a chain of {counted(e.draft_steps or 0, 'draft step')}, this batch drafts another number"
     ),
 }
+
+
+def _decodes(entry: Entry) -> str:
+    """Return what a decode graph is for: ``decodes of 4 tokens``, ``decodes of up to 4 tokens``."""
+    return f"decodes of {'' if entry.max_query_len is None else 'up to '}{counted(entry.tokens_each or 0, 'token')}"
+
 
 WHY_NONE = {
     Reason.MODE: "the mode of the role has no graph for it",
@@ -112,8 +121,8 @@ def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
         return f"runs eager, unpadded: {WHY_NONE[answer.reason]}{detail}"
     if entry.mode is GraphMode.PIECEWISE:
         kind = "the nearest piecewise graph; attention runs outside it on the real requests"
-    elif entry.query_len is not None:
-        kind = f"the nearest full graph for decodes of {counted(entry.query_len, 'token')}"
+    elif entry.tokens_each is not None:
+        kind = f"the nearest full graph for {_decodes(entry)}" + (" each" if entry.max_query_len is not None else "")
         if steps > 1:
             chain = "holds all" if entry.draft_steps is not None else "is replayed for each of"
             kind += f", which {chain} {steps} draft steps"
@@ -128,13 +137,13 @@ def _message(batch: Batch, answer: Dispatch, steps: int) -> str:
 def _nearer(entries: Iterable[Entry], batch: Batch, answer: Dispatch, steps: int | None) -> list[NearMiss]:
     """Return nearby entries that reject the batch, nearest first.
 
-    For each kind of graph (mode, query length, chain): the largest that is too small, the smallest that
+    For each kind of graph (mode, query length or the most, chain): the largest that is too small, the smallest that
     is not, and all up to the size of the answer.
     """
     if batch.role.is_drafter:
         batch = attrs.evolve(batch, active_loras=0)
     ascending = sorted(entries, key=lambda e: (e.num_tokens, e.active_loras))
-    kinds = grouped(ascending, lambda e: (e.mode, e.query_len, e.draft_steps))
+    kinds = grouped(ascending, lambda e: (e.mode, e.query_len, e.max_query_len, e.draft_steps))
     near: list[Entry] = []
     for alike in kinds.values():
         smaller = [e for e in alike if e.num_tokens < batch.num_tokens][-1:]

@@ -7,7 +7,7 @@ overlap have one answer before and one after.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import attrs
@@ -17,7 +17,7 @@ from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import union
+from capture_planner.records.batch_space import query_len_of, union
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import spans
 
@@ -72,20 +72,37 @@ def rerouted(old: Plan, new: Plan) -> Iterator[BatchChange]:
 
     Mixed batches are told apart by their tokens: those that only have more requests than before are not new.
     """
-    before, after = (grouped(coverage(plan).cells, _key) for plan in (old, new))
-    for key in sorted({**before, **after}, key=lambda each: (list(Role).index(each[0]), each[1].value, each[2] or 0)):
-        role, kind, query_len = key
+    vary = frozenset(_varying(old)) & frozenset(_varying(new))
+    before, after = (grouped(_compared(plan, vary), lambda cell: _key(cell, vary)) for plan in (old, new))
+    keys = {**before, **after}
+    for key in sorted(keys, key=lambda each: (list(Role).index(each[0]), each[1].value, each[2] or 0, each[3])):
+        role, kind, query_len, varies = key
         if role in old.planned and role in new.planned:
+            length = f"up to {query_len}" if varies else f"{query_len}"
             overlaps = _overlaps(before.get(key, []), after.get(key, []), query_len or 1)
             changes = grouped((each for each in overlaps if each.change is not None), lambda each: each.change)
             for alike in changes.values():
                 ranges = union(each.span for each in alike)
-                message = f"{role}: {_batches(alike, kind, query_len, ranges)}: {_change(alike, before.get(key, []))}"
+                message = f"{role}: {_batches(alike, kind, length, ranges)}: {_change(alike, before.get(key, []))}"
                 yield BatchChange(role=role, kind=kind, query_len=query_len, ranges=tuple(ranges), message=message)
 
 
-def _key(cell: Cell) -> tuple[Role, Kind, int | None]:
-    return cell.role, cell.kind, cell.query_len
+def _varying(plan: Plan) -> tuple[Role, ...]:
+    return () if plan.speculative is None else plan.speculative.varying_decodes
+
+
+def _compared(plan: Plan, vary: Collection[Role]) -> Iterator[Cell]:
+    """Yield the cells of a plan; of decodes that vary in this plan alone, only those of the most tokens."""
+    alone = frozenset(_varying(plan)) - frozenset(vary)
+    for cell in coverage(plan).cells:
+        of_all = cell.role not in alone or cell.kind is Kind.MIXED
+        if of_all or cell.query_len == query_len_of(cell.role, plan, cell.first):
+            yield cell
+
+
+def _key(cell: Cell, vary: Collection[Role]) -> tuple[Role, Kind, int | None, bool]:
+    """Return what cells that are compared have in common; ``vary``: roles whose decodes vary in both plans."""
+    return cell.role, cell.kind, cell.query_len, cell.varies and cell.role in vary
 
 
 def _overlaps(old: Sequence[Cell], new: Sequence[Cell], width: int) -> Iterator[_Overlap]:
@@ -134,12 +151,12 @@ def _outside(span: Span, admitted: Sequence[Span]) -> list[Span]:
     return [(low, high) for low, high in (*parts, (first, last)) if low <= high]
 
 
-def _batches(alike: Sequence[_Overlap], kind: Kind, query_len: int | None, ranges: Sequence[Span]) -> str:
+def _batches(alike: Sequence[_Overlap], kind: Kind, length: str, ranges: Sequence[Span]) -> str:
     least, most = min(each.loras[0] for each in alike), max(each.loras[1] for each in alike)
     if kind is Kind.MIXED:
         text = f"mixed batches of {spans(ranges, 'token')}"
     else:
-        text = f"decodes of {spans(ranges, 'request')}" + (f", query length {query_len}" if query_len != 1 else "")
+        text = f"decodes of {spans(ranges, 'request')}" + (f", query length {length}" if length != "1" else "")
     return text + (f", {spans([(least, most)], 'active adapter')}" if least else "")
 
 

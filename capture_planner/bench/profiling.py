@@ -140,6 +140,11 @@ def _rig(plan: Plan, registry: Registry, settings: ProfileSettings) -> Rig:
     refuse_plan(plan, any_environment=settings.any_environment, any_plan=settings.any_plan)
     if not plan.num_graphs:
         raise RunError("the plan captures no graph, so there is nothing to profile; choose a mode with graphs")
+    if any(entry.max_query_len is not None for role in plan.roles for entry in role.entries):
+        raise RunError(
+            "a profile has times of graphs by one query length, and the plan has graphs of varying decodes; profile it "
+            "without speculative.varying_decodes"
+        )
     device = host.device_of(plan.environment)
     page_size = settings.page_size or (64 if device.type == "cuda" else 16)
     refuse_backends(plan, registry, device, page_size)

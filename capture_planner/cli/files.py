@@ -17,6 +17,7 @@ from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.cli import options
+from capture_planner.cli.batch_flags import batch_of
 from capture_planner.cli.common import (
     FINDINGS,
     ChosenMachine,
@@ -47,7 +48,6 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
-from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
@@ -119,6 +119,7 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 @click.option("--num-reqs", type=POSITIVE, help="Requests in the batch.")
 @click.option("--num-tokens", type=POSITIVE, help="Tokens in the batch. Default: requests times query length.")
 @click.option("--query-len", type=POSITIVE, help="Tokens per request, if all have the same number.")
+@click.option("--max-query-len", type=POSITIVE, help="Tokens of the longest request, if decodes differ in length.")
 @click.option(
     "--past-prompt/--prompt", default=True, help="Whether every request is past its prompt. Default: --past-prompt."
 )
@@ -134,14 +135,15 @@ def explain(
 
     An observation has the answers of the engine's own dispatcher, and says where the engine was not asked.
 
-    Each line of --batches is {"role", "num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras"}; each
-    answer is {"mode", "num_tokens", "num_reqs", "query_len", "active_loras", "reason"}.
+    Each line of --batches is {"role", "num_reqs", "num_tokens", "query_len", "max_query_len", "past_prompt",
+    "active_loras"}; each answer is {"mode", "num_tokens", "num_reqs", "query_len", "max_query_len", "active_loras",
+    "reason"}.
     """
     if (values["num_reqs"] is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
     document = read_document(plan_file)
     if document.is_observation:
-        single = _batch(**values) if values["num_reqs"] is not None else None
+        single = batch_of(**values) if values["num_reqs"] is not None else None
         explain_observation(observation_of(document, environment), single, batches, form)
         return
     plan = plan_of(document, environment, answers=True)
@@ -155,21 +157,8 @@ def explain(
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
             click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
         return
-    explained = explain_batch(dispatcher, _batch(**values))
+    explained = explain_batch(dispatcher, batch_of(**values))
     emit(form, lambda: explained, partial(tables.explanation_table, explained), assumed())
-
-
-def _batch(role: str, num_reqs: int, num_tokens: int | None, query_len: int | None, **others: Any) -> Batch:
-    if num_tokens is None:
-        if query_len is None:
-            raise click.UsageError("Give --num-tokens, or --query-len for a uniform batch.")
-        num_tokens = num_reqs * query_len
-    if query_len is not None and num_tokens != num_reqs * query_len:
-        raise click.UsageError(
-            f"{counted(num_reqs, 'request')} with {counted(query_len, 'token')} each have "
-            f"{num_reqs * query_len} tokens, not {num_tokens}; omit --query-len if requests differ."
-        )
-    return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
 
 
 @click.command(cls=FileOrEngineCommand, short_help="Check plans, specs, observations or an engine's flags.")

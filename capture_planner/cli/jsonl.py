@@ -30,6 +30,7 @@ class BatchLine:
     num_reqs: Extent = field("requests")
     num_tokens: Extent = field("tokens")
     query_len: Extent | None = field("tokens of every request; null where they differ", default=None)
+    max_query_len: Extent | None = field("tokens of the longest request, where decodes differ", default=None)
     past_prompt: bool = field("whether every request is past its prompt", default=True)
     active_loras: Extent = field("distinct active adapters", default=0)
 
@@ -143,5 +144,6 @@ def _batch(line: BatchLine) -> Batch:
 def answer_line(batch: Batch, answer: Dispatch) -> dict[str, Any]:
     """Return the answer to one batch as data; where it runs eager, its own extents and the reason."""
     shape = answer.entry or batch
-    sizes = {name: getattr(shape, name) for name in ("num_tokens", "num_reqs", "query_len", "active_loras")}
+    names = ("num_tokens", "num_reqs", "query_len", "max_query_len", "active_loras")
+    sizes = {name: getattr(shape, name) for name in names}
     return {"mode": answer.mode.value, **sizes, "reason": answer.reason}

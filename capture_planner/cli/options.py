@@ -165,6 +165,12 @@ SHARES = ParsedText("P0,P1,...", _shares)
 SIZE = ParsedText("SIZE", codec.parse_bytes)
 """A number of bytes, such as ``512MiB``."""
 
+proposals = click.option(
+    "--proposals",
+    type=SHARES,
+    help="Synthetic draft lengths, by --seed: the share of steps in which the drafter proposes drafts 0 to i, for each "
+    "i; what it makes beyond is not verified. Default: all.",
+)
 acceptance = click.option(
     "--acceptance",
     type=SHARES,

@@ -59,6 +59,7 @@ MAX_CHANGES = 8
 )
 @option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
 @options.acceptance
+@options.proposals
 @click.option(
     "--adapters",
     multiple=True,
@@ -259,7 +260,10 @@ def _launch(
         dump_graphs=dumped,
         step_seconds=values["step_time"],
         options=Options(
-            **{name: values[name] for name in checks}, acceptance=values["acceptance"] or (), seed=values["seed"]
+            **{name: values[name] for name in checks},
+            acceptance=values["acceptance"] or (),
+            proposals=values["proposals"] or (),
+            seed=values["seed"],
         ),
     )
     bars = progress_bars(values["progress"])

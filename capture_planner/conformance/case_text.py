@@ -31,6 +31,8 @@ def _scene(scene: Scene) -> str:
         parts.append(drafting)
         if scene.speculative is not None and scene.speculative.is_chain:
             parts.append("chains as one graph" if scene.fused else "chains in single steps")
+        if scene.varying:
+            parts.append("decodes of varying lengths")
     if scene.per_role:
         parts.append("a pool per role")
     if scene.ahead:

@@ -33,13 +33,15 @@ def check_classified(
     lengths = np.array([len(requests[place].prompt) for place in places])
     adapters = set() if batch.role.is_drafter else {requests[place].adapter for place in places}
     past = first >= lengths
+    alike, longest = bool((counts == counts[0]).all()), int(counts.max())
     expected = attrs.evolve(
         batch,
         num_reqs=len(counts),
         num_tokens=int(counts.sum()),
-        query_len=int(counts[0]) if (counts == counts[0]).all() else None,
+        query_len=longest if alike else None,
         past_prompt=bool(past.all()),
         active_loras=len(adapters) if any(adapters) else 0,
+        max_query_len=longest if past.all() and not alike else None,
     )
     if batch != expected:
         message = f"the batch is dispatched as {batch_text(batch)}; its rows are {batch_text(expected)}"

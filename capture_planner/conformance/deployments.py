@@ -95,6 +95,7 @@ def scenes(
         drafts=k,
         schedule=draw(schedules(k, num_reqs)) if scheduled else (),
         drafter=drafter,
+        varying=k > 0 and draw(st.booleans()),
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
         ahead=draw(st.booleans()),

@@ -34,6 +34,7 @@ NAMES = {
     "ranks": "sequence parallelism",
     "beyond": "entries beyond the limits",
     "window": "sliding windows",
+    "varying": "decodes of varying lengths",
 }
 
 
@@ -44,5 +45,7 @@ def features_of(scene: Scene) -> Iterator[str]:
             yield NAMES[name]
     if scene.drafts:
         yield str(scene.drafter)
+        if scene.varying:
+            yield NAMES["varying"]
     if scene.shape.windowed:
         yield NAMES["window"]

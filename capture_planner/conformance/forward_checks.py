@@ -40,7 +40,7 @@ def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager:
             if wrong is not None:
                 message = f"{wrong} of request {index} in the batch"
                 raise row_check(entry, eager=eager).violation(message)
-            has_tokens = entry is not None and entry.query_len is not None
+            has_tokens = entry is not None and entry.tokens_each is not None
             if has_tokens and not is_likeliest(body.tokens[where], want, stage.target.head, stage.tolerance):
                 raise Check.ROWS.violation("a token is not the likeliest of its row")
         check_slots(stage, batch, Role.TARGET)

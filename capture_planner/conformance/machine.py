@@ -250,14 +250,15 @@ class ConformanceMachine(RuleBasedStateMachine):
             self._stage.close()
 
     def _decode(self, data: st.DataObject, count: int) -> None:
-        """Run a uniform decode of up to so many requests that are past their prompt."""
+        """Run a decode of up to so many requests that are past their prompt, uniform unless the scene's vary."""
         able = [live for live in self._live() if live.computed >= live.prompt]
         rows = list(data.draw(st.permutations(able), label="order"))[:count]
         while rows:
             k = self._stage.draft_tokens(len(rows))
             if admits(self._stage, [(live, 1 + k, 0) for live in rows]):
-                accepted = st.integers(0, k)
-                self._run(data, [(live.number, 1 + k, data.draw(accepted, label="accepted")) for live in rows])
+                drafts = st.one_of(st.just(k), st.integers(0, k)) if self._scene.varying else st.just(k)
+                drawn = [(live.number, data.draw(drafts, label="drafts")) for live in rows]
+                self._run(data, [(n, 1 + d, data.draw(st.integers(0, d), label="accepted")) for n, d in drawn])
                 return
             rows = rows[1:]
         self.advance_mixed(data)

@@ -303,6 +303,7 @@ def _scenes(case: Case) -> Iterator[Case]:
         "per_role": False,
         "drafter": DraftScheme.EAGLE,
         "full_cache": False,
+        "varying": False,
         "fused": not scene.drafts,
     }
     flags |= {name: values[0] for name, values in FEATURES.items()}

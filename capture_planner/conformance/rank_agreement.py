@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.data_parallel import Agreement, Vector
 from capture_planner.conformance.failure import Check, Violation
-from capture_planner.conformance.reference_dispatch import cheapest
+from capture_planner.conformance.reference_dispatch import cheapest, longest_of
 from capture_planner.conformance.search_settings import search_settings
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
@@ -76,10 +76,11 @@ def plans() -> tuple[Plan, ...]:
     )
     drafted = Speculative(method=Method.EAGLE3, num_tokens=3)
     scheduled = replace(drafted, schedule=((1, 4, 3), (5, MOST_REQS, 2)))
+    varying = replace(drafted, varying_decodes=(Role.TARGET, Role.DRAFT_PREFILL))
     return tuple(
         planner.plan(replace(plain, mode=mode, speculative=speculative, lora=lora), machine, registry)
         for speculative, lora, mode in itertools.product(
-            (None, drafted, scheduled),
+            (None, drafted, scheduled, varying),
             (None, Lora(max_active=4, specialize=True)),
             (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY),
         )
@@ -94,6 +95,7 @@ def shown(vector: Vector) -> str:
         if batch is not None:
             each = batch.uniform_query_len
             text = f"{batch.num_reqs} x {each}" if each else f"{batch.num_reqs} requests, {batch.num_tokens} tokens"
+            text += f" of up to {batch.max_query_len}" if batch.max_query_len else ""
             text += f", {batch.active_loras} LoRA" if batch.active_loras else ""
         if not submitted.captured:
             text += ", no graphs"
@@ -140,12 +142,14 @@ def _holds(entry: Entry, batch: Batch) -> bool:
         batch.num_tokens <= entry.num_tokens
         and (entry.num_reqs is None or batch.num_reqs <= entry.num_reqs)
         and entry.query_len in (None, batch.uniform_query_len)
+        and (entry.max_query_len is None or 0 < longest_of(batch) <= entry.max_query_len)
     )
 
 
 def _best(plan: Plan, vector: Vector, working: list[Batch]) -> Entry | None:
     """Return the cheapest entry that every rank has captured and that has room for each, by a scan."""
     lengths = {batch.uniform_query_len for batch in working}
+    longest = [longest_of(batch) for batch in working]
     largest = Batch(
         role=vector.role,
         num_reqs=max(batch.num_reqs for batch in working),
@@ -153,6 +157,7 @@ def _best(plan: Plan, vector: Vector, working: list[Batch]) -> Entry | None:
         query_len=lengths.pop() if len(lengths) == 1 else None,
         past_prompt=all(batch.past_prompt for batch in working),
         active_loras=0 if vector.role.is_drafter else max(batch.active_loras for batch in working),
+        max_query_len=max(longest) if all(longest) else None,
     )
     held = tuple(
         replace(role, entries=tuple(e for e in role.entries if not any(s.lacks(e) for s in vector.ranks)))

@@ -31,7 +31,17 @@ def serves(entry: Entry, batch: Batch, chain: int | None) -> bool:
     if entry.query_len is not None:
         each = batch.query_len == entry.query_len and batch.num_tokens == batch.num_reqs * entry.query_len
         room = room and each and batch.past_prompt
+    if entry.max_query_len is not None:
+        room = room and 0 < longest_of(batch) <= entry.max_query_len
     return room and entry.draft_steps in (None, chain)
+
+
+def longest_of(batch: Batch) -> int:
+    """Return the tokens of the longest request of a decode; 0 for another batch, and where it is not known."""
+    longest = batch.max_query_len if batch.query_len is None else batch.query_len
+    if not batch.past_prompt or longest is None or not longest <= batch.num_tokens <= batch.num_reqs * longest:
+        return 0
+    return longest if batch.query_len is None or batch.num_tokens == batch.num_reqs * longest else 0
 
 
 def scheduled_k(plan: Plan, num_reqs: int) -> int:
@@ -63,6 +73,6 @@ def _price(entry: Entry) -> tuple[object, ...]:
         entry.num_tokens,
         entry.num_reqs or 0,
         entry.active_loras,
-        entry.query_len is None,
+        0 if entry.query_len is not None else 1 if entry.max_query_len is not None else 2,
         entry.draft_steps is None,
     )

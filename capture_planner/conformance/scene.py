@@ -14,8 +14,8 @@ from capture_planner.codec.writing import to_data
 from capture_planner.conformance.capture_attack import CaptureAttack
 from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
-from capture_planner.modes import Chain, GraphMode, Pool
-from capture_planner.records._base import Count, Interval, NonNegative, record
+from capture_planner.modes import Chain, GraphMode, Pool, Role
+from capture_planner.records._base import Count, Interval, NonNegative, record, replace
 from capture_planner.records.model import DataType, Model, Recurrent, Speculative
 from capture_planner.records.spec import (
     GroupSpec,
@@ -81,6 +81,8 @@ class Scene:
     schedule: tuple[Triple, ...] = ()
     drafter: DraftScheme = DraftScheme.EAGLE
     """How drafts are made, if there are any."""
+    varying: bool = False
+    """Whether decodes of the target and the draft prefill have graphs for requests of different lengths."""
     fused: bool = True
     """Whether draft chains are planned as one graph."""
     per_role: bool = False
@@ -118,7 +120,8 @@ class Scene:
         if not self.drafts:
             return None
         chain = Chain.FUSED if self.fused else Chain.SINGLE
-        return self.drafter.speculative(self.drafts, self.schedule, chain, sinks=self.sinks)
+        plain = self.drafter.speculative(self.drafts, self.schedule, chain, sinks=self.sinks)
+        return replace(plain, varying_decodes=(Role.TARGET, Role.DRAFT_PREFILL)) if self.varying else plain
 
     @property
     def has_own_rows(self) -> bool:

@@ -73,14 +73,15 @@ class SceneBatch:
         counts = self._counts.tolist()
         if role is Role.DRAFT_PREFILL and self._stage.scene.has_own_rows:
             counts = [each.count for each in self.draft_rows]
-        lengths = set(counts)
+        past_prompt, is_uniform = bool(self._is_decode.all()), len(set(counts)) == 1
         return Batch(
             role=role,
             num_reqs=reqs,
             num_tokens=sum(counts),
-            query_len=lengths.pop() if len(lengths) == 1 else None,
-            past_prompt=bool(self._is_decode.all()),
+            query_len=counts[0] if is_uniform else None,
+            past_prompt=past_prompt,
             active_loras=self._loras,
+            max_query_len=max(counts) if past_prompt and not is_uniform else None,
         )
 
     def _table(self, lengths: np.ndarray) -> np.ndarray:

@@ -36,17 +36,21 @@ def _wider_role(plan: Plan, role: RolePlan, more: int, registry: Registry) -> Ro
 
 def _wider(entries: tuple[Entry, ...], more: int, parallel: Parallel) -> Iterator[Entry]:
     """Yield the entries; of those that differ in size alone, the largest is wider."""
-    alike = grouped(entries, lambda entry: (entry.mode, entry.query_len, entry.active_loras, entry.draft_steps))
+    alike = grouped(entries, _kind)
     largest = {max(each, key=lambda entry: (entry.num_tokens, entry.num_reqs or 0)) for each in alike.values()}
     for entry in entries:
         if entry not in largest:
             yield entry
-        elif entry.query_len is not None:
-            step = request_step(entry.query_len, parallel)
+        elif entry.tokens_each is not None:
+            step = request_step(entry.tokens_each, parallel)
             reqs = -(-((entry.num_reqs or 0) + more) // step) * step
-            yield replace(entry, num_reqs=reqs, num_tokens=reqs * entry.query_len)
+            yield replace(entry, num_reqs=reqs, num_tokens=reqs * entry.tokens_each)
         else:
             step = token_step(parallel)
             tokens = -(-(entry.num_tokens + more) // step) * step
             reqs_or_none = None if entry.num_reqs is None else entry.num_reqs + more
             yield replace(entry, num_tokens=tokens, num_reqs=reqs_or_none)
+
+
+def _kind(entry: Entry) -> tuple[object, ...]:
+    return entry.mode, entry.query_len, entry.max_query_len, entry.active_loras, entry.draft_steps

@@ -73,7 +73,7 @@ class Dispatcher:
         # batches whose requests do not matter (PIECEWISE) by (role, adapters) and tokens.
         self._decodes: dict[tuple[str, int, int], dict[int, Dispatch]] = {}
         self._mixed: dict[tuple[str, int], dict[int, Dispatch]] = {}
-        self._others: dict[tuple[str, int, int, int], Dispatch] = {}
+        self._others: dict[tuple[str, int, int, int, int | None], Dispatch] = {}
         self._cached = 0
 
     def dispatch(self, batch: Batch) -> Dispatch:
@@ -93,7 +93,8 @@ class Dispatcher:
                 row = self._mixed.get((batch.role, batch.active_loras))
                 answer = None if row is None or not 0 < num_reqs <= num_tokens else row.get(num_tokens)
                 if answer is None:
-                    answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras))
+                    longest = batch.max_query_len if query_len is None and batch.past_prompt else None
+                    answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras, longest))
             return self._miss(batch) if answer is None else answer
         except TypeError as error:
             _refuse_counts(batch, error)
@@ -107,6 +108,7 @@ class Dispatcher:
         query_len: int | None = None,
         past_prompt: bool = True,
         active_loras: int = 0,
+        max_query_len: int | None = None,
     ) -> Dispatch:
         """Dispatch a batch given by its counts, which ``Batch`` explains.
 
@@ -122,6 +124,7 @@ class Dispatcher:
                 query_len=query_len,
                 past_prompt=past_prompt,
                 active_loras=active_loras,
+                max_query_len=max_query_len,
             )
         )
 
@@ -130,6 +133,7 @@ class Dispatcher:
         tables = self._tables[self.plan.role(batch.role).role]
         answer = tables.answer(batch)
         role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
+        longest = batch.max_query_len if batch.query_len is None and batch.past_prompt else None
         self._cached += 1
         if self._cached > _CACHE_SIZE:  # no serving loop has that many; a fuzzer has
             self._cached = 1
@@ -140,7 +144,7 @@ class Dispatcher:
         elif answer.entry is not None and answer.entry.num_reqs is None and not tables.requests_matter:
             self._mixed.setdefault((role, loras), {})[batch.num_tokens] = answer
         else:
-            self._others[role, batch.num_reqs, batch.num_tokens, loras] = answer
+            self._others[role, batch.num_reqs, batch.num_tokens, loras, longest] = answer
         return answer
 
 
@@ -152,10 +156,12 @@ class _RoleTables:
         self._families = decode_families(role.role, plan)
         self._cases = sorted({entry.active_loras for entry in role.entries})
         self._decode_fits, self._mixed_fits = cache(self._decode_fit), cache(self._mixed_fit)
+        self._varying_fits = cache(self._varying_fit)
         self._by_cost = sorted(role.entries, key=lambda entry: entry.cost)
-        mixed = [entry for entry in role.entries if entry.query_len is None]
+        mixed = [entry for entry in role.entries if entry.tokens_each is None]
         self._levels = sorted({bound for entry in mixed if (bound := _binding_reqs(entry)) is not None})
-        self.requests_matter = bool(self._levels) or any(entry.draft_steps for entry in mixed)
+        varying = any(entry.max_query_len for entry in role.entries)
+        self.requests_matter = bool(self._levels) or varying or any(entry.draft_steps for entry in mixed)
 
     def answer(self, batch: Batch) -> Dispatch:
         """Return the cheapest compatible entry with its padding, or the reason for none."""
@@ -181,6 +187,9 @@ class _RoleTables:
         steps = draft_steps(self._role.role, batch.num_reqs, self._plan.speculative)
         if query_len is not None:
             fits.append(self._decode_fits(query_len, steps, loras).at(batch.num_reqs))
+        longest = batch.decode_query_len
+        if longest is not None:
+            fits.append(self._varying_fits(longest, steps, loras).at(batch.num_reqs))
         level = bisect_left(self._levels, batch.num_reqs)
         bound = self._levels[level] if level < len(self._levels) else None
         fits.append(self._mixed_fits(bound, steps, loras).at(batch.num_tokens))
@@ -194,12 +203,23 @@ class _RoleTables:
             if entry.query_len == query_len and entry.active_loras >= loras and entry.draft_steps in (None, steps)
         )
 
+    def _varying_fit(self, longest: int, steps: int | None, loras: int) -> _Fit:
+        """Return the cheapest entries for decodes of up to ``longest`` tokens each, by requests."""
+        return _Fit.of(
+            (entry.num_reqs or 0, entry)
+            for entry in self._by_cost
+            if entry.max_query_len is not None
+            and entry.max_query_len >= longest
+            and entry.active_loras >= loras
+            and entry.draft_steps in (None, steps)
+        )
+
     def _mixed_fit(self, bound: int | None, steps: int | None, loras: int) -> _Fit:
         """Return the cheapest entries for any batch, by tokens, that have room for ``bound`` requests."""
         return _Fit.of(
             (entry.num_tokens, entry)
             for entry in self._by_cost
-            if entry.query_len is None
+            if entry.tokens_each is None
             and entry.active_loras >= loras
             and entry.draft_steps in (None, steps)
             and (_binding_reqs(entry) is None or (bound is not None and (entry.num_reqs or 0) >= bound))
@@ -208,8 +228,9 @@ class _RoleTables:
 
 def _refuse_counts(batch: Batch, cause: TypeError) -> None:
     """Raise ``DispatchError`` where counts of a batch are no numbers, with ``cause``."""
-    names = ("num_reqs", "num_tokens", "query_len", "active_loras")
-    counts = {name: getattr(batch, name) for name in names if name != "query_len" or batch.query_len is not None}
+    required, optional = ("num_reqs", "num_tokens", "active_loras"), ("query_len", "max_query_len")
+    counts = {name: getattr(batch, name) for name in required}
+    counts |= {name: value for name in optional if (value := getattr(batch, name)) is not None}
     wrong = [f"{name} is {value!r}" for name, value in counts.items() if not isinstance(value, int)]
     if wrong:
         raise DispatchError(f"{' and '.join(wrong)}; expected whole numbers") from cause

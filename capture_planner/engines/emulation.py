@@ -42,7 +42,7 @@ class CapturedGraph:
         if self.max_query_len is not None:
             if not batch.past_prompt:
                 return Rejection.PROMPT
-            if (batch.query_len or 1) > self.max_query_len:
+            if (batch.query_len or batch.max_query_len or 1) > self.max_query_len:
                 return Rejection.QUERY_LEN
         return self.entry.rejection(batch, draft_steps)
 

@@ -93,7 +93,7 @@ class Engine:
     export: Callable[[Plan], Export]
     """From a plan to the flags that come closest to it, and what they lose. The result is not proved yet:
     ``engines.export.prove`` emulates it and compares every batch. Raises ``DispatchError`` for a plan without a
-    target."""
+    target, and ``FlagError`` for one that the engine has no flags for at all."""
     launch: Callable[[Plan, Sequence[str]], Launch] | None = None
     """From a plan and the words of a command line behind the program, to what the command lacks so that the plugin
     inside the engine runs the plan. Raises ``FlagError`` for flags that contradict the plan, with the value to give.

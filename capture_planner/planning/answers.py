@@ -17,9 +17,10 @@ def entry_of(ladder: Ladder, size: int, case: int) -> Entry:
         mode=ladder.mode,
         num_tokens=size * (ladder.query_len or 1),
         num_reqs=None if ladder.mode is GraphMode.PIECEWISE else ladder.num_reqs(size),
-        query_len=ladder.query_len,
+        query_len=None if ladder.varies else ladder.query_len,
         active_loras=case,
         draft_steps=ladder.draft_steps,
+        max_query_len=ladder.query_len if ladder.varies else None,
     )
 
 

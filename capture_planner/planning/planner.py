@@ -6,7 +6,7 @@ budget is then applied to all ladders at once, and the result is written as entr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from capture_planner import codec
 from capture_planner.errors import InvalidDocument, PlanningError, Problem
@@ -25,6 +25,7 @@ from capture_planner.planning.resolve import (
     resolve_draft_decode,
     resolve_draft_prefill,
     resolve_eager_drafter,
+    resolve_varying,
 )
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
@@ -48,7 +49,7 @@ from capture_planner.records.capture import CapturePolicy
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method
-from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
+from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, Decision, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import Policy, Spec
 from capture_planner.records.text import counted
 
@@ -68,11 +69,12 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         message = "the policy measured needs a traffic and a profile"
         remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
         raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
-    wanted, given, roles = spec, measurements, _resolved(spec, environment, registry)
+    wanted, given = spec, measurements
+    spec, roles = _resolved(spec, environment, registry)
     if spec.speculative is not None and spec.speculative.is_measured:
         chosen = choose_schedule(spec, {working.role: working.mode for working in roles}, measurements)
         spec, measurements = replace(spec, speculative=chosen.speculative), chosen.measurements
-        roles = _resolved(spec, environment, registry)
+        spec, roles = _resolved(spec, environment, registry)
         roles[0].decisions[:0] = chosen.decisions
     for working in roles:
         working.choose_ladders(None if measurements is None or measurements.traffic else measurements)
@@ -118,14 +120,45 @@ def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurem
     return measured
 
 
-def _resolved(spec: Spec, environment: Environment, registry: Registry) -> list[RoleInProgress]:
-    """Return each role with its backends and its resolved mode; the drafter's follow the target's."""
-    roles: list[RoleInProgress] = []
+def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple[Spec, list[RoleInProgress]]:
+    """Return each role with its backends and its resolved mode; the drafter's follow the target's.
+
+    The spec is returned as it was resolved: with the roles whose decodes can vary in length.
+    """
+    found: list[tuple[Role, tuple[Group, ...], GraphMode, ResolvedMode]] = []
     for role in spec.active_roles:
         groups = ask_backends(spec, role, environment, registry)
-        requested, resolved = _resolve(spec, role, groups, roles[0].resolved.mode if roles else None)
-        roles.append(RoleInProgress(spec, environment, role, groups, requested, resolved))
-    return roles
+        requested, resolved = _resolve(spec, role, groups, found[0][-1].mode if found else None)
+        found.append((role, groups, requested, resolved))
+    spec, uniform = _varying(spec, {role: (groups, resolved.mode) for role, groups, _, resolved in found})
+    roles = [RoleInProgress(spec, environment, *each) for each in found]
+    for working in roles:
+        working.decisions += [decision for decision in uniform if decision.role is working.role]
+    return spec, roles
+
+
+def _varying(
+    spec: Spec, roles: Mapping[Role, tuple[tuple[Group, ...], GraphMode]]
+) -> tuple[Spec, tuple[Decision, ...]]:
+    """Return the spec with the roles whose decodes can vary in length, and a decision for each that cannot."""
+    if spec.speculative is None or not spec.speculative.varying_decodes:
+        return spec, ()
+    kept: list[Role] = []
+    decisions = []
+    for role in spec.speculative.varying_decodes:
+        groups, mode = roles[role]
+        decision = resolve_varying(role, mode, [group.for_resolution for group in groups])
+        if decision is None and Role.TARGET not in (role, *kept):
+            message = "the draft prefill follows the target's batch, whose decodes do not vary"
+            decision = Decision(
+                rule="varying-decode-target", before="varying", after="uniform", role=role, message=message
+            )
+        if decision is None:
+            kept.append(role)
+        else:
+            decisions.append(decision)
+    resolved = replace(spec.speculative, varying_decodes=tuple(kept))
+    return replace(spec, speculative=resolved), tuple(decisions)
 
 
 def _resolve(

@@ -150,6 +150,29 @@ def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Se
     return ResolvedMode(mode=ladder.mode, decisions=tuple(ladder.decisions))
 
 
+def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport]) -> Decision | None:
+    """Return why the decodes of a role cannot vary in length, or None if they can.
+
+    A full graph of them needs what one of mixed batches needs: kernels that read where each request begins on the
+    device. PIECEWISE and eager decodes run attention on the real requests, whatever their lengths.
+
+    :param mode: the role's, as resolved.
+    """
+    cause = weakest(groups)
+    if mode.decode_mode is not _FULL or cause.support.level is GraphSupport.ALWAYS:
+        return None
+    return Decision(
+        rule="varying-decode-unsupported",
+        before="varying",
+        after="uniform",
+        role=role,
+        backend=cause.backend,
+        group=cause.group,
+        message="full graphs of decodes whose requests differ in tokens need ALWAYS, but "
+        f"{cause.backend} declares {cause.support.level.name}: {cause.support.reason}",
+    )
+
+
 def resolve_eager_drafter(role: Role, target: GraphMode, reason: str) -> ResolvedMode:
     """Resolve a role of a drafter that no graph can hold to NONE, with the drafter's reason (if there were graphs)."""
     if target is _NONE:

@@ -91,10 +91,10 @@ class RoleInProgress:
 
         ladders = []
         if self.mode.is_separate:
-            ladders += [
-                self._decode_ladder(family, sizes, timed(GraphMode.FULL, family.query_len, family.draft_steps))
-                for family in self._captured_families()
-            ]
+            for family in self._captured_families():
+                # A profile has times of uniform decodes only.
+                decodes = context if family.varies else timed(GraphMode.FULL, family.query_len, family.draft_steps)
+                ladders.append(self._decode_ladder(family, sizes, decodes))
         if self.mode.mixed_mode is not GraphMode.NONE and self.role is not Role.DRAFT_DECODE:
             ladders.append(self._mixed_ladder(sizes, timed(self.mode.mixed_mode, None, None)))
         self.ladders = tuple(ladders)
@@ -170,7 +170,7 @@ class RoleInProgress:
     def _decode_ladder(self, family: DecodeFamily, sizes: Sizes, context: Context) -> Ladder:
         step, cap = family.requests.step, self.cap
         capped = family.requests if cap is None else family.requests.clipped(cap // step * step)
-        choice = decode_sizes(sizes, capped, family.query_len, context).within(cap)
+        choice = decode_sizes(sizes, capped, family.query_len, context, varies=family.varies).within(cap)
         return self._ladder(
             choice,
             sizes,
@@ -178,6 +178,7 @@ class RoleInProgress:
             kind=Kind.DECODE,
             mode=GraphMode.FULL,
             query_len=family.query_len,
+            varies=family.varies,
             draft_steps=family.draft_steps,
             max_num_reqs=self.spec.limits.max_num_reqs,
             cut=Reason.BACKEND_CAP if capped != family.requests and choice.domain == capped else None,

@@ -24,6 +24,9 @@ _WHY = {
 
 _NAMES = {Kind.DECODE: "decodes of {} to {} requests", Kind.MIXED: "mixed batches of {} to {} tokens"}
 
+_OF_MOST_TOKENS = "decodes of {} to {} requests that no graph of mixed batches has the tokens for"
+"""Varying decodes: those of few tokens may fit where the largest do not."""
+
 
 def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     """Return the waivers of a role whose ladders are final."""
@@ -34,19 +37,21 @@ def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     return tuple(
         Waiver(
             kind=kind,
-            query_len=query_len,
+            query_len=None if varies else query_len,
+            max_query_len=query_len if varies else None,
             first=first,
             last=last,
             max_loras=loras,
             reason=reason,
-            message="; ".join(filter(None, (f"{_NAMES[kind].format(first, last)} run eager: {_WHY[reason]}", price))),
+            message="; ".join(filter(None, (f"{name.format(first, last)} run eager: {_WHY[reason]}", price))),
         )
-        for kind, query_len, first, last, reason, price in tails
+        for kind, query_len, varies, first, last, reason, price in tails
+        for name in (_OF_MOST_TOKENS if varies and working.mixed_ladder is not None else _NAMES[kind],)
     )
 
 
-Tail = tuple[Kind, int | None, int, int, Reason, str]
-"""Kind, query length, first and last extent, reason, and its price in words."""
+Tail = tuple[Kind, int | None, bool, int, int, Reason, str]
+"""Kind, query length, whether it varies up to that, first and last extent, reason, and its price in words."""
 
 
 def _decode_tails(working: RoleInProgress) -> list[Tail]:
@@ -55,13 +60,13 @@ def _decode_tails(working: RoleInProgress) -> list[Tail]:
     for family in working.families:
         reach, reason, price = _decode_reach(working, family)
         for first, last in family.requests.above(reach).intervals:
-            tails.append((Kind.DECODE, family.query_len, first, last, reason, price))
+            tails.append((Kind.DECODE, family.query_len, family.varies, first, last, reason, price))
 
     def apart(before: Tail, after: Tail) -> bool:
-        return (before[1], before[3] + 1, *before[4:]) != (after[1], after[2], *after[4:])
+        return (*before[1:3], before[4] + 1, *before[5:]) != (*after[1:4], *after[5:])
 
-    runs = split_when(apart, sorted(tails, key=lambda tail: (tail[1] or 0, tail[2])))
-    return [(*run[0][:3], run[-1][3], *run[0][4:]) for run in runs]
+    runs = split_when(apart, sorted(tails, key=lambda tail: (tail[1] or 0, tail[3])))
+    return [(*run[0][:4], run[-1][4], *run[0][5:]) for run in runs]
 
 
 def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason, str]:
@@ -88,11 +93,11 @@ def _mixed_tails(working: RoleInProgress) -> Iterator[Tail]:
     ladder, limits = working.mixed_ladder, working.spec.limits
     last = most_tokens(working.role, working.spec)
     if ladder is None:
-        yield Kind.MIXED, None, 1, last, Reason.MODE, ""
+        yield Kind.MIXED, None, False, 1, last, Reason.MODE, ""
         return
     top = ladder.sizes[-1] if ladder.sizes else 0
     most = ladder.max_num_reqs
     if most < min(top, limits.max_num_reqs):
-        yield Kind.MIXED, None, most + 1, min(top, last), Reason.BACKEND_CAP, ""
+        yield Kind.MIXED, None, False, most + 1, min(top, last), Reason.BACKEND_CAP, ""
     if top < last:
-        yield Kind.MIXED, None, top + 1, last, ladder.cut or Reason.SIZES, ladder.price
+        yield Kind.MIXED, None, False, top + 1, last, ladder.cut or Reason.SIZES, ladder.price

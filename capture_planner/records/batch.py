@@ -6,6 +6,7 @@ import enum
 
 import attrs
 
+from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.text import counted
 
@@ -14,7 +15,8 @@ class Kind(enum.Enum):
     """The two kinds of batch."""
 
     DECODE = "decode"
-    """A uniform decode, at the query length that is scheduled for its number of requests."""
+    """A uniform decode at the query length that is scheduled for its number of requests; where decodes vary, any
+    decode of up to that many tokens each."""
     MIXED = "mixed"
     """All other batches."""
 
@@ -23,8 +25,9 @@ class Kind(enum.Enum):
 class Batch:
     """One step's batch of one role. All counts are real, without padding.
 
-    ``query_len`` is the number of tokens that *every* request has, or None where they differ. ``past_prompt``: no
-    request has prompt tokens left. ``active_loras`` counts the distinct adapters in the batch; the runner counts rows
+    ``query_len`` is the number of tokens that *every* request has, or None where they differ. ``max_query_len`` is the
+    number that the longest has, where they differ; None: not known. ``past_prompt``: no request has prompt tokens left.
+    ``active_loras`` counts the distinct adapters in the batch; the runner counts rows
     without one as one more if any row has one, since kernels have a slot for them (up to ``max_active + 1``). vLLM 0.33
     captures a case for that, and dispatches by the adapters alone (``get_num_active_loras_for_dispatch``).
     """
@@ -35,12 +38,20 @@ class Batch:
     query_len: int | None = None
     past_prompt: bool = True
     active_loras: int = 0
+    max_query_len: int | None = None
 
     @classmethod
     def decode(cls, role: Role, num_reqs: int, query_len: int, active_loras: int = 0) -> Batch:
         """Return a uniform decode."""
         tokens = num_reqs * query_len
         return cls(role=role, num_reqs=num_reqs, num_tokens=tokens, query_len=query_len, active_loras=active_loras)
+
+    @classmethod
+    def varying(cls, role: Role, num_reqs: int, num_tokens: int, max_query_len: int, active_loras: int = 0) -> Batch:
+        """Return a decode whose requests have 1 to ``max_query_len`` tokens each."""
+        return cls(
+            role=role, num_reqs=num_reqs, num_tokens=num_tokens, max_query_len=max_query_len, active_loras=active_loras
+        )
 
     @classmethod
     def mixed(cls, role: Role, num_reqs: int, num_tokens: int, active_loras: int = 0) -> Batch:
@@ -66,12 +77,22 @@ class Batch:
         uniform = self.query_len is not None and self.num_tokens == self.num_reqs * self.query_len
         return self.query_len if uniform and self.past_prompt else None
 
+    @property
+    def decode_query_len(self) -> int | None:
+        """The tokens of the longest request of a decode, uniform or not; else None, also where they are not known."""
+        if self.query_len is not None or self.max_query_len is None or not self.past_prompt:
+            return self.uniform_query_len
+        longest = self.max_query_len
+        return longest if longest <= self.num_tokens <= self.num_reqs * longest else None
+
 
 def batch_text(batch: Batch) -> str:
     """Describe a batch by its requests and tokens: ``2 requests, 8 tokens, 4 each``."""
     text = f"{counted(batch.num_reqs, 'request')}, {counted(batch.num_tokens, 'token')}"
     if batch.query_len is not None:
         text += f", {batch.query_len} each"
+    elif batch.decode_query_len is not None:
+        text += f", up to {batch.decode_query_len} each"
     return text + ("" if batch.past_prompt else ", prompts among them")
 
 
@@ -82,6 +103,8 @@ class Rejection(enum.StrEnum):
     REQUESTS = "requests"
     QUERY_LEN = "query_len"
     NOT_UNIFORM = "not_uniform"
+    NOT_DECODE = "not_decode"
+    """The batch does not say how many tokens its longest request has."""
     PROMPT = "prompt"
     LORAS = "loras"
     DRAFT_STEPS = "draft_steps"
@@ -93,8 +116,11 @@ class Entry:
 
     ``mode`` is PIECEWISE or FULL. ``num_tokens`` and ``num_reqs`` are padded extents; ``num_reqs`` is None for
     PIECEWISE, which runs attention outside the graph on unpadded requests. ``query_len`` is set for a uniform decode
-    graph, where num_tokens == num_reqs * query_len. ``active_loras`` is the largest adapter count that it serves;
-    ``draft_steps`` the length of a fused draft chain.
+    graph, where num_tokens == num_reqs * query_len; ``max_query_len`` for a varying one, which serves decodes of 1 to
+    so many tokens each, where num_tokens == num_reqs * max_query_len. ``active_loras`` is the largest adapter count
+    that it serves; ``draft_steps`` the length of a fused draft chain.
+
+    Raises ``InvalidValue`` for a varying graph that is not FULL, is uniform too, or has other extents.
     """
 
     mode: GraphMode
@@ -103,21 +129,36 @@ class Entry:
     query_len: int | None = None
     active_loras: int = 0
     draft_steps: int | None = None
+    max_query_len: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_query_len is None:
+            return
+        is_full = self.mode is GraphMode.FULL and self.num_reqs is not None
+        if not is_full or self.query_len is not None or self.num_tokens != (self.num_reqs or 0) * self.max_query_len:
+            message = "a varying decode graph is FULL, without query_len, and has num_reqs times max_query_len tokens"
+            raise InvalidValue([Problem(path=("max_query_len",), message=message, remedy="give num_reqs only")])
+
+    @property
+    def tokens_each(self) -> int | None:
+        """The padded tokens of each request of a decode graph, uniform or varying; None: it is for any batch."""
+        return self.max_query_len if self.query_len is None else self.query_len
 
     @property
     def cost(self) -> tuple[int, int, int, int, int, int]:
         """The order of preference among compatible entries: least first, and total.
 
         FULL before PIECEWISE, then fewest padded tokens, requests and adapters; then the more specific
-        graph: uniform before any batch, fused chain before single step.
+        graph: uniform before varying before any batch, fused chain before single step.
         """
         size = self.num_tokens, self.num_reqs or 0, self.active_loras
-        return self.mode is not GraphMode.FULL, *size, self.query_len is None, self.draft_steps is None
+        generality = (self.query_len is None) + (self.tokens_each is None)
+        return self.mode is not GraphMode.FULL, *size, generality, self.draft_steps is None
 
     @property
     def capture_order(self) -> tuple[int, ...]:
         """PIECEWISE first, then FULL, each largest first, so that later graphs fit the pool."""
-        sizes = self.num_tokens, self.num_reqs, self.query_len, self.active_loras, self.draft_steps
+        sizes = self.num_tokens, self.num_reqs, self.query_len, self.max_query_len, self.active_loras, self.draft_steps
         return self.mode is GraphMode.FULL, *(-(size or 0) for size in sizes)
 
     def rejection(self, batch: Batch, draft_steps: int | None = None) -> Rejection | None:
@@ -133,6 +174,12 @@ class Entry:
             if batch.uniform_query_len is not None:
                 return Rejection.QUERY_LEN
             return Rejection.NOT_UNIFORM if batch.past_prompt else Rejection.PROMPT
+        if self.max_query_len is not None:
+            longest = batch.decode_query_len
+            if longest is None:
+                return Rejection.NOT_DECODE if batch.past_prompt else Rejection.PROMPT
+            if longest > self.max_query_len:
+                return Rejection.QUERY_LEN
         if self.num_reqs is not None and self.num_reqs < batch.num_reqs:
             return Rejection.REQUESTS
         if self.num_tokens < batch.num_tokens:
@@ -149,6 +196,8 @@ class Entry:
             text += f", {counted(self.num_reqs, 'request')}"
         if self.query_len is not None:
             text += f" of {self.query_len}"
+        if self.max_query_len is not None:
+            text += f" of up to {self.max_query_len}"
         if self.active_loras:
             text += f", {self.active_loras} LoRA"
         if self.draft_steps is not None:

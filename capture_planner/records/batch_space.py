@@ -116,9 +116,11 @@ class Domain:
 
 @attrs.frozen(kw_only=True)
 class DecodeFamily:
-    """Uniform decodes of one role at one query length, counted in requests."""
+    """Decodes of one role, counted in requests: uniform ones of one query length, or all up to it."""
 
     query_len: int
+    varies: bool = False
+    """Whether each request has 1 to ``query_len`` tokens, rather than exactly so many."""
     draft_steps: int | None
     """Length of the chain of draft decodes at these batch sizes; None for other roles."""
     requests: Domain
@@ -131,14 +133,16 @@ def decode_tiers(deployment: Deployment) -> tuple[tuple[int, int, int], ...]:
 
 
 def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, ...]:
-    """Return the uniform decodes of ``role``.
+    """Return the decodes of ``role``.
 
-    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k; the draft
-    prefill of some methods has more. Draft decodes run one token, k - 1 times after the draft prefill, where the
-    drafter is a chain. A batch has no more requests than fit max_num_tokens in both passes.
+    Target and draft prefill run 1 + k tokens per request, at the batch sizes where the schedule has k, or up to so many
+    where the role's decodes vary; the draft prefill of some methods has more. Draft decodes run one token, k - 1 times
+    after the draft prefill, where the drafter is a chain. A batch has no more requests than fit max_num_tokens in both
+    passes.
     """
     limits, slots = deployment.limits, extra_slots(deployment)
     is_decode = role is Role.DRAFT_DECODE
+    varying = () if deployment.speculative is None else deployment.speculative.varying_decodes
     if is_decode and deployment.speculative is not None and not deployment.speculative.is_chain:
         return ()
     tiers = (tier for tier in decode_tiers(deployment) if tier[2] >= 2 or not is_decode)
@@ -149,7 +153,9 @@ def decode_families(role: Role, deployment: Deployment) -> tuple[DecodeFamily, .
         domain = Domain(intervals, request_step(query_len, deployment.parallel))
         domain = domain.clipped(limits.max_num_tokens // (1 if is_decode else 1 + k + slots))
         if domain:
-            families.append(DecodeFamily(query_len=query_len, draft_steps=draft_steps, requests=domain))
+            varies = k > 0 and role in varying
+            family = DecodeFamily(query_len=query_len, varies=varies, draft_steps=draft_steps, requests=domain)
+            families.append(family)
     return tuple(families)
 
 
@@ -176,6 +182,7 @@ def draft_prefill_of(batch: Batch, slots: int) -> Batch:
         num_tokens=batch.num_tokens + batch.num_reqs * slots,
         query_len=None if batch.query_len is None else batch.query_len + slots,
         active_loras=0,
+        max_query_len=None if batch.max_query_len is None else batch.max_query_len + slots,
     )
 
 
@@ -231,9 +238,9 @@ def batches(
 ) -> Iterator[tuple[Batch, int]]:
     """Yield every admissible batch of a role: decodes by requests, mixed batches by tokens.
 
-    Of the mixed batches with the same tokens, only the one with the most requests, which is the hardest
-    to serve. Each batch comes with every possible number of active adapters, and with the last count of
-    requests or tokens that it represents.
+    Of the mixed batches with the same tokens, only the one with the most requests, which is the hardest to serve; of
+    decodes that vary in length, the uniform ones with the most tokens. Each batch comes with every possible number of
+    active adapters, and with the last count of requests or tokens that it represents.
 
     :param families: the role's decodes; None: ``decode_families``.
     :param upto: above this many tokens, the smallest batch of a range represents the range.
@@ -288,9 +295,13 @@ def draft_steps(role: Role, num_reqs: int, speculative: Speculative | None) -> i
 
 
 def kind_of(batch: Batch, families: Iterable[DecodeFamily]) -> Kind:
-    """Return DECODE for a uniform decode that the schedule admits, else MIXED."""
-    query_len = batch.uniform_query_len
-    scheduled = any(f.query_len == query_len and batch.num_reqs in f.requests for f in families)
+    """Return DECODE for a decode that the schedule admits, uniform or varying as the role's are, else MIXED."""
+    uniform, longest = batch.uniform_query_len, batch.decode_query_len
+    scheduled = any(
+        batch.num_reqs in f.requests
+        and (longest is not None and longest <= f.query_len if f.varies else f.query_len == uniform)
+        for f in families
+    )
     return Kind.DECODE if scheduled else Kind.MIXED
 
 

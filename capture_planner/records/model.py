@@ -147,6 +147,10 @@ class DraftModel:
 _NO_DRAFTS = "to draft nothing, leave speculative out, or give batch sizes 0 in its schedule"
 
 
+def _in_role_order(roles: tuple[Role, ...]) -> tuple[Role, ...]:
+    return tuple(sorted(roles, key=list(Role).index))
+
+
 @record
 class Speculative:
     """Speculative decoding by a drafter that the engine runs.
@@ -162,6 +166,10 @@ class Speculative:
     A drafter is a chain: a first pass makes one draft, and a draft decode each later one. Parallel drafting and MTP of
     several modules make all drafts in the first pass. With ``extra_slots`` that pass has more rows than the target's
     batch, for which ``max_num_tokens`` leaves room, as in vLLM 0.33 (``max_num_new_slots_for_drafting``).
+
+    Decodes are uniform: every request has 1 + k tokens, filled up with any token where it has fewer drafts. With
+    ``varying_decodes`` each has one token and its own drafts, and a decode graph of these roles serves any mix of 1 to
+    1 + k tokens, as vLLM 0.33's do with adaptive verification. Their backends must support any batch (ALWAYS).
     """
 
     method: Method = field("how the drafter works")
@@ -180,9 +188,16 @@ class Speculative:
     parallel_drafting: bool = field(
         "all drafts in the first pass, on mask tokens (P-EAGLE, or PARD with draft_model)", default=False
     )
+    varying_decodes: tuple[Role, ...] = field(
+        "target, or target and draft_prefill: roles whose decodes have 1 to 1 + k tokens of each request in one graph; "
+        "empty: every request has 1 + k",
+        default=(),
+        converter=_in_role_order,
+    )
 
     def __attrs_post_init__(self) -> None:
         self._check_acceptance()
+        self._check_varying()
         if self.parallel_drafting and self.method is Method.MTP:
             message = "mtp modules draft one token each, after one another"
             raise refuse("parallel_drafting", message=message, remedy="leave it out, or use eagle3 or draft_model")
@@ -219,6 +234,20 @@ class Speculative:
         if self.is_measured and 0 < len(self.acceptance) < self.num_tokens:
             message = f"has {counted(len(self.acceptance), 'position')}, and num_tokens is {self.num_tokens}"
             raise refuse("acceptance", message=message, remedy="give a share for each position, or lower num_tokens")
+
+    def _check_varying(self) -> None:
+        roles = self.varying_decodes
+        if len(set(roles)) < len(roles):
+            raise refuse("varying_decodes", message="a role is listed twice", remedy="list it once")
+        if Role.DRAFT_DECODE in roles:
+            message = "draft decodes have one token of each request"
+            raise refuse("varying_decodes", message=message, remedy="leave draft_decode out")
+        if roles and Role.TARGET not in roles:
+            message = "the draft prefill follows the target's batch, whose decodes do not vary"
+            raise refuse("varying_decodes", message=message, remedy="add target")
+        if roles and self.is_measured:
+            message = "a profile has no times of varying decodes to choose a schedule by"
+            raise refuse("varying_decodes", message=message, remedy="leave it out, or list the ranges of the schedule")
 
     @property
     def is_modules(self) -> bool:

@@ -78,6 +78,9 @@ class Waiver:
 
     kind: Kind = field("decode or mixed")
     query_len: NonNegative | None = field("the decode's query length; None for mixed", default=None)
+    max_query_len: NonNegative | None = field(
+        "the most tokens of a request, where decodes vary; None: they do not", default=None
+    )
     first: NonNegative = field("smallest extent waived: requests of a decode, tokens of a mixed batch")
     last: NonNegative = field("largest extent waived")
     min_loras: NonNegative = field("fewest active adapters waived", default=0)
@@ -87,9 +90,11 @@ class Waiver:
 
     def covers(self, batch: Batch, kind: Kind) -> bool:
         """Whether the waiver is about ``batch``, which the schedule makes a batch of ``kind``."""
+        longest = batch.decode_query_len
         return (
             self.kind is kind
             and (self.query_len is None or self.query_len == batch.query_len)
+            and (self.max_query_len is None or (longest is not None and longest <= self.max_query_len))
             and self.first <= batch.extent(kind) <= self.last
             and self.min_loras <= batch.active_loras <= self.max_loras
         )

@@ -281,6 +281,10 @@ class Spec:
         if self.speculative is not None:
             problems += self.speculative.head_problems(self.model, tensor)
             problems += self._draft_pass_problems(self.speculative)
+            if self.speculative.varying_decodes and self.sizes.policy is Policy.MEASURED:
+                message = "a profile has no times of varying decodes to choose sizes by"
+                remedy = "choose sizes by another policy, or leave it out"
+                problems.append(Problem(path=("speculative", "varying_decodes"), message=message, remedy=remedy))
         problems += [
             Problem(
                 path=("roles", role.value),

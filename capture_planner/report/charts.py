@@ -84,13 +84,14 @@ def _scatter(role: Role, axis: str, forwards: Sequence[Forward], graphs: Sequenc
 
 def _ladders(graphs: Iterable[GraphCapture], axis: str) -> Iterator[tuple[str, Color, list[int]]]:
     """Yield name, colour and ascending sizes of each mode and query length."""
-    ladders: dict[tuple[GraphMode, int | None], set[int]] = {}
+    ladders: dict[tuple[GraphMode, int | None, bool], set[int]] = {}
     for graph in graphs:
         extent = graph.entry.num_tokens if axis == "tokens" else graph.entry.num_reqs
         if extent is not None:
-            ladders.setdefault((graph.entry.mode, graph.entry.query_len), set()).add(extent)
-    for (mode, query_len), sizes in ladders.items():
-        kind = "mixed" if query_len is None else f"query length {query_len}"
+            entry = graph.entry
+            ladders.setdefault((entry.mode, entry.tokens_each, entry.max_query_len is not None), set()).add(extent)
+    for (mode, query_len, varies), sizes in ladders.items():
+        kind = "mixed" if query_len is None else f"query length {'up to ' if varies else ''}{query_len}"
         yield f"sizes of {mode.value}, {kind}", MODE_COLORS[mode], sorted(sizes)
 
 
@@ -149,7 +150,7 @@ def _graph_memory(role: Role, mode: GraphMode, graphs: Sequence[GraphCapture]) -
     width = -(-len(graphs) // MAX_POINTS)
     groups = [graphs[start : start + width] for start in range(0, len(graphs), width)]
     # In requests only where all are: a mode may hold graphs of both kinds.
-    extent = "requests" if all(graph.entry.query_len for graph in graphs) else "tokens"
+    extent = "requests" if all(graph.entry.tokens_each for graph in graphs) else "tokens"
     at = [group[-1].entry.num_reqs if extent == "requests" else group[-1].entry.num_tokens for group in groups]
 
     def means(name: str) -> list[tuple[float, float]]:

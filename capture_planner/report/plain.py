@@ -61,7 +61,8 @@ def _cell(cell: Cell) -> dict[str, Any]:
 @json_of(CapturedGraph)
 def _graph(graph: CapturedGraph) -> dict[str, Any]:
     entry = plain(graph.entry)
-    optional = {"max_query_len": graph.max_query_len, "draft_steps": entry.pop("draft_steps")}
+    own = {name: entry.pop(name) for name in ("max_query_len", "draft_steps")}
+    optional = own | {"max_query_len": graph.max_query_len}
     return {"role": graph.role.value, **entry} | {name: value for name, value in optional.items() if value is not None}
 
 

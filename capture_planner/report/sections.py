@@ -152,7 +152,9 @@ def _served_from(numbers: RunSummary) -> Section:
         for mode in role.modes
     ]
     covered = ((role.role, _part(role.covered, role.decodes)) for role in numbers.served_from)
+    varying = ((each.role, _part(each.varying_covered, each.varying)) for each in numbers.served_from if each.varying)
     notes = tuple(f"{role}: uniform decodes covered: {part}" for role, part in covered)
+    notes += tuple(f"{role}: decodes of varying lengths in full graphs: {part}" for role, part in varying)
     grid = Grid.of(("role", "mode", "forwards", "share", "token padding", "request padding"), rows, text=2)
     return Section(name="served", title="Served from", grid=grid, notes=notes)
 

@@ -105,6 +105,10 @@ class ServedRole:
     """Forwards whose batch was a uniform decode."""
     covered: int
     """Decodes that a graph served."""
+    varying: int
+    """Forwards whose batch was a decode of requests that differ, where the plan has such decodes; else 0."""
+    varying_covered: int
+    """Those that a full graph served."""
 
 
 @attrs.frozen(kw_only=True)
@@ -264,6 +268,7 @@ def _later(report: RunReport) -> int | None:
 
 
 def _served_from(plan: Plan, tally: Tally) -> Iterable[ServedRole]:
+    vary = () if plan.speculative is None else plan.speculative.varying_decodes
     for role in Role:
         modes = {mode: tally.modes.get((role, mode), ModeTally()) for mode in MODES}
         total = sum(mode.forwards for mode in modes.values())
@@ -277,6 +282,8 @@ def _served_from(plan: Plan, tally: Tally) -> Iterable[ServedRole]:
                 ),
                 decodes=tally.decodes[role],
                 covered=tally.covered[role],
+                varying=tally.varying[role] if role in vary else 0,
+                varying_covered=tally.varying_covered[role] if role in vary else 0,
             )
 
 

@@ -49,6 +49,7 @@ def _span(first: int, last: int) -> str:
 def _waived(role: RolePlan) -> Iterator[str]:
     for waiver in role.waivers:
         unit = "tokens, mixed" if waiver.kind is Kind.MIXED else f"requests of {waiver.query_len}"
+        unit = unit if waiver.max_query_len is None else f"requests of up to {waiver.max_query_len}"
         yield f"{_span(waiver.first, waiver.last)} {unit} ({waiver.reason})"
 
 
@@ -76,10 +77,10 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
         graphs = table_of("graphs", "for", "LoRA", *captured, "sizes, in capture order", right=("graphs",))
         for when, entries in (("at start", role.at_start), ("on first use", role.lazy)):
             for row in pack(entries):
-                sizes = row.num_reqs if row.query_len is not None and row.num_reqs is not None else row.num_tokens or ()
+                sizes = row.num_reqs if row.decodes and row.num_reqs is not None else row.num_tokens or ()
                 graphs.add_row(
                     str(len(row.entries())),
-                    _kind_text(row.mode, row.query_len, row.draft_steps),
+                    _kind_text(row.mode, row.decodes, row.draft_steps),
                     ", ".join(map(str, row.active_loras)) if row.active_loras != (0,) else "",
                     *([when] if role.lazy else []),
                     " ".join(map(str, sizes)),
@@ -92,11 +93,11 @@ def _role_parts(role: RolePlan) -> Iterator[RenderableType]:
         yield Padding(table_of("decision", "before", "after", "because", rows=rows), (0, 0, 0, 2))
 
 
-def _kind_text(mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:
-    if query_len is None:
+def _kind_text(mode: GraphMode, decodes: str, draft_steps: int | None) -> str:
+    if not decodes:
         return f"{mode.value}, any batch, by tokens"
     chain = f", chain of {draft_steps}" if draft_steps else ""
-    return f"{mode.value}, decodes of {query_len}{chain}, by requests"
+    return f"{mode.value}, decodes of {decodes}{chain}, by requests"
 
 
 def explanation_table(explained: Explanation) -> RenderableType:
@@ -120,7 +121,8 @@ def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
     table = table_of("role", "batches", "LoRA", "served by", *right, right=right)
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
-        unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {first.query_len}"
+        up_to = "up to " if first.varies else ""
+        unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {up_to}{first.query_len}"
         unit += f", {counted(first.draft_steps, 'draft step')}" if first.draft_steps else ""
         mode = ran_text(first.answer.mode)
         if first.answer.reason is not None:
@@ -142,7 +144,8 @@ def coverage_runs(walked: Coverage | ObservedCoverage) -> list[list[Cell]]:
     """Group neighbouring cells that are served in the same way; a schedule may leave room between others."""
 
     def kind(cell: Cell) -> tuple[object, ...]:
-        return cell.role, cell.kind, cell.query_len, cell.draft_steps, cell.answer.mode, cell.answer.reason
+        batches = cell.role, cell.kind, cell.query_len, cell.varies, cell.draft_steps
+        return *batches, cell.answer.mode, cell.answer.reason
 
     def apart(before: Cell, after: Cell) -> bool:
         return kind(before) != kind(after) or not before.first <= after.first <= before.last + 1

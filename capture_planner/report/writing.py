@@ -78,7 +78,7 @@ def ran(mode: GraphMode) -> str:
 def extent(entry: Entry) -> str:
     """Write an entry's size without its mode, for a row that has the mode in a cell of its own."""
     text = str(entry).removeprefix(f"{entry.mode.value} ")
-    return text if entry.query_len is None or entry.num_reqs is None else text.partition(", ")[2]
+    return text if entry.tokens_each is None or entry.num_reqs is None else text.partition(", ")[2]
 
 
 def seconds(value: float) -> str:

@@ -226,10 +226,10 @@ def predicted_graphs(plan: Plan, captured: Sequence[GraphCapture], limit: int | 
     """
     numbers = grouped(
         ((role.role, entry) for role in plan.roles for entry in role.entries),
-        lambda item: (item[0], item[1].mode, item[1].query_len is None),
+        lambda item: (item[0], item[1].mode, item[1].tokens_each is None),
     )
     memory = driver = 0.0
-    kinds = grouped(captured, lambda graph: (graph.role, graph.entry.mode, graph.entry.query_len is None))
+    kinds = grouped(captured, lambda graph: (graph.role, graph.entry.mode, graph.entry.tokens_each is None))
     for kind, graphs in kinds.items():
         first, others, more = graphs[0], graphs[1:], len(numbers[kind]) - 1
         memory += first.memory + more * _mean([graph.memory for graph in others])

@@ -242,12 +242,13 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, togeth
 
 def _waiver(role: RolePlan, entry: Entry, reason: Reason, message: str) -> Waiver:
     """Waive what only this entry served: the extents between the next smaller one and itself."""
-    decode = entry.query_len is not None
+    decode = entry.tokens_each is not None
     smaller = [_extent(other) for other in role.entries if _ladder(other) == _ladder(entry)]
     below = max((size for size in smaller if size < _extent(entry)), default=0)
     return Waiver(
         kind=Kind.DECODE if decode else Kind.MIXED,
         query_len=entry.query_len,
+        max_query_len=entry.max_query_len,
         first=below + 1,
         last=_extent(entry),
         max_loras=entry.active_loras,
@@ -257,9 +258,9 @@ def _waiver(role: RolePlan, entry: Entry, reason: Reason, message: str) -> Waive
 
 
 def _extent(entry: Entry) -> int:
-    return entry.num_tokens // entry.query_len if entry.query_len else entry.num_tokens
+    return entry.num_tokens // entry.tokens_each if entry.tokens_each else entry.num_tokens
 
 
 def _ladder(entry: Entry) -> tuple[object, ...]:
     """Return what the entries have in common of which the next larger one serves a batch."""
-    return entry.mode, entry.query_len, entry.active_loras, entry.draft_steps
+    return entry.mode, entry.query_len, entry.max_query_len, entry.active_loras, entry.draft_steps

@@ -58,6 +58,12 @@ class Choices:
     """How ranks that share a model add their parts, on GPUs."""
     options: Options = attrs.Factory(Options)
 
+    @property
+    def drawn(self) -> dict[str, str]:
+        """The synthetic draft lengths as a fact of the run, where they are drawn."""
+        rates = self.options.proposals
+        return {"draft lengths": f"synthetic: {', '.join(f'{rate:g}' for rate in rates)}"} if rates else {}
+
 
 def refuse_contradictions(plan: Plan, registry: Registry, choices: Choices, device: torch.device) -> None:
     """Raise ``RunError`` for choices that do not go together, before a model is loaded."""

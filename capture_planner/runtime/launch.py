@@ -356,7 +356,7 @@ class _Run:
             model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
             backends={name: self.registry[name].version for name in sorted(used)},
             adapters=() if self.adapters is None else self.adapters.names,
-            host=facts | {"seed": str(self.choices.seed), **self.model.among.facts},
+            host=facts | {"seed": str(self.choices.seed), **self.choices.drawn, **self.model.among.facts},
             captured=captured,
             forwards=tuple(session.forwards),
             steps=tuple(session.steps),

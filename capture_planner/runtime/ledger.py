@@ -136,6 +136,8 @@ class Forward:
     num_tokens: int
     query_len: int | None
     """Set for a uniform decode: each request has that many tokens and is past its prompt."""
+    max_query_len: int | None = None
+    """Set for a decode whose requests differ: the longest has that many tokens."""
     active_loras: int = 0
     """Adapters in the batch, and one more for rows without one next to them."""
     entry: Entry | None

@@ -41,8 +41,11 @@ class Options:
     acceptance: tuple[float, ...] = ()
     """Synthetic acceptance: the share of steps in which drafts 0 to i are all accepted, by i, whatever the target
     says, see ``serving.acceptance``. Tokens are then not the model's. Empty: greedy verification."""
+    proposals: tuple[float, ...] = ()
+    """Synthetic draft lengths: the share of steps in which a drafter proposes drafts 0 to i, by i; those that it makes
+    beyond are not verified, as of a drafter that stops where it is unsure. Empty: it proposes all."""
     seed: int = 0
-    """Of the synthetic acceptance."""
+    """Of the synthetic acceptance and draft lengths."""
     compile: bool | None = None
     """Compile the layers of target and drafter, once for all sizes; None: on a GPU. On a CPU the operators are
     called as they were traced, which saves nothing. Ranks that share a model compile it alike, or not at all."""
@@ -80,6 +83,7 @@ class ExecutionPolicy:
         if options.compare:
             _refuse_without_comparison(options)
         refuse_acceptance(plan, options.acceptance)
+        refuse_acceptance(plan, options.proposals, "--proposals")
         waiting = {role.role: needs_host(plan, role, registry) for role in plan.roles}
         # Both need the tokens of a step on the host before a graph can have the next one's.
         waits = plan.speculative is not None or plan.model.embeddings
@@ -118,6 +122,10 @@ def _behind(plan: Plan, options: Options, waiting: Mapping[Role, bool], *, draft
         return "debug checks the tokens of a step on the host"
     if plan.speculative is None:
         return ""
+    if Role.TARGET in plan.speculative.varying_decodes:
+        return "how many drafts a request has decides how many tokens it has in the next step"
+    if options.proposals:
+        return "draft lengths are drawn by the positions of accepted drafts, which only the host does"
     if not drafts_on_device:
         return "drafts are verified on the host, and how many are accepted decides the positions of the next step"
     hosts = [role.value for role, waits in waiting.items() if waits]
@@ -147,24 +155,27 @@ def _refuse_without_comparison(options: Options) -> None:
         )
 
 
-def refuse_acceptance(plan: Plan, rates: tuple[float, ...]) -> None:
-    """Raise ``RunError`` for rates that no run of the plan can have, see ``Options.acceptance``; none are fine."""
+def refuse_acceptance(plan: Plan, rates: tuple[float, ...], option: str = "--acceptance") -> None:
+    """Raise ``RunError`` for rates that no run of the plan can have, see ``Options.acceptance``; none are fine.
+
+    :param option: what gave them.
+    """
     if not rates:
         return
     shown = ",".join(f"{rate:g}" for rate in rates)
     if plan.speculative is None:
-        raise RunError(f"--acceptance {shown}: the plan has no drafter; plan with speculative, or leave it out")
+        raise RunError(f"{option} {shown}: the plan has no drafter; plan with speculative, or leave it out")
     most = plan.speculative.num_tokens
     if len(rates) != most:
         raise RunError(
-            f"--acceptance {shown}: {counted(len(rates), 'share')}, and the plan drafts {counted(most, 'token')}; "
+            f"{option} {shown}: {counted(len(rates), 'share')}, and the plan drafts {counted(most, 'token')}; "
             "give a share for each"
         )
     for number, (before, rate) in enumerate(itertools.pairwise((1.0, *rates))):
         if not 0.0 <= rate <= before:
             raise RunError(
-                f"--acceptance {shown}: share {number} is {rate:g}, expected 0 to {before:g}: it is the share of steps "
-                f"in which drafts 0 to {number} are all accepted, so it never rises"
+                f"{option} {shown}: share {number} is {rate:g}, expected 0 to {before:g}: it is the share of steps "
+                f"that have all of drafts 0 to {number}, so it never rises"
             )
 
 

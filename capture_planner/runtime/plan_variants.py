@@ -59,7 +59,7 @@ def _without(role: RolePlan, lost: Sequence[GraphCapture]) -> RolePlan:
     waivers = list(role.waivers)
     for entry, waiver in gone.items():
         waivers.append(waiver)
-        if entry.query_len is None:
+        if entry.tokens_each is None:
             # One for any batch served decodes too, where no other graph did.
             waivers.append(replace(waiver, kind=Kind.DECODE, first=1, last=entry.num_tokens))
     return _of_entries(role, [entry for entry in role.entries if entry not in gone], waivers)
@@ -92,12 +92,12 @@ def _everything(plan: Plan, reason: Reason, message: str) -> tuple[Waiver, ...]:
 def sampled(plan: Plan) -> Plan:
     """Return the plan with three graphs of each kind at most, the largest, the middle one and the smallest.
 
-    A kind is a role, a mode, and whether its graphs are of uniform decodes. All else runs eager.
+    A kind is a role, a mode, and whether its graphs are of decodes. All else runs eager.
     """
     roles = []
     for before, after in zip(plan.roles, without_graphs(plan).roles, strict=True):
         kinds = grouped(
-            sorted(before.entries, key=lambda entry: entry.capture_order), lambda e: (e.mode, e.query_len is None)
+            sorted(before.entries, key=lambda entry: entry.capture_order), lambda e: (e.mode, e.tokens_each is None)
         )
         chosen = {kind[place] for kind in kinds.values() for place in (0, len(kind) // 2, -1)}
         entries = [entry for entry in before.entries if entry in chosen]

@@ -308,8 +308,12 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         progress: Callable[[RequestResult], None] | None,
         late: LateCaptures | None = None,
     ) -> Serving:
-        drafter, ahead = self.drafter, self.policy.run_ahead
-        self._serving = Serving(scheduler, launcher, ranks, session, drafter, answers or {}, progress, ahead, late=late)
+        drafter, ahead, options = self.drafter, self.policy.run_ahead, self.policy.options
+        # Another seed than the acceptance has, so that a draft is not accepted because it was proposed.
+        proposals = SyntheticAcceptance(options.proposals, options.seed + 1) if options.proposals else None
+        self._serving = Serving(
+            scheduler, launcher, ranks, session, drafter, answers or {}, progress, ahead, proposals=proposals, late=late
+        )
         return self._serving
 
     def _refuse_while_serving(self, what: str) -> None:

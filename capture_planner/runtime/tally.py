@@ -39,6 +39,10 @@ class Tally:
     """Forwards of uniform decodes."""
     covered: Counter[Role] = attrs.Factory(Counter)
     """Those that a graph served."""
+    varying: Counter[Role] = attrs.Factory(Counter)
+    """Forwards of decodes whose requests differ."""
+    varying_covered: Counter[Role] = attrs.Factory(Counter)
+    """Those that a full graph served."""
     uses: Counter[tuple[Role, Entry]] = attrs.Factory(Counter)
     """Forwards that each graph served."""
     fallbacks: Counter[Shape] = attrs.Factory(Counter)
@@ -96,6 +100,9 @@ class Tally:
         if forward.query_len is not None:
             self.decodes[role] += times
             self.covered[role] += times * (entry is not None)
+        if forward.max_query_len is not None:
+            self.varying[role] += times
+            self.varying_covered[role] += times * (forward.mode is GraphMode.FULL)
         if entry is not None:
             self.uses[role, entry] += times
         else:

@@ -48,6 +48,24 @@ def test_explain_says_the_mode_or_the_reason(run: Run, arguments: list[str], mod
     assert ("eager" if mode == "NONE" else mode) in run("explain", PLAN, *arguments).out
 
 
+def test_explain_a_decode_of_varying_lengths(run: Run, tmp_path: Path) -> None:
+    """As a varying plan answers it, from flags and from a line; contradictions of flags are errors."""
+    spec = Path(SPEC).read_text("utf-8")
+    file = tmp_path / "varying.yaml"
+    text = spec.replace("num_tokens: 3", "num_tokens: 3\n  varying_decodes: [target]")
+    file.write_text(text.replace("backend: flashinfer", "backend: flash_attention"), "utf-8")
+    batch = ["--num-reqs", "100", "--num-tokens", "250", "--environment", "h100"]
+    ran = run("explain", str(file), *batch, "--max-query-len", "4")
+    assert ran.out.startswith("target: 100 requests, 250 tokens, up to 4 each -> FULL\n")
+    assert "the nearest full graph for decodes of up to 4 tokens each, padded by" in ran.out
+    line = {"role": "target", "num_reqs": 100, "num_tokens": 250, "max_query_len": 4}
+    asked = ("--batches", "-", "--environment", "h100")
+    answer = json.loads(run("explain", str(file), *asked, stdin=json.dumps(line).encode()).out)
+    assert (answer["mode"], answer["query_len"], answer["max_query_len"]) == ("FULL", None, 4)
+    for wrong in (["--max-query-len", "2"], ["--max-query-len", "4", "--prompt"]):
+        assert run("explain", str(file), *batch, *wrong).code == 1
+
+
 def test_explain_names_prompts_and_adapters(run: Run) -> None:
     plan = "plans/locked/llama-3.1-8b-lora8.a100.yaml"
     out = run("explain", plan, "--num-reqs", "8", "--query-len", "1", "--prompt", "--active-loras", "3").out
@@ -67,7 +85,7 @@ def test_coverage_as_json(run: Run) -> None:
     assert data["covered"] is True
     for cell in data["cells"]:
         assert set(cell) == {
-            "role", "kind", "query_len", "draft_steps", "first", "last", "min_reqs", "max_reqs", "min_loras",
+            "role", "kind", "query_len", "varies", "draft_steps", "first", "last", "min_reqs", "max_reqs", "min_loras",
             "max_loras", "mode", "entry", "reason", "share_padded", "worst_ratio",
         }  # fmt: skip
         assert (cell["entry"] is None) == (cell["reason"] is not None)
@@ -89,12 +107,21 @@ def test_batches_answer_a_line_for_a_line(run: Run) -> None:
     assert ran.code == 0
     assert [answer["mode"] for answer in answers] == ["FULL", "PIECEWISE", "FULL", "NONE"]
     for answer in answers:
-        assert list(answer) == ["mode", "num_tokens", "num_reqs", "query_len", "active_loras", "reason"]
+        assert list(answer) == [
+            "mode",
+            "num_tokens",
+            "num_reqs",
+            "query_len",
+            "max_query_len",
+            "active_loras",
+            "reason",
+        ]
     assert answers[-1] == {
         "mode": "NONE",
         "num_tokens": 8000,
         "num_reqs": 300,
         "query_len": None,
+        "max_query_len": None,
         "active_loras": 0,
         "reason": "not_admissible",
     }

@@ -65,7 +65,7 @@ def test_a_line_is_answered_with_a_line(run, written):
     assert first["ranks"][1]["runs"]["num_tokens"] == 4
     assert second["joint"] == {
         "role": "target", "num_reqs": 5, "num_tokens": 100, "query_len": None, "past_prompt": False,
-        "active_loras": 0,
+        "active_loras": 0, "max_query_len": None,
     }  # fmt: skip
     assert [rank["says"] for rank in third["ranks"]] == [
         "all run eager: this rank has no graphs",
@@ -105,7 +105,7 @@ def test_an_idle_rank_can_be_without_graphs(run, written):
         (
             [None, DECODES | {"rank": 1}],
             "[1].rank: unknown key; known are role, num_reqs, num_tokens, query_len, "
-            "past_prompt, active_loras, captured, missing",
+            "max_query_len, past_prompt, active_loras, captured, missing",
         ),
         ([3, None], "[0]: expected a mapping, got 3"),
         ([DECODES], "expected 2 to 16 ranks, got 1"),

@@ -63,6 +63,7 @@ def run(executing: Callable[[str, str], Run]) -> Run:
         (("plan.yaml", "--acceptance", "0.5,0.6"), "share 1 is 0.6, expected 0 to 0.5: it is the share of steps"),
         (("plan.yaml", "--acceptance", "0.5,0.5", "--verify"), "with --acceptance they are not the model's"),
         (("plan.yaml", "--acceptance", "0.5,0.5", "--drafter", "chance"), "and so does --acceptance; leave one out"),
+        (("plan.yaml", "--proposals", "0.5"), "--proposals 0.5: 1 share, and the plan drafts 2 tokens"),
         (("plan.yaml", "--memory-utilization", "0.5"), "the plan is for a processor; leave it out"),
         (("plan.yaml", "--memory-utilization", "1.5"), "1.5 is not in the range"),
         (("plan.yaml", "--trust", "--debug"), "give one"),

@@ -1,5 +1,6 @@
 """Rows: entries as a file lists them."""
 
+import attrs
 import pytest
 from hypothesis import given
 
@@ -16,6 +17,22 @@ def _sorted(entries):
     return sorted(entries, key=lambda entry: entry.capture_order)
 
 
+@pytest.mark.parametrize("others", [{"query_len": 2}, {"num_tokens": (8,)}, {"num_reqs": None, "num_tokens": (8,)}])
+def test_a_row_of_varying_decodes_lists_requests_only(others):
+    """Its tokens follow, and no request has an exact number of them."""
+    with pytest.raises(InvalidValue, match="max_query_len: takes num_reqs, and neither query_len nor num_tokens"):
+        EntryRow(**{"mode": FULL, "max_query_len": 4, "num_reqs": (2,)} | others)
+
+
+def test_a_graph_of_varying_decodes_is_full_and_of_all_its_requests():
+    """The planner, a file or a caller: nobody makes another one."""
+    entry = Entry(mode=FULL, num_tokens=8, num_reqs=2, max_query_len=4)
+    wrong = ({"mode": GraphMode.PIECEWISE}, {"num_reqs": None}, {"query_len": 4}, {"num_tokens": 7}, {"num_reqs": 3})
+    for change in wrong:
+        with pytest.raises(InvalidValue, match="a varying decode graph is FULL"):
+            attrs.evolve(entry, **change)
+
+
 @given(plans(max_reqs=64) | arbitrary_plans())
 def test_packing_loses_nothing(plan):
     """Entries -> rows -> entries are the same entries, duplicates included."""
@@ -25,10 +42,10 @@ def test_packing_loses_nothing(plan):
 
 @given(plans(max_reqs=512))
 def test_planned_rows_are_compact(plan):
-    """Uniform decodes list requests only, piecewise graphs tokens only."""
+    """Decodes list requests only, piecewise graphs tokens only."""
     for role in plan.roles:
         for row in pack(role.entries):
-            assert (row.num_tokens is None) == (row.query_len is not None)
+            assert (row.num_tokens is None) == (row.decodes != "")
             assert (row.num_reqs is None) == (row.mode is PIECEWISE)
 
 

@@ -16,16 +16,21 @@ from capture_planner.testing import vectors
 
 
 def test_plans_are_of_every_kind() -> None:
-    """Without drafts, with three, and with three or two by the number of requests; with and without adapters."""
-    assert len(set(plans())) == len(plans()) == 12
+    """Without drafts, with three, and with three or two by the number of requests, and up to three of each request;
+    with and without adapters.
+    """
+    assert len(set(plans())) == len(plans()) == 16
     tiers = [None if plan.speculative is None else plan.speculative.tiers(MOST_REQS) for plan in plans()]
-    assert tiers == [None] * 4 + [((1, MOST_REQS, 3),)] * 4 + [((1, 4, 3), (5, MOST_REQS, 2))] * 4
-    for plan, adapters in zip(plans(), [False, False, True, True] * 3, strict=True):
+    fixed = [((1, MOST_REQS, 3),)] * 4
+    assert tiers == [None] * 4 + fixed + [((1, 4, 3), (5, MOST_REQS, 2))] * 4 + fixed
+    varies = [any(entry.max_query_len for entry in plan.role(Role.TARGET).entries) for plan in plans()]
+    assert varies == [False] * 12 + [True] * 4
+    for plan, adapters in zip(plans(), [False, False, True, True] * 4, strict=True):
         assert (plan.limits.max_num_reqs, plan.limits.max_num_tokens) == (MOST_REQS, MOST_TOKENS) == (12, 64)
         cases = {entry.active_loras for entry in plan.role(Role.TARGET).entries}
         assert cases == ({0, 1, 2, 4, 5} if adapters else {0})
     mixed = [any(entry.mode is GraphMode.PIECEWISE for entry in plan.role(Role.TARGET).entries) for plan in plans()]
-    assert mixed == [True, False] * 6
+    assert mixed == [True, False] * 8
 
 
 BATCH = Batch(role=Role.TARGET, num_reqs=2, num_tokens=8, query_len=4, past_prompt=True)

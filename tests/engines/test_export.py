@@ -16,8 +16,9 @@ from capture_planner.engines.export.export import DRAFT_MODEL, graph_scope
 from capture_planner.engines.export.proof import effect, emulated
 from capture_planner.engines.parsing import as_words
 from capture_planner.engines.side_by_side import emulation_of_plan
-from capture_planner.errors import DispatchError, FlagError, Problem
+from capture_planner.errors import DispatchError, FlagError, Problem, RunError
 from capture_planner.modes import GraphMode, Reason, Refresh, Role
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import decode_families, decode_tiers, is_admissible
 from capture_planner.records.model import Method, Speculative
@@ -30,7 +31,7 @@ from support.export_plans import SCHEDULES, made
 from support.small_engines import EMULATORS, vllm_table
 
 NAMES = st.sampled_from(sorted(engines()))
-PLANS = plans(max_reqs=16, max_tokens=96)
+PLANS = plans(max_reqs=16, max_tokens=96, varying=False)
 
 
 @st.composite
@@ -71,7 +72,7 @@ def test_proof_of_an_exact_engine_has_no_difference(planned):
     assert len(proof.same) == planned.num_graphs
 
 
-@given(entries(lora=True), st.data())
+@given(entries(lora=True, varying=False), st.data())
 def test_effect_sees_every_field_of_an_entry(ours, data):
     """Equal graphs alone have none; a chain of one draft decode is a single step."""
     name = data.draw(st.sampled_from(("num_tokens", "num_reqs", "query_len", "active_loras", "draft_steps")))
@@ -280,6 +281,18 @@ def test_export_refuses_a_plan_without_target(engine):
     planned = made(SCHEDULES[0])
     with pytest.raises(DispatchError, match="no role target"):
         find_engine(engine).export(attrs.evolve(planned, roles=planned.roles[1:]))
+
+
+@pytest.mark.parametrize("engine", sorted(engines()))
+def test_a_plan_of_varying_decodes_is_refused(engine):
+    """No engine has such graphs at a plan's sizes: one line says so, from the export and from the launch."""
+    uniform = made(speculative=Speculative(method=Method.EAGLE3, num_tokens=3))
+    planned = replace(uniform, speculative=replace(uniform.speculative, varying_decodes=(Role.TARGET,)))
+    found = find_engine(engine)
+    calls = [found.export] if found.launch is None else [found.export, lambda plan: found.launch(plan, [])]
+    for call in calls:
+        with pytest.raises((FlagError, RunError), match=r"vary in length, and|has speculative decoding"):
+            call(planned)
 
 
 def test_unknown_backend_is_a_loss():

@@ -17,7 +17,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.testing import arbitrary_plans, batches, plans
 from support.observing import observation_of
 
-ANY_PLAN = plans(max_reqs=16, max_tokens=64) | arbitrary_plans(max_tokens=64)
+ANY_PLAN = plans(max_reqs=16, max_tokens=64, varying=False) | arbitrary_plans(max_tokens=64, varying=False)
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])

@@ -149,7 +149,7 @@ def test_answer_of_an_impossible_batch_has_the_not_admissible_key(call, tmp_path
     file = tmp_path / "batches.jsonl"
     file.write_text("".join(f"{json.dumps(line)}\n" for line in (*possible, *impossible)), "utf-8")
     ran = call("engine", "vllm", *LORA[:4], "--environment", "h100", "--batches", str(file))
-    keys = ["mode", "num_tokens", "num_reqs", "query_len", "active_loras", "reason"]
+    keys = ["mode", "num_tokens", "num_reqs", "query_len", "max_query_len", "active_loras", "reason"]
     answers = [json.loads(line) for line in ran.out.splitlines()]
     assert [list(answer) for answer in answers] == [keys] + 4 * [[*keys, "not_admissible"]]
     said = [answer["not_admissible"] for answer in answers[1:]]

@@ -131,7 +131,7 @@ def answer(table, tokens, num_reqs, loras, query_len):
 @st.composite
 def plans_with_adapters(draw):
     """Plans with graphs for several numbers of adapters."""
-    inputs = draw(deployments(max_reqs=12, max_tokens=48))
+    inputs = draw(deployments(max_reqs=12, max_tokens=48, varying=False))
     lora = Lora(max_active=draw(st.integers(1, 4)), specialize=True)
     try:
         return attrs.evolve(inputs, spec=replace(inputs.spec, lora=lora)).plan()

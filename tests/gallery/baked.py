@@ -65,6 +65,18 @@ class FreshLengths(ReferenceExecutor):
         super().attend(layer, query, out, scoring, with_field(metadata, "seq_lens", self._lengths))
 
 
+class VaryingTakenForUniform(ReferenceExecutor):
+    """Bakes the longest query of a varying graph in as that of every request."""
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
+        """Attend as in a uniform graph of the same extents."""
+        entry = metadata.entry
+        if metadata.is_full and entry is not None and entry.max_query_len is not None:
+            uniform = attrs.evolve(entry, query_len=entry.max_query_len, max_query_len=None)
+            metadata = attrs.evolve(metadata, entry=uniform)
+        super().attend(layer, query, out, scoring, metadata)
+
+
 class GrowsWorkspace(PagedExecutor):
     """Keeps page lists in memory that is replaced when a step has more pages than any step before it."""
 
@@ -248,6 +260,13 @@ MUTANTS = (
         bug_class=F,
         says="Every step makes a new tensor, and graphs read the address of an old one",
         backend=lambda: RenamedReference(FreshLengths),
+    ),
+    Mutant(
+        name="varying-taken-for-uniform",
+        threads=("vllm-ascend#9136",),
+        bug_class=F,
+        says="A graph of varying decodes gives every request as many rows as the longest may have",
+        backend=lambda: RenamedReference(VaryingTakenForUniform),
     ),
     Mutant(
         name="grows-workspace",

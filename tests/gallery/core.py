@@ -91,6 +91,7 @@ LATE = {
     "softcap-not-captured",
     "stale-page-indices",
     "stale-tile-counts",
+    "varying-taken-for-uniform",
     "weights-replaced",
     "workspace-born-in-a-capture",
     "zero-filled-offsets",

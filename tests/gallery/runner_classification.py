@@ -58,6 +58,15 @@ def _mean_length(original: MakesBatch) -> MakesBatch:
     return batch
 
 
+def _longest_of_the_first(original: MakesBatch) -> MakesBatch:
+    def batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Batch:
+        made = original(role, scheduled, inputs)
+        first = int(inputs.query_start_loc[1])
+        return made if made.max_query_len is None else attrs.evolve(made, max_query_len=first)
+
+    return batch
+
+
 CLASSIFICATION_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="prompt-taken-for-a-decode",
@@ -88,5 +97,12 @@ CLASSIFICATION_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.B,
         says="A batch is taken for uniform where its tokens divide by its requests",
         patch=patched((launching_module, "step_batch", _mean_length)),
+    ),
+    Mutant(
+        name="longest-of-the-first-request",
+        threads=("vllm#52988",),
+        bug_class=BugClass.B,
+        says="The tokens of the first request stand for those of the longest in a decode whose requests differ",
+        patch=patched((launching_module, "step_batch", _longest_of_the_first)),
     ),
 )

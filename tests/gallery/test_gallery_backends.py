@@ -89,6 +89,8 @@ CASES = {
     "stale-page-indices": case(ONE, mode=GraphMode.FULL, past=1),
     "constants-of-the-first-capture": case(ONE),
     "longest-of-batch": case(ONE, past=12),
+    # One token and three, in a graph of up to three each.
+    "varying-taken-for-uniform": case(RunBatch(rows=((0, 1, 0), (1, 3, 0))), requests=2, drafts=2, varying=True),
     "sized-by-the-limits": case(TWO, requests=2, beyond=2),
     "one-tile-of-requests": case(RunBatch(rows=tuple((number, 1, 0) for number in range(17))), requests=17),
     "second-split-lost": case(ONE, past=100),

@@ -68,6 +68,8 @@ CASES = {
     "requests-from-rounded-tokens": case(Serve(requests=((16, 8, 0), (5, 12, 0))), requests=0, drafts=2),
     # A decode of one token and a prompt of three.
     "query-length-of-the-mean": case(Serve(requests=((3, 6, 0), (3, 3, 1))), requests=0),
+    # The first one has no draft left at the model's end, and the second has two.
+    "longest-of-the-first-request": case(Serve(requests=((16, 8, 0), (5, 12, 0))), requests=0, drafts=2, varying=True),
     "adapters-not-in-the-key": case(RunBatch(rows=((0, 1, 0),), loras=1), loras=1),
     # Two draft decodes of one request, one after the other, in graphs for three.
     "padded-rows-moved-on": case(ALONE, drafts=3, fused=False),
@@ -121,6 +123,7 @@ CHECKS = {
     "prompt-taken-for-a-decode": Check.CLASSIFIED,
     "prompts-behind-a-decode": Check.CLASSIFIED,
     "query-length-of-the-mean": Check.CLASSIFIED,
+    "longest-of-the-first-request": Check.CLASSIFIED,
     "requests-from-rounded-tokens": Check.CLASSIFIED,
     "adapters-not-in-the-key": Check.DISPATCHED,
     "dummy-request-on-demand": Check.DISPATCHED,

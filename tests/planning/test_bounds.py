@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[PlanInputs, BudgetBounds, list[Ladder], P
     spec = replace(inputs.spec, budget=budget)
     known = draw(profiles(spec.active_roles))
     try:
-        roles = planner._resolved(spec, inputs.environment, inputs.registry)
+        spec, roles = planner._resolved(spec, inputs.environment, inputs.registry)
     except PlanningError:
         reject()
     for role in roles:
@@ -137,7 +137,7 @@ def test_what_graphs_take_is_added_up_over_all_of_them(
         taken = sum(number for ladder, number in graphs.items() if ladder.kind is kind)
         holds &= allowed is None or taken <= allowed
     holds &= budget.max_graphs is None or sum(graphs.values()) <= budget.max_graphs
-    for role in planner._resolved(spec, inputs.environment, inputs.registry):
+    for role in planner._resolved(spec, inputs.environment, inputs.registry)[1]:
         full = sum(number for each, number in graphs.items() if each.role is role.role and each.mode is GraphMode.FULL)
         holds &= all(group.support.max_graphs is None or full <= group.support.max_graphs for group in role.groups)
     holds &= budget.seconds is None or seconds + Fraction(known.base_seconds) <= Fraction(budget.seconds)

@@ -130,7 +130,8 @@ def test_any_deployment_can_have_a_measured_schedule(deployment, shares):
     """Laws 1 and 7: whatever the modes, limits, backends and budgets; a plan without holes, the same twice."""
     assume(deployment.spec.speculative is not None)
     acceptance = tuple(sorted(shares, reverse=True))
-    speculative = replace(deployment.spec.speculative, schedule=ScheduleSource.MEASURED, acceptance=acceptance)
+    uniform = replace(deployment.spec.speculative, varying_decodes=())
+    speculative = replace(uniform, schedule=ScheduleSource.MEASURED, acceptance=acceptance)
     spec = replace(deployment.spec, speculative=speculative)
     eager = [replace(curve, mode=GraphMode.PIECEWISE) for curve in curves() if curve.mode is GraphMode.FULL]
     whole = replace(profile(), curves=(*curves(), *eager))

@@ -4,7 +4,14 @@ import pytest
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.planning.resolve import GroupSupport, resolve, resolve_draft_decode, resolve_draft_prefill, weakest
+from capture_planner.planning.resolve import (
+    GroupSupport,
+    resolve,
+    resolve_draft_decode,
+    resolve_draft_prefill,
+    resolve_varying,
+    weakest,
+)
 from capture_planner.records.backend import Support
 from capture_planner.records.spec import Piecewise
 
@@ -84,3 +91,14 @@ def test_draft_decode_names_the_unsupporting_backend():
     assert [d.rule for d in found.decisions] == ["draft-decode-only", "decode-full-unsupported"]
     assert found.decisions[-1].backend == "alpha"
     assert "SM75" in found.decisions[-1].message
+
+
+@pytest.mark.parametrize("level", GraphSupport)
+@pytest.mark.parametrize("mode", GraphMode)
+def test_decodes_vary_in_full_graphs_where_the_weakest_group_takes_any_batch(mode, level):
+    """Elsewhere the decision names the backend with its reason; decodes without full graphs take any lengths."""
+    found = resolve_varying(Role.TARGET, mode, [group(GraphSupport.ALWAYS, "a"), group(level, "b")])
+    assert (found is None) == (mode.decode_mode is not GraphMode.FULL or level is GraphSupport.ALWAYS)
+    if found is not None:
+        assert (found.before, found.after, found.backend, found.group) == ("varying", "uniform", "alpha", "b")
+        assert f"alpha declares {level.name}: SM75" in found.message

@@ -9,7 +9,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import load_backends
-from capture_planner.modes import Pool, Role
+from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import replace
 from capture_planner.records.spec import Roles
 from capture_planner.runtime.chosen import drafter_of
@@ -56,6 +56,32 @@ def test_graphs_accept_what_eager_accepts_with_either_pool(data, kind, device, p
         found = serve(pooled, target, drafter, requests, answers, drafts_on_device=device, poison=poison)
         assert found[:2] == (tokens, eager)
         event("drafts from graphs" if found[2] else "drafts eager")
+
+
+@settings(max_examples=max(settings.default.max_examples // 6, 2))
+@given(data=st.data(), kind=st.sampled_from(("random", "chance")), device=st.booleans(), poison=st.booleans())
+def test_varying_graphs_say_what_uniform_graphs_and_eager_say(data, kind, device, poison):
+    """A drafter proposes as many drafts as it likes: filled up or not, from graphs or not, the tokens are the same."""
+    spec = replace(data.draw(runnable_specs(speculative=True)), roles=Roles(), mode=GraphMode.FULL_AND_PIECEWISE)
+    k = spec.speculative.num_tokens
+    rates = tuple(sorted(data.draw(st.lists(st.floats(0, 1), min_size=k, max_size=k)), reverse=True))
+    target = load_target(None, spec.model, device=torch.device("cpu"), dtype=torch.float64, seed=3)
+    requests, found, varied = data.draw(requests_for(spec)), [], []
+    for roles in ((), (Role.TARGET,), (Role.TARGET, Role.DRAFT_PREFILL)):
+        plan = planned(replace(spec, speculative=replace(spec.speculative, varying_decodes=roles)), REGISTRY)
+        varied.append(any(entry.max_query_len for role in plan.roles for entry in role.entries))
+        drafter = drafter_of(plan, target, kind, seed=3)
+        plain, _, _ = serve(without_speculation(plan, REGISTRY), target, None, requests)
+        answers = {request.name: request.prompt + plain[request.name] for request in requests}
+        options = {"drafts_on_device": device, "poison": poison, "proposals": rates}
+        tokens, accepted, _ = serve(plan, target, drafter, requests, answers, **options)
+        eager = serve(without_graphs(plan), target, drafter, requests, answers, proposals=rates)
+        assert (tokens, accepted) == eager[:2]
+        assert tokens == plain
+        found.append(accepted)
+    # The same drafts are accepted with a graph of the draft prefill and without.
+    assert found[1] == found[2]
+    event(f"graphs of varying decodes: {any(varied)}")
 
 
 @settings(max_examples=max(settings.default.max_examples // 6, 2))

@@ -66,7 +66,7 @@ def measured(spec: Spec) -> Measurements:
 
 def searched(spec: Spec, measurements: Measurements) -> coverage._WaivedSets:
     """The search in which sets of waived teams are tried."""
-    roles = planner._resolved(spec, MACHINE, REGISTRY)
+    spec, roles = planner._resolved(spec, MACHINE, REGISTRY)
     for role in roles:
         role.choose_ladders()
     ladders = [ladder for role in roles for ladder in role.ladders]

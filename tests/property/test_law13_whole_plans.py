@@ -90,7 +90,7 @@ class Problem:
 
     def __init__(self, inputs):
         self.spec, self.measurements = inputs.spec, inputs.measurements
-        self.roles = planner._resolved(inputs.spec, inputs.environment, inputs.registry)
+        _, self.roles = planner._resolved(inputs.spec, inputs.environment, inputs.registry)
         for role in self.roles:
             role.choose_ladders()
         self.costs = Costs(inputs.measurements.profile)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from capture_planner.analysis.coverage import coverage
 from capture_planner.modes import GraphMode, Reason
 from capture_planner.records.batch import Kind
-from capture_planner.records.batch_space import decode_families, most_tokens
+from capture_planner.records.batch_space import decode_families, most_tokens, query_len_of
 from capture_planner.testing import arbitrary_plans, plans
 from support import reference
 
@@ -31,7 +31,13 @@ def test_nothing_is_waived_that_a_graph_serves(plan):
         for batch in reference.admissible(plan, role):
             if reference.dispatch(plan, batch) is None or not reference.is_waived(role, batch):
                 continue
-            assert not reference.is_decode(batch), batch
+            if reference.is_decode(batch):
+                # Of a varying decode it depends on its tokens whether a graph of mixed batches holds them.
+                most = query_len_of(role.role, plan, batch.num_reqs)
+                assert varies(plan, role, batch.num_reqs), batch
+                assert batch.num_tokens < batch.num_reqs * most, batch
+                assert reference.dispatch(plan, batch).tokens_each is None, batch
+                continue
             waivers = [w for w in role.waivers if w.kind is Kind.MIXED and w.first <= batch.num_tokens <= w.last]
             assert {waiver.reason for waiver in waivers} == {Reason.BACKEND_CAP}, batch
             assert batch.num_reqs < min(waiver.first for waiver in waivers), batch
@@ -43,12 +49,27 @@ def test_coverage_finds_exactly_the_holes_that_enumeration_finds(plan):
     cells = coverage(plan).uncovered
     for role in plan.roles:
         holes = {
-            (reference.is_decode(batch), batch.query_len)
+            _kind(plan, role, reference.is_decode(batch), batch.num_reqs, batch.query_len)
             for batch in reference.admissible(plan, role)
             if reference.dispatch(plan, batch) is None and not reference.is_waived(role, batch)
         }
-        found = {(c.query_len is not None, c.query_len) for c in cells if c.role is role.role}
+        found = {_kind(plan, role, c.query_len is not None, c.first, c.query_len) for c in cells if c.role is role.role}
         assert found == holes
+
+
+def _kind(plan, role, is_decode, num_reqs, query_len):
+    """Whether batches are decodes, and of how many tokens each; where they vary, of how many at most."""
+    if is_decode and varies(plan, role, num_reqs):
+        query_len = f"up to {query_len_of(role.role, plan, num_reqs)}"
+    return is_decode, query_len
+
+
+def varies(plan, role, num_reqs):
+    """Whether decodes of so many requests vary in length, by the meaning of the plan's fields."""
+    speculative = plan.speculative
+    return (
+        speculative is not None and role.role in speculative.varying_decodes and reference.scheduled_k(plan, num_reqs)
+    )
 
 
 @given(plans(max_reqs=17, max_tokens=96) | arbitrary_plans(max_tokens=96))
@@ -56,20 +77,30 @@ def test_each_batch_lies_in_a_cell_with_its_answer(plan):
     """Law 1: coverage and dispatch are one truth; a batch is answered as its cell says."""
     cells = {}
     for cell in coverage(plan).cells:
-        cells.setdefault((cell.role, cell.query_len), []).append(cell)
+        cells.setdefault((cell.role, cell.query_len is not None), []).append(cell)
     for role in plan.roles:
         for batch in reference.admissible(plan, role):
-            extent = batch.num_reqs if reference.is_decode(batch) else batch.num_tokens
-            found = {
-                (cell.entry, cell.answer.reason)
-                for cell in cells.get((role.role, batch.query_len), ())
+            is_decode = reference.is_decode(batch)
+            extent = batch.num_reqs if is_decode else batch.num_tokens
+            found = [
+                cell
+                for cell in cells.get((role.role, is_decode), ())
                 if cell.first <= extent <= cell.last
                 and cell.min_reqs <= batch.num_reqs <= cell.max_reqs
                 and cell.min_loras <= batch.active_loras <= cell.max_loras
-                and (not reference.is_decode(batch) or _scheduled(plan, role, cell, batch))
-            }
-            assert found, batch
-            assert {entry for entry, _ in found} == {reference.dispatch(plan, batch)}, batch
+                and (not is_decode or _scheduled(plan, role, cell, batch))
+            ]
+            exact = [cell for cell in found if cell.query_len == batch.query_len and not cell.varies]
+            entry = reference.dispatch(plan, batch)
+            if exact:
+                assert {cell.entry for cell in exact} == {entry}, batch
+                continue
+            longest = reference.longest_of(batch)
+            ends = [cell for cell in found if cell.varies and cell.query_len >= longest > 0]
+            assert ends, batch
+            # Of fewer tokens than the largest decode of its cell, it may have a nearer graph.
+            cell = min(ends, key=lambda cell: cell.query_len)
+            assert cell.entry is None or entry.cost <= cell.entry.cost, batch
 
 
 def _scheduled(plan, role, cell, batch):
@@ -83,10 +114,10 @@ def test_the_largest_decode_is_itself_a_size_unless_waived(plan):
     for role in plan.roles:
         for family in decode_families(role.role, plan):
             most = family.requests.intervals[-1][1]
-            sizes = [e.num_reqs for e in role.entries if e.query_len == family.query_len]
-            waived = [w for w in role.waivers if w.query_len == family.query_len and w.last >= most]
+            sizes = [e.num_reqs for e in role.entries if e.tokens_each == family.query_len]
+            waived = [w for w in role.waivers if family.query_len in (w.query_len, w.max_query_len) and w.last >= most]
             if role.mode.is_separate and not waived:
-                piecewise = [e.num_tokens for e in role.entries if e.query_len is None]
+                piecewise = [e.num_tokens for e in role.entries if e.tokens_each is None]
                 assert max([0, *sizes]) >= most or max([0, *piecewise]) >= most * family.query_len
 
 
@@ -105,8 +136,9 @@ def test_waived_batch_has_a_message(plan, data):
 def test_adjacent_ranges_are_waived_together(plan):
     """Law 1: for the same reason and of the same query length, one waiver has them all."""
     for role in plan.roles:
-        ends = {(w.kind, w.query_len, w.max_loras, w.reason, w.message, w.last + 1) for w in role.waivers}
-        starts = {(w.kind, w.query_len, w.max_loras, w.reason, w.message, w.first) for w in role.waivers}
+        kinds = [(w.kind, w.query_len, w.max_query_len, w.max_loras, w.reason, w.message) for w in role.waivers]
+        ends = {(*kind, w.last + 1) for kind, w in zip(kinds, role.waivers, strict=True)}
+        starts = {(*kind, w.first) for kind, w in zip(kinds, role.waivers, strict=True)}
         assert not ends & starts
 
 
@@ -116,7 +148,7 @@ def test_a_mode_of_none_waives_everything(plan):
     for role in plan.roles:
         if role.mode is GraphMode.NONE:
             assert not role.entries
-            waived = [(w.query_len, w.first, w.last) for w in role.waivers]
+            waived = [(w.query_len or w.max_query_len, w.first, w.last) for w in role.waivers]
             for family in decode_families(role.role, plan):
                 for first, last in family.requests.intervals:
                     assert any(q == family.query_len and a <= first and last <= b for q, a, b in waived)

@@ -3,7 +3,7 @@
 from hypothesis import given
 
 from capture_planner.modes import GraphMode, Role
-from capture_planner.testing import plans
+from capture_planner.testing import arbitrary_plans, plans
 from support import reference
 
 
@@ -16,6 +16,26 @@ def test_uniform_tokens_are_requests_times_query_length(plan):
                 assert entry.num_tokens == entry.num_reqs * entry.query_len
 
 
+@given(plans(max_reqs=512) | arbitrary_plans())
+def test_varying_tokens_are_requests_times_the_most(plan):
+    """Law 2: num_tokens == num_reqs * max_query_len in every varying entry, which is FULL and not uniform."""
+    for role in plan.roles:
+        for entry in role.entries:
+            if entry.max_query_len is not None:
+                assert entry.num_tokens == entry.num_reqs * entry.max_query_len
+                assert (entry.mode, entry.query_len) == (GraphMode.FULL, None)
+
+
+@given(plans(max_reqs=512))
+def test_varying_entries_are_of_the_roles_that_vary(plan):
+    """Law 2: there are no uniform ones beside them, but of one token where nothing is drafted."""
+    for role in plan.roles:
+        varying = plan.speculative is not None and role.role in plan.speculative.varying_decodes
+        more = reference.extra_rows(plan.speculative) if role.role is Role.DRAFT_PREFILL else 0
+        assert varying or all(entry.max_query_len is None for entry in role.entries)
+        assert not varying or {entry.query_len for entry in role.entries} <= {None, 1 + more}
+
+
 @given(plans(max_reqs=512))
 def test_query_lengths_are_those_of_the_role(plan):
     """Law 2: 1 + k for each scheduled k in target and draft prefill, which may have more rows, 1 in a draft decode."""
@@ -26,7 +46,7 @@ def test_query_lengths_are_those_of_the_role(plan):
     for role in plan.roles:
         more = reference.extra_rows(plan.speculative) if role.role is Role.DRAFT_PREFILL else 0
         allowed = {1} if role.role is Role.DRAFT_DECODE else {1 + k + more for k in ks}
-        assert {e.query_len for e in role.entries} - {None} <= allowed
+        assert {e.tokens_each for e in role.entries} - {None} <= allowed
 
 
 @given(plans(max_reqs=512))
@@ -44,7 +64,7 @@ def test_a_mixed_full_graph_holds_what_its_tokens_can(plan):
         caps = [g.support.max_num_reqs for g in role.groups if g.support.max_num_reqs]
         most = min([plan.limits.max_num_reqs, *caps])
         for entry in role.entries:
-            if entry.mode is GraphMode.FULL and entry.query_len is None:
+            if entry.mode is GraphMode.FULL and entry.tokens_each is None:
                 assert entry.num_reqs == min(entry.num_tokens, most)
 
 

@@ -1,5 +1,6 @@
 """Law 3, next fit: the cheapest compatible entry over all entries; total and deterministic."""
 
+import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,8 +64,8 @@ def test_a_full_entry_is_never_passed_over_for_piecewise(plan, data):
 WILD = st.integers(-(1 << 63), 1 << 63)
 
 
-@given(ANY_PLAN, WILD, WILD, st.none() | WILD, st.booleans(), WILD)
-def test_dispatch_is_total(plan, num_reqs, num_tokens, query_len, past_prompt, loras):
+@given(ANY_PLAN, WILD, WILD, st.none() | WILD, st.none() | WILD, st.booleans(), WILD)
+def test_dispatch_is_total(plan, num_reqs, num_tokens, query_len, max_query_len, past_prompt, loras):
     """Law 3: any numbers at all have an answer; what cannot be is not admissible."""
     role = plan.roles[0].role
     batch = Batch(
@@ -74,6 +75,7 @@ def test_dispatch_is_total(plan, num_reqs, num_tokens, query_len, past_prompt, l
         query_len=query_len,
         past_prompt=past_prompt,
         active_loras=loras,
+        max_query_len=max_query_len,
     )
     answer = Dispatcher(plan).dispatch(batch)
     assert answer.entry == reference.dispatch(plan, batch)
@@ -84,7 +86,24 @@ def test_dispatch_is_total(plan, num_reqs, num_tokens, query_len, past_prompt, l
 def test_dispatch_counts_takes_role_names(plan, data):
     """Law 3: asking by the role's name changes nothing."""
     batch, dispatcher = data.draw(batches(plan)), Dispatcher(plan)
-    by_name = dispatcher.dispatch_counts(
-        batch.role.value, batch.num_reqs, batch.num_tokens, batch.query_len, batch.past_prompt, batch.active_loras
-    )
+    counts = attrs.asdict(batch) | {"role": batch.role.value}
+    by_name = dispatcher.dispatch_counts(**counts)
     assert by_name == dispatcher.dispatch(batch)
+
+
+@given(ANY_PLAN, st.data())
+def test_of_graphs_of_one_size_the_most_specific_is_taken(plan, data):
+    """Law 3: a uniform graph before a varying one of the same extents, and both before one for any batch."""
+    batch = data.draw(batches(plan))
+    entry = Dispatcher(plan).dispatch(batch).entry
+    size = None if entry is None else (entry.mode, entry.num_tokens, entry.num_reqs, entry.active_loras)
+    chain = reference.chain_length(plan, batch.role, batch.num_reqs)
+    for other in plan.role(batch.role).entries:
+        alike = size == (other.mode, other.num_tokens, other.num_reqs, other.active_loras)
+        if alike and reference.serves(other, reference.without_adapters(batch), chain):
+            assert generality(entry) <= generality(other)
+
+
+def generality(entry):
+    """How many lengths a graph takes: one, several, or any."""
+    return (entry.query_len is None) + (entry.query_len is None and entry.max_query_len is None)

@@ -1,4 +1,4 @@
-"""Law 5, uniform means decode: exactly that query length, and past the prompt."""
+"""Law 5, uniform means decode: exactly that query length, or up to it where decodes vary, and past the prompt."""
 
 import attrs
 from hypothesis import given
@@ -29,7 +29,19 @@ def test_a_prompt_of_decode_shape_is_no_decode(plan, data):
     """Law 5: with a request inside its prompt, no uniform entry is taken."""
     batch = attrs.evolve(data.draw(batches(plan)), past_prompt=False)
     entry = _entry(plan, batch)
-    assert entry is None or entry.query_len is None
+    assert entry is None or entry.tokens_each is None
+
+
+@given(ANY_PLAN, st.data())
+def test_a_varying_entry_serves_decodes_of_up_to_its_length(plan, data):
+    """Law 5: every request is past its prompt, and the longest is known and no longer than the entry's."""
+    batch = data.draw(batches(plan))
+    entry = _entry(plan, batch)
+    if entry is not None and entry.max_query_len is not None:
+        longest = batch.query_len or batch.max_query_len
+        assert batch.past_prompt
+        assert longest <= entry.max_query_len
+        assert longest <= batch.num_tokens <= batch.num_reqs * longest
 
 
 @given(ANY_PLAN, st.data())

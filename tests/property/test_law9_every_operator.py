@@ -41,7 +41,8 @@ def computed(scene, requests, garbage):
 @given(SCENES, st.data())
 def test_real_rows_and_states_do_not_depend_on_rows_of_padding(scene, data):
     """Bit by bit, whatever padding holds: NaN, large numbers of either sign, or nothing out of the ordinary."""
-    requests = data.draw(st.integers(1, min(scene.num_reqs, scene.num_tokens // (1 + scene.drafts))), label="requests")
+    width = 1 + scene.drafts + scene.extra_slots
+    requests = data.draw(st.integers(1, min(scene.num_reqs, scene.num_tokens // width)), label="requests")
     first, *others = (computed(scene, requests, garbage) for garbage in (None, float("nan"), 1e6, -1e6))
     assert first
     for other in others:

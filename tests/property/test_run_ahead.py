@@ -100,7 +100,13 @@ def speculative(data):
     model = replace(spec.model, embeddings=False, num_layers=1)
     method = data.draw(st.sampled_from((Method.EAGLE, Method.EAGLE3, Method.MTP)))
     layers = 1 if method is not Method.MTP else data.draw(st.sampled_from((1, max(spec.speculative.num_tokens, 2))))
-    drafter = replace(spec.speculative, method=method, model=DraftModel(num_layers=layers), parallel_drafting=False)
+    drafter = replace(
+        spec.speculative,
+        method=method,
+        model=DraftModel(num_layers=layers),
+        parallel_drafting=False,
+        varying_decodes=(),
+    )
     reqs = data.draw(st.sets(st.integers(1, spec.limits.max_num_reqs), min_size=1))
     sizes = Sizes(policy=Policy.EXPLICIT, num_reqs=tuple(sorted(reqs)), num_tokens=(8,))
     return replace(spec, model=model, speculative=drafter, mode=data.draw(st.sampled_from(FULL)), sizes=sizes)
@@ -282,7 +288,12 @@ def test_each_reason_to_wait_is_said():
     """A run that cannot run ahead says why; one that was not asked to, or can, says nothing."""
     assert policy(SPEC).run_ahead
     assert policy(SPEC).behind == ""
-    for options, says in (({"debug": True}, "debug"), ({"drafts_on_device": False}, "verified on the host")):
+    drawn = (1.0,) * SPEC.speculative.num_tokens
+    for options, says in (
+        ({"debug": True}, "debug"),
+        ({"drafts_on_device": False}, "verified on the host"),
+        ({"proposals": drawn}, "draft lengths are drawn"),
+    ):
         found = policy(SPEC, **options)
         assert not found.run_ahead
         assert says in found.behind
@@ -292,6 +303,7 @@ def test_each_reason_to_wait_is_said():
         (replace(SPEC, model=replace(SPEC.model, mrope=True)), "mrope_positions"),
         (replace(SPEC, parallel=Parallel(data=2)), "replicas"),
         (replace(SPEC, speculative=replace(SPEC.speculative, parallel_drafting=True)), "verified on the host"),
+        (replace(SPEC, speculative=replace(SPEC.speculative, varying_decodes=(Role.TARGET,))), "how many drafts"),
     ):
         assert says in policy(changed).behind
     lists = PaddingContract(

@@ -1,6 +1,7 @@
 """Specs: what is refused where, and what a schedule means."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from capture_planner.errors import InvalidValue
 from capture_planner.modes import Role
 from capture_planner.records._base import replace
 from capture_planner.records.capture import CapturePolicy, CaptureTiming
-from capture_planner.records.model import DraftModel, Method, Model, Speculative
+from capture_planner.records.model import DraftModel, Method, Model, ScheduleSource, Speculative
 from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
 from capture_planner.testing import specs
 
@@ -89,6 +90,24 @@ def test_drafter_heads_are_validated_as_the_targets_are(heads, kv_heads, tensor)
     assert bool(found) == bool(alone)
     field = "num_kv_heads" if heads is None else "num_heads"
     assert {problem.path for problem in found} <= {("speculative", "model", field)}
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ((Role.DRAFT_PREFILL,), "the draft prefill follows the target's batch, whose decodes do not vary; add target"),
+        ((Role.TARGET, Role.DRAFT_DECODE), "draft decodes have one token of each request; leave draft_decode out"),
+        ((Role.TARGET, Role.TARGET), "a role is listed twice; list it once"),
+    ],
+)
+def test_roles_of_varying_decodes_are_the_target_and_its_draft_prefill(roles, message):
+    """In any order; drafts, schedules and sizes that are measured have no times of them."""
+    with pytest.raises(InvalidValue, match=re.escape(f"varying_decodes: {message}")):
+        Speculative(method=Method.EAGLE, num_tokens=2, varying_decodes=roles)
+    given = Speculative(method=Method.EAGLE, num_tokens=2, varying_decodes=(Role.DRAFT_PREFILL, Role.TARGET))
+    assert given.varying_decodes == (Role.TARGET, Role.DRAFT_PREFILL)
+    with pytest.raises(InvalidValue, match="has no times of varying decodes to choose a schedule by"):
+        replace(given, schedule=ScheduleSource.MEASURED)
 
 
 def test_spec_reports_all_problems_at_once():

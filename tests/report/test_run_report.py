@@ -79,6 +79,10 @@ def test_forwards_are_counted_once(report):
         mine = [f for f in report.forwards if f.role is role.role and f.query_len is not None]
         assert role.decodes == sum(f.repeats for f in mine)
         assert role.covered == sum(f.repeats for f in mine if f.entry)
+        vary = () if report.plan.speculative is None else report.plan.speculative.varying_decodes
+        differ = [f for f in report.forwards if f.role is role.role and f.max_query_len is not None and f.role in vary]
+        assert role.varying == sum(f.repeats for f in differ)
+        assert role.varying_covered == sum(f.repeats for f in differ if f.mode is GraphMode.FULL)
 
 
 @given(ledgers.captures(EMPTY.plan), st.integers(1, 7))

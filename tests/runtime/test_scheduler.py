@@ -19,10 +19,10 @@ from capture_planner.runtime.ledger import Wait
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.workload import Request
-from support.scheduling import ANY, Case, cases, crowds, say, scheduler_of, simulate
+from support.scheduling import ANY, Case, cases, crowds, say, scheduler_of, simulate, varying
 
 
-@given(ANY)
+@given(ANY | varying())
 def test_every_request_is_served_with_what_the_model_says(case):
     """Whatever is drafted, and however the prompt is cut into chunks: greedy output, all of it."""
     scheduler, moments, outputs = simulate(case)
@@ -113,6 +113,33 @@ def test_drafts_are_what_was_proposed_and_then_the_last_token_again(case):
             assert row.following == kept + (row.last,) * (row.drafts - len(kept))
             filled += len(kept) < row.drafts
     event(f"a row was filled up: {filled > 0}")
+
+
+@given(varying())
+def test_varying_decodes_verify_the_drafts_that_they_have(case):
+    """Nothing is filled up, and nothing is verified beyond a request's last token; such decodes have a graph's kind."""
+    families, ends = decode_families(Role.TARGET, case), {each.name: each.length for each in case.requests}
+    differ = 0
+    for m in simulate(case)[1]:
+        for row in (row for row in m.rows if row.past_prompt):
+            wanted = min(len(row.proposed), ends[row.name] - row.length - 1, case.max_model_len - 1 - row.computed)
+            assert row.drafts <= max(min(wanted, case.k(len(m.rows)) if m.prompts == 0 else case.most_drafts), 0)
+            assert row.following == row.proposed[: row.drafts]
+            # Only the limit on tokens cuts more.
+            whole = m.num_tokens + case.most_drafts < case.limits.max_num_tokens
+            assert not (whole and m.prompts == 0) or row.drafts == max(min(wanted, m.draft_tokens), 0)
+        assert (m.max_query_len is None) == (m.prompts > 0 or m.query_len is not None)
+        if m.prompts == 0 and any(len(m.rows) in family.requests for family in families):
+            batch = Batch(
+                role=Role.TARGET,
+                num_reqs=len(m.rows),
+                num_tokens=m.num_tokens,
+                query_len=m.query_len,
+                max_query_len=m.max_query_len,
+            )
+            assert kind_of(batch, families) is Kind.DECODE
+            differ += m.query_len is None
+    event(f"decodes differ: {differ > 0}")
 
 
 @given(ANY)

@@ -38,6 +38,8 @@ class Case:
     used: np.ndarray[Any, Any]
     """``bool[pages, page_size]``: the slots that a query may see."""
     query_len: int | None
+    max_query_len: int | None
+    """The most tokens of a request, where they vary up to it."""
     num_reqs: int
     num_tokens: int
     pages: int
@@ -54,18 +56,20 @@ class Case:
         return sum(self.queries)
 
     def exact(self) -> Case:
-        """The same batch without padding."""
-        pages = max(1, *map(len, self.tables))
-        return attrs.evolve(self, num_reqs=len(self.lengths), num_tokens=max(self.real, 1), pages=pages)
+        """The same batch without padding, but for what requests have fewer tokens than a varying graph."""
+        pages, reqs = max(1, *map(len, self.tables)), len(self.lengths)
+        tokens = reqs * self.max_query_len if self.max_query_len else max(self.real, 1)
+        return attrs.evolve(self, num_reqs=reqs, num_tokens=tokens, pages=pages)
 
 
 @st.composite
 def cases(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> Case:
-    """Draw a batch: uniform or mixed, with shared, shuffled and freed pages, padded on each axis."""
+    """Draw a batch: uniform, varying or mixed, with shared, shuffled and freed pages, padded on each axis."""
     page_size = draw(st.integers(1, 16))
     query_len = draw(st.none() | st.integers(1, 4))
     num_reqs = draw(st.integers(1, 4))
-    query = st.integers(0, 5) if query_len is None else st.just(query_len)
+    varies = query_len is not None and draw(st.booleans())
+    query = st.integers(0, 5) if query_len is None else st.integers(1 if varies else query_len, query_len)
     queries = [draw(query) for _ in range(num_reqs)]
     lengths = [q + draw(st.integers(0, 20)) for q in queries]
     window, causal = draw(st.none() | st.integers(1, 9)), draw(st.booleans())
@@ -93,6 +97,8 @@ def cases(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> C
     padded = num_reqs + draw(st.integers(0, 3))
     if query_len is None:
         num_tokens = max(sum(queries), 1) + draw(st.integers(0, 5))
+    elif varies:
+        num_tokens = padded * query_len
     else:
         # A hand-written plan may have fewer tokens than its requests could have.
         num_tokens = padded * query_len - draw(st.just(0) | st.integers(0, (padded - num_reqs) * query_len))
@@ -114,7 +120,8 @@ def cases(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> C
         queries=queries,
         tables=tables,
         used=used,
-        query_len=query_len,
+        query_len=None if varies else query_len,
+        max_query_len=query_len if varies else None,
         num_reqs=padded,
         num_tokens=num_tokens,
         pages=max(1, *needed) + draw(st.integers(0, 2)),
@@ -195,7 +202,13 @@ class Rig:
     def entry(self) -> Entry:
         """The graph of the case."""
         case = self.case
-        return Entry(mode=GraphMode.FULL, num_tokens=case.num_tokens, num_reqs=case.num_reqs, query_len=case.query_len)
+        return Entry(
+            mode=GraphMode.FULL,
+            num_tokens=case.num_tokens,
+            num_reqs=case.num_reqs,
+            query_len=case.query_len,
+            max_query_len=case.max_query_len,
+        )
 
     @property
     def padded(self) -> Metadata:
@@ -204,7 +217,7 @@ class Rig:
             entry=self.entry,
             num_reqs=self.case.num_reqs,
             num_tokens=self.case.num_tokens,
-            max_query_len=self.case.query_len or self.case.num_tokens,
+            max_query_len=self.entry.tokens_each or self.case.num_tokens,
             max_seq_len=max(self.case.lengths),
             fields=self.fields,
             host=UnreadableHost(),

@@ -94,6 +94,7 @@ def forwards(draw, dispatcher, captured, step):
         num_reqs=batch.num_reqs,
         num_tokens=batch.num_tokens,
         query_len=batch.uniform_query_len,
+        max_query_len=batch.max_query_len if batch.query_len is None and batch.past_prompt else None,
         entry=answer.entry if there else None,
         reason=None if there else answer.reason or Reason.MEMORY,
         padded_tokens=answer.padded_tokens if there else 0,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.conformance.reference_dispatch import chain_length, scheduled_k, serves, without_adapters
+from capture_planner.conformance.reference_dispatch import (
+    chain_length,
+    longest_of,
+    scheduled_k,
+    serves,
+    without_adapters,
+)
 from capture_planner.conformance.reference_dispatch import cheapest as dispatch
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
@@ -19,6 +25,7 @@ __all__ = [
     "is_chain",
     "is_decode",
     "is_waived",
+    "longest_of",
     "scheduled_k",
     "serves",
     "without_adapters",
@@ -45,17 +52,21 @@ def admissible(plan: Plan, role: RolePlan) -> Iterator[Batch]:
             query_len = 1 + k + more
         if num_reqs * (1 if role.role is Role.DRAFT_DECODE else 1 + k + slots) > limits.max_num_tokens:
             continue
+        varies = plan.speculative is not None and role.role in plan.speculative.varying_decodes and k > 0
+        shapes = _varying_shapes(num_reqs, query_len) if varies else [(num_reqs * query_len, query_len, None)]
         for loras in range(min(most_loras, num_reqs) + 1):
-            yield Batch(
-                role=role.role,
-                num_reqs=num_reqs,
-                num_tokens=num_reqs * query_len,
-                query_len=query_len,
-                active_loras=loras,
-            )
+            for num_tokens, each, longest in shapes:
+                yield Batch(
+                    role=role.role,
+                    num_reqs=num_reqs,
+                    num_tokens=num_tokens,
+                    query_len=each,
+                    active_loras=loras,
+                    max_query_len=longest,
+                )
     if role.role is Role.DRAFT_DECODE:
         return
-    bounds = {entry.num_reqs for entry in role.entries if entry.query_len is None and entry.num_reqs}
+    bounds = {entry.num_reqs for entry in role.entries if entry.tokens_each is None and entry.num_reqs}
     told_apart = {1, limits.max_num_reqs} | {bound + shift for bound in bounds for shift in (0, 1)}
     counts = sorted(n for n in told_apart if 1 <= n <= limits.max_num_reqs)
     largest = limits.max_num_tokens - (slots if role.role is Role.TARGET else 0)
@@ -65,6 +76,16 @@ def admissible(plan: Plan, role: RolePlan) -> Iterator[Batch]:
                 yield Batch(
                     role=role.role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=False, active_loras=loras
                 )
+
+
+def _varying_shapes(num_reqs: int, most: int) -> list[tuple[int, int | None, int | None]]:
+    """Tokens, query length and longest query of decodes of 1 to ``most`` tokens each: uniform ones, and of those that
+    differ the one with the fewest tokens, and the one with the most, for each longest query.
+    """
+    shapes: list[tuple[int, int | None, int | None]] = [(num_reqs * each, each, None) for each in range(1, most + 1)]
+    for longest in range(2, most + 1) if num_reqs > 1 else ():
+        shapes += [(tokens, None, longest) for tokens in {num_reqs - 1 + longest, num_reqs * longest - 1}]
+    return shapes
 
 
 def extra_rows(speculative: Speculative | None) -> int:
@@ -86,7 +107,7 @@ def is_chain(speculative: Speculative | None) -> bool:
 
 def is_decode(batch: Batch) -> bool:
     """Whether the batch came from the decode half of ``admissible``."""
-    return batch.query_len is not None
+    return batch.query_len is not None or batch.max_query_len is not None
 
 
 def is_waived(role: RolePlan, batch: Batch) -> bool:
@@ -96,6 +117,7 @@ def is_waived(role: RolePlan, batch: Batch) -> bool:
         if (
             waiver.kind.value == ("decode" if is_decode(batch) else "mixed")
             and waiver.query_len in (None, batch.query_len)
+            and (waiver.max_query_len is None or 0 < longest_of(batch) <= waiver.max_query_len)
             and waiver.first <= extent <= waiver.last
             and waiver.min_loras <= batch.active_loras <= waiver.max_loras
         ):

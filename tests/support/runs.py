@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.errors import PlanningError
-from capture_planner.modes import Chain, GraphMode, Pool
+from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.capture import CapturePolicy, CaptureTiming
@@ -115,6 +115,7 @@ def _speculatives(draw: DrawFn, reqs: int) -> Speculative:
     layers = draw(st.sampled_from((1, 1, 2)))
     if method is Method.MTP and layers > 1:
         layers = max(most, 2)
+    varying = draw(st.sampled_from(((), (), (Role.TARGET,), (Role.TARGET, Role.DRAFT_PREFILL))))
     return Speculative(
         method=method,
         num_tokens=most,
@@ -122,6 +123,7 @@ def _speculatives(draw: DrawFn, reqs: int) -> Speculative:
         model=DraftModel(num_layers=layers, vocab_size=reduced),
         chain=draw(st.sampled_from(Chain)),
         parallel_drafting=draw(st.sampled_from((False, method is not Method.MTP))),
+        varying_decodes=varying,
     )
 
 

@@ -6,6 +6,8 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
+from capture_planner.modes import Role
+from capture_planner.records._base import replace
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner.runtime.ledger import Wait
@@ -30,6 +32,8 @@ class Case:
     seed: int = 0
     lora: Lora | None = None
     parallel: Parallel = attrs.Factory(Parallel)
+    fewer: bool = False
+    """Whether the drafter proposes fewer drafts in some steps."""
 
     @property
     def most_drafts(self):
@@ -79,6 +83,7 @@ class Moment:
     waiting: int
     num_tokens: int
     query_len: int | None
+    max_query_len: int | None
     prompts: int
     draft_tokens: int
 
@@ -118,7 +123,8 @@ def simulate(case):
         moments.append(moment(scheduler, scheduled, admitted, proposed))
         settled = settle(scheduled, places, np.array([*sampled(scheduled, places)], dtype=np.int64))
         for live, gained in zip(scheduled.live, settled.gained, strict=True):
-            places.proposed[live.state_index] = scheduled.draft_tokens if gained else 0
+            count = scheduled.draft_tokens if gained else 0
+            places.proposed[live.state_index] = chosen.randint(0, count) if case.fewer else count
             start = int(places.length[live.state_index])
             tokens = places.tokens[live.state_index, :start].tolist()
             for index in range(places.proposed[live.state_index]):
@@ -175,6 +181,7 @@ def moment(scheduler, scheduled, admitted, proposed):
         waiting=scheduler.waiting,
         num_tokens=scheduled.num_tokens,
         query_len=scheduled.query_len,
+        max_query_len=scheduled.max_query_len,
         prompts=scheduled.prompts,
         draft_tokens=scheduled.draft_tokens,
     )
@@ -249,6 +256,14 @@ def crowds(draw):
         max_model_len=40,
         chance=draw(st.sampled_from((0.0, 0.5, 1.0))),
     )
+
+
+@st.composite
+def varying(draw):
+    """Drafters that propose as many drafts as they like, and a target that verifies just those."""
+    case = draw((ANY | crowds()).filter(lambda case: case.speculative is not None))
+    speculative = replace(case.speculative, varying_decodes=(Role.TARGET,))
+    return attrs.evolve(case, speculative=speculative, fewer=draw(st.booleans()))
 
 
 ANY = cases(roomy=False) | cases(roomy=True)

@@ -101,8 +101,9 @@ def test_every_field_of_a_plan_takes_part():
 
 
 def test_every_field_of_an_observation_takes_part():
-    """The same for observations."""
-    assert not _unseen(observations(), Observation, examples=20)
+    """The same for observations, whose graphs say beside their entry up to which length decodes vary."""
+    beside = ("roles", "graphs", "entry", "max_query_len")
+    assert not _unseen(observations(), Observation, examples=20, without=[beside])
 
 
 def test_every_field_of_traffic_takes_part():

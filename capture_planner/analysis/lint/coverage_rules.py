@@ -19,7 +19,8 @@ def describe(cells: list[Cell]) -> str:
     if cells[0].kind is Kind.MIXED:
         text = f"mixed batches of {span} tokens"
     else:
-        text = f"decodes of {span} requests, query length {cells[0].query_len}"
+        up_to = "up to " if cells[0].varies else ""
+        text = f"decodes of {span} requests, query length {up_to}{cells[0].query_len}"
     least, most = min(cell.min_loras for cell in cells), max(cell.max_loras for cell in cells)
     return text + (f", {least} to {most} active LoRA" if most else "")
 
@@ -27,8 +28,8 @@ def describe(cells: list[Cell]) -> str:
 def merged(cells: list[Cell]) -> Iterator[list[Cell]]:
     """Group adjacent cells of one role, kind and query length."""
 
-    def place(cell: Cell) -> tuple[str, str, int, int]:
-        return cell.role, cell.kind.value, cell.query_len or 0, cell.first
+    def place(cell: Cell) -> tuple[str, str, int, bool, int]:
+        return cell.role, cell.kind.value, cell.query_len or 0, cell.varies, cell.first
 
     def apart(before: Cell, after: Cell) -> bool:
         return place(before)[:-1] != place(after)[:-1] or after.first > before.last + 1

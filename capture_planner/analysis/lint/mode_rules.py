@@ -23,6 +23,8 @@ def _needed(role: RolePlan) -> GraphSupport:
         return GraphSupport.NEVER
     if role.mode.mixed_mode is GraphMode.FULL:
         return GraphSupport.ALWAYS
+    if any(entry.max_query_len is not None for entry in role.entries):
+        return GraphSupport.ALWAYS
     long = any((entry.query_len or 1) > 1 for entry in role.entries)
     return GraphSupport.UNIFORM_BATCH if long else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -134,7 +136,7 @@ def graph_outside_mode(coverage: Coverage) -> Iterator[Diagnostic]:
     """A graph does not belong to its role's mode, so no batch is dispatched to it."""
     for role in coverage.plan.roles:
         mixed, decode = role.mode.mixed_mode, role.mode.decode_mode
-        wrong = [each for each in role.entries if each.mode is not (mixed if each.query_len is None else decode)]
+        wrong = [each for each in role.entries if each.mode is not (mixed if each.tokens_each is None else decode)]
         if wrong:
             verb = "does" if len(wrong) == 1 else "do"
             message = f"{counted(len(wrong), 'graph')} {verb} not belong to {role.mode.value}, such as {wrong[0]}"

@@ -42,7 +42,9 @@ def query_length_of_another_role(coverage: Coverage) -> Iterator[Diagnostic]:
     length of -5.
     """
     for role in coverage.plan.roles:
-        lengths = {family.query_len for family in decode_families(role.role, coverage.plan)}
+        families = decode_families(role.role, coverage.plan)
+        lengths = {family.query_len for family in families}
+        lengths |= {shorter for family in families if family.varies for shorter in range(1, family.query_len)}
         if role.role is Role.DRAFT_DECODE:
             lengths.add(1)
         wrong = sorted({e.query_len for e in role.entries if e.query_len is not None} - lengths)
@@ -136,7 +138,7 @@ def _beyond(coverage: Coverage, role: RolePlan) -> Iterator[tuple[Entry, bool]]:
     for entry in role.entries:
         reqs = entry.num_reqs or 0
         if reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens:
-            step = 1 if entry.query_len is None else request_step(entry.query_len, parallel)
+            step = 1 if entry.tokens_each is None else request_step(entry.tokens_each, parallel)
             aligned = reqs < limits.max_num_reqs + step
             yield entry, aligned and entry.num_tokens < limits.max_num_tokens + _token_step(entry, parallel)
 
@@ -148,9 +150,9 @@ def _beyond_text(coverage: Coverage, entry: Entry) -> str:
 
 def _token_step(entry: Entry, parallel: Parallel) -> int:
     """Return what an entry's tokens are rounded up to."""
-    if entry.query_len is None:
+    if entry.tokens_each is None:
         return token_step(parallel)
-    return request_step(entry.query_len, parallel) * entry.query_len
+    return request_step(entry.tokens_each, parallel) * entry.tokens_each
 
 
 @warning("CP020", "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")

@@ -21,6 +21,8 @@ class Ladder:
     kind: Kind
     mode: GraphMode
     query_len: int | None = None
+    varies: bool = False
+    """Whether its graphs serve decodes of 1 to ``query_len`` tokens each."""
     draft_steps: int | None = None
     domain: Domain
     """The counts that the ladder is meant to cover: up to its ceiling, not to the limits."""
@@ -79,4 +81,5 @@ class Ladder:
         if self.kind is Kind.MIXED:
             return f"{self.mode.value} mixed"
         chain = f", chain of {self.draft_steps}" if self.draft_steps is not None else ""
-        return f"{self.mode.value} decode, query length {self.query_len}{chain}"
+        up_to = "up to " if self.varies else ""
+        return f"{self.mode.value} decode, query length {up_to}{self.query_len}{chain}"

@@ -75,10 +75,14 @@ class Choice:
         return attrs.evolve(self, domain=domain, sizes=sizes, message=f"{self.message}; none above {cap}")
 
 
-def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context) -> Choice:
-    """Choose request counts for uniform decodes of ``query_len`` tokens, for the counts of ``domain``."""
+def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context, *, varies: bool = False) -> Choice:
+    """Choose request counts for decodes of ``query_len`` tokens each, for the counts of ``domain``.
+
+    :param varies: whether each request has up to so many.
+    """
     most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
-    unit = f"request counts of {query_len} tokens each" if query_len > 1 else "request counts"
+    each = f"up to {query_len}" if varies else query_len
+    unit = f"request counts of {each} tokens each" if query_len > 1 else "request counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         return _computed(sizes, most, (), unit, context)
     if sizes.policy is Policy.MEASURED:

@@ -200,7 +200,7 @@ class EagerCheck(ForwardObserver):
                 # After the last step of a chain, when all of its slots are written.
                 results.update(caches[key.layer])
         for name, tensor in _in_order(forward.role.body.outputs()):
-            if name != "tokens" or forward.entry.query_len is not None:
+            if name != "tokens" or forward.entry.tokens_each is not None:
                 keep(TapKey(0, None, name), tensor)
         return results
 

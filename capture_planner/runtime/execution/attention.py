@@ -105,7 +105,7 @@ class RoleAttention:
         entry, inputs = step.entry, step.inputs
         if entry is not None and step.is_full:
             # A graph bakes these in, so they are the most that it can ever see.
-            seen, query, length = step.extents, entry.query_len or entry.num_tokens, self._max_model_len
+            seen, query, length = step.extents, entry.tokens_each or entry.num_tokens, self._max_model_len
         else:
             # Around attention a PIECEWISE graph is padded; attention itself runs outside, on real rows.
             seen = step.real

@@ -130,7 +130,7 @@ class TargetBody:
         return self.updates.taken(ids, self.tokens) if self.ahead else ids
 
     def per_request(self, extents: Extents, entry: Entry | None) -> None:
-        """Fill ``tokens`` inside a uniform graph, where every row is read; else ``sample`` is asked."""
+        """Fill ``tokens`` inside a graph of decodes, where every row is read; else ``sample`` is asked."""
         if not _reads_all(entry):
             return
         rows = extents.tokens
@@ -175,8 +175,8 @@ class TargetBody:
 
 
 def _reads_all(entry: Entry | None) -> bool:
-    """Say whether a graph computes logits of all of its rows: graphs of uniform decodes do."""
-    return entry is not None and entry.query_len is not None
+    """Say whether a graph computes logits of all of its rows: graphs of decodes do."""
+    return entry is not None and entry.tokens_each is not None
 
 
 @attrs.define(eq=False)

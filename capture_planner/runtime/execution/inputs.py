@@ -135,6 +135,18 @@ class StepInputs:
         )
 
 
+def query_lens(counts: Array, *, prompts: bool) -> tuple[int | None, int | None]:
+    """Return the query length of rows that are alike, and the longest one of decodes that differ: those of ``Batch``.
+
+    :param counts: ``int64[R]``: the tokens of each row.
+    :param prompts: whether a row is in its prompt.
+    """
+    first = int(counts[0])
+    if (counts == first).all():
+        return first, None
+    return None, None if prompts else int(counts.max())
+
+
 def null_inputs(counts: Array, longest: int, page_size: int, ahead: int = 0) -> StepInputs:
     """Return inputs of requests with ``counts int64[R]`` tokens of no request: null page and null state alone.
 

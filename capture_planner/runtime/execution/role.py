@@ -342,7 +342,8 @@ class RoleRun:
             num_reqs=inputs.num_reqs,
             num_tokens=inputs.num_tokens,
             query_len=entry.query_len,
-            past_prompt=entry.query_len is not None,
+            past_prompt=entry.tokens_each is not None,
+            max_query_len=entry.max_query_len,
         )
         step = attrs.evolve(self.step(batch, entry, inputs), for_capture=True)
         self.stage_inputs(step)
@@ -357,7 +358,7 @@ class RoleRun:
         """
         longest = self.bounds.positions
         reqs = min(entry.num_reqs or entry.num_tokens, entry.num_tokens, self.bounds.reqs)
-        tokens = reqs * entry.query_len if entry.query_len else min(entry.num_tokens, reqs * longest)
+        tokens = reqs * entry.tokens_each if entry.tokens_each else min(entry.num_tokens, reqs * longest)
         counts = np.full(reqs, tokens // reqs, dtype=np.int64)
         counts[: tokens % reqs] += 1
         inputs = null_inputs(counts, longest, self.page_size)

@@ -18,14 +18,14 @@ from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatch
 from capture_planner.errors import RankError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.runtime.execution.inputs import Array
+from capture_planner.runtime.execution.inputs import Array, query_lens
 from capture_planner.runtime.ledger import RankStep
 from capture_planner.runtime.ranks.peers import Peers
 from capture_planner.runtime.serving.inputs import DraftRows, own_prefill_counts
 from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
 from capture_planner.runtime.session import Session
 
-_HEAD, _EACH = 2, 5
+_HEAD, _EACH = 2, 6
 """Numbers of a rank in the all-gather: of the step, and of each role."""
 
 _MOST_KNOWN = 1 << 12
@@ -136,13 +136,14 @@ class Replicas:
         if role is Role.DRAFT_DECODE:
             return Batch.decode(role, scheduled.num_reqs, 1)
         tokens, query_len, loras = scheduled.num_tokens, scheduled.query_len, 0
+        longest = scheduled.max_query_len
         if role is Role.TARGET:
             mine = self._states.adapter[scheduled.state_indices]
             loras = len(np.unique(mine)) if self._states.has_adapters and mine.any() else 0
         elif self._draft is not None and self._draft.is_own:
             first = self._states.computed[scheduled.state_indices]
             counts = own_prefill_counts(scheduled, first, self._states.max_model_len, self._draft)
-            tokens, query_len = int(counts.sum()), int(counts[0]) if (counts == counts[0]).all() else None
+            tokens, (query_len, longest) = int(counts.sum()), query_lens(counts, prompts=scheduled.prompts > 0)
         return Batch(
             role=role,
             num_reqs=scheduled.num_reqs,
@@ -150,6 +151,7 @@ class Replicas:
             query_len=query_len,
             past_prompt=scheduled.prompts == 0,
             active_loras=loras,
+            max_query_len=longest,
         )
 
     def _replicas(self, numbers: Array) -> Array:
@@ -221,11 +223,12 @@ def _padded(answer: Answer) -> int:
 def _packed(batch: Batch | None) -> tuple[int, ...]:
     if batch is None:
         return (0,) * _EACH
-    return batch.num_reqs, batch.num_tokens, batch.query_len or 0, int(batch.past_prompt), batch.active_loras
+    lengths = batch.query_len or 0, batch.max_query_len or 0
+    return batch.num_reqs, batch.num_tokens, *lengths, int(batch.past_prompt), batch.active_loras
 
 
 def _unpacked(role: Role, numbers: Sequence[int]) -> Batch | None:
-    reqs, tokens, query_len, past_prompt, loras = numbers
+    reqs, tokens, query_len, max_query_len, past_prompt, loras = numbers
     if not reqs:
         return None
     return Batch(
@@ -235,4 +238,5 @@ def _unpacked(role: Role, numbers: Sequence[int]) -> Batch | None:
         query_len=query_len or None,
         past_prompt=bool(past_prompt),
         active_loras=loras,
+        max_query_len=max_query_len or None,
     )

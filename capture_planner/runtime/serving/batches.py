@@ -8,7 +8,7 @@ import numpy as np
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.runtime.execution.inputs import StepInputs
+from capture_planner.runtime.execution.inputs import StepInputs, query_lens
 from capture_planner.runtime.serving.inputs import active_loras
 from capture_planner.runtime.serving.states import ScheduledBatch
 
@@ -18,9 +18,8 @@ def step_batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Bat
     batch = target_batch(role, scheduled, 0 if role.is_drafter else active_loras(inputs))
     if inputs.num_tokens == scheduled.num_tokens:
         return batch
-    lengths = np.diff(inputs.query_start_loc)
-    query_len = int(lengths[0]) if (lengths == lengths[0]).all() else None
-    return attrs.evolve(batch, num_tokens=inputs.num_tokens, query_len=query_len)
+    query_len, longest = query_lens(np.diff(inputs.query_start_loc), prompts=scheduled.prompts > 0)
+    return attrs.evolve(batch, num_tokens=inputs.num_tokens, query_len=query_len, max_query_len=longest)
 
 
 def target_batch(role: Role, scheduled: ScheduledBatch, active_loras: int) -> Batch:
@@ -32,6 +31,7 @@ def target_batch(role: Role, scheduled: ScheduledBatch, active_loras: int) -> Ba
         query_len=scheduled.query_len,
         past_prompt=scheduled.prompts == 0,
         active_loras=active_loras,
+        max_query_len=scheduled.max_query_len,
     )
 
 

@@ -344,6 +344,7 @@ class StepLauncher:
                 num_reqs=batch.num_reqs,
                 num_tokens=batch.num_tokens,
                 query_len=batch.uniform_query_len,
+                max_query_len=batch.max_query_len,
                 active_loras=batch.active_loras,
                 entry=dispatch.entry,
                 reason=dispatch.reason,

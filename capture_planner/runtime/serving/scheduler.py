@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from capture_planner.errors import RunError
+from capture_planner.modes import Role
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora
 from capture_planner.runtime.executor import NULL_STATE
 from capture_planner.runtime.ledger import Wait
 from capture_planner.runtime.serving.acceptance import request_key
 from capture_planner.runtime.serving.kv import PageFormat, PagePool
-from capture_planner.runtime.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
+from capture_planner.runtime.serving.states import AdmittedRequest, Integers, RequestStates, ScheduledBatch
 from capture_planner.runtime.serving.workload import Request
 
 
@@ -128,14 +129,14 @@ class Scheduler:
         running = np.array([live.state_index for live in ready], dtype=np.int64)
         computed = self.states.computed_at_most(running)
         prompt_left = (self.states.prompt[running] - computed).tolist()
-        room = dict(zip(running.tolist(), (self._max_model_len - 1 - computed).tolist(), strict=True))
+        room = dict(zip(running.tolist(), self._room(running).tolist(), strict=True))
         decoding = [live for live, left in zip(ready, prompt_left, strict=True) if left <= 0]
         prompting = [(live, left) for live, left in zip(ready, prompt_left, strict=True) if left > 0]
         left, k = self._limits.max_num_tokens, self._k(len(ready))
         # Each row takes its tokens and what the first draft pass has beyond them, as in vLLM 0.33 (``draft_slots``).
         slots = self._slots
         if not prompting or (decoding and len(decoding) * (1 + k + slots) + slots >= left):
-            # Decodes alone, and only so many that all have the query length of a uniform graph.
+            # Decodes alone, and only so many that all have room for the query length of a graph.
             prompting, decoding = [], self._rotate(decoding)
             k = self._k(len(decoding))
         rows: list[tuple[AdmittedRequest, int, int]] = []
@@ -168,6 +169,18 @@ class Scheduler:
         ends = states.length[running] + 1 >= states.end[running]
         ends |= states.computed_at_most(running) + 1 + drafts > states.room[running]
         return [live for live, waits in zip(self._running, unread & ends, strict=True) if not waits]
+
+    def _room(self, running: Integers) -> Integers:
+        """Return how many drafts each request can verify, ``int64[R]``: within the model's length, and where decodes
+        vary, only those that it has and that it has tokens left for.
+        """
+        states = self.states
+        room: Integers = self._max_model_len - 1 - states.computed_at_most(running)
+        if self._speculative is None or Role.TARGET not in self._speculative.varying_decodes:
+            return room
+        wanted = states.end[running] - states.length[running] - 1
+        useful: Integers = np.minimum(np.minimum(room, states.proposed[running]), np.maximum(wanted, 0))
+        return useful
 
     def _admit(self) -> tuple[AdmittedRequest, ...]:
         admitted: list[AdmittedRequest] = []

@@ -15,6 +15,7 @@ from capture_planner.errors import RunError
 from capture_planner.runtime.execution.inputs import Array
 from capture_planner.runtime.ledger import RequestResult, Step
 from capture_planner.runtime.models.protocols import Drafter
+from capture_planner.runtime.serving.acceptance import SyntheticAcceptance
 from capture_planner.runtime.serving.agreement import StepRanks
 from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.pending import PendingStep
@@ -56,6 +57,8 @@ class Serving:
     _runs_ahead: bool
     served: deque[RequestResult] = attrs.field()
     """The last requests that are finished or cut off, up to the session's bound; all of them without one."""
+    _proposals: SyntheticAcceptance | None = None
+    """Draws how many drafts are proposed; None: all that are made."""
     is_over: bool = False
     """Whether it was cut off."""
     _late: LateCaptures | None = None
@@ -200,7 +203,11 @@ class Serving:
         """Put the drafts after what is settled, and tokens 0 after them: see ``unread_tokens``."""
         states, k = self.scheduler.states, scheduled.draft_tokens
         rows = scheduled.state_indices[verification.gained > 0]
-        states.proposed[scheduled.state_indices] = np.where(verification.gained > 0, k, 0)
+        states.proposed[scheduled.state_indices] = 0
+        states.proposed[rows] = k
+        if self._proposals is not None:
+            drawn = self._proposals.accepted(states.key[rows], states.length[rows], states.proposed[rows])
+            states.proposed[rows] = drawn
         places = np.arange(proposed.shape[1])
         following = np.where(places < k, proposed[rows], 0)
         states.tokens[rows[:, None], states.length[rows][:, None] + places] = following

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from capture_planner.runtime.execution.inputs import query_lens
 from capture_planner.runtime.executor import NULL_STATE
 from capture_planner.runtime.ledger import Wait
 from capture_planner.runtime.serving.kv import PageFormat
@@ -63,6 +64,8 @@ class ScheduledBatch:
     num_tokens: int = attrs.field(init=False)
     query_len: int | None = attrs.field(init=False)
     """The tokens of each row, where all have the same number."""
+    max_query_len: int | None = attrs.field(init=False)
+    """The tokens of the longest row, where rows differ and none is in its prompt."""
 
     @proposed.default
     def _all_drafts(self) -> Integers:
@@ -78,8 +81,11 @@ class ScheduledBatch:
 
     @query_len.default
     def _uniform(self) -> int | None:
-        first = int(self.counts[0])
-        return first if (self.counts == first).all() else None
+        return query_lens(self.counts, prompts=False)[0]
+
+    @max_query_len.default
+    def _longest(self) -> int | None:
+        return query_lens(self.counts, prompts=self.prompts > 0)[1]
 
 
 class RequestStates:

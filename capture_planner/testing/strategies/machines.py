@@ -192,13 +192,16 @@ def deployments(
     max_tokens: int = 4096,
     measured: bool | None = None,
     where: Callable[[Spec], bool] | None = None,
+    varying: bool = True,
 ) -> PlanInputs:
     """Return specs with an environment, a registry that has every backend they name, and what they measured.
 
     :param measured: whether sizes are measured; None: sometimes, and the schedule of draft lengths too.
     :param where: which specs are wanted; others are left before anything else is drawn.
+    :param varying: whether decodes may vary in length.
     """
-    each = specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=measured is None)
+    scheduled = measured is None
+    each = specs(max_reqs=max_reqs, max_tokens=max_tokens, measured=measured, scheduled=scheduled, varying=varying)
     spec = draw(each if where is None else each.filter(where))
     environment, registry = draw(environments()), draw(registries())
     is_measured = spec.sizes.policy is Policy.MEASURED or (

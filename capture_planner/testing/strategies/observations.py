@@ -33,7 +33,7 @@ def _amounts() -> SearchStrategy[float]:
 def _graphs() -> SearchStrategy[ObservedGraph]:
     return st.builds(
         ObservedGraph,
-        entry=entries(True),
+        entry=entries(True, varying=False),
         max_query_len=maybe(st.integers(1, 4)),
         prompts_only=st.booleans(),
         seconds=maybe(_amounts()),

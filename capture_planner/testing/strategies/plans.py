@@ -35,17 +35,20 @@ from capture_planner.testing.strategies.values import (
 
 
 @composite
-def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096) -> Plan:
-    """Return plans that the planner made."""
+def plans(draw: DrawFn, *, max_reqs: int = 64, max_tokens: int = 4096, varying: bool = True) -> Plan:
+    """Return plans that the planner made.
+
+    :param varying: whether decodes may vary in length, which no engine takes.
+    """
     try:
-        return draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens)).plan()
+        return draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens, varying=varying)).plan()
     except PlanningError:
         reject()
 
 
 @functools.cache
-def entries(lora: bool) -> SearchStrategy[Entry]:
-    """Return graphs as no planner would make them: any extents together."""
+def entries(lora: bool, *, varying: bool = True) -> SearchStrategy[Entry]:
+    """Return graphs as no planner would make them: any extents together; those of varying decodes if ``varying``."""
     shapes = {
         "num_tokens": counts(),
         "query_len": maybe(one_of((1, 2, 3, 4))),
@@ -53,17 +56,34 @@ def entries(lora: bool) -> SearchStrategy[Entry]:
         "draft_steps": st.none() | st.integers(1, 3),
     }
     anything = st.builds(Entry, mode=one_of((GraphMode.FULL, GraphMode.PIECEWISE)), num_reqs=maybe(counts()), **shapes)
-    return anything | anything.map(
+    aligned = anything.map(
         lambda e: attrs.evolve(e, num_reqs=e.num_tokens, num_tokens=e.num_tokens * (e.query_len or 1))
+    )
+    if not varying:
+        return anything | aligned
+    return (
+        anything
+        | aligned
+        | anything.map(
+            lambda e: attrs.evolve(
+                e,
+                mode=GraphMode.FULL,
+                num_reqs=e.num_tokens,
+                num_tokens=e.num_tokens * (e.query_len or 2),
+                query_len=None,
+                max_query_len=e.query_len or 2,
+            )
+        )
     )
 
 
 @composite
-def _waivers(draw: DrawFn) -> Waiver:
+def _waivers(draw: DrawFn, varying: bool) -> Waiver:
     first = draw(st.integers(0, 64))
     return Waiver(
         kind=draw(one_of(Kind)),
         query_len=draw(maybe(st.integers(1, 4))),
+        max_query_len=draw(st.none() | st.integers(1, 4)) if varying else None,
         first=first,
         last=first + draw(st.integers(0, 64)),
         min_loras=draw(st.integers(0, 2)),
@@ -107,8 +127,8 @@ list_of = functools.cache(st.lists)
 
 
 @composite
-def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool) -> RolePlan:
-    graphs = draw(list_of(entries(lora), max_size=12))
+def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool) -> RolePlan:
+    graphs = draw(list_of(entries(lora, varying=varying), max_size=12))
     return RolePlan(
         role=role,
         requested=draw(one_of(GraphMode)),
@@ -117,7 +137,7 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool) -> RolePlan:
         decisions=tuple(draw(list_of(decisions(), max_size=2))),
         entries=tuple(graphs),
         lazy=tuple(draw(st.lists(st.sampled_from(graphs), max_size=3))) if lazy and graphs else (),
-        waivers=tuple(draw(list_of(_waivers(), max_size=2))),
+        waivers=tuple(draw(list_of(_waivers(varying), max_size=2))),
         inputs=draw(padding_contracts()).fields,
     )
 
@@ -162,13 +182,16 @@ def _fingerprints(draw: DrawFn, plan: Plan) -> Fingerprints:
 
 
 @composite
-def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096) -> Plan:
-    """Return valid plans as a person could write them, however unwise: overlaps, holes, any order."""
-    spec = draw(specs(max_reqs=64, max_tokens=max_tokens))
+def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096, varying: bool = True) -> Plan:
+    """Return valid plans as a person could write them, however unwise: overlaps, holes, any order.
+
+    :param varying: whether decodes, and graphs of them, may vary in length.
+    """
+    spec = draw(specs(max_reqs=64, max_tokens=max_tokens, varying=varying))
     roles = draw(list_of(one_of(Role), min_size=1, unique=True))
     environment, lora = draw(environments()), spec.lora is not None
     lazy = spec.capture.policy is CapturePolicy.LAZY
-    written = tuple(draw(_role_plans(role, lora, lazy)) for role in roles)
+    written = tuple(draw(_role_plans(role, lora, lazy, varying)) for role in roles)
     plan = Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
     return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))))
 
@@ -187,13 +210,18 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
         edges |= {edge for interval in family.requests.intervals for edge in interval}
     near = st.sampled_from([edge + shift for edge in sorted(edges) for shift in (-1, 0, 1)])
     num_reqs = draw(near | st.integers(-1, plan.limits.max_num_reqs + 2))
-    lengths = {1} | {family.query_len for family in families} | {e.query_len for e in planned.entries if e.query_len}
+    lengths = (
+        {1} | {family.query_len for family in families} | {each for e in planned.entries if (each := e.tokens_each)}
+    )
     query_len = draw(st.none() | st.sampled_from(sorted(lengths)) | st.integers(0, 5))
     totals = {plan.limits.max_num_tokens} | {entry.num_tokens for entry in planned.entries}
     any_total = st.sampled_from([total + shift for total in sorted(totals) for shift in (-1, 0, 1)])
     total: SearchStrategy[int] = any_total | st.integers(num_reqs, num_reqs + 64)
     if query_len is not None:
         total = st.just(num_reqs * query_len) | st.just(num_reqs * query_len) | total
+    longest = draw(st.none() | st.integers(0, 5) | st.sampled_from(sorted(lengths)))
+    if query_len is None and longest is not None:
+        total = st.integers(num_reqs, max(num_reqs, num_reqs * longest)) | total
     most_loras = 0 if plan.lora is None else plan.lora.max_active + 1
     return Batch(
         role=planned.role,
@@ -202,4 +230,5 @@ def batches(draw: DrawFn, plan: Plan, role: Role | None = None) -> Batch:
         query_len=query_len,
         past_prompt=draw(st.booleans()),
         active_loras=draw(st.just(0) | st.integers(0, most_loras) | st.integers(-1, most_loras + 1)),
+        max_query_len=longest,
     )

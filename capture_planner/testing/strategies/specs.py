@@ -130,6 +130,7 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
         schedule = ScheduleSource.MEASURED
     given = schedule is ScheduleSource.MEASURED or draw(one_of((False, False, True)))
     method = draw(one_of(Method))
+    roles = (Role.TARGET, Role.DRAFT_PREFILL)[: draw(one_of((0, 0, 0, 1, 2)))]
     return Speculative(
         method=method,
         num_tokens=longest,
@@ -138,6 +139,7 @@ def _speculatives(draw: DrawFn, scheduled: bool) -> Speculative:
         model=draw(_draft_models()),
         chain=draw(one_of(Chain)),
         parallel_drafting=draw(one_of((False, False, method is not Method.MTP))),
+        varying_decodes=() if schedule is ScheduleSource.MEASURED else roles,
     )
 
 
@@ -253,12 +255,14 @@ def specs(
     backends: Sequence[str] = BACKENDS,
     measured: bool | None = False,
     scheduled: bool = False,
+    varying: bool = True,
 ) -> Spec:
     """Return specs: any field of any block takes part.
 
     :param backends: the names of the backends that they choose from.
     :param measured: whether sizes are measured; None: sometimes.
     :param scheduled: whether schedules may be the word ``measured``, which takes measurements to plan too.
+    :param varying: whether decodes may vary in length, which no engine takes.
     """
     measured = draw(one_of((True, False, False))) if measured is None else measured
     names = tuple(backends)
@@ -267,6 +271,8 @@ def specs(
     speculative = draw(maybe(_speculatives(scheduled)))
     if speculative is not None and any(speculative.head_problems(model, tensor)):
         speculative = replace(speculative, model=replace(speculative.model, num_heads=None, num_kv_heads=None))
+    if speculative is not None and (measured or not varying):
+        speculative = replace(speculative, varying_decodes=())
     if speculative is not None and speculative.method is Method.DRAFT_MODEL:
         speculative = replace(speculative, model=replace(speculative.model, vocab_size=None))
     chain = speculative is not None and speculative.is_chain

@@ -20,7 +20,7 @@ from capture_planner.testing import deployments
 @st.composite
 def vllm_plans(draw: st.DrawFn, *, max_reqs: int = 64, max_tokens: int = 512) -> Plan:
     """Return plans that the planner made."""
-    inputs = draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens))
+    inputs = draw(deployments(max_reqs=max_reqs, max_tokens=max_tokens, varying=False))
     speculative = inputs.spec.speculative
     if speculative is not None and draw(st.integers(0, 3)):
         lengths = draw(st.lists(st.integers(0, speculative.num_tokens), min_size=1, max_size=3))

@@ -119,7 +119,7 @@ class TritonExecutor:
         full = metadata.is_full
         longest = metadata.max_query_len
         if full and metadata.entry is not None:
-            query_len = metadata.entry.query_len
+            query_len = metadata.entry.tokens_each
         else:
             query_len = longest if longest * metadata.num_reqs == metadata.num_tokens else None
         return geometry(

@@ -150,7 +150,7 @@ def entry_geometry(model: Attention, environment: Environment, entry: Entry) -> 
         environment.device.multiprocessors or 1,
         num_reqs=entry.num_reqs or 1,
         num_tokens=entry.num_tokens,
-        query_len=entry.query_len,
+        query_len=entry.tokens_each,
         max_seq_len=model.max_model_len,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from capture_planner.engines.varying import REMEDY, varying_obstacle
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch_space import decode_tiers
 from capture_planner.records.plan import Decision, Plan, RolePlan
@@ -128,6 +129,9 @@ def disagreements(plan: Plan, facts: ResolvedFacts) -> Iterator[str]:
 
 
 def _speculation(plan: Plan, facts: ResolvedFacts) -> Iterator[str]:
+    if (varying := varying_obstacle(plan, "SGLang")) is not None:
+        yield f"{varying}: {REMEDY}"
+        return
     tiers = {k for *_, k in decode_tiers(plan)}
     if len(tiers) > 1:
         numbers = ", ".join(map(str, sorted(tiers)))

@@ -19,6 +19,7 @@ from capture_planner.engines.export.export import (
     longest_draft,
     parallel_loss,
 )
+from capture_planner.engines.varying import refuse_varying
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -39,7 +40,11 @@ _KINDS = {GraphMode.FULL: "full", GraphMode.PIECEWISE: "breakable", GraphMode.NO
 
 
 def export_sglang(plan: Plan) -> Export:
-    """Return the flags of SGLang that come closest to ``plan``; raises ``DispatchError`` without a target."""
+    """Return the flags of SGLang that come closest to ``plan``.
+
+    Raises ``DispatchError`` without a target, and ``FlagError`` where decodes vary in length.
+    """
+    refuse_varying(plan, "SGLang")
     target = plan.role(Role.TARGET)
     width = 1 + longest_draft(plan)
     decode, prefill = decode_sizes(plan, target, width), prefill_sizes(target)

@@ -18,6 +18,7 @@ from capture_planner.engines.export.export import (
     longest_draft,
     parallel_loss,
 )
+from capture_planner.engines.varying import refuse_varying
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers
@@ -31,7 +32,11 @@ _DECODES, _MIXED = (Role.TARGET, Kind.DECODE), (Role.TARGET, Kind.MIXED)
 
 
 def export_tensorrt_llm(plan: Plan) -> Export:
-    """Return the options that come closest, only emulated ones; raises ``DispatchError`` without a target."""
+    """Return the options that come closest, only emulated ones.
+
+    Raises ``DispatchError`` without a target, and ``FlagError`` where decodes vary in length.
+    """
+    refuse_varying(plan, "TensorRT-LLM")
     target, drafts = plan.role(Role.TARGET), longest_draft(plan)
     sizes: tuple[int, ...] = ()
     if target.mode.decode_mode is GraphMode.FULL:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from capture_planner.engines.varying import REMEDY, varying_obstacle
 from capture_planner.modes import Role
 from capture_planner.records.plan import Decision, Plan
 from capture_planner.records.text import counted
@@ -105,6 +106,8 @@ def obstacle(plan: Plan, config: Any) -> str | None:
     """Return why no role of a plan can be applied under a configuration, with the flag to give; None where it can."""
     if getattr(config.parallel_config, "enable_dbo", False):
         return "with --enable-dbo vLLM captures decodes in two halves too, which no plan has; leave it out"
+    if (varying := varying_obstacle(plan, "vLLM")) is not None:
+        return f"{varying}; {REMEDY}"
     found = config.speculative_config
     tokens = 0 if found is None else found.num_speculative_tokens
     planned = 0 if plan.speculative is None else plan.speculative.num_tokens

@@ -21,6 +21,7 @@ from capture_planner.engines.export.export import (
     drafter_losses,
     lazy_loss,
 )
+from capture_planner.engines.varying import refuse_varying
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.planning.sizing.minimax import fewest
 from capture_planner.records.batch import Entry, Kind
@@ -43,10 +44,13 @@ _WORST = Fraction(3, 2)
 
 
 def export_vllm(plan: Plan, ratio: Fraction | None = None) -> Export:
-    """Return the flags of vLLM that come closest to ``plan``; raises ``DispatchError`` without a target.
+    """Return the flags of vLLM that come closest to ``plan``.
+
+    Raises ``DispatchError`` without a target, and ``FlagError`` where decodes vary in length.
 
     :param ratio: pad up to this padded/real ratio, with as few sizes as that takes; None: as the plan does.
     """
+    refuse_varying(plan, "vLLM")
     target = plan.role(Role.TARGET)
     sizes, losses = _sizes(plan, target) if ratio is None else (_coarser(plan, target, ratio), ())
     sizes = _with_drafts(plan, sizes)
