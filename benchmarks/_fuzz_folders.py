@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,8 @@ import torch
 from _fuzz_inputs import CONTROLS, ODD, Input
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MixtralConfig, Qwen3Config
+
+from capture_planner.runtime.models.fp8 import quantized
 
 NUMBERS: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -28,11 +30,14 @@ NUMBERS: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+BLOCK = 8, 16
+QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)}}
 FAMILIES: tuple[Callable[[], Any], ...] = (
     lambda: LlamaConfig(**NUMBERS),
     lambda: Qwen3Config(**NUMBERS),
     lambda: Gemma2Config(**NUMBERS, sliding_window=4),
     lambda: MixtralConfig(**NUMBERS, num_local_experts=2, num_experts_per_tok=1),
+    lambda: LlamaConfig(**NUMBERS, **QUANTIZED),
 )
 INDEX = "model.safetensors.index.json"
 _KEYS = (
@@ -63,9 +68,21 @@ class Checkpoints:
             config = family()
             model = auto.from_config(config, dtype=torch.float32)
             tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+            if getattr(config, "quantization_config", None):
+                tensors = dict(_quantized(tensors))
             architecture = {"architectures": [type(model).__name__]}
             made.append((json.loads(config.to_json_string()) | architecture, tensors))
         return cls(tuple(made))
+
+
+def _quantized(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors with those of linear layers in FP8, and their scales."""
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            weight, scale = quantized(tensor, BLOCK)
+            yield from ((name, weight), (f"{name}_scale_inv", scale))
+        else:
+            yield name, tensor
 
 
 class _Bomb:

@@ -17,6 +17,7 @@ from capture_planner.bench.record import Throughput
 from capture_planner.bench.rig import Absence, Rig
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
+from capture_planner.runtime.models.fp8 import FP8
 
 if TYPE_CHECKING:
     from capture_planner.runtime.models.huggingface import HuggingFaceModel
@@ -128,6 +129,8 @@ def copied(target: HuggingFaceModel) -> Any:
     decoder: Any = target._decoder
     config = copy.deepcopy(decoder.config)
     weights = {name: getattr(module, attribute) for name, module, attribute in target.weights()}
+    if any(weight.dtype is FP8 for weight in weights.values()):
+        raise Absence(f"{target.name} has FP8 weights, for which transformers downloads kernels")
     device = next(iter(weights.values())).device
     try:
         with torch.device(device):

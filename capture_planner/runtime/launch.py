@@ -29,6 +29,7 @@ from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestResult, WarmUp
+from capture_planner.runtime.models.fp8 import FP8
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs, without_speculation
@@ -168,6 +169,7 @@ def _refuse_infinite(model: TargetModel) -> None:
     """Raise ``RunError`` for weights that make every comparison of tokens meaningless: NaN has no likeliest token."""
     for name, module, attribute in model.weights():
         weight = getattr(module, attribute)
+        weight = weight.float() if weight.dtype is FP8 else weight  # torch has no isfinite for it
         if weight.is_floating_point() and not torch.isfinite(weight).all():
             raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
 

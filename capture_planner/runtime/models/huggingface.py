@@ -18,9 +18,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import DataType, Model
+from capture_planner.runtime.models.fp8 import Fp8Linear
+from capture_planner.runtime.models.fp8_folders import fp8_format
 from capture_planner.runtime.models.interface import INTERFACE, SUPPORTED, Call, Probe, RefuseHostReads
 from capture_planner.runtime.models.loading import Source, contradictions, library_errors, locate, seeded, weights_of
-from capture_planner.runtime.models.pretrained import llama_of, pretrained, read_configuration
+from capture_planner.runtime.models.pretrained import llama_of, pretrained, read_configuration, taken_quantization
 from capture_planner.runtime.models.protocols import Attend, Weight
 from capture_planner.runtime.models.spread import Vocabulary, spread
 from capture_planner.runtime.ranks.collectives import WHOLE, Collectives
@@ -142,8 +144,13 @@ class HuggingFaceModel:
         return logits
 
     def linears(self) -> dict[str, nn.Linear]:
-        """The linear layers of the decoder, which LoRA adapters can add to, by their name in the model's weights."""
+        """The linear layers of the decoder, which LoRA adapters can add to, by their name in the model's weights.
+
+        Raises ``RunError`` for a model with FP8 weights, to which none are added.
+        """
         decoder = set(self._layers.modules())
+        if any(isinstance(module, Fp8Linear) for module in decoder):
+            raise RunError(f"{self.name} has FP8 weights, which adapters are not added to; run it without adapters")
         return {part: module for part, module in self._parts if module in decoder and isinstance(module, nn.Linear)}
 
     @contextmanager
@@ -227,6 +234,10 @@ def load_target(
         config = llama_of(shape) if source is None else read_configuration(found)
         text = config.get_text_config(decoder=True)
         _refuse(config, text, source)
+        is_mixture = any(getattr(text, name, None) for name in _EXPERTS)
+        quantization = taken_quantization(config)
+        where = f"{source} ({config.model_type})"
+        fp8 = None if quantization is None else fp8_format(quantization, where, is_mixture=is_mixture)
         stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
         chosen = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if chosen is None:
@@ -234,15 +245,17 @@ def load_target(
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
     options = {"dtype": chosen, "attn_implementation": INTERFACE}
-    if any(getattr(text, name, None) for name in _EXPERTS):  # transformers 5.17 refuses it for other models
+    if is_mixture:  # transformers 5.17 refuses it for other models
         options["experts_implementation"] = _experts(device, chosen)
     model: Any
     with library_errors(f"{subject}: cannot be loaded"):
         if found.files:
-            model = pretrained(factory, found, config, options)
+            model = pretrained(factory, found, config, options, fp8)
         else:
             with seeded(seed, device):
                 model = factory.from_config(config, **options)
+                if fp8 is not None:
+                    fp8.place(model)
     origin = "the plan's numbers" if source is None else found.label
     name = f"{type(model).__name__} of {origin}" + ("" if found.files else f", random weights (seed {seed})")
     if not model._supports_attention_backend:
@@ -321,11 +334,6 @@ def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | Non
         raise RunError(f"{where} has layers of type {', '.join(other)}, {state}which no graph holds; {SUPPORTED}")
     if getattr(text, "num_kv_shared_layers", 0):
         raise RunError(f"{where} has layers that read the KV cache of another layer; {SUPPORTED}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise RunError(
-            f"{where} is quantized; supported: weights in a floating-point dtype of torch, on any number of ranks; "
-            "give a folder of weights that are not quantized"
-        )
     refuse_moving_rope(text, where)
 
 

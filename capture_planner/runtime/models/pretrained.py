@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Model
+from capture_planner.runtime.models.fp8 import FP8
+from capture_planner.runtime.models.fp8_folders import Fp8Format
 from capture_planner.runtime.models.interface import SUPPORTED
-from capture_planner.runtime.models.loading import Source, read_tensors
+from capture_planner.runtime.models.loading import Source, StoredTensor, read_tensors
 
 
 def llama_of(shape: Model) -> LlamaConfig:
@@ -45,26 +47,51 @@ def read_configuration(found: Source) -> PreTrainedConfig:
     return config
 
 
-def pretrained(factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+def taken_quantization(config: PreTrainedConfig) -> object:
+    """Take ``quantization_config`` out of a configuration, and return it; None where it states nothing.
+
+    The library would choose a quantizer by it, which needs kernels that are downloaded.
+    """
+    stated = [vars(each).pop("quantization_config", None) for each in (config, config.get_text_config(decoder=True))]
+    return next((each for each in stated if each is not None), None)
+
+
+def pretrained(
+    factory: Any, found: Source, config: PreTrainedConfig, options: dict[str, Any], fp8: Fp8Format | None
+) -> PreTrainedModel:
     """Load weights; the library would make up those that are missing.
 
     It is given tensors, not the folder: there it would follow the index, an adapter's configuration or a file name in
     config.json to other folders and to pickled weights.
     """
     folder = found.config.parent
-    tensors = {name: stored.tensor for name, stored in read_tensors(found.files).items()}
+    stored = read_tensors(found.files)
+    tensors = _plain(stored) if fp8 is None else fp8.tensors(stored)
     with torch.device("meta"):
         alike = factory.from_config(config, **options)
+    kind: Any = type(alike) if fp8 is None else fp8.kind(type(alike))
     with _no_progress_bars():
-        model, loading = type(alike).from_pretrained(
+        model, loading = kind.from_pretrained(
             None, config=alike.config, state_dict=tensors, local_files_only=True, output_loading_info=True, **options
         )
+    if fp8 is not None:
+        fp8.refuse_others(folder, model, loading["missing_keys"], loading["unexpected_keys"])
     missing = sorted(loading["missing_keys"])
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise RunError(f"{folder}: its safetensors lack {listed}; they do not belong to config.json")
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _plain(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors by name. Raises ``RunError`` for one in FP8, whose scales the library would leave out."""
+    for name, item in stored.items():
+        if item.tensor.dtype is FP8:
+            raise RunError(
+                f"{item.file}: {name} is FP8, and config.json has no quantization_config; take both from one folder"
+            )
+    return {name: item.tensor for name, item in stored.items()}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from capture_planner.errors import RunError
+from capture_planner.runtime.models.fp8 import Fp8Linear
 from capture_planner.runtime.ranks.collectives import Collectives
 
 _WHOLE = frozenset(
@@ -72,6 +73,18 @@ class PartialLinear(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
+class PartialFp8Linear(Fp8Linear):
+    """The same with an FP8 weight."""
+
+    def __init__(self, part: Fp8Linear, among: Collectives) -> None:
+        super().__init__(part.weight, part.weight_scale, part.bias, part.block, part.dtype)
+        self._among = among
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        total = sum_of(nn.functional.linear(inputs, self.matrix(inputs.dtype)), self._among)
+        return total if self.bias is None else total + self.bias
+
+
 class Vocabulary:
     """The tokens of which each rank has the output embeddings, and so the logits; of one rank all."""
 
@@ -111,7 +124,8 @@ def spread(
     :param tp_plan: by module or parameter, with ``*`` for a number, the style of transformers.
     :param kv_heads: of a layer, over all ranks. Of fewer than there are ranks, neighbours have the same one.
     :param within: a part of ``model``, outside of which nothing is changed.
-    :raises RunError: for a style that is not known here, and a width that the ranks cannot share.
+    :raises RunError: for a style that is not known here, a width that the ranks cannot share, and FP8 blocks that they
+        would cut.
     """
     if among.size == 1:
         return
@@ -122,10 +136,16 @@ def spread(
         parent, _, leaf = name.rpartition(".")
         owner, module = parents.get(parent, model), parents.get(name)
         place = among.rank, among.size
-        if leaf in _KEYS_AND_VALUES and kv_heads < among.size:
+        is_of_keys = leaf in _KEYS_AND_VALUES
+        if is_of_keys and kv_heads < among.size:
             place = among.rank * kv_heads // among.size, kv_heads
-        part = _Part(name, *place)
+        part = _Part(name, *place, most=kv_heads if is_of_keys else None)
         if style in _WHOLE:
+            continue
+        if style in _OF_LINEARS and isinstance(module, Fp8Linear):
+            axis = _OF_LINEARS[style]
+            share = module.part(axis, part.slice_of(module.weight.shape[axis], module.unit(axis)))
+            setattr(owner, leaf, share if axis == 0 else PartialFp8Linear(share, among))
             continue
         if style == "colwise" and isinstance(module, nn.Linear):
             _keep_rows(module, part.slice_of(module.out_features))
@@ -145,6 +165,9 @@ def spread(
             )
 
 
+_OF_LINEARS = {"colwise": 0, "rowwise": 1}
+"""Of linear layers with FP8 weights: the axis of the weight that is shared."""
+
 _OF_PARAMETERS = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2), "packed_rowwise": (-1, 2)}
 """Of parameters that are no linear layer's: the axis that is shared, and the blocks in which it is (gate and up)."""
 
@@ -157,18 +180,26 @@ def _matches(tp_plan: Mapping[str, str], names: set[str]) -> Iterator[tuple[str,
 
 
 class _Part:
-    """The part of a width that a rank has: the one at ``place`` of ``count`` equal ones."""
+    """The part of a width that a rank has: the one at ``place`` of ``count`` equal ones. There are at most ``most``."""
 
-    def __init__(self, name: str, place: int, count: int) -> None:
-        self._name, self._place, self._count = name, place, count
+    def __init__(self, name: str, place: int, count: int, most: int | None = None) -> None:
+        self._name, self._place, self._count, self._most = name, place, count, most
 
-    def slice_of(self, width: int) -> slice:
+    def slice_of(self, width: int, unit: int = 1) -> slice:
+        """Return this part of a width of which so many neighbours stay together."""
         if width % self._count:
             raise RunError(
                 f"{self._name}: {self._count} ranks cannot share a width of {width}; plan it with a parallel.tensor "
                 "that divides it"
             )
         each = width // self._count
+        if each % unit:
+            most = min(width // unit, self._most or width)
+            counts = [str(count) for count in range(2, most + 1) if width % (count * unit) == 0]
+            raise RunError(
+                f"{self._name}: {self._count} ranks would cut blocks of {unit} that have one FP8 scale, as each has "
+                f"{each} of {width}; plan it with parallel.tensor {' or '.join(['1', *counts])}"
+            )
         return slice(self._place * each, (self._place + 1) * each)
 
     def of(self, whole: torch.Tensor, axis: int, blocks: int) -> torch.Tensor:

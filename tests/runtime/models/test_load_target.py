@@ -95,7 +95,7 @@ REFUSED = {
     "no list of its layers": lambda: transformers.BertConfig(num_hidden_layers=1, **SMALL),
     "is not causal": lambda: transformers.Gemma3TextConfig(**BASE, use_bidirectional_attention=True),
     "logits do not come from its output embeddings": lambda: transformers.HyperCLOVAXConfig(**BASE, logits_scaling=4.0),
-    "is quantized": lambda: transformers.LlamaConfig(**BASE, quantization_config={"quant_method": "fp8"}),
+    "is quantized by awq;": lambda: transformers.LlamaConfig(**BASE, quantization_config={"quant_method": "awq"}),
 }
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch.testing import assert_close
+from transformers import LlamaConfig
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Model
@@ -23,8 +24,10 @@ DEVICE = torch.device("cpu")
 SHAPE = Model(name="family", num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=8, max_model_len=64)
 REFUSED = {"gpt-oss", "gpt2", "qwen3-vl"}
 """Those whose plan in transformers 5.17 to 5.23 does not spread attention."""
-IN_CI = ("llama tied", "gemma2", "mixtral", "qwen2-vl", "gpt-oss")
-NAMES = [*FAMILIES] if settings.default.max_examples >= 100 else IN_CI
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [4, 2]}
+QUANTIZED = {"llama in FP8": lambda: LlamaConfig(**BASE, attention_bias=True, quantization_config=BLOCKS)}
+IN_CI = ("llama tied", "gemma2", "mixtral", "qwen2-vl", "gpt-oss", *QUANTIZED)
+NAMES = [*FAMILIES, *QUANTIZED] if settings.default.max_examples >= 100 else IN_CI
 
 
 class ValuesOfHeads(Probe):
@@ -53,7 +56,7 @@ def folders(tmp_path_factory):
     """A configuration of each family, without weights: they are random, the same for any number of ranks."""
     found = {name: tmp_path_factory.mktemp("family") for name in NAMES}
     for name, folder in found.items():
-        FAMILIES[name]().save_pretrained(folder)
+        (FAMILIES | QUANTIZED)[name]().save_pretrained(folder)
     return found
 
 
@@ -70,7 +73,7 @@ def spread_families(folders, tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_says_on_two_ranks_what_it_says_on_one(name, folders, spread_families):
-    """Experts, biases, tied embeddings and multimodal rope included; a plan that leaves attention whole is refused."""
+    """Experts, biases, tied embeddings, FP8, multimodal rope; a plan that leaves attention whole is refused."""
     whole = logits_of(folders[name], WHOLE)
     for rank in spread_families:
         found = rank[name]
