@@ -1,4 +1,4 @@
-"""The tables of docs/lab/gallery.md: the gallery as the newest campaign found it."""
+"""The tables of docs/lab/gallery.md: the gallery as the newest campaign found it, and what was searched since."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ SHOWN = 160
 
 
 def campaign() -> dict[str, Any]:
-    """Return the newest campaign; raises ``FileNotFoundError``."""
+    """Return the newest campaign over everything, with the mutants as the newest search of each found them.
+
+    ``later`` has the dates of the searches after it, and how many mutants each was for. Raises ``FileNotFoundError``.
+    """
     campaigns = results.files("gallery-*.json")
-    if not campaigns:
+    whole = [index for index, each in enumerate(campaigns) if each["healthy"]["searched"]]
+    if not whole:
         raise FileNotFoundError("benchmarks/results has no gallery-*.json: run tox -e gallery -- --output")
-    return campaigns[-1]
+    newest, later = campaigns[whole[-1]], campaigns[whole[-1] + 1 :]
+    mutants = {mutant["name"]: mutant for each in (newest, *later) for mutant in each["mutants"]}
+    again = [(each["provenance"]["date"][:10], len(each["mutants"])) for each in later]
+    return {**newest, "mutants": list(mutants.values()), "later": again}
 
 
 def run() -> str:
@@ -34,11 +41,13 @@ def run() -> str:
     seeds = f"{tried[0]} to {tried[-1]}" if len(tried) > 1 else f"{tried[0]}"
     packages = result["provenance"]["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "hypothesis") if name in packages)
+    when = [f"{result['provenance']['date'][:10]}, {versions}"]
+    when += [f"{count} of the mutants again or first on {date}" for date, count in result["later"]]
     lines = [
         f"{len(mutants)} mutants, {seeds} seeds each, profile {result['profile']}: {sure} of {len(mutants)} "
         f"are found with every seed. Of {len(healthy['searched'])} healthy backends, plans and ranks, "
         f"{len({fault['name'] for fault in healthy['faults']})} had findings. "
-        f"{result['provenance']['date'][:10]}, {versions}."
+        f"{'; '.join(when)}."
     ]
     for mutant in mutants:
         if mutant["hits"] < mutant["seeds"]:
