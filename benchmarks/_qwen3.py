@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import Qwen3Config
 
+from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Model
 
 DRAFT_VOCABULARY = 32000
@@ -25,6 +26,12 @@ def shape(*, max_model_len: int, dtype: DataType = DataType.BFLOAT16) -> Model:
         max_model_len=max_model_len,
         dtype=dtype,
     )
+
+
+def tiny(model: Model) -> Model:
+    """Return the model shrunk, to try a script on a CPU."""
+    sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "hidden_size": 16}
+    return replace(model, **sizes, vocab_size=61, max_model_len=64)
 
 
 def qwen3_config(model: Model) -> Qwen3Config:

@@ -16,8 +16,6 @@ a CPU.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +27,8 @@ from typing import Any
 import attrs
 import torch
 from _bench import CONSOLE, finish, parser, verdict
-from _qwen3 import DRAFT_VOCABULARY, shape, write_config
+from _parts import in_process
+from _qwen3 import DRAFT_VOCABULARY, shape, tiny, write_config
 
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
@@ -135,22 +134,6 @@ def parts_of(model: Model) -> dict[str, tuple[Model, dict[str, Any]]]:
     }
 
 
-def in_process(name: str, seconds: float) -> dict[str, Any]:
-    """Run a part in a process of its own, where nothing is compiled yet; return its numbers, or its error."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "part.json"
-        command = [sys.executable, *sys.argv, "--part", name, "--part-output", str(file)]
-        environment = os.environ | {"TRITON_CACHE_DIR": str(Path(folder) / "triton")}
-        try:
-            done = subprocess.run(command, env=environment, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {seconds:.0f} s"}
-        if done.returncode:
-            return {"error": f"exit code {done.returncode}"}
-        found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        return found
-
-
 def targets_of(results: dict[str, dict[str, Any]], share: float) -> dict[str, bool]:
     """Return what must hold of the parts that were run."""
     targets = {}
@@ -197,8 +180,7 @@ def main() -> int:
     arguments = options.parse_args()
     model = shape(max_model_len=arguments.max_model_len)
     if arguments.tiny:
-        sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "hidden_size": 16}
-        model = replace(model, **sizes, vocab_size=61, max_model_len=64)
+        model = tiny(model)
         arguments.backend, arguments.requests, arguments.max_num_reqs = "reference", 12, 4
         arguments.prompt_tokens = arguments.output_tokens = 16
     memory = {} if arguments.tiny else {"memory_utilization": arguments.memory_utilization}
@@ -220,7 +202,8 @@ def main() -> int:
             CONSOLE.print(f"{name}: left out, {arguments.seconds:g} s are over")
             continue
         CONSOLE.print(f"{name}, {perf_counter() - started:.0f} s")
-        results[name] = in_process(name, left)
+        with tempfile.TemporaryDirectory() as triton:  # nothing is compiled yet
+            results[name] = in_process(name, left, Path(triton))
         targets = targets_of(results, arguments.memory_utilization)
         finish(arguments, {"results": results, "targets": targets})
     for target, holds in targets.items():

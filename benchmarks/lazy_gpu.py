@@ -17,8 +17,6 @@ are written as they are done; those for which ``--seconds`` are over are left ou
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,11 +28,11 @@ from typing import Any
 import attrs
 import torch
 from _bench import CONSOLE, finish, parser, verdict
-from _qwen3 import shape, write_config
+from _parts import in_process
+from _qwen3 import shape, tiny, write_config
 
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
-from capture_planner.records._base import replace
 from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import Model
 from capture_planner.records.plan import Plan
@@ -163,22 +161,6 @@ def shown(report: RunReport) -> dict[str, Any]:
     }
 
 
-def in_process(name: str, seconds: float, triton: Path) -> dict[str, Any]:
-    """Run a part in a process of its own; return its numbers, or its error."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "part.json"
-        command = [sys.executable, *sys.argv, "--part", name, "--part-output", str(file)]
-        try:
-            environment = os.environ | {"TRITON_CACHE_DIR": str(triton)}
-            done = subprocess.run(command, env=environment, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {seconds:.0f} s"}
-        if done.returncode:
-            return {"error": f"exit code {done.returncode}"}
-        found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        return found
-
-
 def targets_of(results: dict[str, dict[str, Any]], arguments: Any) -> dict[str, bool]:
     """Return what must hold of the parts that were run."""
     targets = {f"{name}: {part['error']}": False for name, part in results.items() if "error" in part}
@@ -223,8 +205,7 @@ def main() -> int:
     arguments = options.parse_args()
     model = shape(max_model_len=arguments.max_model_len)
     if arguments.tiny:
-        sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "hidden_size": 16}
-        model = replace(model, **sizes, vocab_size=61, max_model_len=64)
+        model = tiny(model)
         arguments.backend, arguments.max_num_reqs, arguments.memory = "reference", 4, 1
         arguments.prompt_tokens = arguments.output_tokens = 16
     if arguments.part:

@@ -19,7 +19,7 @@ from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import query_len_of, union
 from capture_planner.records.plan import Plan
-from capture_planner.records.text import spans
+from capture_planner.records.text import query_len_text, spans
 
 Span = tuple[int, int]
 
@@ -78,7 +78,7 @@ def rerouted(old: Plan, new: Plan) -> Iterator[BatchChange]:
     for key in sorted(keys, key=lambda each: (list(Role).index(each[0]), each[1].value, each[2] or 0, each[3])):
         role, kind, query_len, varies = key
         if role in old.planned and role in new.planned:
-            length = f"up to {query_len}" if varies else f"{query_len}"
+            length = query_len_text(query_len, varies=varies)
             overlaps = _overlaps(before.get(key, []), after.get(key, []), query_len or 1)
             changes = grouped((each for each in overlaps if each.change is not None), lambda each: each.change)
             for alike in changes.values():
@@ -92,7 +92,7 @@ def _varying(plan: Plan) -> tuple[Role, ...]:
 
 
 def _compared(plan: Plan, vary: Collection[Role]) -> Iterator[Cell]:
-    """Yield the cells of a plan; of decodes that vary in this plan alone, only those of the most tokens."""
+    """Yield the cells of a plan; for decodes that vary in this plan alone, only those with the most tokens."""
     alone = frozenset(_varying(plan)) - frozenset(vary)
     for cell in coverage(plan).cells:
         of_all = cell.role not in alone or cell.kind is Kind.MIXED

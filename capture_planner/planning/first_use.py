@@ -47,7 +47,7 @@ def leave_to_first_use(spec: Spec, roles: Sequence[RoleInProgress], measurements
 
 
 def _others(ladder: Ladder, kept: Sequence[int]) -> Iterator[Entry]:
-    """Return the graphs of a ladder but those of the sizes that are ``kept``."""
+    """Return the graphs of a ladder except those of the sizes in ``kept``."""
     left = (size for size in ladder.sizes if size not in kept)
     return (entry_of(ladder, size, case) for size in left for case in ladder.served(size))
 

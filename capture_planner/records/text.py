@@ -24,6 +24,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def query_len_text(query_len: int | None, *, varies: bool) -> str:
+    """Write how many tokens each request of a decode has: ``4``, or ``up to 4`` where that varies."""
+    return f"up to {query_len}" if varies else f"{query_len}"
+
+
 def spans(ranges: Sequence[tuple[int, int]], noun: str) -> str:
     """Write ascending ranges: ``1 to 4, 9 tokens``; of more than three the ends, ``1 to 90 tokens, in 7 ranges``."""
     if len(ranges) > 3:

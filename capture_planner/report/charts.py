@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records.text import query_len_text
 from capture_planner.report.plots import (
     MAX_POINTS,
     MODE_COLORS,
@@ -91,7 +92,7 @@ def _ladders(graphs: Iterable[GraphCapture], axis: str) -> Iterator[tuple[str, C
             entry = graph.entry
             ladders.setdefault((entry.mode, entry.tokens_each, entry.max_query_len is not None), set()).add(extent)
     for (mode, query_len, varies), sizes in ladders.items():
-        kind = "mixed" if query_len is None else f"query length {'up to ' if varies else ''}{query_len}"
+        kind = "mixed" if query_len is None else f"query length {query_len_text(query_len, varies=varies)}"
         yield f"sizes of {mode.value}, {kind}", MODE_COLORS[mode], sorted(sizes)
 
 

@@ -16,7 +16,7 @@ from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Kind, batch_text
 from capture_planner.records.batch_space import split_when
 from capture_planner.records.plan import Plan, RolePlan
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, query_len_text
 from capture_planner.report.price import price_lines
 from capture_planner.report.terminal import mode_text, ran_text, table_of
 
@@ -121,8 +121,8 @@ def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
     table = table_of("role", "batches", "LoRA", "served by", *right, right=right)
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
-        up_to = "up to " if first.varies else ""
-        unit = "tokens, mixed" if first.kind is Kind.MIXED else f"requests of {up_to}{first.query_len}"
+        unit = f"requests of {query_len_text(first.query_len, varies=first.varies)}"
+        unit = "tokens, mixed" if first.kind is Kind.MIXED else unit
         unit += f", {counted(first.draft_steps, 'draft step')}" if first.draft_steps else ""
         mode = ran_text(first.answer.mode)
         if first.answer.reason is not None:

@@ -77,8 +77,8 @@ def assemble(
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
     capacity = capacity_of(plan, pages)
     most_drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
-    accepted = accepted_field(1 + most_drafts if policy.run_ahead else 1)
-    of_target = (*SAMPLED_FIELDS, accepted) if options.acceptance else SAMPLED_FIELDS
+    places = 1 + most_drafts if policy.run_ahead else 1
+    of_target = (*SAMPLED_FIELDS, accepted_field(places)) if options.acceptance else SAMPLED_FIELDS
     fields = {
         role.role: Fields(role, capacity, device, of_target if role.role is Role.TARGET else ()) for role in plan.roles
     }
@@ -154,6 +154,7 @@ def assemble(
         target=target,
         state=state,
         outcome=outcome,
+        accepted_places=places,
         draft_rows=rows,
         apply=apply,
         updates=updates,

@@ -298,7 +298,7 @@ def test_synthetic_acceptance_is_reported_by_position(run: Run) -> None:
 
 
 def test_synthetic_draft_lengths_are_a_fact_of_the_run(run: Run) -> None:
-    """Every step has its first draft and none its second; only those that there are count."""
+    """Every step proposes its first draft and none its second; only proposed drafts count."""
     data = run_json(run, *FEW, "--proposals", "1,0", "--no-warm-up")
     assert data["host"]["draft lengths"] == "synthetic: 1, 0"
     drafted = [position["drafted"] for position in data["acceptance"]["positions"]]

@@ -173,7 +173,7 @@ def steps_ahead(draw):
     before, proposed = copy.deepcopy(after), scheduled.drafts.copy()
     outcome = VerificationOutcome.make(len(after.length), 4, CPU)
     state = DraftState.make(len(after.length), 4, 2, torch.float32, CPU)
-    outcome.rejected += 1  # of a request that is not corrected, it is nobody's
+    outcome.rejected += 1  # nothing reads it for a request that is not corrected
     for row, (place, computed, count, drafts) in enumerate(batch.rows()):
         room = batch.max_model_len - computed - count
         if computed < max(after.prompt[place], 1) or chosen.random() < 0.3:

@@ -9,7 +9,7 @@ from capture_planner.analysis.lint.core import Diagnostic, error, of_role, warni
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers, extra_slots, split_when
-from capture_planner.records.text import counted
+from capture_planner.records.text import counted, query_len_text
 
 
 def describe(cells: list[Cell]) -> str:
@@ -19,8 +19,8 @@ def describe(cells: list[Cell]) -> str:
     if cells[0].kind is Kind.MIXED:
         text = f"mixed batches of {span} tokens"
     else:
-        up_to = "up to " if cells[0].varies else ""
-        text = f"decodes of {span} requests, query length {up_to}{cells[0].query_len}"
+        length = query_len_text(cells[0].query_len, varies=cells[0].varies)
+        text = f"decodes of {span} requests, query length {length}"
     least, most = min(cell.min_loras for cell in cells), max(cell.max_loras for cell in cells)
     return text + (f", {least} to {most} active LoRA" if most else "")
 

@@ -11,6 +11,7 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.sizing.minimax import fewest, minimax, worst_ratio
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import Domain, served_cases
+from capture_planner.records.text import query_len_text
 
 
 @attrs.frozen(kw_only=True)
@@ -81,5 +82,5 @@ class Ladder:
         if self.kind is Kind.MIXED:
             return f"{self.mode.value} mixed"
         chain = f", chain of {self.draft_steps}" if self.draft_steps is not None else ""
-        up_to = "up to " if self.varies else ""
-        return f"{self.mode.value} decode, query length {up_to}{self.query_len}{chain}"
+        length = query_len_text(self.query_len, varies=self.varies)
+        return f"{self.mode.value} decode, query length {length}{chain}"

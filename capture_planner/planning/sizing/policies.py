@@ -14,6 +14,7 @@ from capture_planner.records.batch_space import Domain
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Sizes
+from capture_planner.records.text import query_len_text
 
 TimeOf = Callable[[int], float]
 """Milliseconds of a graph by its size, in requests of decodes or tokens of mixed batches."""
@@ -81,7 +82,7 @@ def decode_sizes(sizes: Sizes, domain: Domain, query_len: int, context: Context,
     :param varies: whether each request has up to so many.
     """
     most = domain if sizes.max_reqs is None else _up_to(domain, sizes.max_reqs)
-    each = f"up to {query_len}" if varies else query_len
+    each = query_len_text(query_len, varies=varies)
     unit = f"request counts of {each} tokens each" if query_len > 1 else "request counts"
     if sizes.policy in (Policy.DEFAULT, Policy.MINIMAX, Policy.POWERS_OF_TWO):
         return _computed(sizes, most, (), unit, context)

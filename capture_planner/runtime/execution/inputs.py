@@ -136,7 +136,7 @@ class StepInputs:
 
 
 def query_lens(counts: Array, *, prompts: bool) -> tuple[int | None, int | None]:
-    """Return the query length of rows that are alike, and the longest one of decodes that differ: those of ``Batch``.
+    """Return ``query_len`` and ``max_query_len`` of ``Batch`` for rows of these lengths.
 
     :param counts: ``int64[R]``: the tokens of each row.
     :param prompts: whether a row is in its prompt.

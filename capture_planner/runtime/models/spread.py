@@ -59,6 +59,12 @@ def sum_of(partial: torch.Tensor, among: Collectives) -> torch.Tensor:
     return among.all_reduce(partial)
 
 
+def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, among: Collectives) -> torch.Tensor:
+    """Multiply by the columns that this rank has, sum over ranks, then add the bias, once."""
+    total = sum_of(nn.functional.linear(inputs, weight), among)
+    return total if bias is None else total + bias
+
+
 class PartialLinear(nn.Module):
     """The columns of a linear layer that this rank has: outputs are summed over ranks, then the bias is added."""
 
@@ -69,8 +75,7 @@ class PartialLinear(nn.Module):
         self._among = among
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        total = sum_of(nn.functional.linear(inputs, self.weight), self._among)
-        return total if self.bias is None else total + self.bias
+        return _linear(inputs, self.weight, self.bias, self._among)
 
 
 class PartialFp8Linear(Fp8Linear):
@@ -81,8 +86,7 @@ class PartialFp8Linear(Fp8Linear):
         self._among = among
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        total = sum_of(nn.functional.linear(inputs, self.matrix(inputs.dtype)), self._among)
-        return total if self.bias is None else total + self.bias
+        return _linear(inputs, self.matrix(inputs.dtype), self.bias, self._among)
 
 
 class Vocabulary:

@@ -175,7 +175,7 @@ class StepLauncher:
         if self._acceptance is None:
             return inputs
         # Draws go by position, of which the host knows the last that there can be: so one for each that there can be.
-        places = 1 if self._parts.outcome is None else 1 + self._parts.outcome.most
+        places = self._parts.accepted_places
         lengths = np.maximum(states.length[rows], states.computed_at_most(rows) + 1)
         accepted = self._acceptance.accepted(
             np.repeat(states.key[rows], places),
@@ -266,8 +266,7 @@ class StepLauncher:
     def _accepted_counts(self, rows: int) -> torch.Tensor | None:
         """Return what synthetic acceptance accepts of each row, ``int32[rows, places]``; None: the target decides."""
         counts = self._parts.roles[Role.TARGET].fields[ACCEPTED_COUNTS] if self._acceptance is not None else None
-        places = 1 if self._parts.outcome is None else 1 + self._parts.outcome.most
-        return None if counts is None else counts.view(-1, places)[:rows]
+        return None if counts is None else counts.view(-1, self._parts.accepted_places)[:rows]
 
     def _prepare_drafts(self, scheduled: ScheduledBatch) -> None:
         """Let the device verify, and put what was kept into the drafter's fields."""

@@ -27,6 +27,8 @@ class Parts:
     state: DraftState | None
     outcome: VerificationOutcome | None
     """What verification leaves for a step that is launched before the host has read it; None: none is."""
+    accepted_places: int
+    """Numbers of synthetic acceptance that each row has, see ``fields.accepted_field``."""
     draft_rows: DraftRows | None
     """The rows of the first draft pass; None without a drafter."""
     apply: Callable[[Sequence[Write]], None]
