@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ class Run:
     """The linear layer whose output is 1 % too large."""
     place: float = 0.0
     """The layer of the error, as a share of all."""
+    fp8: bool = False
+    """Whether the weights of linear layers are FP8."""
 
     @property
     def is_healthy(self) -> bool:
@@ -96,6 +99,8 @@ RUNS = (
     Run(name="NaN in graphs", spoil=infinite),
     Run(name="healthy fp16", dtype=DataType.FLOAT16),
     Run(name="healthy fp16, EAGLE-3", dtype=DataType.FLOAT16, drafts=3),
+    Run(name="healthy FP8 weights", fp8=True),
+    Run(name="1 % in the middle layer, FP8 weights", spoil=scaled(1.01, 0.5), fp8=True),
     Run(name="1 % in graphs of the first layer", spoil=scaled(1.01, 0.0, in_graphs=True)),
     Run(name="-1 % in the last layer", spoil=scaled(0.99, 1.0)),
     Run(name="stale row in graphs", spoil=stale),
@@ -105,6 +110,8 @@ RUNS = (
 )
 """The first ones first where time is short: what is healthy must pass, in both dtypes."""
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""What a config.json says of FP8 weights with a scale for each block."""
 LAYERS = 12
 """Of the model on a GPU: enough for errors in the middle, and less than half of the time of all 28."""
 
@@ -157,13 +164,16 @@ class SpoiledExecutor:
 
 
 @functools.cache
-def _model(name: str, dtype: DataType, device: torch.device) -> HuggingFaceModel:
+def _model(name: str, dtype: DataType, device: torch.device, fp8: bool) -> HuggingFaceModel:
     """Return the model with random weights, once for all runs of this process."""
     shape = spec_of(CASES[name], Run(name="", dtype=dtype), device).model
-    if device.type != "cuda":
+    if device.type != "cuda" and not fp8:
         return load_target(None, shape, device=device, dtype=getattr(torch, dtype.value))
     with tempfile.TemporaryDirectory() as folder:
         write_config(shape, Path(folder))
+        if fp8:
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"quantization_config": FP8}), "utf-8")
         return load_target(Path(folder), shape, device=device, dtype=getattr(torch, dtype.value))
 
 
@@ -189,7 +199,7 @@ def execute(name: str, run: Run, device: torch.device) -> dict[str, Any]:
     spec = spec_of(case, run, device)
     registry = REGISTRY if run.spoil is None else spoiled_registry(case.backend, run.spoil(spec.model.num_layers))
     plan = make_plan(spec, environment(case, device), registry)
-    model = _model(name, run.dtype, device)
+    model = _model(name, run.dtype, device, run.fp8)
     lengths = ((16, 120), (16, 48)) if device.type == "cuda" else ((2, 40), (8, 40))
     if run.projection:
         # While the runner serves, and not while the reference does.

@@ -131,7 +131,7 @@ def wait(jobs: list[Job]) -> dict[str, dict[str, Any]]:
 
 def _last(log: Path) -> str:
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    return " | ".join(lines[-3:])[-600:]
+    return " | ".join(line[:300] for line in lines[-3:])
 
 
 class Run:

@@ -2,7 +2,8 @@
 
 Without ``--catch`` the mutants are listed. With it, each is searched for: plans by the lint, ranks by
 random vectors, backends and the runner by the conformance suite. Without names, everything healthy is
-searched as well, and nothing may be found there. ``tox -e gallery`` runs all of it with 20 seeds.
+searched as well, and nothing may be found there; ``--healthy`` searches that alone. ``tox -e gallery`` runs all of it
+with 20 seeds.
 
 Exit code 1 if a mutant is missed with any seed, or something healthy does not pass.
 """
@@ -39,6 +40,7 @@ SEARCH_OPTIONS = {
     "output": None,
     "seconds": None,
     "resume": None,
+    "healthy": False,
 }
 """Options that need ``--catch``, each with its default."""
 
@@ -51,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, default in SEARCH_OPTIONS.items():
         if not options.catch and getattr(options, name) != default:
             parser.error(f"--{name} needs --catch")
+    if options.healthy and options.names:
+        parser.error("--healthy searches no mutants: leave the names out")
     try:
-        mutants = [gallery.named(name) for name in dict.fromkeys(options.names)] or list(gallery.MUTANTS)
+        named = [gallery.named(name) for name in dict.fromkeys(options.names)]
+        mutants = [] if options.healthy else named or list(gallery.MUTANTS)
     except RunError as error:
         parser.error(str(error))
     if not options.catch:
@@ -79,6 +84,7 @@ def _parser(bench: Any) -> argparse.ArgumentParser:
     parser.prog = "python -m gallery"
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants (default: all)")
     parser.add_argument("--catch", action="store_true", help="look for each mutant")
+    parser.add_argument("--healthy", action="store_true", help="search only what is healthy: nothing may be found")
     parser.add_argument("--seed", type=int, default=0, help="first random seed (default 0)")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds (default 1)")
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT.name, help="how much the suite tries")
@@ -144,7 +150,8 @@ def _report(data: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
     if data["healthy"]["searched"]:
         yield f"healthy: {len(data['healthy']['searched'])}, faults: {len(data['healthy']['faults'])}"
     sure = sum(mutant["hits"] == mutant["seeds"] and not mutant["left"] for mutant in mutants)
-    yield f"{sure} of {counted(len(mutants), 'mutant')} found with every seed"
+    if mutants:
+        yield f"{sure} of {counted(len(mutants), 'mutant')} found with every seed"
 
 
 def _command(mutant: dict[str, Any], options: argparse.Namespace) -> str:

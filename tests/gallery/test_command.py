@@ -132,7 +132,7 @@ def test_output_writes_the_results(command, tmp_path):
     assert written["mutants"][0]["hits"] == 1
 
 
-@pytest.mark.parametrize("option", [("--seed", "3"), ("--seeds", "2"), ("--profile", "thorough")])
+@pytest.mark.parametrize("option", [("--seed", "3"), ("--seeds", "2"), ("--profile", "thorough"), ("--healthy",)])
 def test_search_options_need_catch(command, option):
     """A list draws nothing: the option would be ignored."""
     code, out, err = command(*option)
@@ -170,6 +170,22 @@ def test_campaign_stops_in_time_and_says_that_searches_are_left(command):
     _, out, _ = command("--catch", *QUICK, "--seconds", "0")
     assert "found with 0 of 0 seeds, 1 not tried\n" in out
     assert out.endswith("1 of 2 mutants found with every seed\n")
+
+
+def test_what_is_healthy_is_searched_alone(command, monkeypatch):
+    """Each with each seed, plans once; names of mutants beside it are refused."""
+    searched = []
+    monkeypatch.setattr(
+        campaign, "run_search", lambda search: searched.append(search) or campaign.Result(search=search, seconds=0.0)
+    )
+    code, out, _ = command("--catch", "--healthy", "--seeds", "2", "--jobs", "1")
+    assert code == 0
+    assert {search.name for search in searched} == {*campaign.healthy()}
+    assert all(search.healthy for search in searched)
+    assert sum(search.name == "backend reference" for search in searched) == 2
+    assert out == f"healthy: {len(campaign.healthy())}, faults: 0\n"
+    code, _, err = command("--catch", "--healthy", QUICK[0])
+    assert (code, "leave the names out" in err) == (2, True)
 
 
 def test_what_lacks_fewest_seeds_is_searched_first():

@@ -27,6 +27,7 @@ from capture_planner.runtime.options import ExecutionPolicy, Options
 from capture_planner.runtime.plan_variants import without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.workload import Request
+from capture_planner.runtime.verification.rows import RowKeeper
 from support.probe import Probe
 from support.runs import CPU, pages_for, planned, requests_for, runnable_specs
 
@@ -53,10 +54,11 @@ class RunResult:
     rejected: int
 
 
-def runner_of(plan, target, drafter, **options):
+def runner_of(plan, target, drafter, observer=None, **options):
     """A runner that verifies on the device unless the options say otherwise."""
     options = Options(**{"drafts_on_device": True} | options)
-    return Runner(plan, target, drafter, REGISTRY, RecordedGraphs(), pages=pages_for(plan), options=options)
+    pages, grapher = pages_for(plan), RecordedGraphs()
+    return Runner(plan, target, drafter, REGISTRY, grapher, pages=pages, options=options, observer=observer)
 
 
 def serve(runner, requests, answers=None):
@@ -125,6 +127,31 @@ def test_tokens_are_those_of_steps_that_wait(data, kind, poison):
     found = captured(plan, target, drafter, requests, answers, poison=poison)
     assert found.tokens == plain
     event(f"ahead: {found.ahead > 1}, rejected: {found.rejected > 0}")
+
+
+@settings(max_examples=max(settings.default.max_examples // 2, 3))
+@given(data=st.data(), kind=st.sampled_from(("copy", "chance")))
+def test_rows_that_are_kept_belong_to_the_places_that_the_device_computed(data, kind):
+    """As ``run --verify`` compares them: the host knows the places of a step ahead only once the last one is read."""
+    spec = speculative(data)
+    plan = planned(spec, REGISTRY)
+    requests = data.draw(requests_for(spec))
+    target, drafter = models(plan, kind)
+    plain = waiting(plan, target, drafter, requests)
+    answers = {request.name: request.prompt + plain[request.name] for request in requests}
+    rows = []
+    for ahead in (True, False):
+        keeper = RowKeeper()
+        with runner_of(plan, target, drafter, keeper, run_ahead=ahead, drafts_on_device=ahead) as runner:
+            runner.capture()
+            serve(runner, requests, answers)
+        kept = keeper.rows(answers)
+        assert kept.absent == ()
+        rows.append(kept)
+    expected = dict(zip(rows[1].places, rows[1].hidden, strict=True))
+    assert {*rows[0].places} == expected.keys()
+    for place, hidden in zip(rows[0].places, rows[0].hidden, strict=True):
+        torch.testing.assert_close(hidden, expected[place], msg=lambda text, place=place: f"{place}: {text}")
 
 
 SPEC = Spec(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -149,7 +150,9 @@ class CudaGraph:
         graphs = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
         files = [stem.with_name(f"{stem.name}.{number}.dot") for number in range(len(graphs))]
         for graph, file in zip(graphs, files, strict=True):
-            graph.debug_dump(str(file))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "DEBUG: calling debug_dump", UserWarning)  # of every call
+                graph.debug_dump(str(file))
         return files
 
     def fingerprint(self) -> Fingerprint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -81,4 +82,7 @@ def refuse_differences(topic: str, values: Sequence[Plain]) -> None:
 
 def _line(error: Exception) -> str:
     message = " ".join(str(error).split())
-    return message if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {message}"
+    if isinstance(error, torch.OutOfMemoryError):
+        # torch goes on with other processes, its allocator's state and its settings.
+        return re.split(r" (?=Process \d|Including non-PyTorch|Of the allocated)", message, maxsplit=1)[0]
+    return f"{type(error).__name__}: {message}"

@@ -21,7 +21,8 @@ MEMORY = 1 << 30
 class _KeptForward:
     requests: tuple[str, ...]
     starts: list[int]
-    positions: list[int]
+    positions: torch.Tensor
+    """``int64[T]``, as the forward reads them: of a step that runs ahead, the host has upper bounds."""
     entry: Entry | None
     ids: torch.Tensor
     """``int64[T]``, as the forward reads them."""
@@ -70,11 +71,12 @@ class RowKeeper(ForwardObserver):
         else:
             assert inputs.input_ids is not None, "embeddings are made of ids that the host knows"
             ids = torch.from_numpy(inputs.input_ids.copy())
+        positions = body.fields["positions"][:tokens].clone()
         times = super().forward(role, step, started)
         size = body.hidden[:tokens].nbytes
         hidden = body.hidden[:tokens].clone() if size <= self._memory else None
         self._memory -= size if hidden is not None else 0
-        starts, positions = inputs.query_start_loc.tolist(), inputs.positions.tolist()
+        starts = inputs.query_start_loc.tolist()
         self._kept.append(_KeptForward(self._requests, starts, positions, step.entry, ids, hidden))
         return times
 
@@ -89,11 +91,11 @@ class RowKeeper(ForwardObserver):
         read = {name: [False] * (len(tokens) - 1) for name, tokens in sequences.items()}
         not_kept = 0
         for kept in self._kept:
-            ids, chosen = kept.ids.tolist(), []
+            ids, positions, chosen = kept.ids.tolist(), kept.positions.tolist(), []
             for name, (start, end) in zip(kept.requests, itertools.pairwise(kept.starts), strict=True):
                 tokens = sequences.get(name, ())
                 for row in range(start, end):
-                    at = kept.positions[row]
+                    at = positions[row]
                     if at >= len(tokens) - 1 or ids[row] != tokens[at]:
                         break
                     read[name][at] = True
