@@ -202,12 +202,12 @@ def execute(name: str, run: Run, device: torch.device) -> dict[str, Any]:
     model = _model(name, run.dtype, device, run.fp8)
     lengths = ((16, 120), (16, 48)) if device.type == "cuda" else ((2, 40), (8, 40))
     if run.projection:
-        # While the runner serves, and not while the reference does.
-        enter, leave = Runner.__enter__, Runner.__exit__
+        # From before the runner compiles the layers until it has served: the reference has none of it.
+        init, leave = Runner.__init__, Runner.__exit__
         planted = _scaled_projection(model, run)
         patch: Any = mock.patch.multiple(
             Runner,
-            __enter__=lambda runner: (planted.__enter__(), enter(runner))[1],
+            __init__=lambda runner, *given, **named: (planted.__enter__(), init(runner, *given, **named))[1],
             __exit__=lambda runner, *error: (planted.__exit__(None, None, None), leave(runner, *error))[1],
         )
     else:

@@ -139,10 +139,15 @@ class Tables(nn.Module):
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return, in float64, the states after each of a request's tokens, ``[S, recurrent, width]``."""
         inputs, decays = (part.double() for part in self.recurrences(ids, torch.arange(len(ids), device=ids.device)))
-        total = decays.cumsum(0)
-        spread = (total[:, None] - total).exp() * inputs
-        earlier = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
-        return torch.where(earlier[:, :, None, None], spread, 0).sum(1)
+        earlier = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=ids.device).tril()[:, :, None, None]
+        found, last = [], torch.zeros_like(inputs[:1])
+        for added, kept in zip(inputs.split(_CHUNK), decays.split(_CHUNK), strict=True):
+            total, rows = kept.cumsum(0), len(added)
+            spread = (total[:, None] - total).exp() * added
+            within = torch.where(earlier[:rows, :rows], spread, 0).sum(1)
+            found.append(within + total.exp() * last)
+            last = found[-1][-1:]
+        return torch.cat(found)
 
     def attended(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         """Return, in float64, what the rows from position ``first`` on attend to: ``[n, layers, width]``.
@@ -343,6 +348,9 @@ def coupled(hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torc
     load = (same_expert & real).sum(1)
     return hidden / largest * (_LEVEL * (1 + load / _EXPERTS)).to(hidden.dtype)[:, None]
 
+
+_CHUNK = 64
+"""Tokens whose states are computed from each other at once: all of a long sequence would take gigabytes."""
 
 _LASTING = 8.0
 """The larger, the longer a state lasts: it loses a tenth with a token."""

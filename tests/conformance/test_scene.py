@@ -102,6 +102,23 @@ def test_the_oracle_is_attention(length, data, heads, windows):
                 torch.testing.assert_close(found[row - first, layer, head], want)
 
 
+@given(st.integers(0, 200), st.integers(0, 9))
+def test_the_oracle_of_states_is_the_recurrence(length, seed):
+    """Held against one token after the other, from none, also where a sequence is longer than what is done at once."""
+    shape = LayerShape(heads=2, kv_heads=1, head_dim=2, windows=(None,), recurrent=2)
+    tables = Tables(shape, 11, 200, torch.float64, torch.device("cpu"), seed)
+    ids = torch.randint(11, (length,), generator=torch.Generator().manual_seed(seed))
+    inputs, decays = tables.recurrences(ids, torch.arange(length))
+    state, want = torch.zeros(2, shape.width, dtype=torch.float64), []
+    for added, kept in zip(inputs, decays, strict=True):
+        state = kept.exp() * state + added
+        want.append(state)
+    found = tables.states(ids)
+    assert len(found) == length
+    if length:
+        torch.testing.assert_close(found, torch.stack(want))
+
+
 def test_a_table_is_loaded_in_place():
     """Weights are reloaded where they are, as graphs need."""
     shape = LayerShape(heads=2, kv_heads=1, head_dim=4, windows=(None,))
