@@ -44,6 +44,18 @@ ANYWHERE: Rules = (
 """Of any module."""
 
 RULES: dict[str, Rules] = {
+    "modes": (("if self is GraphMode.PIECEWISE:", r"<= GraphMode", "only NONE is less, and NONE is what it returns"),),
+    "planning/sizing/policies": (
+        ("SGLANG_PREFILL_TOKENS = 2048", r"= +2049", _OTHER_END),
+        ("round(time(size) * 1_000_000)", r"\* +(999999|1000001)", "a unit of time: ratios are compared"),
+    ),
+    "planning/sizing/budget": (
+        (
+            "-(ladder.query_len or 0)",
+            r"or +-?1\)",
+            "mixed ladders have no query length, and are compared with each other by role alone",
+        ),
+    ),
     "planning/sizing/minimax": (
         ("_ROUNDS = 4", r"_ROUNDS = +[35]", "how often the rest is recomputed: the sizes are the best either way"),
         ("rounds -= 1", r"rounds -= +[02]", "how often the rest is recomputed: the sizes are the best either way"),
@@ -90,12 +102,21 @@ RULES: dict[str, Rules] = {
         ),
         ("_Allocation(0, 0, ()", r"_Allocation\((\s*-?1, 0|0,\s*-?1),", "a constant in all sums that are compared"),
         ("left: tuple[int, ...] = attrs.field(order=False)", r"order=True", "orders states that are equal in all else"),
-        ("yield from fitting[-1:]", r"fitting\[- ?0:", "more of the pools are tried, and larger ones cost no less"),
+        (
+            "left - need for left, need",
+            r"left (<<|\+|\|) need",
+            "a choice that leaves too little for the later groups is no choice there",
+        ),
+        (
+            "yield from fitting[-1:]",
+            r"fitting\[(- ?0|not 1):",
+            "more of the pools are tried, and larger ones cost no less",
+        ),
     ),
     "planning/sizing/worst": (
         (
             "fewest = chosen(Fraction(longest + 1))",
-            r"longest (\||<<) 1|longest \+ +2",
+            r"longest (\||<<) 1|longest \+ +[02]",
             "no ratio is above the longest time",
         ),
         ("default=1)", r"default= ?-?[02]\)", "without groups nothing is chosen"),
@@ -111,7 +132,22 @@ RULES: dict[str, Rules] = {
         (" is not _FULL", r" < _FULL", _SORTS_LAST),
         (" is _NONE", r"<= _NONE", _SORTS_FIRST),
     ),
+    "planning/price": (
+        ("pair[0].kind is kind", r"pair\[ ?-?1\]\.kind", "a ladder is of the same kind before and after"),
+    ),
+    "planning/planner": (
+        (
+            "100 * groups + 10 * decisions",
+            r"100 \*\* groups",
+            "more plans are written to see it: the answer is the same",
+        ),
+        ("100 * groups + 10 * decisions", r"groups // 10", "an estimate, to be far from what a file may have"),
+    ),
+    "planning/demand": (
+        ("if each.role is ladder.role)", r"each\.role <= ladder", "roles come in order, and the first sorts last"),
+    ),
     "planning/coverage": (
+        ("bound.limit < 0 for bound", r"limit <= 0", "to waive what takes of no bound saves nothing"),
         ("MOST_LISTED = 1 << 16", r"MOST_LISTED = .*", "after how many sets a search stops, and says so"),
         ("MOST_SETS = 1024", r"MOST_SETS = +102[35]", "after how many sets a search stops, and says so"),
         ("if tried == MOST_SETS or", r"(tried|number) >= MOST", "both grow by one"),
@@ -127,6 +163,11 @@ RULES: dict[str, Rules] = {
         ),
     ),
     "planning/costs": (
+        (
+            "abs((steps or 1)",
+            r"\(steps or +[02]\)",
+            "a curve without a chain is compared with others without one, by what comes before and after",
+        ),
         ("query_len or 0,", r"query_len and 0,", "nothing is left to order where all others are equal"),
     ),
     "planning/draft_lengths": (("self._at = 0", r"self\._at = +1", "at the first size there is one line"),),
@@ -143,6 +184,7 @@ RULES: dict[str, Rules] = {
             r"num_reqs (>|==) entry",
             "such a bound binds no batch: more tables, same answers",
         ),
+        ("if level < len(self._levels)", r"level (!=|is not) len", _BISECTED),
         ("_CACHE_SIZE = 1 << 16", r"_CACHE_SIZE = .*", "how many answers are kept"),
         ("self._cached = 1", r"_cached = +[02]", "how many answers are kept"),
     ),
@@ -151,6 +193,7 @@ RULES: dict[str, Rules] = {
         ("@attrs.define(eq=False)", r"eq=True", "buffers are never compared"),
     ),
     "runtime/execution/fused": (
+        ("rows * (_COLUMNS * 8 + _ALIGNMENT)", r"_COLUMNS << 8", "more room than is written"),
         ("tl.arange(0, block)", r"first (\||\^) tl", "the first place is a multiple of the block"),
         ("if pinned", r"if not pinned", _DEVICE),
         ("count = min(1 << (count - 1).bit_length(), len(self._device))", r".", _DEVICE),
@@ -165,6 +208,7 @@ RULES: dict[str, Rules] = {
         ("max_model_len=32", r".", _DEPLOYMENT),
         ("LIMITS = Limits(max_num_reqs=4, max_num_tokens=24)", r".", _DEPLOYMENT),
         ("NUM_ADAPTERS = 3", r"NUM_ADAPTERS = +[24]", _DEPLOYMENT),
+        ("num_reqs=(2, 4), num_tokens=(8, 24)", r".", _DEPLOYMENT),
         ("workloads: int = 30", r"= +(29|31)", "how many workloads are tried where the caller does not say"),
         ("load_target(None, MODEL", r"seed= +[02]", _DEPLOYMENT),
         ("random_adapters(target.linears()", r"seed= +[13]", _DEPLOYMENT),
@@ -174,7 +218,14 @@ RULES: dict[str, Rules] = {
         ("st.integers(0, 60)", r"(59|61)", _DEPLOYMENT),
         ("draw(st.sampled_from((1, 1, 1, 2, 5)))", r".", _DEPLOYMENT),
     ),
-    "conformance/audit": (("with Stage(subject, cases[0].scene)", r"cases\[ ?1\]", "the first cases have one scene"),),
+    "conformance/audit": (
+        (
+            "with Stage(subject, cases[0].scene)",
+            r"cases\[ ?-?1\]",
+            "the scenes differ in their mode, not in their fields",
+        ),
+        ("_cases(shapes[0], seed)", r"shapes\[ ?-?1\]", "a shape to audit with: another is as good"),
+    ),
     "conformance/canaries": (
         ("@attrs.frozen(eq=False)", r"eq=True", "snapshots are never compared"),
         ("LARGEST = 1 << 20", r"LARGEST = .*", "between an output and a workspace, which differ by more"),
@@ -182,7 +233,16 @@ RULES: dict[str, Rules] = {
     "conformance/classification": (
         ("(counts == counts[0]).all()", r"counts\[ ?-1\]\)", "where all are alike, the last is the first"),
     ),
-    "conformance/declaration_checks": (("scene = Scene(shape=shape, drafts=2", r".", _DEPLOYMENT),),
+    "conformance/capture_attack": (("self._breaks = 0", r"_breaks = +-?1$", "each session sets it"),),
+    "conformance/declaration_checks": (
+        ("scene = Scene(shape=shape, drafts=2", r".", _DEPLOYMENT),
+        ("Attention.of(plan, role.role, layers=1", r"layers= +[02]", _DEPLOYMENT),
+    ),
+    "conformance/garbage": (("if turn == 2:", r"turn >= 2", "a remainder of three"),),
+    "conformance/private": (("elif depth > 1:", r"depth != 1", "it is never less"),),
+    "conformance/reference_dispatch": (
+        ("1 if entry.max_query_len is not None else 2", r"else +3", "the last of three in either order"),
+    ),
     "conformance/rank_agreement": (
         ("vectors: int = 300", r"= +(299|301)", "how many vectors are tried where the caller does not say"),
         ("memory=1 << 34", r".", _DEPLOYMENT),
@@ -199,9 +259,10 @@ RULES: dict[str, Rules] = {
         ("below = {None: bounds.positions", r".", _ON_DEVICE),
         ("if below is None and indexes is not None:", r".", _ON_DEVICE),
         ("draw = np.random.default_rng(len(tail))", r".", _ON_DEVICE),
+        ("elif buffer.field.axis is not Axis.REQUEST_PLUS_ONE:", r".", _ON_DEVICE),
     ),
     "conformance/watch": (
-        ("self.largest = (0, 0)", r"\( ?-1, 0\)|\(0, +-1\)", "a batch has at least one request"),
+        ("self.largest = (0, 0)", r"\( ?-1, 0\)|\(0, +-?1\)", "a batch has at least one request"),
         ("self.longest, self.pages = 0, 0", r"-1", "a forward has a request"),
     ),
 }

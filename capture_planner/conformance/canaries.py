@@ -44,7 +44,7 @@ class Snapshot:
             (name, tensor)
             for other in runner.parts.roles.values()
             for name, tensor in (_own(role, extents) if other is role else _others(other, role))
-            if 0 < tensor.nbytes <= LARGEST
+            if tensor.nbytes <= LARGEST
         )
         return cls(canaries, _joined(canaries))
 

@@ -101,6 +101,11 @@ def test_init_fills_the_model() -> None:
     assert spec_of(DEEPSEEK_V3).model.latent == Latent(kv_lora_rank=512, rope_head_dim=64)
     assert spec_of(DEEPSEEK_V3).model.head_dim == 128
     assert spec_of(GPT_OSS).model.sinks
+    for config in (DEEPSEEK_V3, QWEN3):
+        with_layer, without = (
+            spec_from_config(written(config | {"num_nextn_predict_layers": number}), "m") for number in (1, 0)
+        )
+        assert ("method: mtp" in with_layer, "method: mtp" in without) == (True, False)
     assert spec_of(LLAMA | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}).model.mrope
 
 

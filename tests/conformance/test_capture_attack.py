@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from types import SimpleNamespace
+
 import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from capture_planner.conformance import Case, Check, Scene, Shape, Stage, Violation, play, under_test
 from capture_planner.conformance.canaries import Snapshot
-from capture_planner.conformance.capture_attack import CaptureAttack
+from capture_planner.conformance.capture_attack import CaptureAttack, WatchedGraph, WatchedGraphs
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, dumps, loads
 from capture_planner.modes import Role
 from capture_planner.runtime.execution.fields import Extents
@@ -57,6 +63,32 @@ def test_memory_for_one_graph_leaves_one_in_each_role():
         assert [list(role.graphs) for role in roles] == [[role.plan.entries[1]] for role in roles]
         lost = [done for done in stage.runner.session.captured if done.waiver is not None]
         assert len(lost) == stage.plan.num_graphs - len(roles)
+
+
+@given(st.integers(1, 9), st.integers(1, 20))
+@example(300, 299)
+def test_memory_is_for_the_graph_with_that_number(entries, alone):
+    """Counted on from the first where there are fewer; what would be written for the others is not kept as written."""
+    spoiled = []
+    buffer = SimpleNamespace(spoil=lambda: spoiled.append(index))
+    role = SimpleNamespace(role=Role.TARGET, plan=SimpleNamespace(entries=range(entries)), fields=[buffer])
+    graphs, captured = WatchedGraphs(SimpleNamespace(), CaptureAttack(alone=alone)), []
+    with graphs.session():
+        for index in range(entries):
+            with suppress(torch.OutOfMemoryError):
+                graphs.staged(role)  # To warm up.
+                graphs.staged(role)
+                captured.append(index)
+    fits = (alone - 1) % entries
+    assert captured == [fits]
+    assert spoiled == [index for index in range(entries) if index != fits]
+
+
+def test_a_watched_graph_says_what_the_graph_says():
+    """Of its memory, its pieces, and what outlives it."""
+    graph = SimpleNamespace(memory=1, alone=2, leftover=3, pieces=4)
+    watched = WatchedGraph(graph=graph, key=(Role.TARGET, None), on_replay=print)
+    assert (watched.memory, watched.alone, watched.leftover, watched.pieces) == (1, 2, 3, 4)
 
 
 def test_any_order_of_captures():

@@ -122,6 +122,15 @@ def test_an_impure_declaration_is_found_alone() -> None:
     assert "workspace is not pure" in text
 
 
+def test_a_declaration_of_which_no_plan_is_made_is_found_alone() -> None:
+    """With the planner's own words; the other tests of the class need a plan."""
+    broken = FaultyReference(padding=lambda *asked: ("seq_lens",))
+    text = failed(
+        lambda: ConformanceTests().test_declarations_are_well_formed_and_pure(conformance.under_test(broken), (SHAPE,))
+    )
+    assert "returned ('seq_lens',), not a PaddingContract" in text
+
+
 @pytest.mark.parametrize("read", [True, False])
 def test_a_declared_field_that_nothing_reads_is_named(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one that no attack makes matter; what an attack does is the audit's own business."""

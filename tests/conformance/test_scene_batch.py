@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.conformance import Case, Check, Scene, Shape, Stage, play, under_test
+from capture_planner.conformance import Case, Check, Scene, Shape, Stage, play, steps, under_test
 from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Violation
 from capture_planner.conformance.scene import VOCABULARY, Arrive, RunBatch
@@ -31,6 +31,20 @@ def stage():
         for prompt, computed in ((9, 4), (5, 5), (3, 6), (2, 22)):
             each.world.arrive(Arrive(prompt=prompt, computed=computed))
         yield each
+
+
+def test_a_step_accepts_drafts_that_its_rows_have(stage, monkeypatch):
+    """None of a row of one token, and of others at most all but the last token; unknown requests are left out."""
+    seen = []
+
+    def batch_of(stage, rows, loras):
+        seen.extend((live.number, count, accepted) for live, count, accepted in rows)
+        raise InterruptedError
+
+    monkeypatch.setattr(steps, "SceneBatch", batch_of)
+    with pytest.raises(InterruptedError):
+        run_step(stage, RunBatch(rows=((0, 3, 7), (1, 1, 1), (2, 2, 0), (9, 1, 0))))
+    assert seen == [(0, 3, 2), (1, 1, 0), (2, 2, 0)]
 
 
 ROWS = st.lists(

@@ -1,6 +1,7 @@
 """Parts of the suite by themselves: its garbage, its wider plans, and what it finds in backends."""
 
 from itertools import groupby
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from capture_planner.conformance import Scene, Shape, Stage, under_test
 from capture_planner.conformance.canaries import Snapshot
-from capture_planner.conformance.garbage import Garbage
+from capture_planner.conformance.garbage import Garbage, Outputs
 from capture_planner.conformance.private import DEPTH, private_buffers
 from capture_planner.conformance.widening import widened
 from capture_planner.errors import PlanningError
@@ -45,9 +46,14 @@ def test_garbage_takes_turns(stage):
         assert runs == [(name, 1 if index == 0 else 2) for index, name in enumerate(turns)] + [("largest", 2)]
 
 
-@given(deployments(max_reqs=32, max_tokens=256, measured=False), st.integers(1, 9))
-def test_widened_plan_differs_in_the_largest_entry_of_each_kind(deployment, more):
+@pytest.mark.parametrize("aligned", [True, False])
+@given(data=st.data(), more=st.integers(1, 9))
+def test_widened_plan_differs_in_the_largest_entry_of_each_kind(aligned, data, more):
     """By the next aligned number of requests or tokens, and in nothing else."""
+    strategy = deployments(
+        max_reqs=32, max_tokens=256, measured=False, where=lambda spec: spec.parallel.sequence is aligned
+    )
+    deployment = data.draw(strategy)
     try:
         plan = deployment.plan()
     except PlanningError:
@@ -56,7 +62,7 @@ def test_widened_plan_differs_in_the_largest_entry_of_each_kind(deployment, more
     for role, wider in zip(plan.roles, widened(plan, more, deployment.registry).roles, strict=True):
 
         def kind(entry):
-            return entry.mode, entry.query_len, entry.active_loras, entry.draft_steps
+            return entry.mode, entry.query_len, entry.max_query_len, entry.active_loras, entry.draft_steps
 
         assert len(wider.entries) == len(role.entries)
         for each in {kind(entry) for entry in role.entries}:
@@ -67,13 +73,13 @@ def test_widened_plan_differs_in_the_largest_entry_of_each_kind(deployment, more
             assert after[:-1] == before[:-1]
             old, new = before[-1], after[-1]
             assert new.num_tokens % step == 0
-            if old.query_len is None:
+            if old.tokens_each is None:
                 assert new.num_tokens == next(n for n in range(old.num_tokens + more, 1 << 30) if n % step == 0)
                 assert new.num_reqs == (None if old.num_reqs is None else old.num_reqs + more)
             else:
                 reqs = range(old.num_reqs + more, 1 << 30)
-                assert new.num_reqs == next(n for n in reqs if n * old.query_len % step == 0)
-                assert new.num_tokens == new.num_reqs * old.query_len
+                assert new.num_reqs == next(n for n in reqs if n * old.tokens_each % step == 0)
+                assert new.num_tokens == new.num_reqs * old.tokens_each
 
 
 class Holder:
@@ -88,7 +94,7 @@ class SlotHolder:
 
 
 def test_private_buffers_are_found_in_attributes_and_containers(stage):
-    """Up to a depth; empty tensors, views of another, and what is the runner's own are left out."""
+    """Up to a depth; empty tensors, views of another, classes, and what is the runner's own are left out."""
     role = stage.runner.parts.roles[Role.TARGET]
     (group,) = role.groups
     before = private_buffers(stage.runner)
@@ -98,6 +104,7 @@ def test_private_buffers_are_found_in_attributes_and_containers(stage):
     holder.list = [tensors[1]]
     holder.deep = {"a": [tensors[2]]}
     holder.slots = SlotHolder(tensors[3])
+    holder.kind = type("Kind", (), {"table": torch.ones(4)})
     holder.ours, holder.view, holder.empty = own[:1], tensors[0][1:], torch.empty(0)
     group.executor.holder = holder
     found = private_buffers(stage.runner)
@@ -126,3 +133,28 @@ def test_snapshot_names_the_buffer_that_changed(stage):
         assert snapshot.changed() == f"draft_prefill.{name}"
         other.fields[name][-1] -= 1
     assert snapshot.changed() is None
+    both = [other.fields[name] for name in ("positions", "slot_mapping")]
+    for tensor in both:
+        tensor[-1] += 1
+    names = [name for name, _ in snapshot.canaries]
+    assert snapshot.changed() == min(("draft_prefill.positions", "draft_prefill.slot_mapping"), key=names.index)
+
+
+def test_outputs_are_those_of_one_role():
+    """Of each layer, as many rows as the forward had; what another role's forwards left is not among them."""
+    outputs = Outputs()
+    roles = [
+        SimpleNamespace(
+            role=role,
+            fields=SimpleNamespace(capacity=Extents(tokens=8, reqs=2, pages=1)),
+            attention=SimpleNamespace(seen_rows=lambda: 3),
+        )
+        for role in Role
+    ]
+    for number, role in enumerate(roles):
+        out = torch.zeros(3, 2)
+        with outputs.marked(role, 5, out):
+            out.fill_(number)
+    for number, role in enumerate(roles):
+        ((layer, rows),) = outputs.of(role)
+        assert (layer, rows.tolist()) == (5, [[number, number]] * 3)

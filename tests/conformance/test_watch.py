@@ -126,7 +126,7 @@ def test_batch_may_write_its_own_slots_alone(scene: Scene) -> None:
     """Those of its tokens and the null page; in a chain also those of the next steps, up to the longest sequence."""
     ends = Case(scene=scene, steps=(*CASE.steps[:3], Arrive(prompt=2, computed=21), *CASE.steps[3:]))
 
-    def check(stage: Stage, role: RoleRun, step: ForwardStep) -> None:
+    def slots_of(stage: Stage, role: RoleRun, step: ForwardStep) -> set[int]:
         size, inputs = stage.world.pages.page_size, step.inputs
         wanted = set(range(size))
         if inputs.slot_mapping is not None:
@@ -141,8 +141,15 @@ def test_batch_may_write_its_own_slots_alone(scene: Scene) -> None:
                 for position in range(SHAPE.longest):
                     if begin - early <= position < begin + chain and position // size < inputs.block_table.shape[1]:
                         wanted.add(int(inputs.block_table[row][position // size]) * size + position % size)
-        own = stage.watch._own_slots(role, step)
-        assert own == wanted
+        return wanted
+
+    def check(stage: Stage, role: RoleRun, step: ForwardStep) -> None:
+        size, own = stage.world.pages.page_size, stage.watch._own_slots(role, step)
+        assert own == slots_of(stage, role, step)
+        # What is beyond the table has no slot.
+        one_page = attrs.evolve(step.inputs, block_table=step.inputs.block_table[:, :1])
+        narrow = attrs.evolve(step, inputs=one_page)
+        assert stage.watch._own_slots(role, narrow) == slots_of(stage, role, narrow)
 
         before, number = clones(stage), int(role.role.is_drafter)
         stage.watch._check_untouched(role, own, before)

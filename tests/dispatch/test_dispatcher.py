@@ -14,6 +14,7 @@ from capture_planner.records.model import Model
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.records.spec import Limits, Lora
 from capture_planner.testing import arbitrary_plans
+from support import reference
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 MODEL = Model(name="m", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=4096)
@@ -55,6 +56,9 @@ def test_dispatch_prefers_full_to_smaller_piecewise(hand_made):
     """A step with attention in the graph is cheaper than one without."""
     plan = hand_made(uniform(16), Entry(mode=PIECEWISE, num_tokens=4))
     assert Dispatcher(plan).dispatch_counts("target", 4, 4, 1).entry == uniform(16)
+    mixed = Entry(mode=FULL, num_tokens=16, num_reqs=16)
+    plan = hand_made(mixed, Entry(mode=PIECEWISE, num_tokens=4))
+    assert [Dispatcher(plan).dispatch_counts("target", 2, tokens).entry for tokens in (3, 5)] == [mixed, mixed]
 
 
 def test_cached_answers_keep_request_padding_apart(hand_made):
@@ -87,6 +91,21 @@ def test_cache_keeps_decodes_and_mixed_batches_apart(hand_made):
             ((100, 300, 3, False), any_one),
         ][::order]:
             assert dispatcher.dispatch_counts("target", *batch).entry == entry
+
+
+def test_cache_keeps_decodes_of_varying_lengths_apart(hand_made):
+    """By their longest request, from each other and from batches of as many requests and tokens without one."""
+    short, long = (Entry(mode=FULL, num_tokens=4 * most, num_reqs=4, max_query_len=most) for most in (2, 3))
+    mixed = Entry(mode=PIECEWISE, num_tokens=16)
+    for order in (1, -1):
+        dispatcher = Dispatcher(hand_made(short, long, mixed))
+        for most, past_prompt, entry in [(2, True, short), (3, True, long), (None, True, mixed), (3, False, mixed)][
+            ::order
+        ]:
+            counts = {"past_prompt": past_prompt, "max_query_len": most}
+            first, second = (dispatcher.dispatch_counts("target", 3, 5, **counts) for _ in range(2))
+            assert first.entry == entry
+            assert second is first
 
 
 @pytest.mark.parametrize("num_reqs", [-1, 0, 6])
@@ -181,6 +200,7 @@ def test_drafter_ignores_loras(hand_made):
     plan = attrs.evolve(plan, roles=(attrs.evolve(plan.roles[0], role=Role.DRAFT_PREFILL),))
     for loras in (0, 1, 3):
         assert Dispatcher(plan).dispatch_counts("draft_prefill", 4, 4, 1, active_loras=loras).entry == uniform(4)
+        assert reference.dispatch(plan, Batch.decode(Role.DRAFT_PREFILL, 4, 1, loras)) == uniform(4)
 
 
 def test_dispatch_rejects_unplanned_roles(hand_made):

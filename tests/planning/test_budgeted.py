@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capture_planner.errors import BudgetError
@@ -103,6 +103,7 @@ def sized(
     st.sets(st.integers(0, 2)),
     st.integers(1, 40),
 )
+@example([{1}, {1}, {1}], set(), 8)
 def test_ladders_get_their_sizes_and_their_adapters_where_there_is_room(
     drawn: list[set[int]], dropped: set[int], graphs: int
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import attrs
 from hypothesis import event, given, reject
+from hypothesis import strategies as st
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.diff import diff
@@ -14,18 +15,25 @@ from capture_planner.analysis.explain import explain
 from capture_planner.analysis.lint import lint
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import PlanningError
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import Chain, GraphMode, GraphSupport, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.steps import passes_of, steps_of
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import grouped, replace
+from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.capture import CapturePolicy, CaptureTiming
-from capture_planner.records.environment import DeviceKind
+from capture_planner.records.environment import DeviceKind, Environment
+from capture_planner.records.measurements import Measurements
+from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.profile import GraphCost
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.report.price import price_lines
 from capture_planner.runtime.plan_variants import at_start
-from capture_planner.testing import PlanInputs, deployments
+from capture_planner.testing import FakeBackend, PlanInputs, deployments
+from support.measured import GPU, MODEL, decodes, lines, profile
 
 LAZY = CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 29, seconds_per_minute=1.0)
 
@@ -92,7 +100,11 @@ def test_what_is_captured_on_first_use_is_said(inputs: PlanInputs) -> None:
 @given(deployments(max_reqs=32, max_tokens=256, measured=True))
 def test_with_traffic_a_graph_is_captured_at_start_if_its_time_comes_back(inputs: PlanInputs) -> None:
     """By every pass that it serves: on the next larger graph at start they would take longer, by what it takes."""
-    _, plan = planned(inputs)
+    assert_worth(inputs, planned(inputs)[1])
+
+
+def assert_worth(inputs: PlanInputs, plan: Plan) -> None:
+    """Add up, for each graph of a lazy plan, what it saves and what its capture takes."""
     assert inputs.measurements is not None
     assert inputs.measurements.traffic is not None
     costs, dispatcher = Costs(inputs.measurements.profile), Dispatcher(plan)
@@ -120,3 +132,29 @@ def test_with_traffic_a_graph_is_captured_at_start_if_its_time_comes_back(inputs
                 is_worth = passes > 0 and saved >= seconds * len(entries)
                 assert (entries[0] in role.lazy) == (not is_worth)
                 event(f"worth it: {is_worth}")
+
+
+@given(st.dictionaries(st.sampled_from((1, 2, 4, 8, 16)), st.integers(1, 90), min_size=2))
+def test_graphs_of_several_tokens_pay_for_themselves(counts: dict[int, int]) -> None:
+    """Times that double with the size, decodes of four tokens each, and draft steps that are replayed twice."""
+    backend = FakeBackend(name="alpha", supports=dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="told")))
+    costs = [GraphCost(role=role, mode=GraphMode.FULL, mib=1.0, seconds=0.4, seconds_per_token=0.05) for role in Role]
+    families = [(role, mode, None, None) for role in Role for mode in (GraphMode.FULL, GraphMode.NONE)]
+    curves = lines(families, (1, 65), lambda index: (0.5, 32.5) if index % 2 == 0 else (40.0, 104.0))
+    inputs = PlanInputs(
+        spec=Spec(
+            model=MODEL,
+            limits=Limits(max_num_reqs=16, max_num_tokens=128),
+            backend="alpha",
+            mode=GraphMode.FULL_DECODE_ONLY,
+            speculative=Speculative(method=Method.EAGLE, num_tokens=3, chain=Chain.SINGLE),
+            sizes=Sizes(policy=Policy.POWERS_OF_TWO),
+            capture=LAZY,
+        ),
+        environment=Environment(name="h100", device=GPU),
+        registry=Registry([RegisteredBackend(backend=backend, distribution="d", version="1")]),
+        measurements=Measurements(
+            profile=replace(profile(), curves=curves, graphs=tuple(costs)), traffic=decodes(counts)
+        ),
+    )
+    assert_worth(inputs, inputs.plan())

@@ -1,13 +1,17 @@
 """Planning: the decisions that single settings lead to."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import assume, given, reject
+from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.analysis.explain import explain
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Reason, Refresh, Role
+from capture_planner.planning import waivers
 from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import digest, replace
@@ -140,6 +144,33 @@ def test_schedule_gives_chains_of_each_length():
     schedule = replace(EAGLE, schedule=((1, 8, 3), (9, 16, 2)))
     role = made(speculative=schedule).role(Role.DRAFT_DECODE)
     assert {entry.draft_steps for entry in role.entries} == {2, None}
+
+
+def test_decodes_next_to_each_other_are_waived_together():
+    """By their query length, and where the schedule changes it in between apart; draft decodes all have one token."""
+    schedule = replace(EAGLE, schedule=((1, 4, 2), (5, 8, 3), (9, 16, 2)))
+    found = made(mode=GraphMode.NONE, speculative=schedule)
+    ranges = {
+        role.role: [(w.query_len, w.first, w.last) for w in role.waivers if w.kind is Kind.DECODE]
+        for role in found.roles
+    }
+    by_length = [(3, 1, 4), (3, 9, 16), (4, 5, 8)]
+    assert ranges == {Role.TARGET: by_length, Role.DRAFT_PREFILL: by_length, Role.DRAFT_DECODE: [(1, 1, 16)]}
+
+
+@given(st.lists(st.sets(st.integers(1, 9)), max_size=3))
+def test_what_is_waived_begins_above_all_ladders_of_the_same_decodes(drawn):
+    """A chain's own graphs and single steps may both serve it: the one that reaches furthest counts."""
+    ladders = [
+        SimpleNamespace(query_len=1, draft_steps=steps, sizes=tuple(sorted(sizes)))
+        for sizes, steps in zip(drawn, (None, 2, None), strict=False)
+    ]
+    others = [SimpleNamespace(query_len=4, draft_steps=None, sizes=(99,))]
+    others.append(SimpleNamespace(query_len=1, draft_steps=3, sizes=(99,)))
+    family = SimpleNamespace(query_len=1, draft_steps=2)
+    found = waivers._ladder_of(SimpleNamespace(ladders=[*others, *ladders]), family)
+    assert (found is None) == (not ladders)
+    assert found is None or found.sizes[-1:] == tuple([max(set().union(*drawn))] if any(drawn) else [])
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,17 @@ def test_price_states_the_worst_padding_of_both_kinds(most):
         padding = f"{float(new.worst - 1):.1%}"
         becomes = f"0.0% becomes {padding}" if new.worst > 1 else "stays 0.0%"
         assert (f"worst padding of {name} {becomes}" if new.sizes else f"{name} lose all graphs") in text
+    assert "are dropped" not in text
+
+
+def test_price_says_how_many_lists_of_a_kind_are_dropped():
+    """Where some of the kind are left."""
+    after = DECODES, DECODES.dropped(Reason.BUDGET), MIXED
+    text = price_of(Budget(max_graphs=96), (DECODES, DECODES, MIXED), after)
+    assert text.partition("; ")[2] == (
+        "worst padding of decodes stays 0.0%, and 1 of 2 lists of sizes are dropped; "
+        "worst padding of mixed batches stays 0.0%"
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner.testing import specs
 
-OTHERS = [(2, 6, 3), (3, 3, 1), (2, 10, 5), (5, 17, 0), (30, 90, 3)]
+OTHERS = [(1, 9, 0), (2, 6, 3), (3, 3, 1), (2, 10, 5), (5, 17, 0), (30, 90, 3)]
 SPECS = specs(max_reqs=24, max_tokens=96, measured=None)
 
 

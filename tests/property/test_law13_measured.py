@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import attrs
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.analysis.forecast import forecast
@@ -146,6 +146,11 @@ def test_no_table_within_the_bounds_costs_less(data, count, longest):
     groups = data.draw(small_groups(count, longest).filter(bounded))
     least = [sum(group.least()[i] for group in groups) for i in range(count)]
     bounds = [each + data.draw(st.sampled_from((-1, *range(10)))) for each in least]
+    assert_nothing_costs_less(groups, bounds)
+
+
+def assert_nothing_costs_less(groups, bounds):
+    """Compare the choice for all groups with every other one, for the mean and for the regret."""
     choices = [
         choice
         for choice in itertools.product(*(tables(group.problem) for group in groups))
@@ -165,6 +170,16 @@ def test_no_table_within_the_bounds_costs_less(data, count, longest):
         assert worst(groups, regretted) == min(worst(groups, choice) for choice in choices)
 
 
+def test_the_largest_size_of_an_earlier_group_is_paid_for():
+    """Law 13: two groups that both pay for their largest size, within a bound that the costliest choice exceeds."""
+    one, other = ([5, 8, 10], [3, 2, 3], [11, 25, 37], 1), ([2, 8, 9], [1, 1, 3], [21, 22, 36], 2)
+    groups = [
+        SizeGroup(program=LadderProgram(LadderProblem.of([1, 2, 3], *raw)), takes=(2,), pool=pool)
+        for raw, pool in ((one, (3, 4, 6)), (other, (0, 2, 6)))
+    ]
+    assert_nothing_costs_less(groups, [15])
+
+
 @pytest.mark.thorough
 @settings(max_examples=1000)
 @given(st.data(), st.integers(1, 3))
@@ -175,6 +190,7 @@ def test_no_table_within_the_bounds_costs_less_on_a_thousand_problems(data, coun
 
 @settings(max_examples=max(settings.default.max_examples, 40))
 @given(raw_ladders(most=8, longest=60), st.integers(1, 7))
+@example(raw=([1, 2, 3, 4, 5], [1, 20, 30, 39, 41], [1] * 5, [1, 20, 30, 39, 41], 5), graphs=2)
 def test_ratios_that_are_near_to_each_other_are_told_apart(raw, graphs):
     """Law 13, regret: of many sizes whose times differ little, the least worst ratio by brute force."""
     sizes, times, weights, eager, least_top = raw
@@ -185,9 +201,15 @@ def test_ratios_that_are_near_to_each_other_are_told_apart(raw, graphs):
 
 
 @given(small_groups(0))
+@example([SizeGroup(program=LadderProgram(LadderProblem.of([1, 2], [8, 9], [1, 1], [20, 21], 2)), takes=())])
 def test_groups_that_no_bound_limits_have_the_tolerance_of_the_default(groups):
-    """Law 13, regret: the fewest sizes within the worst padding that the policy without data allows."""
+    """Law 13: the fewest sizes within the worst padding that the policy without data allows, or 1 % of the least."""
     assert least_worst(groups, []) == [group.problem.within(DEFAULT_RATIO) for group in groups]
+    for group, found in zip(groups, allocate(groups, []), strict=True):
+        costs = {chosen: group.problem.cost(chosen) for chosen in tables(group.problem)}
+        near = [chosen for chosen, price in costs.items() if 100 * price <= 101 * min(costs.values())]
+        assert found in near
+        assert len(found) == min(map(len, near))
 
 
 @given(st.data(), st.integers(1, 3))

@@ -205,11 +205,12 @@ def test_what_is_frozen_is_neither_filled_nor_poisoned(frozen, other):
 
 @given(fields("a"), st.data())
 def test_values_without_room_are_refused_before_anything_is_written(field, data):
-    """More rows or more columns than the capacity: the field and both shapes are in the message."""
+    """More rows or columns than the capacity, or another number of axes: the message has the field and both shapes."""
     held = Fields(role_of(field), CAPACITY, CPU)
     before, shape = bits(held["a"]), list(held["a"].shape)
     larger = data.draw(st.integers(0, len(shape) - 1))
-    wanted = [extent + (index == larger) for index, extent in enumerate(shape)]
+    grown = [extent + (index == larger) for index, extent in enumerate(shape)]
+    wanted = data.draw(st.sampled_from([grown, [1] * (3 - len(shape))]))
     with pytest.raises(RunError) as caught:
         apply(table(held, {"a": np.ones(wanted, field.dtype)}, 3))
     assert all(part in str(caught.value) for part in ("a has", str(shape), str(wanted)))

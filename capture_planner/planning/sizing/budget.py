@@ -60,7 +60,7 @@ def value(ladder: Ladder) -> tuple[int, int]:
 
 
 def _worst(ladders: Sequence[Ladder]) -> Fraction:
-    return max((ladder.worst for ladder in ladders if ladder.sizes), default=Fraction(1))
+    return max(ladder.worst for ladder in ladders if ladder.sizes)
 
 
 def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | None:

@@ -50,7 +50,6 @@ def table(buffers: Iterable[FieldBuffer], values: Values, num_tokens: int) -> li
         real = values.get(buffer.field.name)
         if real is None or buffer.constant is None:
             buffer.spoil()
-        fill = fill_of(buffer, real, num_tokens)
         rows, columns = buffer.dirty_rows, buffer.dirty_columns
         if real is not None:
             height, width = len(real), real.shape[1] if real.ndim == 2 else 1
@@ -59,7 +58,7 @@ def table(buffers: Iterable[FieldBuffer], values: Values, num_tokens: int) -> li
                 raise RunError(f"{buffer.key} has room for {room}, and this step has {list(real.shape)}")
             buffer.dirty_rows, buffer.dirty_columns = height, width
             rows, columns = max(rows, height), max(columns, width)
-        writes.append(Write(buffer, real, rows, columns, fill))
+        writes.append(Write(buffer, real, rows, columns, fill_of(buffer, real, num_tokens)))
     return writes
 
 
