@@ -140,8 +140,9 @@ class Tables(nn.Module):
         """Return, in float64, the states after each of a request's tokens, ``[S, recurrent, width]``."""
         inputs, decays = (part.double() for part in self.recurrences(ids, torch.arange(len(ids), device=ids.device)))
         earlier = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=ids.device).tril()[:, :, None, None]
-        found, last = [], torch.zeros_like(inputs[:1])
-        for added, kept in zip(inputs.split(_CHUNK), decays.split(_CHUNK), strict=True):
+        found: list[torch.Tensor] = []
+        last = torch.zeros_like(inputs[:1])
+        for added, kept in zip(torch.split(inputs, _CHUNK), torch.split(decays, _CHUNK), strict=True):
             total, rows = kept.cumsum(0), len(added)
             spread = (total[:, None] - total).exp() * added
             within = torch.where(earlier[:rows, :rows], spread, 0).sum(1)
