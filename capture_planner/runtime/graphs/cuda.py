@@ -151,7 +151,7 @@ class CudaGraph:
         files = [stem.with_name(f"{stem.name}.{number}.dot") for number in range(len(graphs))]
         for graph, file in zip(graphs, files, strict=True):
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "DEBUG: calling debug_dump", UserWarning)  # of every call
+                warnings.filterwarnings("ignore", "DEBUG: calling ", UserWarning)  # two notices of each call
                 graph.debug_dump(str(file))
         return files
 
