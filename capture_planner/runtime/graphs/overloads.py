@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import attrs
 import torch
 
 aten = torch.ops.aten
@@ -12,8 +13,17 @@ aten = torch.ops.aten
 _OUT_DIFFERS = frozenset({aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default})
 
 
+@attrs.frozen
+class OutOverload:
+    """An overload that writes into given tensors."""
+
+    op: Any
+    names: tuple[str, ...]
+    """The arguments that it writes into, one for each result."""
+
+
 @functools.cache
-def out_overload(func: Any) -> Any:
+def out_overload(func: Any) -> OutOverload | None:
     """Return the overload that does the same into given tensors, or None where that is not sure.
 
     Of operators that are neither core nor pointwise some compute otherwise then, to the last bit or
@@ -34,5 +44,5 @@ def out_overload(func: Any) -> Any:
             and all(str(argument.type) == "Tensor" for argument in outs)
             and signature(other._schema.arguments) == signature(func._schema.arguments)
         ):
-            return other
+            return OutOverload(other, tuple(argument.name for argument in outs))
     return None

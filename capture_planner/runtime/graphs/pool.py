@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import attrs
-import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
@@ -53,31 +53,31 @@ def lay_out(blocks: Sequence[Block], chunks: Sequence[int] = ()) -> Layout:
 
 def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return the places of blocks, and the bytes of the new chunk."""
-    count = len(blocks)
-    first = np.array([block.first for block in blocks], dtype=np.int64)
-    last = np.array([block.last for block in blocks], dtype=np.int64)
-    start, end = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    where = np.full(count, -1)
-    for index in sorted(range(count), key=lambda i: (-blocks[i].size, blocks[i].first, i)):
+    places = [(0, 0)] * len(blocks)
+    # Start, end, first and last of what lies in each chunk, by start. A graph has few: loops are faster than arrays.
+    placed: list[list[tuple[int, int, int, int]]] = [[] for _ in range(len(chunks) + 1)]
+    for index in sorted(range(len(blocks)), key=lambda i: (-blocks[i].size, blocks[i].first, i)):
         block = blocks[index]
         size = _aligned(block.size)
-        at_once = (first <= block.last) & (last >= block.first)
-        for chunk in range(len(chunks) + 1):
-            neighbours = at_once & (where == chunk)
-            offset = _lowest(size, start[neighbours], end[neighbours])
+        for chunk, others in enumerate(placed):
+            offset = _lowest(size, block, others)
             if chunk == len(chunks) or offset + size <= chunks[chunk]:
-                where[index], start[index], end[index] = chunk, offset, offset + size
+                bisect.insort(others, (offset, offset + size, block.first, block.last))
+                places[index] = chunk, offset
                 break
-    places = tuple(zip(where.tolist(), start.tolist(), strict=True))
-    return places, int(end[where == len(chunks)].max(initial=0))
+    return tuple(places), max((end for _, end, _, _ in placed[-1]), default=0)
 
 
-def _lowest(size: int, starts: np.ndarray, ends: np.ndarray) -> int:
-    """Return the lowest offset at which ``size`` bytes overlap none of the ranges."""
-    order = np.argsort(starts, kind="stable")
-    free_from = np.concatenate(([0], np.maximum.accumulate(ends[order])))
-    fits = starts[order] - free_from[:-1] >= size
-    return int(free_from[fits.argmax() if fits.any() else -1])
+def _lowest(size: int, block: Block, others: Sequence[tuple[int, int, int, int]]) -> int:
+    """Return the lowest offset at which ``size`` bytes overlap none of what is alive at once with ``block``."""
+    begins, ends, free = block.first, block.last, 0
+    for start, end, first, last in others:
+        if first <= ends and last >= begins:
+            if start - free >= size:
+                break
+            if end > free:
+                free = end
+    return free
 
 
 def _aligned(size: int) -> int:
@@ -131,7 +131,7 @@ class RecordedPool:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's storage object: equal for all views of it."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
 
 class Storage:
@@ -144,8 +144,10 @@ class Storage:
     def __init__(self, tensor: torch.Tensor, *, is_own: bool) -> None:
         self.is_own = is_own
         self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.block: Block | None = None
-        """The bytes that it needs, and when; None: no operator touched it."""
+        self._first: int | None = None
+        self._last = 0
+        self.size = 0
+        """Bytes that it needs; 0: no operator touched it."""
         self._chunk: torch.UntypedStorage | None = None
         self._offset = 0
 
@@ -155,13 +157,15 @@ class Storage:
         return not self._reference.expired()  # type: ignore[no-untyped-call]
 
     @property
-    def size(self) -> int:
-        """Bytes that it needs; 0: no operator touched it."""
-        return 0 if self.block is None else self.block.size
+    def block(self) -> Block | None:
+        """The bytes that it needs, and when; None: no operator touched it."""
+        return None if self._first is None else Block(self._first, self._last, self.size)
 
     def touch(self, when: int, size: int) -> None:
         """Take note that operator ``when``, the last so far, uses it; it has ``size`` bytes by then."""
-        self.block = Block(when if self.block is None else self.block.first, when, size)
+        if self._first is None:
+            self._first = when
+        self._last, self.size = when, size
 
     def settle(self, chunk: torch.UntypedStorage, offset: int) -> None:
         """Let it begin at byte ``offset`` of a pool's chunk."""

@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from capture_planner.errors import CaptureError, RunError
 from capture_planner.records.fingerprint import Fingerprint, digest_of
-from capture_planner.runtime.graphs.collective import is_collective, is_unfinished, plain, run_collective
+from capture_planner.runtime.graphs.collective import is_collective, plain, run_collective
 from capture_planner.runtime.graphs.dump import write_operators
 from capture_planner.runtime.graphs.graph import GraphPool
 from capture_planner.runtime.graphs.leftover import Leftover, leftover
+from capture_planner.runtime.graphs.operators import traits
 from capture_planner.runtime.graphs.overloads import out_overload
 from capture_planner.runtime.graphs.pool import OwnTensor, RecordedPool, Storage, apart, storage_key
 from capture_planner.runtime.graphs.trees import mapped, tensors_of
@@ -41,17 +42,6 @@ from capture_planner.runtime.graphs.unrecordable import (
 aten = torch.ops.aten
 
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
-_CONSTANTS = frozenset({aten.lift.default, aten.lift_fresh.default})
-_ALLOCATIONS = frozenset(
-    {
-        aten.empty.memory_format,
-        aten.empty_like.default,
-        aten.empty_permuted.default,
-        aten.empty_strided.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-    }
-)
 _HOST_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 Step = Callable[[], object]
@@ -159,9 +149,8 @@ class _Call:
         if self.op in _COPIES:
             return functools.partial(aten.copy_.default._op, landing[0], args[0])
         out = out_overload(self.op)
-        if out is not None and len(landing) == len(self.op._schema.returns):
-            names = [argument.name for argument in out._schema.arguments if argument.is_out]
-            return functools.partial(out._op, *args, **kwargs, **dict(zip(names, landing, strict=True)))
+        if out is not None and len(landing) == len(out.names):
+            return functools.partial(out.op._op, *args, **kwargs, **dict(zip(out.names, landing, strict=True)))
         return functools.partial(_compute_and_copy, self.op._op, args, kwargs, results)
 
 
@@ -199,33 +188,40 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._items: list[_Call | _Break] = []
         self._storages: dict[int, Storage] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave the compiler of torch out: it is imported, and stands around each operator, to keep off this mode."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and keep it, or refuse it."""
         kwargs = kwargs or {}
         if self.is_between:
-            self._check_lent(func, tensors_of((args, kwargs)))
+            self._check_lent(func, tensors_of(args, kwargs))
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             raise refusal(func, "it is a higher-order operator", "call what it stands for")
-        if _is_composite(func):
+        known = traits(func)
+        if known.is_composite:
             with self:
                 return func.decompose(*args, **kwargs)
-        check_host_sync(func, args, kwargs)
-        if is_unfinished(func):
+        if known.may_wait:
+            check_host_sync(func, args, kwargs)
+        if known.is_unfinished:
             raise refusal(func, "its result arrives later", "call torch.distributed, which waits for it")
-        if torch.Tag.inplace_view in func.tags:
-            # It changes how a tensor looks at memory, and tensors are recorded as they look.
+        if known.changes_view:
+            # Tensors are recorded as they look.
             return func(*args, **kwargs)
-        for tensor in tensors_of((args, kwargs)):
+        for tensor in tensors_of(args, kwargs):
             self._meet(tensor, func, is_own=False)
-        if func in _CONSTANTS:
+        if known.is_constant:
             # The forward may change it in place: each replay needs it as it was.
             func = aten.clone.default
-        result = run_without_random(func, args, kwargs)
+        result = run_without_random(func, args, kwargs) if known.may_draw else func._op(*args, **kwargs)
         outputs = tensors_of(result)
         # A result in memory that was known before is a view, or an argument that was changed in place.
         fresh = [self._meet(output, func, is_own=True) for output in outputs]
-        if func not in _ALLOCATIONS and (func._schema.is_mutable or any(fresh) or is_collective(func)):
+        if not known.is_allocation and (known.has_effect or any(fresh)):
             results = tuple(self._own(out) if new else None for out, new in zip(outputs, fresh, strict=True))
             self._items.append(_Call(func, mapped(args, self._see), mapped(kwargs, self._see), results))
         return result
@@ -310,16 +306,6 @@ class _HostReads(TorchFunctionMode):
         if func in _HOST_READS and not self._recording.is_between:
             raise refusal(func.__name__, "it reads a device value on the host", "keep values on the device")
         return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    """Whether an operator is made of others on a CPU; then those are recorded."""
-
-    def has(key: str) -> bool:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
-
-    return has("CompositeImplicitAutograd") and not has("CPU")
 
 
 def _current() -> _Recording | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,21 +18,29 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(tree)
     if kind in _LEAVES:
         return tree
-    if issubclass(kind, (torch.Tensor, OwnTensor)):
+    if kind is torch.Tensor or kind is OwnTensor or issubclass(kind, torch.Tensor):
         return change(tree)
     if issubclass(kind, (list, tuple)):
-        return kind([mapped(item, change) for item in tree])
+        return kind([item if type(item) in _LEAVES else mapped(item, change) for item in tree])
     if issubclass(kind, dict):
         return {name: mapped(item, change) for name, item in tree.items()}
     return tree
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
+def tensors_of(*trees: Any) -> list[torch.Tensor]:
     """Return the tensors of arguments or of a result, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [tensor for item in tree if type(item) not in _LEAVES for tensor in tensors_of(item)]
+    found: list[torch.Tensor] = []
+    _collect(trees, found)
+    return found
+
+
+def _collect(trees: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for tree in trees:
+        if type(tree) in _LEAVES:
+            continue
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, (list, tuple)):
+            _collect(tree, found)
+        elif isinstance(tree, dict):
+            _collect(tree.values(), found)

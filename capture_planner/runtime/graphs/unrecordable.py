@@ -35,8 +35,6 @@ def check_host_sync(func: Any, args: Any, kwargs: Any) -> None:
 
 def run_without_random(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator, and refuse it if it drew random numbers (with a dropout of 0 it does not)."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return func(*args, **kwargs)
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
     generator = next(given, torch.default_generator)
     before = generator.get_state()
@@ -49,8 +47,8 @@ def run_without_random(func: Any, args: Any, kwargs: Any) -> Any:
 def is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and tensor.is_cpu
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
