@@ -19,6 +19,7 @@ slow, and a faster test holds the same law:
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import io
@@ -75,9 +76,16 @@ def pytest_runtest_setup() -> None:
         _FROZEN["modules"] = len(sys.modules)
 
 
-def pytest_sessionfinish() -> None:
-    """Let the end of the process collect everything: some libraries report what is left."""
-    gc.unfreeze()
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Let the end of the process collect everything: some libraries report what is left.
+
+    A worker of pytest-xdist ends at once: nothing reads its reports, and all of torch would take seconds to take down.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        atexit.register(os._exit, 0)
+    else:
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

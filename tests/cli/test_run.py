@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 
 from capture_planner.cli.run import run as command
+from support import forks
 from support.commands import Run, spec_for
 
 torch = pytest.importorskip("torch")
@@ -338,29 +339,17 @@ def test_an_interruption_anywhere_ends_in_a_report(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_in_a_complete_report(run: Run, number: signal.Signals, code: int) -> None:
     """The signal itself, in a process of its own, once it serves: of Ctrl-C, and of ``docker stop``."""
-    # A shell that starts this in the background has it ignore the signal.
-    start = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "from capture_planner.cli import main; main()"
+    process = forks.command(
+        "run", "plan.yaml", "--requests", "5000", "--prompt-tokens", "1", "--progress", "--format", "json"
     )
-    many = ("--requests", "5000", "--prompt-tokens", "1", "--progress", "--format", "json")
-    with subprocess.Popen(
-        [sys.executable, "-c", start, "run", "plan.yaml", *many],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        seen = ""
-        while "capture" not in seen:
-            line = process.stderr.readline()
-            assert line, seen
-            seen += line
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert "Traceback" not in seen + err
-    data = json.loads(out)
+    while "capture" not in process.errors():
+        assert process.code is None, process.err
+        sleep(0.01)
+    os.kill(process.pid, number)
+    assert forks.wait([process], 60)
+    assert process.code == code, process.err
+    assert "Traceback" not in process.err
+    data = json.loads(process.out)
     assert data["interrupted"]
     assert data["captured"]["graphs"] == data["captured"]["planned"]
 

@@ -6,16 +6,14 @@ import importlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
 
-from capture_planner import cli
 from support.commands import spec_for
-from support.forks import Fork, fork, wait
+from support.forks import Fork, command, wait
 
 pytest.importorskip("transformers")
 
@@ -24,19 +22,6 @@ SPEC = spec_for(3).replace("max_model_len: 64", "max_model_len: 128")
 SPREAD = SPEC.replace("num_kv_heads: 1", "num_kv_heads: 2").replace("num_heads: 2,", "num_heads: 4,")
 FEW = ("--prompt-tokens", "1:9", "--output-tokens", "2:6", "--format", "json")
 MANY = ("--requests", "400", "--output-tokens", "100", "--prompt-tokens", "9", "--format", "json")
-
-
-def command(*arguments: str) -> Fork:
-    """Call ``run`` in a process of its own."""
-
-    def call() -> int:
-        sys.argv = ["capture-planner", "run", *arguments]
-        try:
-            cli.main()
-        except SystemExit as end:
-            return int(end.code or 0)
-
-    return fork(call)
 
 
 def ranks_of(process: Fork, count: int) -> list[int]:
@@ -74,8 +59,8 @@ def reports(folder) -> dict[str, dict]:
     """Return the reports of a run with replicas, and of one whose model is spread."""
     few = ("--ranks", "2", "--requests", "5", *FEW)
     runs = {
-        "data": command("data.yaml", *few, "--rank-timeout", "50"),
-        "tensor": command("tensor.yaml", *few, "--all-reduce", "auto"),
+        "data": command("run", "data.yaml", *few, "--rank-timeout", "50"),
+        "tensor": command("run", "tensor.yaml", *few, "--all-reduce", "auto"),
     }
     assert wait(list(runs.values()), LONGEST)
     for run in runs.values():
@@ -122,7 +107,7 @@ def test_ranks_that_share_a_model_have_one_set_of_requests(reports):
 def test_a_run_that_is_stopped_reports_what_ran(number, code, says, folder):
     """A killed rank is named once by all; Ctrl-C, which comes to the command, ends all ranks."""
     dumped = folder / number.name
-    process = command("data.yaml", "--ranks", "2", "--dump-graphs", str(dumped), *MANY)
+    process = command("run", "data.yaml", "--ranks", "2", "--dump-graphs", str(dumped), *MANY)
     ranks = ranks_of(process, 2)
     until = monotonic() + LONGEST
     # Graphs are written once all are captured, before anything is served.

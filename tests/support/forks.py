@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import tempfile
 import traceback
 import warnings
@@ -14,6 +15,8 @@ from time import monotonic, sleep
 
 import attrs
 import torch
+
+from capture_planner import cli
 
 
 @attrs.define(eq=False)
@@ -27,6 +30,10 @@ class Fork:
     seconds: float = 0.0
     out: str = ""
     err: str = ""
+
+    def errors(self) -> str:
+        """Return what it has written to its standard error so far."""
+        return self.err if self.poll() else Path(self.folder.name, "err").read_text("utf-8")
 
     def poll(self) -> bool:
         """Return whether it has ended."""
@@ -49,6 +56,9 @@ class Fork:
 def fork(work: Callable[[], int]) -> Fork:
     """Run ``work`` in a process of its own, whose exit code it returns."""
     folder = tempfile.TemporaryDirectory()
+    files = [Path(folder.name, name) for name in ("out", "err")]
+    for file in files:
+        file.touch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -56,11 +66,8 @@ def fork(work: Callable[[], int]) -> Fork:
         return Fork(pid, folder, monotonic())
     code = 99
     try:
-        import sys
-
-        for number, name in ((1, "out"), (2, "err")):
-            file = os.open(Path(folder.name, name), os.O_WRONLY | os.O_CREAT, 0o600)
-            os.dup2(file, number)
+        for number, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding="utf-8") for number in (1, 2))
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
@@ -71,6 +78,21 @@ def fork(work: Callable[[], int]) -> Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def command(*arguments: str) -> Fork:
+    """Call a command of ``capture-planner`` in a process of its own, which Ctrl-C interrupts."""
+
+    def call() -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["capture-planner", *arguments]
+        try:
+            cli.main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    return fork(call)
 
 
 def wait(forks: list[Fork], seconds: float) -> bool:

@@ -68,16 +68,13 @@ def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> i
         listening.listen(size)
         port = listening.getsockname()[1]
         children = []
-        # What has been imported is garbage for no rank: none looks at it, which would copy its memory.
         gc.collect()
-        gc.freeze()
         for rank in range(size):
             me = RankProcess(rank=rank, size=size, local_rank=rank, address=ADDRESS, port=port, has_store=True)
             children.append(_fork(me, work, listening))
         # After all forks: neither its thread nor those that read can be in a process that is forked.
         file, limit = listening.detach(), timedelta(seconds=PATIENCE)
         store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=file)
-    gc.unfreeze()
     readers = [*map(_reader, children), *_shown(children)]
     code = _wait(children)
     for reader in readers:
@@ -103,6 +100,8 @@ def _fork(me: RankProcess, work: Callable[[RankProcess, Say], int], listening: s
         if shown is not None:
             os.close(shown[1])
         return _Child(me.rank, pid, read, None if shown is None else shown[0])
+    # What has been imported is garbage for no rank: none looks at it, which would copy its memory.
+    gc.freeze()
     code = 1
     try:
         # Ctrl-C reaches the process that waits, which passes it on: to all ranks, once.
