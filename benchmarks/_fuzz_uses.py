@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,32 @@ class State:
 _STATE: list[State] = []
 
 
+@attrs.frozen(eq=False)
+class PlanTexts(Sequence[str]):
+    """The plan of every spec on every environment, made when it is asked for; the next one where none can be made."""
+
+    _pairs: list[tuple[Spec, Environment]]
+    _backends: registry.Registry
+    _made: dict[int, str] = attrs.field(factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._made:
+            spec, environment = self._pairs[index]
+            try:
+                self._made[index] = codec.dumps(planner.plan(spec, environment, self._backends))
+            except CapturePlannerError:
+                self._made[index] = self[(index + 1) % len(self)]
+        return self._made[index]
+
+
 def prepare(arguments: argparse.Namespace) -> None:
     """Make a worker ready: corpus, backends, and limits on memory and time."""
     specs, environments = shipped_specs(), shipped_environments()
     backends = registry.load_backends()
-    plans = {}
-    for name, spec in specs.items():
-        for other, environment in environments.items():
-            with contextlib.suppress(CapturePlannerError):
-                plans[f"{name}@{other}"] = codec.dumps(planner.plan(spec, environment, backends))
+    pairs = [(specs[name], environments[other]) for name in sorted(specs) for other in sorted(environments)]
     read = {
         path.stem: path.read_text(encoding="utf-8")
         for folder in ("specs", "environments")
@@ -104,10 +121,11 @@ def prepare(arguments: argparse.Namespace) -> None:
     corpus = Corpus(
         spec=[read[name] for name in specs],
         environment=[read[name] for name in environments],
-        plan=[plans[name] for name in sorted(plans)],
+        plan=PlanTexts(pairs, backends),
     )
     _STATE[:] = [State(arguments, corpus, list(specs.values()), list(environments.values()), backends)]
-    lint(planner.plan(specs["qwen3-8b-eagle3"], environments["h100"], backends))  # first-use costs are not a document's
+    # First-use costs are not a document's.
+    lint(codec.loads(corpus.plan[0], Plan))
     if sys.platform == "linux":
         guard = memory("VmSize") + 2048 * MEBI
         resource.setrlimit(resource.RLIMIT_AS, (guard, resource.getrlimit(resource.RLIMIT_AS)[1]))

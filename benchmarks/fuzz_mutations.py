@@ -6,7 +6,7 @@ import copy
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -23,13 +23,13 @@ LIMIT = 1 << 20
 class Corpus:
     """Real documents by kind."""
 
-    spec: list[str]
-    environment: list[str]
-    plan: list[str]
+    spec: Sequence[str]
+    environment: Sequence[str]
+    plan: Sequence[str]
 
-    def of(self, kind: str) -> list[str]:
+    def of(self, kind: str) -> Sequence[str]:
         """Return the documents of one kind."""
-        documents: list[str] = getattr(self, kind)
+        documents: Sequence[str] = getattr(self, kind)
         return documents
 
 
