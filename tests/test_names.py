@@ -1,6 +1,7 @@
 """The house's naming rules: one name for one class, plain words, files of a size to read."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -45,6 +46,15 @@ def texts(path: Path) -> list[tuple[int, str]]:
     ]
 
 
+@functools.cache
+def classes(path: Path) -> frozenset[str]:
+    """Return the names of all classes of a module."""
+    text = path.read_text(encoding="utf-8")
+    if not re.search(r"^\s*class\s", text, re.M):
+        return frozenset()
+    return frozenset(node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+
+
 def found_in(text: str) -> list[str]:
     """Return the forbidden words of a text, each with its replacement."""
     return [f"{match[0]!r}: {instead}" for word, instead in WORDS.items() for match in re.finditer(word, text, re.I)]
@@ -54,21 +64,15 @@ def test_class_names_are_unique() -> None:
     """A class name means one thing in the whole repository: the core, the engines and the backends."""
     modules = defaultdict(set)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                modules[node.name].add(str(path.relative_to(ROOT)))
+        for name in classes(path):
+            modules[name].add(str(path.relative_to(ROOT)))
     assert {name: sorted(where) for name, where in modules.items() if len(where) > 1} == {}
 
 
 def test_class_names_are_nouns() -> None:
     """No participle: what a class is, not what was done to it."""
-    classes = {
-        node.name
-        for path in SOURCES + SCRIPTS
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    }
-    assert {name for name in classes if re.fullmatch(r"_?[A-Z][a-z]+(?:ed|wn|eld)", name)} == set()
+    names = {name for path in SOURCES + SCRIPTS for name in classes(path)}
+    assert {name for name in names if re.fullmatch(r"_?[A-Z][a-z]+(?:ed|wn|eld)", name)} == set()
 
 
 @pytest.mark.parametrize("path", WITH_TEXT, ids=lambda path: str(path.relative_to(ROOT)))

@@ -63,13 +63,17 @@ def _records(annotation):
     return [found for arg in getattr(annotation, "__args__", ()) for found in _records(arg)]
 
 
-def _unseen(strategy, kind, examples=50, rounds=60, without=()):
+# A new seed sees more than more examples of the last one.
+FEW = settings(max_examples=10, database=None, phases=[Phase.generate])
+
+
+def _unseen(strategy, kind, rounds=300, without=()):
     """The fields that have fewer than two values, in round after round until there are none."""
     seen, fields = defaultdict(set), set(declared(kind)) - ONE_VALUE - set(without)
     for number in range(rounds):
 
         @seed(number)
-        @settings(max_examples=examples, database=None, phases=[Phase.generate])
+        @FEW
         @given(strategy)
         def collect(value):
             for path, leaf in leaves(value):
@@ -97,23 +101,23 @@ def test_every_field_of_an_environment_takes_part():
 
 def test_every_field_of_a_plan_takes_part():
     """The same for plans that are made by hand."""
-    assert not _unseen(arbitrary_plans(), Plan, examples=15)
+    assert not _unseen(arbitrary_plans(), Plan)
 
 
 def test_every_field_of_an_observation_takes_part():
     """The same for observations, whose graphs say beside their entry up to which length decodes vary."""
     beside = ("roles", "graphs", "entry", "max_query_len")
-    assert not _unseen(observations(), Observation, examples=20, without=[beside])
+    assert not _unseen(observations(), Observation, without=[beside])
 
 
 def test_every_field_of_traffic_takes_part():
     """The same for traffic."""
-    assert not _unseen(traffics(), Traffic, examples=20)
+    assert not _unseen(traffics(), Traffic)
 
 
 def test_every_field_of_a_profile_takes_part():
     """The same for profiles."""
-    assert not _unseen(profiles(), Profile, examples=20)
+    assert not _unseen(profiles(), Profile)
 
 
 @given(backends())
@@ -146,10 +150,10 @@ def test_documents_are_damaged_and_whole():
 
     kinds = (Spec, Environment, Plan, Observation, Traffic, Profile)
     every = {(kind, damaged) for kind in kinds for damaged in (True, False)}
-    for number in range(20):
+    for number in range(120):
 
         @seed(number)
-        @settings(max_examples=60, database=None, phases=[Phase.generate])
+        @FEW
         @given(documents())
         def collect(document):
             seen.add((document.kind, document.mutated))
