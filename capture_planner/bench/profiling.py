@@ -56,7 +56,7 @@ class ProfileSettings:
     """Folder or configuration; None: a Llama of the plan's numbers with random weights."""
     seed: int = 0
     seconds: float = 60.0
-    """For measuring; loading the model is apart. A size that was begun is finished."""
+    """For measuring; loading and compiling the model is apart. A size that was begun is finished."""
     context: int = CONTEXT
     """Tokens in the KV cache of each request."""
     page_size: int | None = None
@@ -110,6 +110,8 @@ def profile(plan: Plan, registry: Registry, settings: ProfileSettings, progress:
     if context < settings.context:
         findings.notes.append(f"requests have {context} tokens in the KV cache, as the model has no room for more")
     try:
+        with progress("prepare", 1) as advance, rig.runner(plan):
+            advance(rig.model.name)  # its layers are compiled, once for all that follows
         with progress("profile", max(1, round(settings.seconds))) as advance:
             _measure(rig, ranges, findings, context, _Deadline(settings.seconds, advance))
     except KeyboardInterrupt:

@@ -43,7 +43,12 @@ MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threa
 @click.option("-o", "--output", type=FILE, help="Write the profile to this file.")
 @options.model
 @options.seed
-@option("--seconds", type=click.FloatRange(min=0, min_open=True), default=60.0, help="Time for measuring.")
+@option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    help="Time for measuring, without loading and compiling the model.",
+)
 @option("--context", type=click.IntRange(0, 1 << 20), default=512, help="Tokens in the KV cache of each request.")
 @options.page_size(None, " Default: 64, or 16 on a CPU.")
 @options.pages("enough for every request at the context, within memory")

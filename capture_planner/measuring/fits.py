@@ -173,7 +173,11 @@ def _family_cost(
         points += [(0.0, 0.0)] if len(points) == 1 else []
     memory = Line.of(points)
     # Sizes at which a library loads another kernel take several times as long, in the first capture of a process.
-    seconds = Line.robust([(float(sample.tokens), sample.seconds) for sample in samples[1:] or samples])
+    rest = samples[1:] or samples
+    least, *_, most = sorted((rest[0].tokens, *(sample.tokens for sample in rest)))
+    # Sizes near to each other say nothing of a slope, which larger ones would multiply.
+    has_slope = 2 * (most - least) >= max(sample.tokens for sample in samples)
+    seconds = Line.robust([(float(sample.tokens * has_slope), sample.seconds) for sample in rest])
     figures = {
         "mib": each,
         "driver_mib": driver_mib,

@@ -162,6 +162,19 @@ def test_what_the_first_graphs_took_longer_is_apart():
     assert profile_of([slow, groups[1]]).base_seconds == pytest.approx(5 - 0.06 - 1e-5 * 512, rel=0.01)
 
 
+@given(st.integers(8, 1024), st.lists(st.floats(0.01, 1), min_size=1, max_size=3), st.floats(0, 5))
+def test_sizes_near_to_each_other_say_nothing_of_larger_ones(largest, others, first):
+    """As where the time was over after one capture: noise between 1 and 2 tokens is no slope up to 512."""
+    (sample, *_), sizes = capture(random.Random(0), {FULL: [largest]}, 0.0), (largest, 3, 2, 1)
+    group = [
+        attrs.evolve(sample, tokens=tokens, seconds=seconds)
+        for tokens, seconds in zip(sizes, (first, *others), strict=False)
+    ]
+    (cost,) = fit_graphs([group]).graphs
+    assert cost.seconds_per_token == 0
+    assert min(others) - 1e-6 <= cost.seconds <= max(others) + 1e-6
+
+
 def test_without_figures_of_their_own_graphs_are_fitted_by_the_growth_of_pools():
     """An engine tells only by how much each capture shrank the device's memory: the largest carries the pool."""
     samples = [
