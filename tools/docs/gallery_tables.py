@@ -18,18 +18,23 @@ SHOWN = 160
 
 
 def campaign() -> dict[str, Any]:
-    """Return the newest campaign over everything, with the mutants as the newest search of each found them.
+    """Return the newest campaign over everything, each mutant and what is healthy as it was searched last.
 
-    ``later`` has the dates of the searches after it, and how many mutants each was for. Raises ``FileNotFoundError``.
+    ``later`` says what was searched after it, and when. Raises ``FileNotFoundError``.
     """
     campaigns = results.files("gallery-*.json")
-    whole = [index for index, each in enumerate(campaigns) if each["healthy"]["searched"]]
+    whole = [index for index, each in enumerate(campaigns) if each["healthy"]["searched"] and each["mutants"]]
     if not whole:
         raise FileNotFoundError("benchmarks/results has no gallery-*.json: run tox -e gallery -- --output")
     newest, later = campaigns[whole[-1]], campaigns[whole[-1] + 1 :]
     mutants = {mutant["name"]: mutant for each in (newest, *later) for mutant in each["mutants"]}
-    again = [(each["provenance"]["date"][:10], len(each["mutants"])) for each in later]
-    return {**newest, "mutants": list(mutants.values()), "later": again}
+    healthy = next(each["healthy"] for each in reversed((newest, *later)) if each["healthy"]["searched"])
+    return {**newest, "mutants": list(mutants.values()), "healthy": healthy, "later": [_again(each) for each in later]}
+
+
+def _again(later: dict[str, Any]) -> str:
+    what = f"{len(later['mutants'])} of the mutants" if later["mutants"] else "what is healthy"
+    return f"{what} again or first on {later['provenance']['date'][:10]}"
 
 
 def run() -> str:
@@ -42,7 +47,7 @@ def run() -> str:
     packages = result["provenance"]["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "hypothesis") if name in packages)
     when = [f"{result['provenance']['date'][:10]}, {versions}"]
-    when += [f"{count} of the mutants again or first on {date}" for date, count in result["later"]]
+    when += result["later"]
     lines = [
         f"{len(mutants)} mutants, {seeds} seeds each, profile {result['profile']}: {sure} of {len(mutants)} "
         f"are found with every seed. Of {len(healthy['searched'])} healthy backends, plans and ranks, "
