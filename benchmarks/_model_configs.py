@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _ATTENTION: dict[str, Any] = {
@@ -77,3 +79,10 @@ CONFIGS = {
     "mixture": _EXPERTS,
     "mixture-drafter": drafter_of({name: _EXPERTS[name] for name in _LARGE}),
 }
+
+
+def write_configs(folder: Path) -> None:
+    """Write a model folder for each shape, by its name; its weights are bfloat16."""
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1), "utf-8")

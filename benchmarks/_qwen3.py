@@ -12,6 +12,9 @@ from capture_planner.records.model import DataType, Model
 DRAFT_VOCABULARY = 32000
 """What published EAGLE-3 heads of Qwen3 have."""
 
+RATES = (0.69, 0.48, 0.33)
+"""Synthetic acceptance of drafts 0 to 2: 2.5 tokens a step, as benchmarks/drafter_graphs.py has by chance."""
+
 
 def shape(*, max_model_len: int, dtype: DataType = DataType.BFLOAT16) -> Model:
     """Return the model as a spec has it, for sequences of at most ``max_model_len`` tokens."""

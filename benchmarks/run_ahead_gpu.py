@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 import torch
 from _bench import CONSOLE, finish, parser, table, verdict
-from _qwen3 import DRAFT_VOCABULARY, shape, write_config
+from _qwen3 import DRAFT_VOCABULARY, RATES, shape, write_config
 
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode
@@ -38,8 +38,6 @@ from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import Request
 
-RATES = (0.69, 0.48, 0.33)
-"""2.5 tokens a step, as benchmarks/drafter_graphs.py has by chance."""
 ROUNDS = 3
 AHEAD, WAITING = "ahead", "waiting"
 LEAST = 0.97

@@ -16,7 +16,6 @@ Needs a CUDA GPU, vLLM 0.33, and this repository's distributions installed where
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
 import sys
@@ -31,8 +30,8 @@ import attrs
 import torch
 from _bench import CONSOLE, finish, parser, table, verdict
 from _deployments import CASES, REGISTRY, missing
-from _model_configs import CONFIGS
-from _qwen3 import write_config
+from _model_configs import write_configs
+from _qwen3 import RATES, write_config
 from _vllm_cases import EAGLE, REQUESTS, Case, Group, groups, planned
 from vllm_in_process import Engine
 
@@ -49,8 +48,6 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.workload import generated
 
 VLLM = "vLLM"
-RATES = (0.69, 0.48, 0.33)
-"""Of drafts 0 to 2, which gives 2.5 tokens a step."""
 PAGE = 64
 LEAST_ROUNDS = 3
 
@@ -232,9 +229,7 @@ def main() -> int:
         comparison = COMPARISONS[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            for size, config in CONFIGS.items():
-                (folder / size).mkdir()
-                (folder / size / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}), "utf-8")
+            write_configs(folder)
             group = next(group for group in groups(folder, arguments.utilization) if group.name == comparison.group)
             end = began + arguments.seconds * number / len(arguments.groups)
             for facts, rates in measure(comparison, group, folder, arguments, end):

@@ -33,7 +33,7 @@ from typing import Any
 
 import attrs
 from _bench import CONSOLE, finish, parser, table, verdict
-from _model_configs import CONFIGS
+from _model_configs import write_configs
 from _paired import paired_cost, paired_steps, paired_token_cost
 from _vllm_cases import TUNED, Case, Group, groups, under_plan
 
@@ -312,9 +312,7 @@ def main() -> int:
     targets: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
-        for name, config in CONFIGS.items():
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
+        write_configs(folder)
         for group in groups(folder, arguments.utilization, profile):
             if group.name not in arguments.groups:
                 continue

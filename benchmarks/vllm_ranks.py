@@ -38,7 +38,7 @@ from typing import Any
 
 import attrs
 from _bench import CONSOLE, ROOT, finish, parser, verdict
-from _model_configs import CONFIGS
+from _model_configs import write_configs
 from _observations import newest
 from _rank_checks import agreement_findings, answer_findings, capture_findings, step_findings, worker_figures
 from _vllm_cases import EAGLE, REQUESTS, server_spec, under_plan
@@ -313,9 +313,7 @@ def main() -> int:
     targets: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
-        for name, config in CONFIGS.items():
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
+        write_configs(folder)
         for number, group in enumerate(arguments.groups, 1):
             # What one group leaves, the next ones have; a start alone takes a fifth of it.
             share = sum(SHARES[each] for each in arguments.groups[:number])

@@ -11,7 +11,6 @@ waves. Needs a CUDA GPU, vLLM 0.33, and this repository's distributions installe
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _bench import CONSOLE, ROOT, finish, parser, table, verdict
-from _model_configs import CONFIGS
+from _model_configs import write_configs
 from _vllm_cases import EAGLE, Case, groups, server_spec
 from vllm_in_process import Engine
 
@@ -206,9 +205,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = options.parse_args(words)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
-        for name, config in CONFIGS.items():
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
+        write_configs(folder)
         results, targets = loop(arguments, folder)
     finish(arguments, {"results": results, "targets": targets})
     shown = table("tokens/s, median", *results["tokens_per_second"])

@@ -174,9 +174,9 @@ def _family_cost(
     memory = Line.of(points)
     # Sizes at which a library loads another kernel take several times as long, in the first capture of a process.
     rest = samples[1:] or samples
-    least, *_, most = sorted((rest[0].tokens, *(sample.tokens for sample in rest)))
-    # Sizes near to each other say nothing of a slope, which larger ones would multiply.
-    has_slope = 2 * (most - least) >= max(sample.tokens for sample in samples)
+    sizes = [sample.tokens for sample in rest]
+    # Sizes near each other say nothing about a slope, which larger ones would multiply.
+    has_slope = 2 * (max(sizes) - min(sizes)) >= max(sample.tokens for sample in samples)
     seconds = Line.robust([(float(sample.tokens * has_slope), sample.seconds) for sample in rest])
     figures = {
         "mib": each,

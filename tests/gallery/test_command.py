@@ -173,7 +173,7 @@ def test_campaign_stops_in_time_and_says_that_searches_are_left(command):
 
 
 def test_what_is_healthy_is_searched_alone(command, monkeypatch):
-    """Each with each seed, plans once; names of mutants beside it are refused."""
+    """Backends and ranks with every seed, plans once; mutant names are refused."""
     searched = []
     monkeypatch.setattr(
         campaign, "run_search", lambda search: searched.append(search) or campaign.Result(search=search, seconds=0.0)

@@ -51,7 +51,7 @@ def test_the_set_that_costs_least_is_found(drawn: Mapping[frozenset[int], tuple[
 
 @given(st.lists(st.integers(0, 5), min_size=3, max_size=3), st.integers(0, 5), st.integers(0, 5))
 def test_a_mixed_ladder_pays_for_what_its_graphs_add_to_the_pool(own: list[int], decodes: int, other: int) -> None:
-    """Beyond the decodes of the same pool, size by size; those of another pool give it nothing."""
+    """Only for what exceeds the decodes of the same pool, at each size; decodes of another pool do not count."""
     key: Any = (Role.TARGET, GraphMode.FULL)
     pools = SimpleNamespace(
         all=[SimpleNamespace(is_memory=True, limit=9)],

@@ -114,17 +114,22 @@ def speculative(data):
     return replace(spec, model=model, speculative=drafter, mode=data.draw(st.sampled_from(FULL)), sizes=sizes)
 
 
+def drawn(data, kind):
+    """A plan with its models, requests, their tokens without run-ahead, and these after their prompts."""
+    spec = speculative(data)
+    plan = planned(spec, REGISTRY)
+    requests = data.draw(requests_for(spec))
+    deployment = (plan, *models(plan, kind))
+    plain = waiting(*deployment, requests)
+    return deployment, requests, plain, {request.name: request.prompt + plain[request.name] for request in requests}
+
+
 @settings(max_examples=max(settings.default.max_examples * 3 // 4, 4))
 @given(data=st.data(), kind=st.sampled_from(("random", "copy", "chance")), poison=st.booleans())
 def test_tokens_are_those_of_steps_that_wait(data, kind, poison):
     """Any schedule of drafts, requests that come and end meanwhile by length or stop token, sizes without a graph."""
-    spec = speculative(data)
-    plan = planned(spec, REGISTRY)
-    requests = data.draw(requests_for(spec))
-    target, drafter = models(plan, kind)
-    plain = waiting(plan, target, drafter, requests)
-    answers = {request.name: request.prompt + plain[request.name] for request in requests}
-    found = captured(plan, target, drafter, requests, answers, poison=poison)
+    deployment, requests, plain, answers = drawn(data, kind)
+    found = captured(*deployment, requests, answers, poison=poison)
     assert found.tokens == plain
     event(f"ahead: {found.ahead > 1}, rejected: {found.rejected > 0}")
 
@@ -133,16 +138,11 @@ def test_tokens_are_those_of_steps_that_wait(data, kind, poison):
 @given(data=st.data(), kind=st.sampled_from(("copy", "chance")))
 def test_rows_that_are_kept_belong_to_the_places_that_the_device_computed(data, kind):
     """As ``run --verify`` compares them: the host knows the places of a step ahead only once the last one is read."""
-    spec = speculative(data)
-    plan = planned(spec, REGISTRY)
-    requests = data.draw(requests_for(spec))
-    target, drafter = models(plan, kind)
-    plain = waiting(plan, target, drafter, requests)
-    answers = {request.name: request.prompt + plain[request.name] for request in requests}
+    deployment, requests, _, answers = drawn(data, kind)
     rows = []
     for ahead in (True, False):
         keeper = RowKeeper()
-        with runner_of(plan, target, drafter, keeper, run_ahead=ahead, drafts_on_device=ahead) as runner:
+        with runner_of(*deployment, keeper, run_ahead=ahead, drafts_on_device=ahead) as runner:
             runner.capture()
             serve(runner, requests, answers)
         kept = keeper.rows(answers)
