@@ -166,19 +166,19 @@ class Campaign:
 
     def equality(self, name: str) -> dict[str, Any]:
         """Serve random requests from graphs and from the same kernels without; compare tokens and logits."""
-        case, steps, index = CASES[name], 0, 0
+        case, steps = CASES[name], 0
         seen: list[dict[str, Any]] = []
         began, share = time.perf_counter(), max(self.left() - 10, 20)
         while steps < self.arguments.steps and (not seen or time.perf_counter() - began < share):
-            spec = (qwen if self.device.type == "cuda" else small)(case, (0, 3)[index % 2])
+            seed = self.arguments.seed + len(seen)
+            spec = (qwen if self.device.type == "cuda" else small)(case, (0, 3)[seed % 2])
             # The first one is short, so that there is a result early.
             requests = self.arguments.requests if seen else 24
-            subject = deployment(case, spec, self.device, self.grapher, seed=index, requests=requests, outputs=(8, 80))
+            subject = deployment(case, spec, self.device, self.grapher, seed=seed, requests=requests, outputs=(8, 80))
             record = check(subject, eager=False, compile=True)
             record["faults"] = faults(record)
             seen.append(record)
             steps += record["steps"]
-            index += 1
             kept = {
                 "steps": steps,
                 "deployments": len(seen),
@@ -222,6 +222,7 @@ def main() -> int:
     options.add_argument("--backends", nargs="*", default=["triton", "flashinfer"], choices=list(CASES))
     options.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS)
     options.add_argument("--steps", type=int, default=5000, help="random steps of each backend")
+    options.add_argument("--seed", type=int, default=0, help="of the first random deployment; the next has one more")
     options.add_argument("--requests", type=int, default=160, help="requests of each random deployment")
     options.add_argument("--seconds", type=float, default=240)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
+from capture_planner.runtime import host
 from capture_planner.runtime.compilation.forwards import Compilation
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import Forward
@@ -176,10 +176,7 @@ class Rig:
 
     def settle(self) -> None:
         """Wait for the device, and return unused memory to it."""
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        host.give_back(self.device)
 
     @property
     def prompt(self) -> int:

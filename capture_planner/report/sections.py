@@ -263,7 +263,7 @@ def _acceptance(numbers: RunSummary) -> Iterator[Section]:
     if acceptance.drafted == 0:
         line = "none: no draft token was verified"
     elif acceptance.length is not None:
-        line += f"; a decode gained {acceptance.length:.2f} tokens a step, its own included"
+        line += f"; a decode with drafts gained {acceptance.length:.2f} tokens, its own included"
     notes = ("synthetic: drawn by --seed, whatever the target says",) if acceptance.synthetic else ()
     yield Section(name="acceptance", lines=(line,), grid=grid if acceptance.drafted else None, notes=notes)
 

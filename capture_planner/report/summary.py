@@ -152,7 +152,7 @@ class Acceptance:
     drafted: int
     accepted: int
     decodes: int
-    """Requests past their prompt, summed over the steps that verified drafts."""
+    """Requests with drafts, summed over the steps; one that ended before its step was read does not count."""
     positions: tuple[PositionAcceptance, ...]
     """By the place of a draft in its step."""
     synthetic: tuple[float, ...]
@@ -165,7 +165,7 @@ class Acceptance:
 
     @property
     def length(self) -> float | None:
-        """Tokens that a decode gained in a step that verified drafts: those accepted and one more."""
+        """Tokens that a decode with drafts gained: those accepted and one more; vLLM's mean acceptance length."""
         return 1 + self.accepted / self.decodes if self.decodes else None
 
 
@@ -311,7 +311,7 @@ def _acceptance(tally: Tally, synthetic: tuple[float, ...]) -> Acceptance:
     return Acceptance(
         drafted=tally.drafted_tokens,
         accepted=tally.accepted_tokens,
-        decodes=tally.verifying,
+        decodes=tally.drafted[0] if tally.drafted else 0,
         positions=tuple(
             PositionAcceptance(drafted=drafted, accepted=accepted)
             for drafted, accepted in zip(tally.drafted, tally.accepted, strict=True)

@@ -7,7 +7,6 @@ predicted: a trial with few pages captures some of each kind and runs the larges
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from capture_planner.modes import Pool
 from capture_planner.records._base import grouped
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
+from capture_planner.runtime import host
 from capture_planner.runtime.chosen import page_memory
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture
 from capture_planner.runtime.models.protocols import TargetModel
@@ -60,9 +60,7 @@ class DeviceGauge:
     """The current CUDA device."""
 
     def used(self) -> tuple[int, int]:
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        host.give_back(torch.device("cuda"))
         free, total = torch.cuda.mem_get_info()
         return total - free, total
 

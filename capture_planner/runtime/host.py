@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import re
@@ -35,6 +36,14 @@ def this_environment(name: str, *, gpu: bool = True) -> Environment:
     return Environment(
         name=name, device=_cuda_device(), driver=_driver()[0], cuda=torch.version.cuda, packages=packages
     )
+
+
+def give_back(device: torch.device) -> None:
+    """Wait for a CUDA device, and give it back what no tensor owns and what garbage holds; a CPU keeps both."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def notes() -> tuple[str, ...]:

@@ -109,8 +109,7 @@ def launch(
     )
     pages, cache = run.pages()
     run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
-    answers: dict[str, tuple[int, ...]] | None = None
-    interrupted = False
+    answers, interrupted = run.rehearsed(pages) if choices.drafter in ORACLES else (None, False)
     keeper = RowKeeper() if choices.verify else None
     weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
     sums = weight_sums(weights) if choices.verify else {}
@@ -118,8 +117,8 @@ def launch(
     with run.runner(variant, pages, choices.options, keeper, session) as runner:
         offer(lambda fault: run.report(runner, decode, interrupted=True, fault=fault))
         try:
-            if choices.drafter in ORACLES:
-                answers = run.rehearse(pages)
+            if interrupted:
+                raise KeyboardInterrupt
             with progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
                 runner.capture(memory=run.graph_memory, progress=lambda done: advance(_captured(done, device)))
             run.dump(runner)
@@ -275,22 +274,33 @@ class _Run:
             advance("warm up")
         return done
 
-    def rehearse(self, pages: PageFormat) -> dict[str, tuple[int, ...]]:
-        """Serve everything eager and without a drafter; return each prompt with its answer.
+    def rehearsed(self, pages: PageFormat) -> tuple[dict[str, tuple[int, ...]], bool]:
+        """Serve everything eager and without a drafter; return each prompt with its answer, and whether it was ended.
 
-        Answers go on for a step's drafts past their end: a drafter that copies them is right there too.
+        Answers go on for a step's drafts past their end: a drafter that copies them is right there too. The device has
+        room for one cache of so many pages, so this one is given back before there is another.
         """
+        device, plain = host.device_of(self.plan.environment), without_speculation(self.plan, self.registry)
+        runner = self.runner(plain, pages, Options(compile=self.choices.options.compile), peers=ALONE)
+        try:
+            return self._rehearse(runner), False
+        except KeyboardInterrupt:
+            return {}, True
+        finally:
+            # A reference that is left somewhere must not keep the cache.
+            vars(runner).clear()
+            host.give_back(device)
+
+    def _rehearse(self, runner: Runner) -> dict[str, tuple[int, ...]]:
         more = self.plan.speculative.num_tokens if self.plan.speculative else 0
         longest = self.plan.model.max_model_len
         longer = []
         for each in self.requests:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
-        options = Options(compile=self.choices.options.compile)
-        plain = self.runner(without_speculation(self.plan, self.registry), pages, options, peers=ALONE)
         prompts = {request.name: request.prompt for request in self.requests}
-        with plain, self.progress("plain greedy", len(self.requests)) as advance:
-            served = plain.serve(
+        with runner, self.progress("plain greedy", len(self.requests)) as advance:
+            served = runner.serve(
                 longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
             )
         return {done.name: prompts[done.name] + done.tokens for done in served}

@@ -5,8 +5,6 @@ A large model takes minutes to load; a wrong argument should be reported within 
 
 from __future__ import annotations
 
-import gc
-
 import torch
 
 from capture_planner.analysis.lint import Severity, lint
@@ -74,10 +72,8 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     try:
         _reserve_all(plan, registry, device, PageFormat(page_size=page_size, num_pages=2))
     finally:
-        if device.type == "cuda":
-            # How many pages there are is decided by what is free: neither garbage nor cached blocks are.
-            gc.collect()
-            torch.cuda.empty_cache()
+        # How many pages there are is decided by what is free: neither garbage nor cached blocks are.
+        host.give_back(device)
 
 
 def _reserve_all(plan: Plan, registry: Registry, device: torch.device, pages: PageFormat) -> None:

@@ -236,7 +236,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         return self._begin(launcher, scheduler, ranks, self.session, answers, progress, self._first_use)
 
     def warm_up(self, requests: Sequence[Request], *, step_seconds: float = 0.01, limit: float = WARM_UP) -> WarmUp:
-        """Run a step of each shape that serving these requests will have and no FULL graph serves; see ``warming``.
+        """Run a step of each shape that serving these requests will have and no FULL graph serves, and one at least.
 
         Nothing of it is in the session. Where tokens decide shapes (drafts that are accepted, stop tokens), the shapes
         are those without. After ``limit`` seconds the rest is left out, with the reason. Raises ``RunError`` as

@@ -55,8 +55,6 @@ class Tally:
     tokens: int = 0
     most_reqs: int = 0
     most_waiting: int = 0
-    verifying: int = 0
-    """Requests past their prompt, summed over the steps that verified drafts."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafted: list[int] = attrs.Factory(list)
@@ -122,8 +120,6 @@ class Tally:
         self.most_waiting = max(self.most_waiting, step.waiting)
         self.drafted_tokens += step.drafted
         self.accepted_tokens += step.accepted
-        if step.drafted:
-            self.verifying += step.num_reqs - step.prompts
         _add(self.drafted, step.drafted_at)
         _add(self.accepted, step.accepted_at)
         self.step_seconds.add(step.seconds)

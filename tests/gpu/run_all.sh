@@ -8,10 +8,12 @@
 # cattrs, click, jinja2, pluggy, rich, ruamel.yaml, numpy, torch, transformers and matplotlib; kernel
 # libraries that are missing are skipped. PYTHON names the interpreter. LOGS names a folder for the full
 # output, by default a temporary one that is removed if everything passed. LIMIT is the seconds that one
-# process may take (900). CAPTURE_PLANNER_GPU_EXAMPLES: see the tests.
+# process may take (900). ONLY is a pattern of the names that are run, such as '@(memory|runner-*)'.
+# CAPTURE_PLANNER_GPU_EXAMPLES: see the tests.
 #
 # The exit code is 0 if nothing failed, and 1 otherwise.
 set -uo pipefail
+shopt -s extglob
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root" || exit 1
@@ -55,6 +57,8 @@ failed=0
 check() { # NAME PYTEST-ARGUMENT...
     local name=$1 code started=$SECONDS summary
     shift
+    # shellcheck disable=SC2053  # a pattern
+    [[ $name == ${ONLY:-*} ]] || return 0
     timeout --kill-after=30 "$limit" "$python" -m pytest -q -p no:cacheprovider -ra "$@" >"$logs/$name.log" 2>&1
     code=$?
     case $code in

@@ -5,6 +5,7 @@ On a device that nobody else uses: what another process takes meanwhile is taken
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import Counter
 from collections.abc import Iterator
@@ -197,6 +198,47 @@ def test_pool_accepts_a_graph_after_it_refused_one(grapher: Grapher) -> None:
     assert (target[: 8 * MEBI] == 1).all()
 
 
+class Garbage:
+    """An object in a cycle; when it is freed it notes whether a capture is open then."""
+
+    def __init__(self, freed: list[bool]) -> None:
+        self.itself, self.freed = self, freed
+
+    def __del__(self) -> None:
+        self.freed.append(torch.cuda.is_current_stream_capturing())
+
+
+@pytest.fixture
+def eager_collector() -> Iterator[None]:
+    """Collect garbage whenever it may be: after each new object."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1, 1, 1)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.usefixtures("eager_collector")
+def test_nothing_is_collected_while_a_capture_is_open(grapher: Grapher, breaks: bool) -> None:
+    """Not on its way out either: a graph that is freed then stays with the driver, and an event is lost."""
+    out, freed = torch.zeros(8, device="cuda"), list[bool]()
+
+    def forward() -> None:
+        out.add_(1)
+        for _ in range(100):
+            Garbage(freed)
+        if breaks:
+            raise ValueError("this forward breaks")
+
+    with pytest.raises(ValueError, match="breaks") if breaks else contextlib.nullcontext():
+        grapher.capture(forward, grapher.pool())
+    gc.collect()
+    assert freed == [False] * 100
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+@pytest.mark.usefixtures("eager_collector")
 def test_what_outlives_a_capture_is_counted_and_named(grapher: Grapher) -> None:
     """In pieces: nothing of a healthy forward or of frames that an exception keeps, and the tensor of an object."""
     pool, out, errors = grapher.pool(), torch.zeros(1024, device="cuda"), []
@@ -219,10 +261,10 @@ def test_what_outlives_a_capture_is_counted_and_named(grapher: Grapher) -> None:
             backend.workspace = late
         out.add_(late)
 
-    # Garbage of before must not hide what is new: it is freed while the leftover is looked for.
-    cycle = [torch.zeros(1 << 20, device="cuda")]
-    cycle.append(cycle)  # type: ignore[arg-type]
-    del cycle
     for breaks, keeps, size in ((False, False, 0), (True, False, 0), (True, True, out.nbytes), (False, False, 0)):
+        # Garbage of before must not hide what is new, whenever it is freed.
+        cycle = [torch.zeros(1 << 20, device="cuda")]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        del cycle
         left = grapher.capture(lambda breaks=breaks, keeps=keeps: forward(breaks=breaks, keeps=keeps), pool).leftover
         assert (left.size, left.holders) == (size, ("Backend.workspace",) if keeps else ())

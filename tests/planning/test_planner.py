@@ -72,6 +72,17 @@ def test_plan_that_no_command_could_read_is_refused_when_it_is_made():
         split(2000)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("method", [Method.EAGLE3, Method.DRAFT_MODEL])
+def test_plan_of_the_most_drafts_is_read_again(method, parallel):
+    """Its first draft pass has up to 511 tokens of each request."""
+    speculative = Speculative(method=method, num_tokens=255, parallel_drafting=parallel)
+    whole = made(speculative=speculative, limits=Limits(max_num_reqs=2, max_num_tokens=2048))
+    longest = max(entry.query_len or 0 for role in whole.roles for entry in role.entries)
+    assert longest == 256 + (254 if parallel else 0) + (method is Method.DRAFT_MODEL)
+    assert codec.loads(codec.dumps(whole), Plan) == whole
+
+
 @pytest.mark.parametrize(("refresh", "chain"), [(Refresh.IN_GRAPH, 2), (Refresh.HOST, None)])
 def test_draft_chain_is_fused_where_the_backend_refreshes_in_graph(refresh, chain):
     """K - 1 steps fused, or one step replayed."""

@@ -1,6 +1,7 @@
 """With a drafter, a step that is launched before the last one is read serves the tokens that it would serve after."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 
 import attrs
@@ -52,6 +53,8 @@ class RunResult:
     tokens: dict
     ahead: int
     rejected: int
+    drafted: dict
+    """How many drafts were verified and accepted, by their place."""
 
 
 def runner_of(plan, target, drafter, observer=None, **options):
@@ -78,7 +81,17 @@ def serve(runner, requests, answers=None):
         tokens={done.name: done.tokens for done in serving.served},
         ahead=ahead,
         rejected=sum(step.drafted - step.accepted for step in steps),
+        drafted=drafts_of(steps),
     )
+
+
+def drafts_of(steps):
+    """What became of the drafts at each place; requests are in other steps where these run ahead."""
+    found = Counter()
+    for step in steps:
+        for place, counts in enumerate(zip(step.drafted_at, step.accepted_at, strict=True)):
+            found.update({(place, kind): count for kind, count in enumerate(counts)})
+    return dict(found)
 
 
 def captured(plan, target, drafter, requests, answers=None, **options):
@@ -93,7 +106,7 @@ def waiting(plan, target, drafter, requests, **options):
     with runner_of(without_graphs(plan), target, drafter, run_ahead=False, drafts_on_device=False, **options) as runner:
         found = serve(runner, requests)
     assert found.ahead == 0
-    return found.tokens
+    return found
 
 
 def speculative(data):
@@ -120,7 +133,7 @@ def drawn(data, kind):
     plan = planned(spec, REGISTRY)
     requests = data.draw(requests_for(spec))
     deployment = (plan, *models(plan, kind))
-    plain = waiting(*deployment, requests)
+    plain = waiting(*deployment, requests).tokens
     return deployment, requests, plain, {request.name: request.prompt + plain[request.name] for request in requests}
 
 
@@ -192,7 +205,8 @@ def test_synthetic_acceptance_is_drawn_for_the_place_where_a_step_begins(data, k
     requests = [attrs.evolve(each, prompt=each.prompt[:9]) for each in data.draw(requests_for(SPEC))]
     options = {"acceptance": rates, "seed": seed}
     found = captured(*drafting(k), requests, **options)
-    assert found.tokens == waiting(*drafting(k), requests, **options)
+    waited = waiting(*drafting(k), requests, **options)
+    assert (found.tokens, found.drafted) == (waited.tokens, waited.drafted)
     event(f"ahead: {found.ahead > 1}, rejected: {found.rejected > 0}")
 
 
@@ -213,7 +227,7 @@ def case():
     """A drafter that is right by chance: some drafts are accepted and some are not, or nothing below would tell."""
     plan = make_plan(SPEC, CPU, REGISTRY)
     target, drafter = models(plan, "chance")
-    plain = waiting(plan, target, drafter, REQUESTS)
+    plain = waiting(plan, target, drafter, REQUESTS).tokens
     with runner_of(plan, target, drafter, run_ahead=True) as runner:
         runner.capture()
         case = Case(runner, plain)

@@ -18,6 +18,8 @@ from capture_planner.modes import GraphMode
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
+from capture_planner.runtime.graphs import cuda
+from capture_planner.runtime.graphs.leftover import Leftover
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from support.probe import Probe
 from support.worlds import requests_of, spec_of, world_of, worlds
@@ -212,6 +214,31 @@ def test_leftover_names_what_holds_it():
     left = graphs.capture(lambda: next(backend.steps), pool).leftover
     assert (left.size, left.holders) == (x.nbytes, ("steps",))
     assert next(backend.steps, None) is None
+
+
+def test_block_that_is_freed_meanwhile_is_new_the_next_time(monkeypatch):
+    """As what frames held: another tensor may then have its address, and must be asked about."""
+    owned, asked = {64: 4096}, []
+
+    def snapshot():
+        blocks = [{"state": "active_allocated", "size": owned[64]}] if owned else []
+        return [{"segment_pool_id": (0, 1), "address": 64, "total_size": 4096, "blocks": blocks}]
+
+    def leftover(sizes, key_of, device):
+        asked.append(dict(sizes))
+        if len(asked) == 1:
+            owned.clear()
+        return Leftover()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(cuda, "leftover", leftover)
+    pool = cuda.CudaPool(None)
+    pool.new_leftover()
+    owned[64] = 512
+    pool.new_leftover()
+    pool.new_leftover()
+    assert asked == [{64: 4096}, {64: 512}, {}]
 
 
 OWNERS = """

@@ -50,6 +50,15 @@ def fused():
         return module_at(folder / "fused_verification.py", "interpreted_fused_verification").FusedVerification()
 
 
+def test_no_kernel_is_compiled_for_numbers_that_change(fused):
+    """Triton compiles a kernel again for 1, and for multiples of 16, of each number that it is not told about."""
+    spaces = [method.__globals__.values() for method in (type(fused).correct, type(fused).advance)]
+    kernels = [each for space in spaces for each in space if type(each).__name__ == "InterpretedFunction"]
+    changing = [({"rows", "most"} & set(kernel.arg_names), kernel.kwargs["do_not_specialize"]) for kernel in kernels]
+    assert sum(bool(numbers) for numbers, _ in changing) == 6
+    assert all(numbers <= set(told or ()) for numbers, told in changing)
+
+
 class BufferedFields(dict):
     """Fields by name, that go through their buffers as the runner's do."""
 

@@ -59,6 +59,7 @@ def test_every_shape_that_needs_it_is_warmed_up_and_no_token_changes(data, ahead
         assert runner.session.tally.steps == 0
         assert [(done.name, done.tokens) for done in runner.serve(requests)] == expected
     assert (warm.ran, warm.reason) == (warm.shapes, "")
+    assert warm.ran > 0  # Kernels beside graphs are warmed up where graphs serve everything.
     assert eager_shapes(runner.session) <= warmed
     event(f"warmed up: {min(warm.ran, 3)}")
 

@@ -16,6 +16,9 @@ from capture_planner.runtime.executor import NULL_SLOT, LayerCache
 BLOCK = 128
 """Rows of a program."""
 
+CHANGING = ("rows", "most")
+"""Numbers that differ from step to step: a kernel that Triton specialised for them would compile while it serves."""
+
 
 class FusedUpdates(Updates):
     """One kernel each, but for verification."""
@@ -144,7 +147,7 @@ def _store(
     tl.store(value_cache + row, value.to(value_cache.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=CHANGING)  # type: ignore[untyped-decorator]
 def _taken(ids, answers, resolved, rows, block: tl.constexpr) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
@@ -154,7 +157,7 @@ def _taken(ids, answers, resolved, rows, block: tl.constexpr) -> None:
     tl.store(resolved + row, tl.where(pending, answer, token), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=CHANGING)  # type: ignore[untyped-decorator]
 def _entered(idx_mapping, token, states, ids, padding, rows, block: tl.constexpr) -> None:
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < rows
@@ -164,7 +167,7 @@ def _entered(idx_mapping, token, states, ids, padding, rows, block: tl.constexpr
     tl.store(ids + row, tl.load(token + state, mask=inside & real, other=0), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=CHANGING)  # type: ignore[untyped-decorator]
 def _keep(
     idx_mapping, tokens, token, proposed, column, padding, width, rows, stride, first: tl.constexpr, block: tl.constexpr
 ) -> None:
@@ -184,7 +187,7 @@ def _keep(
     tl.store(column, tl.minimum(at + 1, width - 1))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=CHANGING)  # type: ignore[untyped-decorator]
 def _advance(
     idx_mapping,
     input_ids,

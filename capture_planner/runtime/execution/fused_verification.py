@@ -10,7 +10,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from capture_planner.runtime.execution.fused_updates import BLOCK, ONE_WARP, FusedUpdates, grid
+from capture_planner.runtime.execution.fused_updates import BLOCK, CHANGING, ONE_WARP, FusedUpdates, grid
 from capture_planner.runtime.execution.updates import (
     DraftState,
     StepAhead,
@@ -82,7 +82,7 @@ class FusedVerification(FusedUpdates):
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=CHANGING)  # type: ignore[untyped-decorator]
 def _correct(
     starts,
     idx_mapping,
@@ -140,7 +140,7 @@ def _correct(
         tl.store(accepted + row * places, given, mask=unread)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=CHANGING)  # type: ignore[untyped-decorator]
 def _prepare_drafts(
     starts,
     wanted,

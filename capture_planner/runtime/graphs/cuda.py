@@ -108,8 +108,10 @@ class CudaPool:
         """Return the blocks that live tensors own, without what was counted before."""
         owned = dict(self._blocks("active_allocated"))
         new = {address: size for address, size in owned.items() if address not in self._leftover}
-        self._leftover = set(owned)
-        return leftover(new, own_address, "cuda")
+        found = leftover(new, own_address, "cuda")
+        # Asked again: what garbage and frames let go of meanwhile may be another tensor's next time.
+        self._leftover = {address for address, _ in self._blocks("active_allocated")}
+        return found
 
     def _inactive(self) -> Iterator[torch.Tensor]:
         return (borrowed(address, size) for address, size in self._blocks("inactive"))
@@ -224,36 +226,44 @@ class CudaGraphs:
             raise CaptureError("a capture began inside another; capture one forward at a time")
         torch.cuda.synchronize()
         pool.open()
-        reserved, alive = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         graph = CudaGraph([])
         self._open, self._pool = graph, pool
         try:
+            # Until memory is read again: garbage of before would be taken off what the capture made.
             with nothing_collected():
-                self._begin()
-                forward()
-                self._end()
-        except BaseException as error:
-            self._abandon()
-            if isinstance(error, RuntimeError) and "capturing" in str(error):
+                reserved, alive = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                self._capture(forward)
+                torch.cuda.synchronize()
+                graph.memory = torch.cuda.memory_reserved() - reserved
+                graph.alone = torch.cuda.max_memory_allocated() - alive
+                is_leaving = torch.cuda.memory_allocated() > alive
+        except RuntimeError as error:
+            if "capturing" in str(error):
                 raise CaptureError(
                     f"the forward did what no graph can hold: {' '.join(str(error).split())[:300]}"
                 ) from error
             raise
         finally:
             self._open = self._pool = None
-        torch.cuda.synchronize()
-        graph.memory = torch.cuda.memory_reserved() - reserved
-        graph.alone = torch.cuda.max_memory_allocated() - alive
         # A graph that was refused may have left segments: one that fits into them still fits.
         if pool.limit is not None and graph.memory and pool.memory > pool.limit:
             held = pool.memory
             del graph
             raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
-        if torch.cuda.memory_allocated() > alive:
+        if is_leaving:
             graph.leftover = pool.new_leftover()
         pool.add(graph)
         return graph
+
+    def _capture(self, forward: Callable[[], object]) -> None:
+        try:
+            self._begin()
+            forward()
+            self._end()
+        except BaseException:
+            self._abandon()
+            raise
 
     def split(
         self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]

@@ -1,8 +1,9 @@
 """Warming up: steps of the shapes that a workload will have, before the clock starts.
 
 The workload is scheduled as it will be, with tokens that are made up; a step is run once for each shape that no FULL
-graph serves, and the others are counted as if they had been. Kernels are then compiled, and libraries have loaded
-what they load on first use.
+graph serves, and the others are counted as if they had been. One step is run in any case, and one that drafts: kernels
+beside the graphs prepare and verify it. Kernels are then compiled, and libraries have loaded what they load on first
+use.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ class WarmUpLauncher(StepLauncher):
     shapes: set[Shape] = attrs.Factory(set)
     """Those that needed it so far."""
     ran: int = 0
+    _kinds: set[bool] = attrs.Factory(set)
+    """Of the steps that needed it, whether they draft by draft decodes."""
 
     def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
         inputs = self._host_inputs(scheduled)
         batch = step_batch(Role.TARGET, scheduled, inputs)
         shape = *batch_shape(scheduled), batch.active_loras
-        if shape not in self.shapes and not self._served_whole(scheduled, inputs):
+        kind = scheduled.draft_tokens > 1
+        if shape not in self.shapes and (kind not in self._kinds or not self._served_whole(scheduled, inputs)):
             self.shapes.add(shape)
+            self._kinds.add(kind)
             if perf_counter() < self._deadline:
                 self.ran += 1
                 return super().launch(scheduled, started)
