@@ -95,7 +95,7 @@ class WatchedGraph:
 
 
 class WatchedGraphs:
-    """The grapher of one scene. Between ``begin`` and the end of its block a capture session is open.
+    """The grapher of one scene. In a ``session`` captures are disturbed; those on first use are not.
 
     :param beneath: captures and replays.
     """
@@ -137,8 +137,8 @@ class WatchedGraphs:
 
     def attention(self, role: RoleRun) -> None:
         """Take note of which forward attends; raises in a session that is to break off here."""
+        self._key = role.role, next(iter(role.attention.metadata.values())).entry
         if self._is_open:
-            self._key = role.role, next(iter(role.attention.metadata.values())).entry
             self._breaks -= 1
             if self._breaks == 0:
                 self.broken = self._key

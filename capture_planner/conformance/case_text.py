@@ -63,6 +63,8 @@ def _features(scene: Scene) -> Iterator[str]:
         yield f"sequence parallelism of {scene.ranks}"
     if scene.beyond:
         yield f"the largest graphs {scene.beyond} beyond the limits"
+    if scene.lazy:
+        yield "most graphs captured on first use"
 
 
 def _steps(steps: tuple[Step, ...]) -> Iterator[str]:

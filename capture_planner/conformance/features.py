@@ -17,6 +17,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "loras": (0, 0, 0, 0, 0, 1, 2),
     "ranks": (1, 1, 1, 1, 2, 4),
     "beyond": (0, 0, 0, 1, 3),
+    "lazy": (False,) * 7 + (True,),
 }
 """Fields of a ``Scene``, each with the values to draw from; the first one is without the feature."""
 
@@ -33,6 +34,7 @@ NAMES = {
     "loras": "LoRA",
     "ranks": "sequence parallelism",
     "beyond": "entries beyond the limits",
+    "lazy": "captures on first use",
     "window": "sliding windows",
     "varying": "decodes of varying lengths",
 }

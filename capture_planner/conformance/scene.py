@@ -16,6 +16,7 @@ from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.errors import CapturePlannerError, InvalidValue, RunError
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import Count, Interval, NonNegative, record, replace
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import DataType, Model, Recurrent, Speculative
 from capture_planner.records.spec import (
     GroupSpec,
@@ -31,6 +32,9 @@ from capture_planner.records.spec import (
 )
 
 VOCABULARY = 53
+
+ON_FIRST_USE = CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 30, seconds_per_minute=1e6)
+"""With a budget that is never spent: what is captured depends on no clock."""
 
 Seed = Annotated[int, Interval(0, (1 << 62) - 1)]
 Triple = tuple[NonNegative, NonNegative, NonNegative]
@@ -109,6 +113,8 @@ class Scene:
     """By how many requests (or tokens) the largest entries exceed the limits, as in a plan edited by hand."""
     recurrent: bool = False
     """Whether a layer of the target has a state per request, and no KV cache."""
+    lazy: bool = False
+    """Whether most graphs are captured on their first use, between two steps."""
     coupled: bool = False
     """Whether the rows of a batch depend on each other, at the end of each model."""
     seed: Seed = 0
@@ -173,6 +179,7 @@ class Scene:
             parallel=Parallel(tensor=self.ranks, sequence=self.ranks > 1),
             lora=Lora(max_active=self.loras, specialize=True) if self.loras else None,
             pool=Pool.PER_ROLE if self.per_role else Pool.SHARED,
+            capture=ON_FIRST_USE if self.lazy else CaptureTiming(),
         )
 
 

@@ -20,7 +20,7 @@ from capture_planner.conformance.tampering import Tampering
 from capture_planner.conformance.watch import EAGER, Watch
 from capture_planner.conformance.widening import widened
 from capture_planner.conformance.world import ModelCache, World
-from capture_planner.modes import Role
+from capture_planner.modes import Reason, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Batch, Entry
@@ -119,6 +119,20 @@ class Stage(AbstractContextManager["Stage"]):
         if not attack.breaks or (self._broke_off() and not attack.stays_eager):
             with self.graphs.session():
                 self.runner.capture(order=attack.arranged)
+        self._check_born()
+
+    def capture_asked(self) -> None:
+        """Capture what the batches of a lazy plan asked for; it must leave live requests and states alone."""
+        first_use = self.runner.first_use()
+        if first_use is None or not first_use.is_due():
+            return
+        self.watch.between(first_use.capture)
+        for done in self.runner.session.captured:
+            if done.waiver is not None and done.waiver.reason is Reason.LAZY:
+                raise Check.RAN.violation(done.waiver.message, role=done.role, entry=done.entry)
+        self._check_born()
+
+    def _check_born(self) -> None:
         for (role, entry), left in self.graphs.leftovers.items():
             raise Check.BORN.violation(
                 f"{left.size:,} bytes that the capture made are kept after it, by {', '.join(left.holders[:3])}, where "
@@ -204,7 +218,7 @@ class Stage(AbstractContextManager["Stage"]):
 
     def run(self, batch: Batch, made: StepInputs, *, eager: bool, steps: int = 1) -> Entry | None:
         """Run one forward of the batch's role, or a chain of them, from a graph or eager."""
-        dispatch = EAGER if eager else self.runner.dispatcher.dispatch(batch)
+        dispatch = EAGER if eager else (self.runner.first_use() or self.runner.dispatcher).dispatch(batch)
         run = self.runner.parts.roles[batch.role]
         run_chain(run, batch, dispatch, made, steps, max_model_len=self.scene.shape.longest)
         return dispatch.entry

@@ -76,4 +76,5 @@ def _run_batch(stage: Stage, step: RunBatch) -> bool:
         live.advance(batch.settled(live, count, accepted))
     for live, _, _ in rows:
         stage.world.compute(live)
+    stage.capture_asked()
     return True

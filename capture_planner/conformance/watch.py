@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
 from capture_planner.conformance.canaries import MOVED_FIELDS, Snapshot
 from capture_planner.conformance.capture_attack import Key, WatchedGraphs
 from capture_planner.conformance.classification import check_classified
-from capture_planner.conformance.failure import Check, located
+from capture_planner.conformance.failure import Check, Violation, located
 from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
 from capture_planner.conformance.private import Kept, private_buffers
 from capture_planner.conformance.reference_dispatch import cheapest
@@ -33,6 +34,18 @@ from capture_planner.runtime.serving.serving import Serving
 Slots = set[int]
 FieldValues = Mapping[str, np.ndarray[Any, Any]]
 """Values of the fields by key, as far as a forward reads."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Held:
+    """What requests hold on the device."""
+
+    caches: Sequence[Sequence[torch.Tensor]]
+    """Keys and values by slot, of the target and of the drafter."""
+    pools: Sequence[Sequence[torch.Tensor]]
+    """Recurrent states."""
+    state: Mapping[str, torch.Tensor]
+    """The draft state."""
 
 
 class Watch(ForwardObserver):
@@ -130,11 +143,7 @@ class Watch(ForwardObserver):
                 self._check_fields(role, step, values)
                 self._check_placed(step, values)
             self._garbage.fields(role, step.extents)
-            own = self._own_slots(role, step)
-            caches = [[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches]
-            pools = [[pool.states.clone() for pool in cache.states] for cache in self.world.caches]
-            draft = self.runner.parts.state
-            state = {} if draft is None else {name: getattr(draft, name).clone() for name in _STATE}
+            own, held = self._own_slots(role, step), self._held()
             canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
             replayed = len(self._graphs.replays)
             times = self._inner.forward(role, step, started)
@@ -144,13 +153,37 @@ class Watch(ForwardObserver):
                 if (name := canaries.changed()) is not None:
                     raise Check.UNSPOILED.violation(f"the forward changes {name}, which is not its own")
             self._check_written(role)
-            self._check_untouched(role, own, caches)
-            self._check_pools(step, pools)
-            self._check_state(role, step, state)
+            declared = step.inputs.array("state_indices")
+            self._check_slots(held, {int(role.role.is_drafter): own})
+            self._check_pools(held, {NULL_STATE, *(() if declared is None else declared.tolist())})
+            self._check_state(held, set() if role.role is Role.TARGET else set(step.inputs.idx_mapping.tolist()))
             self._check_pointers()
             if self._after is not None:
                 self._after(role, step)
         return times
+
+    def between(self, capture: Callable[[], None]) -> None:
+        """Capture between two forwards: it may write null pages and null states, and nothing that a request keeps.
+
+        The draft state is none of that: between steps the host has what was drafted.
+        """
+        held, null = self._held(), set(range(self.world.pages.page_size))
+        capture()
+        try:
+            self._check_slots(held, {0: null, 1: null})
+            self._check_pools(held, {NULL_STATE})
+            self._check_pointers()
+        except Violation as violation:
+            notes = (*violation.failure.notes, "a capture on first use changed it")
+            raise Violation(attrs.evolve(violation.failure, notes=notes)) from None
+
+    def _held(self) -> _Held:
+        state = self.runner.parts.state
+        return _Held(
+            caches=[[tensor.clone() for tensor in cache.flat()] for cache in self.world.caches],
+            pools=[[pool.states.clone() for pool in cache.states] for cache in self.world.caches],
+            state={} if state is None else {name: getattr(state, name).clone() for name in _STATE},
+        )
 
     # Checks before.
 
@@ -280,23 +313,21 @@ class Watch(ForwardObserver):
         serving = self.serving()
         return np.zeros(len(states), np.bool_) if serving is None else serving.scheduler.states.is_unread(states)
 
-    def _check_untouched(self, role: RoleRun, own: Slots, before: Sequence[Sequence[torch.Tensor]]) -> None:
-        for number, (cache, tensors) in enumerate(zip(self.world.caches, before, strict=True)):
+    def _check_slots(self, before: _Held, own: Mapping[int, Slots]) -> None:
+        """Check that no slot changed but those that may, by the number of the cache."""
+        for number, (cache, tensors) in enumerate(zip(self.world.caches, before.caches, strict=True)):
             for now, then in zip(cache.flat(), tensors, strict=True):
                 changed = (bits(now) != bits(then)).any(dim=1).nonzero().flatten().tolist()
-                others = set(changed) - (own if bool(number) == role.role.is_drafter else set())
-                if others:
+                if others := set(changed) - own.get(number, set()):
                     slot = min(others)
                     raise Check.UNTOUCHED.violation(
                         f"slot {slot} of page {slot // self.world.pages.page_size} changed, and no token of the "
                         f"batch is in it ({'drafter' if number else 'target'}'s cache)"
                     )
 
-    def _check_pools(self, step: ForwardStep, before: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Check that no recurrent state changed but those of the batch, and the null state."""
-        declared = step.inputs.array("state_indices")
-        own = {NULL_STATE, *(() if declared is None else declared.tolist())}
-        for cache, pools in zip(self.world.caches, before, strict=True):
+    def _check_pools(self, before: _Held, own: set[int]) -> None:
+        """Check that no recurrent state changed but those that may."""
+        for cache, pools in zip(self.world.caches, before.pools, strict=True):
             for layer, (pool, then) in enumerate(zip(cache.states, pools, strict=True)):
                 changed = (bits(pool.states) != bits(then)).flatten(1).any(dim=1).nonzero().flatten().tolist()
                 if others := set(changed) - own:
@@ -306,13 +337,13 @@ class Watch(ForwardObserver):
                         field="state_indices",
                     )
 
-    def _check_state(self, role: RoleRun, step: ForwardStep, before: Mapping[str, torch.Tensor]) -> None:
+    def _check_state(self, before: _Held, own: set[int]) -> None:
+        """Check that the draft state of no request changed but of those that may."""
         state = self.runner.parts.state
         if state is None:
             return
-        own = set() if role.role is Role.TARGET else set(step.inputs.idx_mapping.tolist())
         others = [row for row in range(state.padding) if row not in own]
-        for name, then in before.items():
+        for name, then in before.state.items():
             if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
                 raise Check.STATE.violation(f"the draft state ({name}) of a request outside the batch changed")
 

@@ -172,17 +172,17 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
                     progress(done)
         self._dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
 
-    def _late(self) -> FirstUse | None:
+    def first_use(self) -> FirstUse | None:
         """Return what captures graphs on first use, one for all requests of this runner; None: nothing is captured so.
 
+        ``serve`` asks it. Callers that run forwards themselves dispatch by it, and let it capture between two of them.
         Of several replicas one that has captured nothing has it too, for all of them ask together.
         """
-        if self._first_use is not None or not (self.plan.num_lazy and self.policy.options.replay):
-            return self._first_use
-        roles = self.parts.roles
-        if self.peers.place.data_size == 1 and any(role.pool is None for role in roles.values()):
-            return None
-        return FirstUse(self.plan, roles, self._grapher, self.session, self.peers, self.model.among)
+        if self._first_use is None and self.plan.num_lazy and self.policy.options.replay:
+            roles, peers = self.parts.roles, self.peers
+            if peers.place.data_size > 1 or all(role.pool is not None for role in roles.values()):
+                self._first_use = FirstUse(self.plan, roles, self._grapher, self.session, peers, self.model.among)
+        return self._first_use
 
     def serve(
         self,
@@ -220,12 +220,12 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self._refuse_while_serving("start")
         scheduler, count = self._scheduler(requests), self.session.tally.steps
         self._started = scheduler
-        self._first_use = self._late()
-        dispatcher: AnyDispatcher | Replicas = self._first_use or self.dispatcher
+        first_use = self.first_use()
+        dispatcher: AnyDispatcher | Replicas = first_use or self.dispatcher
         ranks: StepRanks = OneReplica()
         if self.peers.place.data_size > 1:
             # The same on every rank, also on one that has no graphs: what it lacks, no rank uses.
-            planned = self._first_use or Dispatcher(as_captured(self.plan, self.session.captured))
+            planned = first_use or Dispatcher(as_captured(self.plan, self.session.captured))
             captured = planned.plan.num_graphs == 0 or not self.policy.options.replay
             captured = captured or any(role.graphs for role in self.parts.roles.values())
             rows = self.parts.draft_rows
@@ -233,7 +233,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         launcher = StepLauncher(
             scheduler, self.parts, dispatcher, ranks, self.pages, self.session, count, acceptance=self._acceptance
         )
-        return self._begin(launcher, scheduler, ranks, self.session, answers, progress, self._first_use)
+        return self._begin(launcher, scheduler, ranks, self.session, answers, progress, first_use)
 
     def warm_up(self, requests: Sequence[Request], *, step_seconds: float = 0.01, limit: float = WARM_UP) -> WarmUp:
         """Run a step of each shape that serving these requests will have and no FULL graph serves, and one at least.

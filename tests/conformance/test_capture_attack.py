@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from hypothesis import example, given
@@ -14,8 +15,11 @@ from capture_planner.conformance import Case, Check, Scene, Shape, Stage, Violat
 from capture_planner.conformance.canaries import Snapshot
 from capture_planner.conformance.capture_attack import CaptureAttack, WatchedGraph, WatchedGraphs
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, dumps, loads
+from capture_planner.conformance.steps import run_step
 from capture_planner.modes import Role
 from capture_planner.runtime.execution.fields import Extents
+from capture_planner_reference import Reference
+from capture_planner_reference.executor import ReferenceExecutor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, longest=24)
@@ -118,6 +122,67 @@ def test_replay_in_a_session_is_a_violation():
         with pytest.raises(Violation) as caught, stage.graphs.session():
             graph.replay()
         assert caught.value.failure.check is Check.REPLAYED
+
+
+LAZY = Case(scene=attrs.evolve(scene(lazy=True, recurrent=True), size_tokens=(4, 8, 12, 16)), steps=STEPS)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_healthy_backend_passes_with_captures_on_first_use(ahead):
+    """Graphs are captured between the steps of the suite, and while requests are served; then they serve."""
+    with Stage(SUBJECT, attrs.evolve(LAZY.scene, ahead=ahead)) as stage:
+        captured = []
+        for step in STEPS:
+            run_step(stage, step)
+            captured.append(len(stage.runner.session.captured))
+        late = [done for done in stage.runner.session.captured if done.step is not None]
+        assert captured[1] < captured[2] < captured[3] < captured[4]
+        assert {(done.role, done.entry) for done in late} & set(stage.graphs.replays)
+    assert play(SUBJECT, attrs.evolve(LAZY, scene=attrs.evolve(LAZY.scene, ahead=ahead))).failure is None
+
+
+def spoiled_late(change):
+    """A backend that spoils something when it prepares a capture after the first step of requests."""
+
+    class Spoiling(ReferenceExecutor):
+        started = False
+
+        def prepare(self, metadata):
+            super().prepare(metadata)
+            Spoiling.started |= not metadata.for_capture
+            if Spoiling.started and metadata.for_capture:
+                change(self._caches)
+
+    class Backend(Reference):
+        name = "spoiling"
+
+        def reserve(self, reservation):
+            return Spoiling(reservation)
+
+    return under_test(Backend())
+
+
+def break_off(caches):
+    raise ValueError("no plan while requests are served")
+
+
+def write(caches):
+    next(iter(caches.values())).keys[1] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "says"),
+    [
+        (break_off, Check.RAN, "could not be captured on first use"),
+        (write, Check.UNTOUCHED, "slot 4 of page 1 changed"),
+    ],
+)
+def test_backend_that_minds_requests_at_a_capture_is_found(change, check, says):
+    """An error is none of memory, for which a graph would be waived; what it writes is no request's."""
+    failure = play(spoiled_late(change), LAZY).failure
+    assert failure.check is check
+    assert says in failure.message
+    assert check is Check.RAN or "a capture on first use changed it" in failure.notes
 
 
 @pytest.mark.parametrize("name", ["hidden", "tokens", "positions", "block_table"])

@@ -64,10 +64,6 @@ def violation(law: Check, check: Callable[..., object], *arguments: object) -> s
     return raised.value.failure.message
 
 
-def clones(stage: Stage) -> list[list[torch.Tensor]]:
-    return [[tensor.clone() for tensor in cache.flat()] for cache in stage.world.caches]
-
-
 def test_slots_follow_from_positions_and_pages() -> None:
     """Of each real token; while requests are served, pages and states are those of the scheduler."""
     served = []
@@ -151,8 +147,9 @@ def test_batch_may_write_its_own_slots_alone(scene: Scene) -> None:
         narrow = attrs.evolve(step, inputs=one_page)
         assert stage.watch._own_slots(role, narrow) == slots_of(stage, role, narrow)
 
-        before, number = clones(stage), int(role.role.is_drafter)
-        stage.watch._check_untouched(role, own, before)
+        held, number = stage.watch._held(), int(role.role.is_drafter)
+        before = held.caches
+        stage.watch._check_slots(held, {number: own})
         slots = range(stage.world.pages.num_pages * size)
         other = next(slot for slot in slots if slot not in own)
         for which in range(len(before)):
@@ -160,14 +157,15 @@ def test_batch_may_write_its_own_slots_alone(scene: Scene) -> None:
                 then = [[tensor.clone() for tensor in tensors] for tensors in before]
                 then[which][layer][other, -1] = 5.25
                 then[which][layer][max(own), 0] = 5.25
-                message = violation(Check.UNTOUCHED, stage.watch._check_untouched, role, own, then)
+                spoiled = attrs.evolve(held, caches=then)
+                message = violation(Check.UNTOUCHED, stage.watch._check_slots, spoiled, {number: own})
                 slot = other if which == number else min(other, max(own))
                 assert f"slot {slot} of page {slot // size} changed" in message
                 assert ("drafter's cache" in message) == (which == 1)
         then = [[tensor.clone() for tensor in tensors] for tensors in before]
         for tensor in then[number]:
             tensor[sorted(own)] = 5.25
-        stage.watch._check_untouched(role, own, then)
+        stage.watch._check_slots(attrs.evolve(held, caches=then), {number: own})
 
     assert after_each(check, ends) > 5
 
@@ -176,31 +174,34 @@ def test_states_of_other_requests_stay() -> None:
     """Recurrent states of the batch and the null state may change, and draft states of its requests."""
 
     def check(stage: Stage, role: RoleRun, step: ForwardStep) -> None:
-        pools = [[pool.states.clone() for pool in cache.states] for cache in stage.world.caches]
-        stage.watch._check_pools(step, pools)
+        held = stage.watch._held()
+        pools = held.pools
         declared = step.inputs.array("state_indices")
         own = {0} | (set() if declared is None else set(declared.tolist()))
+        stage.watch._check_pools(held, own)
         for row in range(len(pools[0][0])):
             then = [[states.clone() for states in each] for each in pools]
             then[0][0][row : row + 1].view(torch.uint8)[..., -1] ^= 1
+            spoiled = attrs.evolve(held, pools=then)
             if row in own:
-                stage.watch._check_pools(step, then)
+                stage.watch._check_pools(spoiled, own)
             else:
-                message = violation(Check.UNTOUCHED, stage.watch._check_pools, step, then)
+                message = violation(Check.UNTOUCHED, stage.watch._check_pools, spoiled, own)
                 assert message.startswith(f"row {row} of the states of recurrent layer 0 changed")
         state = stage.runner.parts.state
         assert state is not None
-        before = {name: getattr(state, name).clone() for name in ("token", "hidden", "proposed")}
-        stage.watch._check_state(role, step, before)
+        assert list(held.state) == ["token", "hidden", "proposed"]
         mine = set() if role.role is Role.TARGET else set(step.inputs.idx_mapping.tolist())
-        for name, tensor in before.items():
+        stage.watch._check_state(held, mine)
+        for name, tensor in held.state.items():
             for row in range(state.padding):
-                then = before | {name: tensor.clone()}
-                then[name][row : row + 1].view(torch.uint8)[..., 0] ^= 1
+                changed = tensor.clone()
+                changed[row : row + 1].view(torch.uint8)[..., 0] ^= 1
+                spoiled = attrs.evolve(held, state={**held.state, name: changed})
                 if row in mine:
-                    stage.watch._check_state(role, step, then)
+                    stage.watch._check_state(spoiled, mine)
                 else:
-                    message = violation(Check.STATE, stage.watch._check_state, role, step, then)
+                    message = violation(Check.STATE, stage.watch._check_state, spoiled, mine)
                     assert f"({name})" in message
 
     assert after_each(check) > 10

@@ -1,7 +1,5 @@
 """Launches: verification, reports that add up, interruptions, and what backends are given."""
 
-import gc
-import weakref
 from collections import Counter
 from itertools import pairwise
 
@@ -103,33 +101,6 @@ def test_what_is_drafted_changes_no_token(drafter):
 def test_nothing_is_compared_where_nobody_asked():
     """None says so: it is not the same as no difference."""
     assert served("copy").differing is None
-
-
-class CacheCounting(CountingReference):
-    """It counts the bytes of the KV cache that are there at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.there, self.most = {}, 0
-
-    def reserve(self, reservation):
-        """Take note of the caches, which roles of the drafter share."""
-        gc.collect()
-        for cache in reservation.caches.values():
-            if id(cache.keys) not in self.there:
-                self.there[id(cache.keys)] = cache.keys.nbytes + cache.values.nbytes
-                weakref.finalize(cache.keys, self.there.pop, id(cache.keys))
-        self.most = max(self.most, sum(self.there.values()))
-        return super().reserve(reservation)
-
-
-@pytest.mark.parametrize("drafter", ["random", "copy", "miss", "chance"])
-def test_there_is_one_cache_at_a_time(drafter):
-    """The rehearsal has one of its own, of as many pages: a device has memory for one of them."""
-    backend = CacheCounting()
-    report = started(backend=backend, drafter=drafter).report
-    assert report.served
-    assert backend.most == report.kv_cache
 
 
 # Reports -----------------------------------------------------------------------------------------

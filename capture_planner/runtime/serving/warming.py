@@ -2,7 +2,7 @@
 
 The workload is scheduled as it will be, with tokens that are made up; a step is run once for each shape that no FULL
 graph serves, and the others are counted as if they had been. One step is run in any case, and one that drafts: kernels
-beside the graphs prepare and verify it. Kernels are then compiled, and libraries have loaded what they load on first
+outside of the graphs prepare and verify it. So kernels are compiled, and libraries have loaded what they load on first
 use.
 """
 
