@@ -172,6 +172,16 @@ def test_lint_reports_coarse_sizes_only_with_room_for_more():
         assert ("CP045" in codes(on_groups(broken, max_graphs=graphs))) == found
 
 
+def test_graphs_on_first_use_do_not_count_at_start():
+    """Their memory is that of the budget for first uses."""
+    small = replace(MACHINE, device=replace(GPU, memory=1 << 30))
+    late, tiny = replace(LAZY, environment=small), replace(MACHINE, device=replace(GPU, memory=1 << 28))
+    assert LAZY.num_graphs == PLAIN.num_graphs > LAZY.num_graphs - LAZY.num_lazy > 0
+    assert "CP043" not in {finding.rule.code for finding in lint(late)}
+    (found,) = [finding for finding in lint(replace(LAZY, environment=tiny)) if finding.rule.code == "CP043"]
+    assert f"{LAZY.num_graphs - LAZY.num_lazy} graphs at start may take" in str(found)
+
+
 def test_lint_reports_no_coarse_sizes_that_were_measured():
     """What the traffic does not run may be padded far: by its costs, no size between is worth a graph."""
     broken, _ = CASES["CP045"]

@@ -66,15 +66,16 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     """There is no budget, and graphs may take more than a tenth of the device's memory.
 
     At the worst public figure, 25 MiB per graph. Estimates extrapolated from two graphs were several
-    times too low: 1.3 GiB estimated, 4.7 to 16.9 GiB taken.
+    times too low: 1.3 GiB estimated, 4.7 to 16.9 GiB taken. Graphs on first use have a budget of their own.
     """
     plan, budget = coverage.plan, coverage.plan.budget
-    need, memory = plan.num_graphs * budget.memory_per_graph, plan.environment.device.memory
+    number = plan.num_graphs - plan.num_lazy
+    need, memory = number * budget.memory_per_graph, plan.environment.device.memory
     if budget.allowed_graphs() is None and plan.forecast is None and need > MEMORY_SHARE * memory:
         yield Diagnostic(
             path=("budget",),
-            message=f"{plan.num_graphs} graphs may take {need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
-            f"{plan.num_graphs * budget.seconds_per_graph:.0f} s to capture",
+            message=f"{number} graphs{' at start' if plan.num_lazy else ''} may take {need / (1 << 30):.1f} of "
+            f"{memory / (1 << 30):.0f} GiB and {number * budget.seconds_per_graph:.0f} s to capture",
         )
 
 
