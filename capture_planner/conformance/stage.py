@@ -122,11 +122,13 @@ class Stage(AbstractContextManager["Stage"]):
         self._check_born()
 
     def capture_asked(self) -> None:
-        """Capture what the batches of a lazy plan asked for; it must leave live requests and states alone."""
+        """Capture what the batches of a lazy plan asked for; it must leave live requests and states alone.
+
+        What was captured while requests were served is looked at, too.
+        """
         first_use = self.runner.first_use()
-        if first_use is None or not first_use.is_due():
-            return
-        self.watch.between(first_use.capture)
+        if first_use is not None and first_use.is_due():
+            self.watch.between(first_use.capture)
         for done in self.runner.session.captured:
             if done.waiver is not None and done.waiver.reason is Reason.LAZY:
                 raise Check.RAN.violation(done.waiver.message, role=done.role, entry=done.entry)

@@ -32,9 +32,12 @@ def run_step(stage: Stage, step: Step) -> bool:
         case Reload():
             stage.reload(step.seed)
         case RunBatch():
-            return _run_batch(stage, step)
+            has_run = _run_batch(stage, step)
+            stage.capture_asked()
+            return has_run
         case Serve():
             check_serving(stage, step)
+            stage.capture_asked()
         case _:
             return False
     return True
@@ -76,5 +79,4 @@ def _run_batch(stage: Stage, step: RunBatch) -> bool:
         live.advance(batch.settled(live, count, accepted))
     for live, _, _ in rows:
         stage.world.compute(live)
-    stage.capture_asked()
     return True

@@ -163,15 +163,13 @@ class Watch(ForwardObserver):
         return times
 
     def between(self, capture: Callable[[], None]) -> None:
-        """Capture between two forwards: it may write null pages and null states, and nothing that a request keeps.
-
-        The draft state is none of that: between steps the host has what was drafted.
-        """
+        """Capture between two forwards: it may write null pages and null states, and nothing of a request."""
         held, null = self._held(), set(range(self.world.pages.page_size))
         capture()
         try:
             self._check_slots(held, {0: null, 1: null})
             self._check_pools(held, {NULL_STATE})
+            self._check_state(held, set())
             self._check_pointers()
         except Violation as violation:
             notes = (*violation.failure.notes, "a capture on first use changed it")

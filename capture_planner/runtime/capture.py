@@ -78,10 +78,9 @@ def capture_late(
 ) -> GraphCapture:
     """Capture one more entry after a ``session``, when no forward is under way; then it may be replayed at once.
 
-    Warm-up and capture write null pages, null states, the fields of their own role and the draft state alone, as at
-    start: of the draft state the host has all that a later step needs. The graphs that are there stay, whatever becomes
-    of this one. What it needs more than ``room`` bytes of the device, or cannot be captured, is dropped with a waiver.
-    Of several ranks, an error of one that is not about memory ends the run.
+    Warm-up and capture write null pages, null states and the fields of their own role alone, as at start. The graphs
+    that are there stay, whatever becomes of this one. What it needs more than ``room`` bytes of the device, or cannot
+    be captured, is dropped with a waiver. Of several ranks, an error of one that is not about memory ends the run.
 
     :param number: of the captures of this kind.
     """

@@ -109,7 +109,12 @@ def launch(
     )
     pages, cache = run.pages()
     run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
-    answers, interrupted = run.rehearsed(pages) if choices.drafter in ORACLES else (None, False)
+    answers: dict[str, tuple[int, ...]] | None = None
+    interrupted = False
+    if choices.drafter in ORACLES:
+        answers, unserved = run.rehearsed(pages, decode, offer)
+        if answers is None:
+            return run.with_ranks(Outcome(report=attrs.evolve(unserved, cache_memory=cache)), Session())
     keeper = RowKeeper() if choices.verify else None
     weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
     sums = weight_sums(weights) if choices.verify else {}
@@ -117,8 +122,6 @@ def launch(
     with run.runner(variant, pages, choices.options, keeper, session) as runner:
         offer(lambda fault: run.report(runner, decode, interrupted=True, fault=fault))
         try:
-            if interrupted:
-                raise KeyboardInterrupt
             with progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
                 runner.capture(memory=run.graph_memory, progress=lambda done: advance(_captured(done, device)))
             run.dump(runner)
@@ -152,10 +155,7 @@ def launch(
             warm_up=warm,
             compiled=tuple(late),
         )
-    outcome = run.outcome(report, keeper, sums)
-    among.release()
-    dispatcher = Dispatcher(as_captured(plan, report.captured))
-    return attrs.evolve(outcome, report=with_ranks(outcome.report, runner.session, dispatcher, peers))
+    return run.with_ranks(run.outcome(report, keeper, sums), session)
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -274,24 +274,26 @@ class _Run:
             advance("warm up")
         return done
 
-    def rehearsed(self, pages: PageFormat) -> tuple[dict[str, tuple[int, ...]], bool]:
-        """Serve everything eager and without a drafter; return each prompt with its answer, and whether it was ended.
+    def rehearsed(
+        self, pages: PageFormat, decode: Decode | None, offer: Callable[[Callable[[str], RunReport]], None]
+    ) -> tuple[dict[str, tuple[int, ...]] | None, RunReport]:
+        """Serve everything eager and without a drafter; return each prompt with its answer, and a report of nothing.
 
-        Answers go on for a step's drafts past their end: a drafter that copies them is right there too. The device has
-        room for one cache of so many pages, so this one is given back before there is another.
+        None in place of the answers: it was interrupted. Answers go on for a step's drafts past their end: a drafter
+        that copies them is right there too. The device has room for one cache of so many pages, so this one is given
+        back before there is another.
         """
-        device, plain = host.device_of(self.plan.environment), without_speculation(self.plan, self.registry)
-        runner = self.runner(plain, pages, Options(compile=self.choices.options.compile), peers=ALONE)
+        plain, options = without_speculation(self.plan, self.registry), Options(compile=self.choices.options.compile)
         try:
-            return self._rehearse(runner), False
-        except KeyboardInterrupt:
-            return {}, True
+            return self._rehearse(self.runner(plain, pages, options, peers=ALONE), decode, offer)
         finally:
-            # A reference that is left somewhere must not keep the cache.
-            vars(runner).clear()
-            host.give_back(device)
+            host.give_back(host.device_of(self.plan.environment))
 
-    def _rehearse(self, runner: Runner) -> dict[str, tuple[int, ...]]:
+    def _rehearse(
+        self, runner: Runner, decode: Decode | None, offer: Callable[[Callable[[str], RunReport]], None]
+    ) -> tuple[dict[str, tuple[int, ...]] | None, RunReport]:
+        unserved = self.report(runner, decode, interrupted=True)
+        offer(lambda fault: attrs.evolve(unserved, fault=fault))
         more = self.plan.speculative.num_tokens if self.plan.speculative else 0
         longest = self.plan.model.max_model_len
         longer = []
@@ -299,11 +301,20 @@ class _Run:
             most = min(each.max_new_tokens + more, longest - len(each.prompt))
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
         prompts = {request.name: request.prompt for request in self.requests}
-        with runner, self.progress("plain greedy", len(self.requests)) as advance:
-            served = runner.serve(
-                longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
-            )
-        return {done.name: prompts[done.name] + done.tokens for done in served}
+        try:
+            with runner, self.progress("plain greedy", len(self.requests)) as advance:
+                served = runner.serve(
+                    longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
+                )
+        except KeyboardInterrupt:
+            return None, unserved
+        return {done.name: prompts[done.name] + done.tokens for done in served}, unserved
+
+    def with_ranks(self, outcome: Outcome, session: Session) -> Outcome:
+        """Return the outcome with the report of all ranks, whose collectives are over."""
+        self.model.among.release()
+        dispatcher = Dispatcher(as_captured(self.plan, outcome.report.captured))
+        return attrs.evolve(outcome, report=with_ranks(outcome.report, session, dispatcher, self.peers))
 
     def outcome(self, report: RunReport, keeper: RowKeeper | None, sums: Mapping[str, int]) -> Outcome:
         """Verify what was served, where that was asked for and anything was."""

@@ -262,7 +262,7 @@ class LazyCaptures:
 
 @attrs.frozen(kw_only=True)
 class WarmUp:
-    """What ran before the clock started: steps of the workload's shapes that no FULL graph serves."""
+    """What ran before the clock started: steps of the workload's shapes that no FULL graph serves, and one at least."""
 
     shapes: int
     """Different steps of the workload that need it, as far as it is known before it is served."""

@@ -170,7 +170,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
                 self.session.captured.append(done)
                 if progress is not None:
                     progress(done)
-        self._dispatcher = Dispatcher(as_captured(self.plan, self.session.captured))
+        self._dispatcher, self._first_use = Dispatcher(as_captured(self.plan, self.session.captured)), None
 
     def first_use(self) -> FirstUse | None:
         """Return what captures graphs on first use, one for all requests of this runner; None: nothing is captured so.

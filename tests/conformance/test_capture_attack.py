@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -17,6 +18,7 @@ from capture_planner.conformance.capture_attack import CaptureAttack, WatchedGra
 from capture_planner.conformance.scene import Arrive, RunBatch, Serve, dumps, loads
 from capture_planner.conformance.steps import run_step
 from capture_planner.modes import Role
+from capture_planner.runtime.execution import role as role_module
 from capture_planner.runtime.execution.fields import Extents
 from capture_planner_reference import Reference
 from capture_planner_reference.executor import ReferenceExecutor
@@ -170,19 +172,57 @@ def write(caches):
     next(iter(caches.values())).keys[1] = 3
 
 
-@pytest.mark.parametrize(
-    ("change", "check", "says"),
-    [
-        (break_off, Check.RAN, "could not be captured on first use"),
-        (write, Check.UNTOUCHED, "slot 4 of page 1 changed"),
-    ],
-)
-def test_backend_that_minds_requests_at_a_capture_is_found(change, check, says):
-    """An error is none of memory, for which a graph would be waived; what it writes is no request's."""
-    failure = play(spoiled_late(change), LAZY).failure
-    assert failure.check is check
-    assert says in failure.message
-    assert check is Check.RAN or "a capture on first use changed it" in failure.notes
+@pytest.mark.parametrize("steps", [STEPS, STEPS[-1:]], ids=["steps", "served"])
+def test_backend_whose_capture_breaks_on_first_use_is_found(steps):
+    """An error is none of memory, for which a graph would be waived; also where it is captured while others serve."""
+    failure = play(spoiled_late(break_off), attrs.evolve(LAZY, steps=steps)).failure
+    assert failure.check is Check.RAN
+    assert "could not be captured on first use" in failure.message
+
+
+def test_backend_that_writes_what_a_request_has_at_a_capture_is_found():
+    """A page of a live request is spoiled between two steps."""
+    failure = play(spoiled_late(write), LAZY).failure
+    assert failure.check is Check.UNTOUCHED
+    assert "slot 4 of page 1 changed" in failure.message
+    assert failure.notes[:1] == ("a capture on first use changed it",)
+
+
+def test_capture_on_first_use_may_write_nothing_of_a_request():
+    """Slots of pages, recurrent states and draft states; null pages and null states it may."""
+    with Stage(SUBJECT, LAZY.scene) as stage:
+        for step in STEPS[:4]:
+            run_step(stage, step)
+        state, (target, drafter) = stage.runner.parts.state, stage.world.caches
+        keys, values = next(target.flat()), list(drafter.flat())[-1]
+        places = [
+            (keys, slice(0, 4), None),
+            (keys, slice(4, 5), Check.UNTOUCHED),
+            (values, slice(9, 10), Check.UNTOUCHED),
+            (target.states[0].states, slice(0, 1), None),
+            (target.states[0].states, slice(1, 2), Check.UNTOUCHED),
+            (state.token, slice(state.padding, None), None),
+            *((getattr(state, name), slice(0, 1), Check.STATE) for name in ("token", "hidden", "proposed")),
+        ]
+        for tensor, rows, check in places:
+            with pytest.raises(Violation) if check else nullcontext() as caught:
+                stage.watch.between(lambda tensor=tensor, rows=rows: tensor[rows].fill_(7))
+            if check:
+                assert caught.value.failure.check is check
+                assert caught.value.failure.notes == ("a capture on first use changed it",)
+
+
+def test_dummy_batch_that_has_states_of_requests_is_found(monkeypatch):
+    """Rows of the draft state are named by place: a batch of no request has none."""
+    original = role_module.null_inputs
+
+    def first_places(counts, *rest):
+        return attrs.evolve(original(counts, *rest), idx_mapping=np.arange(len(counts), dtype=np.int32))
+
+    monkeypatch.setattr(role_module, "null_inputs", first_places)
+    failure = play(SUBJECT, LAZY).failure
+    assert failure.check is Check.STATE
+    assert failure.notes == ("a capture on first use changed it",)
 
 
 @pytest.mark.parametrize("name", ["hidden", "tokens", "positions", "block_table"])

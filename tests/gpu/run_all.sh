@@ -53,12 +53,13 @@ done
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 export HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-ci} HF_HUB_OFFLINE=1
 
-failed=0
+failed=0 ran=0
 check() { # NAME PYTEST-ARGUMENT...
     local name=$1 code started=$SECONDS summary
     shift
     # shellcheck disable=SC2053  # a pattern
     [[ $name == ${ONLY:-*} ]] || return 0
+    ran=1
     timeout --kill-after=30 "$limit" "$python" -m pytest -q -p no:cacheprovider -ra "$@" >"$logs/$name.log" 2>&1
     code=$?
     case $code in
@@ -88,6 +89,10 @@ for case in reference triton flash_attention flashinfer flashinfer_wrappers; do
 done
 check runner-cpu tests/gpu/test_runner.py tests/gpu/test_unpadded_requests.py -k "not -cuda" "$@"
 
+if ((!ran)); then
+    echo "no name matches ONLY=$ONLY" >&2
+    failed=2
+fi
 if [[ -z ${LOGS:-} && $failed -ne 0 ]]; then
     echo "output: $logs"
 else

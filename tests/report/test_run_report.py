@@ -275,6 +275,7 @@ def test_acceptance_is_there_with_a_drafter_only(report):
     assert found.drafted == sum(step.drafted for step in report.steps)
     assert (found.rate is None) == (found.drafted == 0)
     assert found.rate is None or 0 <= found.rate <= 1
+    assert found.decodes == sum(step.drafted_at[0] for step in report.steps if step.drafted_at)
     if found.length is not None:
         assert found.length * found.decodes == pytest.approx(found.decodes + found.accepted)
     assert (found.drafted, found.accepted) == (

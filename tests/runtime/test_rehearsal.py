@@ -5,7 +5,10 @@ import weakref
 
 import pytest
 
-from support.launches import CountingReference, started
+from capture_planner.planning.planner import plan
+from capture_planner.runtime.choices import Choices
+from capture_planner.runtime.launch import launch
+from support.launches import HERE, SPEC, CountingReference, ProgressRecord, registry_of, requests_of, started
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,3 +38,38 @@ def test_there_is_one_cache_at_a_time(drafter):
     report = started(backend=backend, drafter=drafter).report
     assert report.served
     assert backend.most == report.kv_cache
+
+
+def test_interrupted_rehearsal_captures_nothing():
+    """There is no second runner for the report, which has every request."""
+    backend, shown = CountingReference(), ProgressRecord(stop="plain greedy", after=2)
+    report = started(backend=backend, shown=shown, drafter="chance").report
+    assert (report.interrupted, report.captured, report.steps, report.kv_cache > 0) == (True, (), (), True)
+    assert [done.name for done in report.served] == [request.name for request in requests_of(20)]
+    assert not any(done.tokens for done in report.served)
+    assert backend.held == 0
+    assert backend.reserved == backend.trials + 1  # Of the target alone, in the rehearsal.
+
+
+def test_report_of_what_has_run_is_there_from_the_rehearsal_on():
+    """Of several ranks another may fail at any time; after the rehearsal it is that of the run."""
+    offers, seen = [], []
+
+    class Shown(ProgressRecord):
+        def __call__(self, task, total):
+            seen.append((task, offers[-1]("rank 1 ended")))
+            return super().__call__(task, total)
+
+    registry = registry_of(CountingReference())
+    launch(
+        plan(SPEC, HERE, registry),
+        registry,
+        requests_of,
+        Choices(page_size=4, drafter="copy"),
+        Shown(),
+        offer=offers.append,
+    )
+    assert [task for task, _ in seen] == ["plain greedy", "capture", "serve"]
+    assert all(report.interrupted and report.fault == "rank 1 ended" for _, report in seen)
+    assert [bool(report.captured) for _, report in seen] == [False, False, True]
+    assert seen[1][1].kv_cache > seen[0][1].kv_cache  # The drafter's, too.

@@ -52,21 +52,25 @@ def test_every_shape_that_needs_it_is_warmed_up_and_no_token_changes(data, ahead
     with runner_of(plan, **options) as cold:
         expected = [(done.name, done.tokens) for done in cold.serve(requests)]
     with runner_of(plan, **options) as runner:
-        ran = record_of(runner)
+        ran, drafted = record_of(runner, Role.TARGET), record_of(runner, Role.DRAFT_DECODE)
         warm = runner.warm_up(requests)
-        warmed = set(ran)
+        warmed, drafts = set(ran), len(drafted)
         assert [*runner.session.forwards, *runner.session.steps, *runner.session.served] == []
         assert runner.session.tally.steps == 0
         assert [(done.name, done.tokens) for done in runner.serve(requests)] == expected
     assert (warm.ran, warm.reason) == (warm.shapes, "")
-    assert warm.ran > 0  # Kernels beside graphs are warmed up where graphs serve everything.
+    # Kernels outside of graphs are warmed up where graphs serve everything.
+    assert warm.ran > 0
+    assert (drafts > 0) == any(forward.role is Role.DRAFT_DECODE for forward in runner.session.forwards)
     assert eager_shapes(runner.session) <= warmed
     event(f"warmed up: {min(warm.ran, 3)}")
 
 
-def record_of(runner):
-    """The batches of the target that run from now on, as they are run."""
-    role, ran = runner.parts.roles[Role.TARGET], []
+def record_of(runner, name):
+    """The batches of a role that run from now on, as they are run."""
+    role, ran = runner.parts.roles.get(name), []
+    if role is None:
+        return ran
     run = role.run
 
     def recorded(batch, *arguments, **options):

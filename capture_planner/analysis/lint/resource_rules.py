@@ -9,6 +9,7 @@ from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role,
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.records.batch import Kind, batch_text
 from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.text import counted
 
 MEMORY_SHARE = 0.1
 """The share of device memory above which graphs should have a budget."""
@@ -74,8 +75,9 @@ def capture_cost(coverage: Coverage) -> Iterator[Diagnostic]:
     if budget.allowed_graphs() is None and plan.forecast is None and need > MEMORY_SHARE * memory:
         yield Diagnostic(
             path=("budget",),
-            message=f"{number} graphs{' at start' if plan.num_lazy else ''} may take {need / (1 << 30):.1f} of "
-            f"{memory / (1 << 30):.0f} GiB and {number * budget.seconds_per_graph:.0f} s to capture",
+            message=f"{counted(number, 'graph')}{' at start' if plan.num_lazy else ''} may take "
+            f"{need / (1 << 30):.1f} of {memory / (1 << 30):.0f} GiB and "
+            f"{number * budget.seconds_per_graph:.0f} s to capture",
         )
 
 

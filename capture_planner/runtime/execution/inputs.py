@@ -15,6 +15,9 @@ from capture_planner.runtime.executor import NULL_PAGE, NULL_SLOT, NULL_STATE
 
 Array = np.ndarray[Any, Any]
 
+NO_REQUEST = -1
+"""In ``idx_mapping``: the row is padding, or of a batch without requests."""
+
 
 # Without slots, since one is made at every step, and that takes a third of the time.
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -39,7 +42,7 @@ class StepInputs:
     block_table: Array
     """``int32[R, pages]``: the pages of each request, as far as this step needs them."""
     idx_mapping: Array
-    """``int32[R]``: the request state index of each row of the batch."""
+    """``int32[R]``: the request state index of each row of the batch; ``NO_REQUEST`` of each where there is none."""
     last_token_indices: Array = attrs.field()
     """``int32[R]``: the last row of each request; in a draft prefill, the last that verification kept."""
     cu_num_draft_tokens: Array | None = None
@@ -91,6 +94,11 @@ class StepInputs:
         """Return the array of a declared field; None where the host does not know it."""
         is_known = name in self.declared or name in DERIVED
         return self.declared[name] if is_known else None
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the batch is of no request, as ``null_inputs`` makes it: all of its rows are padding."""
+        return bool((self.idx_mapping == NO_REQUEST).all())
 
     def next_draft(self, max_model_len: int) -> StepInputs:
         """Return the draft decode after this one, as its graph advances the fields on the device.
@@ -148,7 +156,7 @@ def query_lens(counts: Array, *, prompts: bool) -> tuple[int | None, int | None]
 
 
 def null_inputs(counts: Array, longest: int, page_size: int, ahead: int = 0) -> StepInputs:
-    """Return inputs of requests with ``counts int64[R]`` tokens of no request: null page and null state alone.
+    """Return inputs of ``counts int64[R]`` tokens of no request: null page, null state and the draft state's padding.
 
     Sequences are as long as the queries, the shortest that there can be, so that least is read (vLLM 0.33 does so too).
 
@@ -168,7 +176,7 @@ def null_inputs(counts: Array, longest: int, page_size: int, ahead: int = 0) -> 
         query_start_loc=starts,
         seq_lens=lengths,
         block_table=np.full((reqs, pages), NULL_PAGE, dtype=np.int32),
-        idx_mapping=np.arange(reqs, dtype=np.int32),
+        idx_mapping=np.full(reqs, NO_REQUEST, dtype=np.int32),
         cu_num_draft_tokens=(starts[1:] - np.arange(1, reqs + 1)).astype(np.int32),
         state_indices=np.full(reqs, NULL_STATE, dtype=np.int32),
         page_size=page_size,

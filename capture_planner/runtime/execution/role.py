@@ -212,7 +212,8 @@ class RoleRun:
     def prepare_backends(self, step: ForwardStep) -> None:
         """Let attention do its host work, for fields that are filled."""
         if self._policy.options.debug:
-            padding.check_bounds(self.fields, step.inputs.declared, step.extents, self.bounds)
+            real = {} if step.inputs.is_dummy else step.inputs.declared
+            padding.check_bounds(self.fields, real, step.extents, self.bounds)
         self.attention.prepare(step)
         self.recurrent.prepare(step)
 
