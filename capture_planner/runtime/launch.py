@@ -110,7 +110,6 @@ def launch(
     pages, cache = run.pages()
     run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
     answers: dict[str, tuple[int, ...]] | None = None
-    interrupted = False
     if choices.drafter in ORACLES:
         answers, unserved = run.rehearsed(pages, decode, offer)
         if answers is None:
@@ -118,7 +117,7 @@ def launch(
     keeper = RowKeeper() if choices.verify else None
     weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
     sums = weight_sums(weights) if choices.verify else {}
-    session, otherwise, warm, late = Session(most=MOST_ROWS), 0, None, []
+    session, otherwise, warm, late, interrupted = Session(most=MOST_ROWS), 0, None, [], False
     with run.runner(variant, pages, choices.options, keeper, session) as runner:
         offer(lambda fault: run.report(runner, decode, interrupted=True, fault=fault))
         try:
@@ -279,9 +278,8 @@ class _Run:
     ) -> tuple[dict[str, tuple[int, ...]] | None, RunReport]:
         """Serve everything eager and without a drafter; return each prompt with its answer, and a report of nothing.
 
-        None in place of the answers: it was interrupted. Answers go on for a step's drafts past their end: a drafter
-        that copies them is right there too. The device has room for one cache of so many pages, so this one is given
-        back before there is another.
+        None in place of the answers: it was interrupted. Answers go on for a step's drafts past their end, where a
+        drafter copies them too. The device has room for one cache, so this one is given back before the next.
         """
         plain, options = without_speculation(self.plan, self.registry), Options(compile=self.choices.options.compile)
         try:
@@ -302,10 +300,9 @@ class _Run:
             longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
         prompts = {request.name: request.prompt for request in self.requests}
         try:
-            with runner, self.progress("plain greedy", len(self.requests)) as advance:
-                served = runner.serve(
-                    longer, step_seconds=self.choices.step_seconds, progress=lambda done: advance(done.name)
-                )
+            with runner, self.progress("plain greedy", len(longer)) as advance:
+                seconds = self.choices.step_seconds
+                served = runner.serve(longer, step_seconds=seconds, progress=lambda done: advance(done.name))
         except KeyboardInterrupt:
             return None, unserved
         return {done.name: prompts[done.name] + done.tokens for done in served}, unserved

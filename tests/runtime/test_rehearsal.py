@@ -55,7 +55,7 @@ def test_report_of_what_has_run_is_there_from_the_rehearsal_on():
     """Of several ranks another may fail at any time; after the rehearsal it is that of the run."""
     offers, seen = [], []
 
-    class Shown(ProgressRecord):
+    class OfferRecord(ProgressRecord):
         def __call__(self, task, total):
             seen.append((task, offers[-1]("rank 1 ended")))
             return super().__call__(task, total)
@@ -66,7 +66,7 @@ def test_report_of_what_has_run_is_there_from_the_rehearsal_on():
         registry,
         requests_of,
         Choices(page_size=4, drafter="copy"),
-        Shown(),
+        OfferRecord(),
         offer=offers.append,
     )
     assert [task for task, _ in seen] == ["plain greedy", "capture", "serve"]

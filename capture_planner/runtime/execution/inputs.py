@@ -42,7 +42,7 @@ class StepInputs:
     block_table: Array
     """``int32[R, pages]``: the pages of each request, as far as this step needs them."""
     idx_mapping: Array
-    """``int32[R]``: the request state index of each row of the batch; ``NO_REQUEST`` of each where there is none."""
+    """``int32[R]``: the request state index of each row of the batch; ``NO_REQUEST`` in a batch without requests."""
     last_token_indices: Array = attrs.field()
     """``int32[R]``: the last row of each request; in a draft prefill, the last that verification kept."""
     cu_num_draft_tokens: Array | None = None
