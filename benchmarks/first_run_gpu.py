@@ -174,7 +174,8 @@ def main() -> int:
     options.add_argument("--output-tokens", type=int, default=128, help="output of each request (default 128)")
     options.add_argument("--memory-utilization", type=float, default=0.9, help="as of run (default 0.9)")
     options.add_argument("--max-model-len", type=int, default=40960, help="of the plan (default 40960)")
-    options.add_argument("--only", nargs="*", help="the parts that are run (default all)")
+    names = list(parts_of(shape(max_model_len=1)))
+    options.add_argument("--only", nargs="*", default=names, choices=names, help="parts (default all)")
     options.add_argument("--part", help="run this part alone, in this process")
     options.add_argument("--part-output", type=Path, help="file of its numbers")
     options.add_argument("--tiny", action="store_true", help="a small model on this CPU")
@@ -197,10 +198,7 @@ def main() -> int:
     started = perf_counter()
     results: dict[str, dict[str, Any]] = {}
     targets: dict[str, bool] = {}
-    unknown = sorted({*(arguments.only or ())} - {*parts})
-    if unknown:
-        options.error(f"--only: unknown parts {', '.join(unknown)}; there are: {', '.join(parts)}")
-    for name in arguments.only or parts:
+    for name in arguments.only:
         left = arguments.seconds - (perf_counter() - started)
         if left <= 0:
             CONSOLE.print(f"{name}: left out, {arguments.seconds:g} s are over")

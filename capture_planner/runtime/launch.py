@@ -40,11 +40,15 @@ from capture_planner.runtime.ranks.symmetric import collectives_of
 from capture_planner.runtime.refusals import refuse_backends, refuse_plan
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.serving import Answers
 from capture_planner.runtime.serving.workload import Decode, Request, admit, with_adapters
 from capture_planner.runtime.session import MOST_ROWS, RunReport, Session
 from capture_planner.runtime.verification.check import Output, check_output, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
+
+Offer = Callable[[Callable[[str], RunReport]], None]
+"""Takes what makes a report of what has run so far, from the fault that ended it."""
 
 
 class Progress(Protocol):
@@ -72,7 +76,7 @@ def launch(
     *,
     decode: Decode | None = None,
     peers: Peers = ALONE,
-    offer: Callable[[Callable[[str], RunReport]], None] = lambda make: None,
+    offer: Offer = lambda make: None,
 ) -> Outcome:
     """Execute a plan. ``workload`` returns the requests for a vocabulary of so many tokens.
 
@@ -109,7 +113,7 @@ def launch(
     )
     pages, cache = run.pages()
     run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
-    answers: dict[str, tuple[int, ...]] | None = None
+    answers: Answers | None = None
     if choices.drafter in ORACLES:
         answers, unserved = run.rehearsed(pages, decode, offer)
         if answers is None:
@@ -273,9 +277,7 @@ class _Run:
             advance("warm up")
         return done
 
-    def rehearsed(
-        self, pages: PageFormat, decode: Decode | None, offer: Callable[[Callable[[str], RunReport]], None]
-    ) -> tuple[dict[str, tuple[int, ...]] | None, RunReport]:
+    def rehearsed(self, pages: PageFormat, decode: Decode | None, offer: Offer) -> tuple[Answers | None, RunReport]:
         """Serve everything eager and without a drafter; return each prompt with its answer, and a report of nothing.
 
         None in place of the answers: it was interrupted. Answers go on for a step's drafts past their end, where a
@@ -287,9 +289,7 @@ class _Run:
         finally:
             host.give_back(host.device_of(self.plan.environment))
 
-    def _rehearse(
-        self, runner: Runner, decode: Decode | None, offer: Callable[[Callable[[str], RunReport]], None]
-    ) -> tuple[dict[str, tuple[int, ...]] | None, RunReport]:
+    def _rehearse(self, runner: Runner, decode: Decode | None, offer: Offer) -> tuple[Answers | None, RunReport]:
         unserved = self.report(runner, decode, interrupted=True)
         offer(lambda fault: attrs.evolve(unserved, fault=fault))
         more = self.plan.speculative.num_tokens if self.plan.speculative else 0

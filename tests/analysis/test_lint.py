@@ -173,7 +173,7 @@ def test_lint_reports_coarse_sizes_only_with_room_for_more():
 
 
 def test_graphs_on_first_use_do_not_count_at_start():
-    """Their memory is that of the budget for first uses."""
+    """Graphs that are captured on first use have a memory budget of their own."""
     small = replace(MACHINE, device=replace(GPU, memory=1 << 30))
     late, tiny = replace(LAZY, environment=small), replace(MACHINE, device=replace(GPU, memory=1 << 28))
     assert LAZY.num_graphs == PLAIN.num_graphs > LAZY.num_graphs - LAZY.num_lazy > 0

@@ -52,7 +52,7 @@ def test_interrupted_rehearsal_captures_nothing():
 
 
 def test_report_of_what_has_run_is_there_from_the_rehearsal_on():
-    """Of several ranks another may fail at any time; after the rehearsal it is that of the run."""
+    """Another rank may fail at any time: there is a report during the rehearsal, and one during the run."""
     offers, seen = [], []
 
     class OfferRecord(ProgressRecord):

@@ -237,7 +237,7 @@ class CudaGraphs:
                 torch.cuda.synchronize()
                 graph.memory = torch.cuda.memory_reserved() - reserved
                 graph.alone = torch.cuda.max_memory_allocated() - alive
-                is_leaving = torch.cuda.memory_allocated() > alive
+                has_leftover = torch.cuda.memory_allocated() > alive
         except RuntimeError as error:
             if "capturing" in str(error):
                 raise CaptureError(
@@ -251,7 +251,7 @@ class CudaGraphs:
             held = pool.memory
             del graph
             raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
-        if is_leaving:
+        if has_leftover:
             graph.leftover = pool.new_leftover()
         pool.add(graph)
         return graph

@@ -37,21 +37,21 @@ class WarmUpLauncher(StepLauncher):
     shapes: set[Shape] = attrs.Factory(set)
     """Those that needed it so far."""
     ran: int = 0
-    _kinds: set[bool] = attrs.Factory(set)
-    """Of the steps that needed it, whether they draft by draft decodes."""
 
     def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
         inputs = self._host_inputs(scheduled)
         batch = step_batch(Role.TARGET, scheduled, inputs)
         shape = *batch_shape(scheduled), batch.active_loras
-        kind = scheduled.draft_tokens > 1
-        if shape not in self.shapes and (kind not in self._kinds or not self._served_whole(scheduled, inputs)):
+        if shape not in self.shapes and (self._is_first(scheduled) or not self._served_whole(scheduled, inputs)):
             self.shapes.add(shape)
-            self._kinds.add(kind)
             if perf_counter() < self._deadline:
                 self.ran += 1
                 return super().launch(scheduled, started)
         return self._made_up(scheduled, inputs, started)
+
+    def _is_first(self, scheduled: ScheduledBatch) -> bool:
+        """Say whether a step is the first with draft decodes, or the first without."""
+        return all((drafts > 1) is not (scheduled.draft_tokens > 1) for *_, drafts, _ in self.shapes)
 
     def _host_inputs(self, scheduled: ScheduledBatch) -> StepInputs:
         """Return the inputs with any tokens where the real ones are on the device: steps that are made up leave none.
