@@ -5,7 +5,8 @@ first ``--real-steps``, forwards are left out and their tokens are made up, so t
 Requests come one by one, as to a server: by day more than by night (``--hours``, on a clock of ``STEP_SECONDS`` a step;
 idle time is skipped), over and over until ``--steps`` are done or ``--seconds`` are over. Resident memory must stay
 within ``--growth`` of what it was after a tenth of the steps, and the report is written at the end: its counts are
-compared with those that this script adds up by itself.
+compared with those that this script adds up by itself. ``--device cuda`` serves from CUDA graphs, where ``--real-steps``
+says how many replay them, and watches the device's memory, too.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from typing import Any
 import attrs
 import torch
 from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, verdict
+from _deployments import CASES, REGISTRY, environment
 
 from capture_planner.codec import dumps_json
 from capture_planner.modes import Role
 from capture_planner.planning.planner import plan as make_plan
-from capture_planner.plugins import registry
+from capture_planner.records._base import replace
 from capture_planner.report.plain import plain
 from capture_planner.report.run import summary
 from capture_planner.runtime.execution.role import ForwardTimes
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.models.auxiliary import choose_drafter
 from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
@@ -76,10 +78,14 @@ def arrivals(hours: float, rate: float, seed: int) -> Iterator[tuple[float, int,
         yield now, draw.randint(1, 40), min(int(draw.expovariate(1 / 40)) + 1, 150)
 
 
-def resident() -> int:
-    """Return the bytes of the process that are in memory."""
+def memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes of the process that are in memory, and those of a GPU that are in use."""
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    found = {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found["device"] = total - free
+    return found
 
 
 @attrs.define
@@ -125,10 +131,11 @@ def served(runner: Runner, arguments: Any, own: Own) -> tuple[list[dict[str, flo
             now = upcoming[0]
         if session.tally.steps % max(arguments.steps // 50, 1) == 0:
             gc.collect()
-            readings.append({"steps": session.tally.steps, "hours": now / 3600, "resident": resident()})
+            used = memory(runner.device)
+            readings.append({"steps": session.tally.steps, "hours": now / 3600, **used})
             if len(readings) % 5 == 1:
-                mib = readings[-1]["resident"] / 2**20
-                CONSOLE.print(f"{session.tally.steps:>9,} steps, {now / 3600:6.2f} h, {mib:.1f} MiB")
+                mib = ", ".join(f"{each / 2**20:.1f} MiB {name}" for name, each in used.items())
+                CONSOLE.print(f"{session.tally.steps:>9,} steps, {now / 3600:6.2f} h, {mib}")
     session.serve_seconds = perf_counter() - started
     serving.cut_off()
     return readings, now
@@ -166,11 +173,16 @@ def main() -> int:
     options.add_argument("--hours", type=float, default=24.0, help="hours that must be simulated (default 24)")
     options.add_argument("--rate", type=float, default=2.0, help="requests a second at noon (default 2)")
     options.add_argument("--growth", type=float, default=0.02, help="share by which memory may grow (default 0.02)")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options.add_argument("--backend", choices=list(CASES), default="reference")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    plan = make_plan(shipped_specs()["tiny-reference-cpu"], shipped_environments()["cpu"], registry.load_backends())
+    device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+    case = CASES[arguments.backend]
+    here = environment(case, device) if device.type == "cuda" else shipped_environments()["cpu"]
+    plan = make_plan(replace(shipped_specs()["tiny-reference-cpu"], backend=case.backend), here, REGISTRY)
     assert plan.speculative is not None, "the shipped spec has a drafter"
-    model = load_target(None, plan.model, device=torch.device("cpu"))
+    model = load_target(None, plan.model, device=device)
     states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
     drafter = choose_drafter("random", plan.speculative, model, num_states=states, length=length)
     pages = PageFormat(page_size=16, num_pages=1 + states * plan.model.max_model_len // 16)
@@ -178,8 +190,9 @@ def main() -> int:
         plan,
         model,
         drafter,
-        registry.load_backends(),
-        RecordedGraphs(),
+        REGISTRY,
+        grapher_for(device),
+        device=device,
         pages=pages,
         options=Options(acceptance=ACCEPTANCE),
         session=Session(most=MOST_ROWS),
@@ -190,11 +203,18 @@ def main() -> int:
         report = report_of(runner)
     numbers, written = summary(report), len(dumps_json(plain(report)))
     later = [each for each in readings if each["steps"] >= arguments.steps / 10] or readings[-1:]
-    growth = max(each["resident"] for each in later) / later[0]["resident"] - 1
+    growth = {
+        name: max(each[name] for each in later) / later[0][name] - 1
+        for name in ("resident", "device")
+        if name in later[0]
+    }
     accepted = numbers.acceptance
     shares = [] if accepted is None else [round(place.rate or 0.0, 4) for place in accepted.positions]
     targets = {
-        f"resident memory grew by {growth:.2%} after the first tenth": growth <= arguments.growth,
+        **{
+            f"{name} memory grew by {grown:.2%} after the first tenth": grown <= arguments.growth
+            for name, grown in growth.items()
+        },
         f"{numbers.finished:,} requests and {numbers.output_tokens:,} tokens are counted": (
             own.requests == numbers.finished and own.output_tokens <= numbers.output_tokens
         ),

@@ -19,6 +19,7 @@ def _scene(scene: Scene) -> str:
     parts = [
         f"set up {scene.shape}",
         counted(scene.layers, "layer"),
+        *([f"windows of {scene.window} instead"] if scene.window else []),
         scene.mode.value,
         f"up to {counted(scene.num_reqs, 'request')} and {counted(scene.num_tokens, 'token')}",
     ]
@@ -31,6 +32,8 @@ def _scene(scene: Scene) -> str:
         parts.append(drafting)
         if scene.speculative is not None and scene.speculative.is_chain:
             parts.append("chains as one graph" if scene.fused else "chains in single steps")
+        if scene.agreeing:
+            parts.append("every other draft accepted")
         if scene.varying:
             parts.append("decodes of varying lengths")
     if scene.per_role:
@@ -63,6 +66,8 @@ def _features(scene: Scene) -> Iterator[str]:
         yield f"sequence parallelism of {scene.ranks}"
     if scene.beyond:
         yield f"the largest graphs {scene.beyond} beyond the limits"
+    if scene.compiled:
+        yield "models compiled"
     if scene.lazy:
         yield "most graphs captured on first use"
 
@@ -87,7 +92,8 @@ def _steps(steps: tuple[Step, ...]) -> Iterator[str]:
                 yield f"a step of {counted(len(step.rows), 'request')}{loras}: {'; '.join(map(_row, step.rows))}"
             case Serve():
                 served = "; ".join(map(_served, step.requests))
-                yield f"{counted(len(step.requests), 'request')} served to the end, next to live ones: {served}"
+                ends = f"; tokens divisible by {step.stop} end an output" if step.stop else ""
+                yield f"{counted(len(step.requests), 'request')} served to the end, next to live ones: {served}{ends}"
 
 
 def _row(row: tuple[int, int, int]) -> str:

@@ -60,6 +60,7 @@ def scenes(
     One of six is large, with up to ``largest`` requests. ``features`` are names of ``FEATURES`` that it may have.
     Of ``drafters`` the first is drawn most often.
     """
+    drawn = {name: draw(st.sampled_from(FEATURES[name])) for name in FEATURES if name in features}
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
     is_large = largest > MOST_REQS and draw(st.sampled_from((False, False, False, True, False, False)))
     if is_large:
@@ -67,8 +68,11 @@ def scenes(
         drafts = [k for k in drafts if k <= LARGE_DRAFTS] or list(drafts)
     else:
         num_reqs = draw(st.sampled_from([*range(2, min(MOST_REQS, largest) + 1), 1]))
-    several = [k for k in drafts if k > 1] or list(drafts)
-    k = draw(st.one_of(st.sampled_from(several), st.sampled_from(drafts)))
+    several, none = [k for k in drafts if k > 1] or list(drafts), [k for k in drafts if not k] or list(drafts)
+    k = draw(st.one_of(*map(st.sampled_from, (several, several, drafts, none))))
+    if not k and "lazy" in drawn:
+        # Graphs fill their own fields then, which a capture between two steps overwrites.
+        drawn["lazy"] = draw(st.booleans())
     drafter = draw(st.sampled_from(drafters)) if k else DraftScheme.EAGLE
     slots = Scene(shape=shapes[0], drafts=k, drafter=drafter).extra_slots
     # Token limits with and without room for a decode of all requests.
@@ -76,7 +80,9 @@ def scenes(
     decodes = num_reqs * width
     tight, roomy = st.integers(max(num_reqs, width), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(roomy if is_large else st.one_of(tight, roomy))
-    explicit = is_large or draw(st.integers(0, 3)) > 0
+    # The default policy has a graph for each number of requests, so that there are some to capture on first use.
+    explicit = draw(st.integers(0, 3)) > 0 if not drawn.get("lazy") else draw(st.booleans())
+    explicit |= is_large
     # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
     widths = sorted({1 + k, width})
     close = [(r + 1) * each + off for each in widths for r in range(num_reqs) for off in (-1, 0, 1)]
@@ -84,8 +90,11 @@ def scenes(
     some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
     few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
     scheduled = k > 1 and num_reqs > 1 and draw(st.integers(0, 2)) > 0
+    shape = draw(st.sampled_from(shapes))
+    page = shape.page_size
     return Scene(
-        shape=draw(st.sampled_from(shapes)),
+        shape=shape,
+        window=draw(st.sampled_from((0, max(page - 1, 1), page, page + 2, 2 * page))) if shape.windowed else 0,
         mode=draw(st.sampled_from(MODES)),
         num_reqs=num_reqs,
         num_tokens=num_tokens,
@@ -95,6 +104,7 @@ def scenes(
         drafts=k,
         schedule=draw(schedules(k, num_reqs)) if scheduled else (),
         drafter=drafter,
+        agreeing=k > 0 and draw(st.booleans()),
         varying=k > 0 and draw(st.booleans()),
         fused=draw(st.booleans()),
         per_role=draw(st.booleans()),
@@ -102,7 +112,7 @@ def scenes(
         capture=draw(capture_attacks()),
         full_cache=not is_large and draw(st.integers(0, 4)) == 4,
         seed=draw(st.integers(0, 7)),
-        **{name: draw(st.sampled_from(FEATURES[name])) for name in FEATURES if name in features},
+        **drawn,
     )
 
 

@@ -39,7 +39,10 @@ class Check(enum.Enum):
     ROWS = "rows", "a replay computes attention for real rows, whatever the padding holds"
     EAGER = "eager", "an eager step computes attention for real rows"
     STORED = "stored", "keys and values of the batch are in its slots"
-    PLACED = "placed", "each token's slot follows from its position and the pages of its request"
+    PLACED = (
+        "placed",
+        "each token's slot follows from its position and the pages of its request, and the keys from its last position",
+    )
     UNTOUCHED = "untouched", "no other slot changes"
     WRITTEN = "written", "attention writes every row of its output, padding included"
     UNSPOILED = "unspoiled", "a forward changes no output and no persistent buffer that is not its own"
@@ -52,6 +55,11 @@ class Check(enum.Enum):
     FROZEN = "frozen", "pointers, frozen scalars and plan layouts are those of the capture"
     STATE = "state", "a draft forward updates the draft state of its own requests, and no other"
     TOKENS = "tokens", "each served token is the model's greedy choice"
+    VERIFIED = (
+        "verified",
+        "while requests are served, proposed drafts are verified, those that are the next tokens are kept, and the "
+        "drafter goes on from them",
+    )
     COUNTED = "counted", "the session records every forward, with its graph or the reason it ran eager"
     RAN = "ran", "capture and replay raise no error"
     AGREED = "agreed", "every rank decides the same from the gathered vector"

@@ -14,10 +14,11 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "fp8": (False, False, False, True),
     "recurrent": (False, False, True),
     "coupled": (False, False, True),
+    "compiled": (False, False, True),
     "loras": (0, 0, 0, 0, 0, 1, 2),
     "ranks": (1, 1, 1, 1, 2, 4),
     "beyond": (0, 0, 0, 1, 3),
-    "lazy": (False,) * 7 + (True,),
+    "lazy": (False, False, False, True),
 }
 """Fields of a ``Scene``, each with the values to draw from; the first one is without the feature."""
 
@@ -31,6 +32,7 @@ NAMES = {
     "fp8": "a KV cache in fp8",
     "recurrent": "recurrent layers",
     "coupled": "coupled rows",
+    "compiled": "compiled models",
     "loras": "LoRA",
     "ranks": "sequence parallelism",
     "beyond": "entries beyond the limits",

@@ -13,6 +13,7 @@ from capture_planner.conformance.failure import Check, located
 from capture_planner.conformance.probe import ProbeDrafter, ProbeTarget
 from capture_planner.conformance.scene import VOCABULARY, Serve
 from capture_planner.conformance.scene_batch import SceneBatch
+from capture_planner.conformance.served_drafts import check_served_drafts
 from capture_planner.conformance.stage import Stage
 from capture_planner.errors import RunError
 from capture_planner.modes import Role
@@ -146,10 +147,13 @@ def check_serving(stage: Stage, step: Serve) -> None:
     fitting = [request for request in requests if request.length <= longest]
     if fitting:
         recorded, ran = len(stage.runner.session.forwards), Counter(stage.watch.ran)
+        stage.watch.served.clear()
         tokens = {served.name: served.tokens for served in stage.runner.serve(fitting)}
         _check_counted(stage, recorded, ran)
         for request in fitting:
             _check_tokens(stage, request, tokens[request.name])
+        whole = {request.name: (*request.prompt, *tokens[request.name]) for request in fitting}
+        check_served_drafts(stage.scene.drafter, stage.watch.served, whole)
     stage.world.refresh()
 
 
@@ -161,6 +165,7 @@ def _requests(step: Serve, longest: int, seed: int) -> list[Request]:
             arrival=arrival * 0.01,
             prompt=tuple(draw.integers(0, VOCABULARY, max(1, min(prompt, longest - 1))).tolist()),
             max_new_tokens=max(1, output),
+            stop=frozenset(range(0, VOCABULARY, step.stop) if step.stop else ()),
         )
         for number, (prompt, output, arrival) in enumerate(step.requests)
     ]
@@ -171,6 +176,8 @@ def _check_counted(stage: Stage, recorded: int, before: Counter[str]) -> None:
     counts: Counter[str] = Counter()
     for forward in stage.runner.session.forwards[recorded:]:
         counts[f"{forward.role.value} {forward.mode.value}"] += forward.repeats
+        if forward.entry is None and forward.reason is None:
+            raise Check.COUNTED.violation("the session has an eager forward without a reason", role=forward.role)
     ran = stage.watch.ran - before
     for kind in sorted({*ran, *counts}):
         if counts[kind] != ran[kind]:
@@ -178,8 +185,10 @@ def _check_counted(stage: Stage, recorded: int, before: Counter[str]) -> None:
 
 
 def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
-    if len(tokens) != request.max_new_tokens:
-        raise Check.TOKENS.violation(f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}")
+    has_ended = len(tokens) == request.max_new_tokens or not request.stop.isdisjoint(tokens[-1:])
+    if not has_ended or request.cut(tokens) != tokens:
+        message = f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}"
+        raise Check.TOKENS.violation(message + (f": {', '.join(map(str, tokens))}" if request.stop else ""))
     ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)
     # Coupled rows differ by a factor, which is the same for all tokens that could follow.
     hidden = stage.target.tables.rows(ids, len(request.prompt) - 1)

@@ -43,6 +43,9 @@ from capture_planner.conformance.world import LiveRequest
 from capture_planner.runtime.execution.inputs import ForwardStep
 from capture_planner.runtime.execution.role import RoleRun
 
+STOPS = (0, 0, 0, 5)
+"""Multiples of these end the outputs of a load; 0: no token does."""
+
 
 @attrs.define
 class Log:
@@ -235,12 +238,13 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def serve(self, data: st.DataObject) -> None:
-        """Requests are served to their end; some are as long as the model, some one token longer."""
-        one = st.tuples(_lengths(self._scene), st.integers(1, 6), st.integers(0, 3))
+        """Requests are served to their end; some are as long as the model, some one token longer, some stop early."""
+        longest = self._scene.shape.longest
+        one = st.tuples(_lengths(self._scene), st.one_of(st.integers(1, 6), st.integers(1, longest)), st.integers(0, 3))
         if self._scene.full_cache:
-            longest = self._scene.shape.longest
             one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
-        self._do(Serve(requests=tuple(data.draw(st.lists(one, min_size=1, max_size=4), label="requests"))))
+        requests = data.draw(st.lists(one, min_size=1, max_size=4), label="requests")
+        self._do(Serve(requests=tuple(requests), stop=data.draw(st.sampled_from(STOPS), label="stop")))
 
     def teardown(self) -> None:
         """Release the backend, unless the set-up failed."""

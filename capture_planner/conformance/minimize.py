@@ -222,6 +222,8 @@ def _numbers(case: Case) -> Iterator[Case]:
         elif isinstance(step, RunBatch | Serve):
             if isinstance(step, RunBatch) and step.loras:
                 yield _changed(case, index, loras=0)
+            if isinstance(step, Serve) and step.stop:
+                yield _changed(case, index, stop=0)
             name, columns = _NUMBERS[type(step)]
             rows = getattr(step, name)
             for row, (column, least) in product(range(len(rows)), columns.items()):
@@ -304,6 +306,8 @@ def _scenes(case: Case) -> Iterator[Case]:
         "drafter": DraftScheme.EAGLE,
         "full_cache": False,
         "varying": False,
+        "agreeing": False,
+        "window": 0,
         "fused": not scene.drafts,
     }
     flags |= {name: values[0] for name, values in FEATURES.items()}

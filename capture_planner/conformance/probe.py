@@ -200,7 +200,9 @@ class _Probe(nn.Module):
 
     head: torch.Tensor
 
-    def __init__(self, tables: Tables, of_rows: Rows, name: str, hidden_size: int, vocabulary: int, seed: int) -> None:
+    def __init__(
+        self, tables: Tables, of_rows: Rows, name: str, hidden_size: int, vocabulary: int, seed: int, agreeing: bool
+    ) -> None:
         super().__init__()
         shape = tables.shape
         self.tables, self.of_rows, self.name, self.hidden_size = tables, of_rows, name, hidden_size
@@ -208,6 +210,9 @@ class _Probe(nn.Module):
         self.head_dim = shape.head_dim
         draw = torch.Generator().manual_seed(seed)
         head = torch.randn(hidden_size, vocabulary, generator=draw, dtype=torch.float32)
+        if agreeing:
+            # A row is on either side of a plane: two models with heads of their own agree in half of the cases.
+            head[:, 1], head[:, 2:] = -head[:, 0], head[:, 2:] * _UNLIKELY
         self.register_buffer("head", head.to(tables.by_token))
 
     def weights(self) -> Iterator[Weight]:
@@ -227,10 +232,12 @@ class _Probe(nn.Module):
 class ProbeTarget(_Probe):
     """A ``TargetModel`` whose hidden states are the outputs of its layers, side by side."""
 
-    def __init__(self, tables: Tables, of_rows: Rows, vocabulary: int, longest: int, seed: int) -> None:
+    def __init__(
+        self, tables: Tables, of_rows: Rows, vocabulary: int, longest: int, seed: int, *, agreeing: bool = False
+    ) -> None:
         shape = tables.shape
         width = (shape.layers + shape.recurrent) * shape.width
-        super().__init__(tables, of_rows, "probe", width, vocabulary, seed)
+        super().__init__(tables, of_rows, "probe", width, vocabulary, seed, agreeing)
         self.state_width = shape.width if shape.recurrent else 0
         self.mrope, self.windows, self.dtype = False, tables.shape.windows, tables.by_token.dtype
         self.vocab_size, self.max_model_len, self.among = vocabulary, longest, WHOLE
@@ -268,11 +275,20 @@ class ProbeDrafter(_Probe):
 
     mask: torch.Tensor
 
-    def __init__(self, tables: Tables, of_rows: Rows, target: ProbeTarget, kind: DraftScheme, seed: int) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        of_rows: Rows,
+        target: ProbeTarget,
+        kind: DraftScheme,
+        seed: int,
+        *,
+        agreeing: bool = False,
+    ) -> None:
         if kind is DraftScheme.MODULES:
             # Rows whose tokens are yet to be drafted read what comes next in the batch, padding included.
             of_rows = attrs.evolve(of_rows, coupled=False)
-        super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed)
+        super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed, agreeing)
         self.kind, self.windows = kind, tables.shape.windows
         self.aux_layers: tuple[int, ...] = (0,) if kind.reads_aux else ()
         self.mask_token = MASK_TOKEN
@@ -363,6 +379,9 @@ MASK_TOKEN = VOCABULARY - 1
 """The token in the rows of drafts that a parallel pass has yet to make."""
 
 _EXPERTS = 4
+
+_UNLIKELY = 0.05
+"""Of other logits, where two tokens are likelier than the rest."""
 
 _LEVEL = 4.0
 """The largest element of coupled rows, about as large as of rows that are not."""

@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def window(self) -> int | None:
-        """The width in tokens: a little more than a page, so that it ends inside one."""
+        """The width in tokens, unless a scene has another: a little more than a page, so that it ends inside one."""
         return self.page_size + 1 if self.windowed else None
 
     def __str__(self) -> str:
@@ -76,6 +76,8 @@ class Scene:
     num_reqs: Requests = 3
     num_tokens: Count = 16
     layers: Count = 1
+    window: NonNegative = 0
+    """The width of sliding windows in tokens, where the shape has them; 0: the shape's."""
     size_tokens: tuple[NonNegative, ...] = (16,)
     """Captured sizes of mixed batches, in tokens; empty: the default policy's."""
     size_reqs: tuple[NonNegative, ...] = (3,)
@@ -85,6 +87,8 @@ class Scene:
     schedule: tuple[Triple, ...] = ()
     drafter: DraftScheme = DraftScheme.EAGLE
     """How drafts are made, if there are any."""
+    agreeing: bool = False
+    """Whether target and drafter choose between two tokens, so that they agree on every other draft."""
     varying: bool = False
     """Whether decodes of the target and the draft prefill have graphs for requests of different lengths."""
     fused: bool = True
@@ -115,6 +119,8 @@ class Scene:
     """Whether a layer of the target has a state per request, and no KV cache."""
     lazy: bool = False
     """Whether most graphs are captured on their first use, between two steps."""
+    compiled: bool = False
+    """Whether models are compiled. On a CPU what was traced is called."""
     coupled: bool = False
     """Whether the rows of a batch depend on each other, at the end of each model."""
     seed: Seed = 0
@@ -146,7 +152,7 @@ class Scene:
         if shape.windowed:
             groups = (
                 GroupSpec(name="full", layers=layers - layers // 2),
-                GroupSpec(name="sliding", layers=layers // 2, window=shape.window),
+                GroupSpec(name="sliding", layers=layers // 2, window=self.window or shape.window),
             )
         recurrent = None
         if self.recurrent:
@@ -236,6 +242,8 @@ class Serve:
     """
 
     requests: tuple[Triple, ...]
+    stop: NonNegative = 0
+    """Tokens that end an output: those whose id is a multiple of it; 0: none does."""
 
 
 Step = Arrive | Depart | Move | Reload | RunBatch | Serve

@@ -23,6 +23,7 @@ SMALL = tuple(
         ("float64", 2, 1, 4, 24, False),
         ("float32", 2, 2, 3, 17, False),
         ("float64", 4, 2, 1, 12, True),
+        ("float32", 4, 2, 4, 20, True),
         ("float32", 2, 1, 2, 140, False),
     )
 )
@@ -72,6 +73,8 @@ def usable_features(
     for name in SCORING:
         if name in wanted and (reason := _feature_refusal(subject, shape, name)) is not None:
             refused.append(RefusedFeature(NAMES[name], reason))
+    if "compiled" in wanted and subject.device.type == "cuda":
+        refused.append(RefusedFeature(NAMES["compiled"], "to compile takes longer than all else that a scene does"))
     names = {each.name for each in refused}
     return tuple(name for name in wanted if NAMES[name] not in names), tuple(refused)
 

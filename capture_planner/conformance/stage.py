@@ -91,7 +91,7 @@ class Stage(AbstractContextManager["Stage"]):
             self.graphs,
             pages=pages,
             device=device,
-            options=Options(run_ahead=scene.ahead, drafts_on_device=scene.ahead, compile=False),
+            options=Options(run_ahead=scene.ahead, drafts_on_device=scene.ahead, compile=scene.compiled),
             observer=self.watch,
         )
         try:
@@ -264,8 +264,10 @@ def _models(scene: Scene, plan: Plan, of_rows: Rows, device: torch.device) -> tu
     longest, seed = scene.shape.longest, scene.seed
     windows = tuple(group.window for group in plan.role(Role.TARGET).groups for _ in range(group.layers))
     recurrent = plan.model.recurrent.layers if plan.model.recurrent else 0
-    target = ProbeTarget(tables(Role.TARGET, windows, seed, recurrent), of_rows, VOCABULARY, longest, seed + 1)
+    target = ProbeTarget(
+        tables(Role.TARGET, windows, seed, recurrent), of_rows, VOCABULARY, longest, seed + 1, agreeing=scene.agreeing
+    )
     if plan.speculative is None:
         return target, None
     drafter = tables(Role.DRAFT_PREFILL, (None,) * plan.speculative.model.num_layers, seed + 2)
-    return target, ProbeDrafter(drafter, of_rows, target, scene.drafter, seed + 3)
+    return target, ProbeDrafter(drafter, of_rows, target, scene.drafter, seed + 3, agreeing=scene.agreeing)

@@ -18,6 +18,7 @@ from capture_planner.conformance.failure import Check, Violation, located
 from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
 from capture_planner.conformance.private import Kept, private_buffers
 from capture_planner.conformance.reference_dispatch import cheapest
+from capture_planner.conformance.served_drafts import Proposal, ServedRows, proposals_of, rows_of
 from capture_planner.conformance.world import World
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import GraphMode, Reason, Role
@@ -78,6 +79,8 @@ class Watch(ForwardObserver):
         """The most keys of a request, and the highest page number that a batch read."""
         self.padded = 0
         """Forwards of graphs that are larger than their batch."""
+        self.served: list[ServedRows | Proposal] = []
+        """What was verified and proposed while requests were served with drafts, in order; whoever serves clears it."""
         self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
         self._graphs = graphs
@@ -142,6 +145,7 @@ class Watch(ForwardObserver):
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self._check_fields(role, step, values)
                 self._check_placed(step, values)
+                self._note_rows(role, step, values)
             self._garbage.fields(role, step.extents)
             own, held = self._own_slots(role, step), self._held()
             canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
@@ -152,6 +156,7 @@ class Watch(ForwardObserver):
                 self._check_moved(role, step)
                 if (name := canaries.changed()) is not None:
                     raise Check.UNSPOILED.violation(f"the forward changes {name}, which is not its own")
+                self._note_proposals(role, step)
             self._check_written(role)
             declared = step.inputs.array("state_indices")
             self._check_slots(held, {int(role.role.is_drafter): own})
@@ -182,6 +187,16 @@ class Watch(ForwardObserver):
             pools=[[pool.states.clone() for pool in cache.states] for cache in self.world.caches],
             state={} if state is None else {name: getattr(state, name).clone() for name in _STATE},
         )
+
+    def _note_rows(self, role: RoleRun, step: ForwardStep, values: FieldValues) -> None:
+        serving = self.serving()
+        if serving is not None and self.runner.drafter is not None and role.role is not Role.DRAFT_DECODE:
+            self.served.extend(rows_of(step, values, serving))
+
+    def _note_proposals(self, role: RoleRun, step: ForwardStep) -> None:
+        serving, state, speculative = self.serving(), self.runner.parts.state, self.runner.plan.speculative
+        if serving is not None and state is not None and speculative is not None and role.role.is_drafter:
+            self.served.extend(proposals_of(step, state.proposed, speculative, serving))
 
     # Checks before.
 
@@ -244,6 +259,13 @@ class Watch(ForwardObserver):
                 f"slot {expected[token]}",
                 field="slot_mapping",
             )
+        last = starts[1 : reqs + 1] - 1
+        wrong = (values["seq_lens"][:reqs] != positions[last] + 1) & (np.diff(starts[: reqs + 1]) > 0)
+        if wrong.any():
+            row = int(wrong.argmax())
+            keys, position = values["seq_lens"][row], positions[last[row]]
+            message = f"row {row} has {keys} keys, and its last token is at position {position}"
+            raise Check.PLACED.violation(message, field="seq_lens")
         serving = self.serving()
         if serving is None:
             return

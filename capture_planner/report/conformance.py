@@ -107,7 +107,7 @@ def attempts(check: Check, log: Log, shapes: int) -> tuple[int, str]:
         return shapes, "shape"
     if check is Check.PLANNED:
         return log.examples, "scene"
-    if check is Check.TOKENS:
+    if check in (Check.TOKENS, Check.VERIFIED):
         return log.steps["serve"], "load"
     return log.steps["forward"], "step"
 

@@ -54,11 +54,11 @@ def test_shapes_of_libraries_are_what_kernels_are_compiled_for() -> None:
 
 def test_small_shapes_differ_in_everything() -> None:
     """Pages of one to four tokens, partly filled ones too; with and without shared keys; the last one is long."""
-    assert [shape.page_size for shape in SMALL] == [4, 3, 1, 2]
-    assert [shape.heads // shape.kv_heads for shape in SMALL] == [2, 1, 2, 2]
+    assert [shape.page_size for shape in SMALL] == [4, 3, 1, 4, 2]
+    assert [shape.heads // shape.kv_heads for shape in SMALL] == [2, 1, 2, 2, 2]
     assert all(shape.heads % shape.kv_heads == 0 and shape.head_dim == 4 for shape in SMALL)
-    assert [shape.longest % shape.page_size for shape in SMALL] == [0, 2, 0, 0]
-    assert [shape.windowed for shape in SMALL] == [False, False, True, False]
+    assert [shape.longest % shape.page_size for shape in SMALL] == [0, 2, 0, 0, 0]
+    assert [shape.windowed for shape in SMALL] == [False, False, True, True, False]
     assert all(shape.longest <= 24 for shape in SMALL[:-1])
     assert all(shape.longest // shape.page_size >= 4 for shape in SMALL)
     assert SMALL[-1].longest > 2 * 64
