@@ -5,8 +5,8 @@ first ``--real-steps``, forwards are left out and their tokens are made up, so t
 Requests come one by one, as to a server: by day more than by night (``--hours``, on a clock of ``STEP_SECONDS`` a step;
 idle time is skipped), over and over until ``--steps`` are done or ``--seconds`` are over. Resident memory must stay
 within ``--growth`` of what it was after a tenth of the steps, and the report is written at the end: its counts are
-compared with those that this script adds up by itself. ``--device cuda`` serves from CUDA graphs, where ``--real-steps``
-says how many replay them, and watches the device's memory, too.
+compared with those that this script adds up by itself. ``--device cuda`` serves from CUDA graphs, of which the first
+``--real-steps`` are replays, and watches the device's memory, too.
 """
 
 from __future__ import annotations

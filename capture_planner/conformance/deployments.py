@@ -68,7 +68,7 @@ def scenes(
         drafts = [k for k in drafts if k <= LARGE_DRAFTS] or list(drafts)
     else:
         num_reqs = draw(st.sampled_from([*range(2, min(MOST_REQS, largest) + 1), 1]))
-    several, none = [k for k in drafts if k > 1] or list(drafts), [k for k in drafts if not k] or list(drafts)
+    several, none = [k for k in drafts if k > 1] or list(drafts), [k for k in drafts if k == 0] or list(drafts)
     k = draw(st.one_of(*map(st.sampled_from, (several, several, drafts, none))))
     if not k and "lazy" in drawn:
         # Graphs fill their own fields then, which a capture between two steps overwrites.

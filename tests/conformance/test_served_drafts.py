@@ -113,12 +113,7 @@ def counts_one_key_less(original: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("bug", "check"),
-    [
-        (None, None),
-        (reads_guesses, Check.VERIFIED),
-        (verifies_one, Check.TOKENS),
-        (counts_one_key_less, Check.PLACED),
-    ],
+    [(None, None), (reads_guesses, Check.VERIFIED), (verifies_one, Check.TOKENS), (counts_one_key_less, Check.PLACED)],
     ids=["healthy", "drafter reads guesses", "one draft verified", "a key less"],
 )
 def test_drafts_on_the_device_are_checked(monkeypatch: pytest.MonkeyPatch, bug: Any, check: Check | None) -> None:
