@@ -219,12 +219,13 @@ def _lock(report: RunReport, file: Path | None, form: str) -> None:
 def _end(outcome: Outcome, *, as_json: bool, rank: int = 0) -> None:
     """Print the results of comparisons, and exit with the code that fits; of a later rank only those that are wrong."""
     context, report = click.get_current_context(), outcome.report
+    whose = f"rank {rank}: " if report.plan.parallel.data > 1 or rank else ""
     comparison, verification = report.comparison, report.verification
     is_different = comparison is not None and comparison.difference is not None
     is_wrong = verification is not None and not verification.passed
     for check, is_off in ((comparison, is_different), (verification, is_wrong)):
         if check is not None and (rank == 0 or is_off):
-            show_lines(f"rank {rank}: {check.says}" if rank else check.says, err=as_json or rank > 0)
+            show_lines(f"{whose}{check.says}", err=as_json or rank > 0)
     if report.interrupted:
         exit_interrupted()
     if is_wrong or is_different:

@@ -14,7 +14,7 @@ import attrs
 
 from capture_planner.cli.ending import Say, exit_code_of, say_error
 from capture_planner.cli.signals import INTERRUPTED
-from capture_planner.errors import RankError, RunError
+from capture_planner.errors import CapturePlannerError, RankError, RunError
 from capture_planner.records.plan import Plan
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 LAST_WORDS = 2.0
 """Seconds that a process whose main thread hangs has to show a report of what ran."""
 
-Make = Callable[[str], "RunReport"]
-"""Makes a report of what has run so far, given why it ends."""
+Make = Callable[[str], "RunReport | None"]
+"""Makes a report of what has run so far, given why it ends; None: there is none."""
 
 
 class PartialReport:
@@ -91,7 +91,7 @@ class RankCommand:
     def _run(self, partial_report: PartialReport, say: Say) -> object:
         from capture_planner.runtime.ranks.connection import connected
         from capture_planner.runtime.ranks.group import RankGroup
-        from capture_planner.runtime.ranks.watch import WaitLimits
+        from capture_planner.runtime.ranks.watch import WaitLimits, sentence
         from capture_planner.runtime.refusals import refuse_other_size
 
         def end(verdict: RankVerdict, is_raised: bool) -> NoReturn:
@@ -118,11 +118,14 @@ class RankCommand:
                 if outcome.report.interrupted:
                     raise KeyboardInterrupt
                 peers.close()
-        except RankError as error:
+        except Exception as error:
+            fault = str(error) if isinstance(error, RankError) else f"rank {self.me.rank} ended: {sentence(error)}"
+            is_shown = partial_report.show(fault)
+            # Whatever is none of ours is shown as a traceback, after the report.
+            if not is_shown or not isinstance(error, CapturePlannerError):
+                raise
             say(str(error))
-            if partial_report.show(str(error)):
-                return 1
-            raise
+            return 1
         except KeyboardInterrupt:
             if outcome is None:
                 partial_report.show("")

@@ -37,11 +37,12 @@ def _run(report: RunReport) -> dict[str, Any]:
     """Return the JSON of a run. Seconds, bytes, shares from 0 to 1.
 
     ``verdict``: three sentences at most. ``model``, ``environment``, ``spec`` (digest), ``backends``, ``adapters``,
-    ``host``, ``interrupted``: what ran. ``fault``: the rank that stopped it, or empty. ``ranks``: ``rows`` by rank,
-    ``skew`` of their agreements and the ``vectors`` of replicas with the ``steps`` of each; null for a single process.
-    ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards that it
-    served and its ``fingerprint``, and how many steps had run when it was captured on first use (``step``, null at
-    start); a graph that was dropped has ``reason`` and ``says``. ``lazy``: the budget of captures on first use, and
+    ``host``, ``interrupted``: what ran. ``stage``: what was under way when it was stopped, and ``fault``: the rank
+    that stopped it, or empty. ``ranks``: ``rows`` by rank, ``skew`` of their agreements and the ``vectors`` of replicas
+    with the ``steps`` of each; null for a single process. Of replicas, requests, drafts and tokens are summed, and all
+    else is the first rank's. ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards
+    that it served and its ``fingerprint``, and how many steps had run when it was captured on first use (``step``, null
+    at start); a graph that was dropped has ``reason`` and ``says``. ``lazy``: the budget of captures on first use, and
     what is left of it; null where all is captured at start. ``memory``: what the
     run holds, and the
     device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by
@@ -59,7 +60,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "model": report.model,
         "environment": report.plan.environment.name,
         "spec": report.plan.spec_digest,
-        **plain_some(report, "backends", "adapters", "host", "interrupted", "fault"),
+        **plain_some(report, "backends", "adapters", "host", "interrupted", "stage", "fault"),
         "captured": _captured(report, numbers),
         "memory": plain_some(report, "weights", "kv_cache", "buffers", "workspaces")
         | plain_some(numbers, "accounts", "later")

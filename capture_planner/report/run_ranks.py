@@ -16,6 +16,31 @@ from capture_planner.runtime.distribution import Distribution
 from capture_planner.runtime.ranks.record import RankRecord, VectorCount
 from capture_planner.runtime.session import RunReport
 
+JOINT = frozenset({"run", "ranks", "acceptance", "latency"})
+"""Sections whose numbers are of all replicas, once the ranks have told theirs."""
+
+
+def has_replicas(report: RunReport) -> bool:
+    """Whether several replicas ran: forwards and steps are then counted on the first rank alone."""
+    return report.plan.parallel.data > 1
+
+
+def of_first_rank(report: RunReport) -> str:
+    """Return what is said after a number of the first rank alone: nothing where there is one replica."""
+    return " of rank 0" if has_replicas(report) else ""
+
+
+def requests_told(report: RunReport) -> str:
+    """Return how many requests are counted, and whose they are where other ranks have not told theirs."""
+    return counted(report.counts.requests, "request") + (of_first_rank(report) if report.ranks is None else "")
+
+
+def labelled(report: RunReport, section: Section) -> Section:
+    """Return a section whose title says so where its numbers are those of the first rank alone."""
+    if not has_replicas(report) or section.name in ({"run"} if report.ranks is None else JOINT):
+        return section
+    return attrs.evolve(section, title=f"{section.title} (rank 0)")
+
 
 def rank_sections(report: RunReport) -> Iterator[Section]:
     """Yield a section where several ranks ran the plan."""
@@ -41,7 +66,7 @@ def rank_sections(report: RunReport) -> Iterator[Section]:
             f"{row.steps:,}",
             f"{row.idle_steps:,}",
             f"{row.output_tokens:,}",
-            *(_agreed(row.waited, row.last, record.agreements)),
+            *(_agreed(row.waited, row.last, len(record.skews))),
             f"{row.eager_by_others:,}",
             f"{row.larger_by_others:,}",
         )

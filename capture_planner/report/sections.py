@@ -13,7 +13,7 @@ from capture_planner.report.adapters import adapter_sections
 from capture_planner.report.eager_check import comparison_sections
 from capture_planner.report.first_use import first_use_sections
 from capture_planner.report.memory import memory_sections
-from capture_planner.report.run_ranks import rank_sections
+from capture_planner.report.run_ranks import has_replicas, labelled, rank_sections, requests_told
 from capture_planner.report.summary import CapturedKind, Percentiles, RunSummary
 from capture_planner.report.verdict import verdict
 from capture_planner.report.verification import verification_sections
@@ -38,10 +38,11 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
     """Return what must not be overlooked: that the run was stopped, and by what. None where it was not."""
     difference = report.comparison and report.comparison.difference
     if report.interrupted:
-        progress = f"{numbers.finished} of {counted(report.counts.requests, 'request')} finished"
+        progress = f"{numbers.finished} of {requests_told(report)} finished"
+        during = f" during {report.stage}" if report.stage else ""
         if report.fault:
-            return f"STOPPED: {report.fault}; {progress}"
-        return f"INTERRUPTED: the run was stopped before all requests were served; {progress}"
+            return f"STOPPED{during}: {report.fault}; {progress}"
+        return f"INTERRUPTED{during}: the run was stopped before all requests were served; {progress}"
     if difference:
         place = f"{difference.role.value}, {difference.entry}: {difference.where}"
         return f"DIFFERENT: {place} is not what eager has; stopped there"
@@ -52,7 +53,7 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
 
 def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
     """Return the parts of the report in the order in which they are read."""
-    return (
+    found = (
         _run(report, verdict(report, numbers)),
         *comparison_sections(report.comparison),
         *verification_sections(report.verification),
@@ -68,6 +69,7 @@ def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
         *_acceptance(numbers),
         _latency(report, numbers),
     )
+    return tuple(labelled(report, section) for section in found)
 
 
 def _run(report: RunReport, lines: tuple[str, ...]) -> Section:
@@ -270,7 +272,8 @@ def _acceptance(numbers: RunSummary) -> Iterator[Section]:
 
 def _latency(report: RunReport, numbers: RunSummary) -> Section:
     rate = NONE if numbers.tokens_per_second is None else f"{numbers.tokens_per_second:,.1f} tokens/s"
-    names = ("to first token", "per output token", "to last token", "step", "host, per forward")
+    first = ", rank 0" if report.ranks is not None and has_replicas(report) else ""
+    names = ("to first token", "per output token", "to last token", f"step{first}", f"host, per forward{first}")
     percentiles = zip(names, attrs.astuple(numbers.latency, recurse=False), strict=True)
     rows = ((name, *_percentiles(values)) for name, values in percentiles)
     lines = (

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from capture_planner.modes import Reason
 from capture_planner.records.text import counted
+from capture_planner.report.run_ranks import of_first_rank, requests_told
 from capture_planner.report.summary import RunSummary
 from capture_planner.report.writing import percent, seconds, size
 from capture_planner.runtime.ledger import Wait
@@ -38,7 +39,7 @@ def _graphs(report: RunReport, numbers: RunSummary) -> str:
     if not total:
         return "nothing ran"
     eager = sum(fallback.forwards for fallback in numbers.fallbacks)
-    parts = [f"graphs served {percent(1 - eager / total)} of {counted(total, 'forward')}"]
+    parts = [f"graphs served {percent(1 - eager / total)} of {counted(total, 'forward')}{of_first_rank(report)}"]
     if eager > FEW * total:
         most = numbers.fallbacks[0]
         parts.append(f"most eager ones: {most.role.value}, {_reason(most.reason)}")
@@ -56,15 +57,16 @@ def _why_unused(report: RunReport, unused: int, graphs: int) -> str:
     most, limit, waited = report.counts.most_reqs, report.plan.limits.max_num_reqs, report.counts.waited
     if unused < MANY * graphs or most >= limit:
         return ""
+    at_once = f": at most {most:,} of {limit:,} requests{of_first_rank(report)} ran at once"
     if waited:
-        return f": at most {most:,} of {limit:,} requests ran at once, and others waited"
-    return f": at most {most:,} of {limit:,} requests ran at once; send more (--requests, --rate), or plan fewer sizes"
+        return f"{at_once}, and others waited"
+    return f"{at_once}; send more (--requests, --rate), or plan fewer sizes"
 
 
 def _waits(report: RunReport) -> str:
     tally = report.counts
     waits = ", ".join(
-        f"{count:,} of {counted(tally.requests, 'request')} waited for {_missing(report, wait)}"
+        f"{count:,} of {requests_told(report)} waited for {_missing(report, wait)}"
         for wait, count in tally.waited.most_common(1)
     )
     others = tally.waited.total() - max(tally.waited.values(), default=0)
@@ -74,14 +76,18 @@ def _waits(report: RunReport) -> str:
 def _missing(report: RunReport, wait: Wait) -> str:
     """Return what was missing, and what to change."""
     plan = report.plan
+    replicas = 1 if report.ranks is None else plan.parallel.data
+    each = " in each replica" if replicas > 1 else ""
     if wait is Wait.PAGES:
-        return f"pages of the KV cache, which has {size(report.kv_cache)}: {_MORE_PAGES}"
+        return f"pages of the KV cache, which has {size(report.kv_cache)}{each}: {_MORE_PAGES}"
     if wait is Wait.PLACES:
-        return f"one of {plan.limits.max_num_reqs:,} places: raise limits.max_num_reqs, or lower --rate"
+        among = f" of {replicas} replicas" if replicas > 1 else ""
+        places = f"{plan.limits.max_num_reqs * replicas:,} places{among}"
+        return f"one of {places}: raise limits.max_num_reqs, or lower --rate"
     if wait is Wait.STATES:
         return "a row of recurrent states: raise states.rows in the plan"
     most = 0 if plan.lora is None else plan.lora.max_active
-    return f"one of {most:,} active adapters: raise lora.max_active"
+    return f"one of {most:,} active adapters{each}: raise lora.max_active"
 
 
 def _times(report: RunReport) -> str:
@@ -94,7 +100,7 @@ def _remarks(report: RunReport) -> Iterator[str]:
         yield f"acceptance is synthetic ({rates}): the tokens are not the model's"
     if report.otherwise:
         yield (
-            f"{report.otherwise:,} of {counted(report.counts.requests, 'request')} were answered otherwise than in the "
+            f"{report.otherwise:,} of {requests_told(report)} were answered otherwise than in the "
             "rehearsal, by rounding, and the drafter was wrong from there on: use --acceptance"
         )
     if report.compiled:

@@ -60,14 +60,24 @@ class Distribution:
         else:
             self._values.extend([value] * times)
 
+    @property
+    def pairs(self) -> list[tuple[float, int]]:
+        """The values with how often each was added, in ascending order; of buckets, the middles."""
+        return sorted(Counter(self._values).items()) if self.is_exact else self._middles()
+
+    def add_all(self, pairs: Iterable[tuple[float, int]], largest: float) -> None:
+        """Add all of another distribution: its ``pairs`` and its ``max``. A middle falls into its own bucket again."""
+        for value, times in pairs:
+            self.add(value, times)
+        self.max = max(self.max, largest)
+
     def percentile(self, percent: int) -> float:
         """Return a percentile (1 to 100) of at least one value, by nearest rank: exact, or within ``BOUND`` of it."""
         return next(self.percentiles((percent,)))
 
     def percentiles(self, percents: Iterable[int]) -> Iterator[float]:
         """Yield percentiles, in ascending order of ``percents``."""
-        pairs = sorted(Counter(self._values).items()) if self.is_exact else self._middles()
-        last, seen, ordered = 0.0, 0, iter(pairs)
+        last, seen, ordered = 0.0, 0, iter(self.pairs)
         for percent in percents:
             rank = -(-percent * self.count // 100)
             while seen < rank:

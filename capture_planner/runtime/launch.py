@@ -11,8 +11,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.errors import CaptureError, DifferenceError, RankError, RunError
+from capture_planner.errors import CaptureError, DifferenceError, RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
@@ -32,7 +31,7 @@ from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestRes
 from capture_planner.runtime.models.fp8 import FP8
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
 from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import as_captured, without_graphs, without_speculation
+from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.rank_report import with_ranks
 from capture_planner.runtime.ranks.peers import ALONE, Peers
 from capture_planner.runtime.ranks.start import refuse_differences
@@ -47,8 +46,8 @@ from capture_planner.runtime.verification.check import Output, check_output, wei
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
-Offer = Callable[[Callable[[str], RunReport]], None]
-"""Takes what makes a report of what has run so far, from the fault that ended it."""
+Offer = Callable[[Callable[[str], RunReport | None]], None]
+"""Takes what makes a report of what has run so far, from the fault that ended it; None: there is none."""
 
 
 class Progress(Protocol):
@@ -115,20 +114,33 @@ def launch(
     run = attrs.evolve(run, requests=requests[peers.place.data :: peers.place.data_size])
     answers: Answers | None = None
     if choices.drafter in ORACLES:
-        answers, unserved = run.rehearsed(pages, decode, offer)
+        answers, unserved = run.rehearsed(pages, cache, decode, offer)
         if answers is None:
-            return run.with_ranks(Outcome(report=attrs.evolve(unserved, cache_memory=cache)), Session())
+            return run.with_ranks(Outcome(report=unserved), Session())
     keeper = RowKeeper() if choices.verify else None
     weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
     sums = weight_sums(weights) if choices.verify else {}
-    session, otherwise, warm, late, interrupted = Session(most=MOST_ROWS), 0, None, [], False
+    session, otherwise, warm, late, stage = Session(most=MOST_ROWS), 0, None, list[float](), "capture"
     with run.runner(variant, pages, choices.options, keeper, session) as runner:
-        offer(lambda fault: run.report(runner, decode, interrupted=True, fault=fault))
+
+        def so_far(stopped_in: str, fault: str = "") -> RunReport:
+            """Return what has run so far; where it is not over, say in what it was stopped."""
+            return attrs.evolve(
+                run.report(runner, decode, stage=stopped_in, fault=fault),
+                otherwise=otherwise,
+                cache_memory=cache,
+                warm_up=warm,
+                compiled=tuple(late),
+            )
+
+        offer(lambda fault: so_far(stage, fault))
         try:
             with progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
                 runner.capture(memory=run.graph_memory, progress=lambda done: advance(_captured(done, device)))
             run.dump(runner)
+            stage = "warm-up"
             warm = run.warm_up(runner)
+            stage = "serving"
             # Where a comparison found a difference, the report has it.
             with (
                 contextlib.suppress(DifferenceError),
@@ -144,21 +156,26 @@ def launch(
                 runner.serve(run.requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
             if runner.lazy is not None:
                 run.dump(runner)
+            stage = ""
         except KeyboardInterrupt:
-            interrupted = True
-        except RankError as error:
+            pass
+        except Exception:
             # Made here, where the graphs are still there.
-            partial_report = run.report(runner, decode, interrupted=True, fault=str(error))
-            offer(lambda fault: partial_report)
+            partial_report = _readable(lambda: so_far(stage))
+            offer(lambda fault: partial_report and attrs.evolve(partial_report, fault=fault))
             raise
-        report = attrs.evolve(
-            run.report(runner, decode, interrupted=interrupted),
-            otherwise=otherwise,
-            cache_memory=cache,
-            warm_up=warm,
-            compiled=tuple(late),
-        )
+        report = so_far(stage)
+    last = stage or ("report" if keeper is None else "verification")
+    offer(lambda fault: attrs.evolve(report, interrupted=True, stage=last, fault=fault))
     return run.with_ranks(run.outcome(report, keeper, sums), session)
+
+
+def _readable(make: Callable[[], RunReport]) -> RunReport | None:
+    """Return a report; None where it cannot be made, as a device that has failed cannot be read."""
+    try:
+        return make()
+    except RuntimeError:
+        return None
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
@@ -277,7 +294,9 @@ class _Run:
             advance("warm up")
         return done
 
-    def rehearsed(self, pages: PageFormat, decode: Decode | None, offer: Offer) -> tuple[Answers | None, RunReport]:
+    def rehearsed(
+        self, pages: PageFormat, cache: CacheMemory, decode: Decode | None, offer: Offer
+    ) -> tuple[Answers | None, RunReport]:
         """Serve everything eager and without a drafter; return each prompt with its answer, and a report of nothing.
 
         None in place of the answers: it was interrupted. Answers go on for a step's drafts past their end, where a
@@ -285,12 +304,14 @@ class _Run:
         """
         plain, options = without_speculation(self.plan, self.registry), Options(compile=self.choices.options.compile)
         try:
-            return self._rehearse(self.runner(plain, pages, options, peers=ALONE), decode, offer)
+            return self._rehearse(self.runner(plain, pages, options, peers=ALONE), cache, decode, offer)
         finally:
             host.give_back(host.device_of(self.plan.environment))
 
-    def _rehearse(self, runner: Runner, decode: Decode | None, offer: Offer) -> tuple[Answers | None, RunReport]:
-        unserved = self.report(runner, decode, interrupted=True)
+    def _rehearse(
+        self, runner: Runner, cache: CacheMemory, decode: Decode | None, offer: Offer
+    ) -> tuple[Answers | None, RunReport]:
+        unserved = attrs.evolve(self.report(runner, decode, stage="rehearsal"), cache_memory=cache)
         offer(lambda fault: attrs.evolve(unserved, fault=fault))
         more = self.plan.speculative.num_tokens if self.plan.speculative else 0
         longest = self.plan.model.max_model_len
@@ -310,8 +331,7 @@ class _Run:
     def with_ranks(self, outcome: Outcome, session: Session) -> Outcome:
         """Return the outcome with the report of all ranks, whose collectives are over."""
         self.model.among.release()
-        dispatcher = Dispatcher(as_captured(self.plan, outcome.report.captured))
-        return attrs.evolve(outcome, report=with_ranks(outcome.report, session, dispatcher, self.peers))
+        return attrs.evolve(outcome, report=with_ranks(outcome.report, session, self.peers))
 
     def outcome(self, report: RunReport, keeper: RowKeeper | None, sums: Mapping[str, int]) -> Outcome:
         """Verify what was served, where that was asked for and anything was."""
@@ -320,7 +340,7 @@ class _Run:
         try:
             verification = self.verify(report.served, keeper, sums)
         except KeyboardInterrupt:
-            return Outcome(report=attrs.evolve(report, interrupted=True))
+            return Outcome(report=attrs.evolve(report, interrupted=True, stage="verification"))
         return Outcome(report=attrs.evolve(report, verification=verification), differing=verification.differing)
 
     def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
@@ -340,8 +360,11 @@ class _Run:
                 progress=advance,
             )
 
-    def report(self, runner: Runner, decode: Decode | None, *, interrupted: bool, fault: str = "") -> RunReport:
-        """Return what has run so far; nothing of the session changes."""
+    def report(self, runner: Runner, decode: Decode | None, *, stage: str = "", fault: str = "") -> RunReport:
+        """Return what has run so far; nothing of the session changes.
+
+        :param stage: what was under way when it was stopped; empty: it was not.
+        """
         session, roles, drafter = runner.session.copied(), runner.parts.roles.values(), self.drafter
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
@@ -394,7 +417,8 @@ class _Run:
             lazy=runner.lazy,
             capture_seconds=session.capture_seconds,
             serve_seconds=session.serve_seconds,
-            interrupted=interrupted,
+            interrupted=bool(stage),
+            stage=stage,
             fault=fault,
             comparison=runner.parts.comparison.report() if runner.parts.comparison is not None else None,
         )

@@ -192,6 +192,10 @@ class RankStep:
     """What agreeing took on this rank's host, the wait for the slowest included."""
     is_idle: bool
     """Whether this rank ran dummy batches."""
+    eager_by_others: int
+    """Its forwards that ran eager because of other replicas: alone, it would have replayed a graph."""
+    larger_by_others: int
+    """Its forwards that replayed a larger graph, or one of another mode, than it would have alone."""
 
 
 @attrs.frozen(kw_only=True)

@@ -88,6 +88,7 @@ class Session:
                 del self.served[1::2]
 
     def add_rank_step(self, step: RankStep) -> None:
+        self.tally.add_rank_step(step)
         self.rank_steps.append(step)
         if self.most is not None and len(self.rank_steps) > 2 * self.most:
             del self.rank_steps[: -self.most]
@@ -146,6 +147,8 @@ class RunReport:
     serve_seconds: float
     interrupted: bool = False
     """Whether it was stopped before all requests were served."""
+    stage: str = ""
+    """What was under way when it was stopped, such as ``capture``; empty: it was not."""
     fault: str = ""
     """The rank that stopped it, and what became of that one; empty: none did."""
     workspaces: int = 0

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.distribution import Distribution
-from capture_planner.runtime.ledger import Forward, RequestResult, Step, Wait
+from capture_planner.runtime.ledger import Forward, RankStep, RequestResult, Step, Wait
 
 MOST_SHAPES = 10_000
 """Different shapes of eager forwards that are counted one by one; the others are counted by role and reason."""
+
+# What ``request_counts`` has of a tally.
+SUMS = ("requests", "finished", "output_tokens", "with_adapter", "drafted_tokens", "accepted_tokens")
+PLACES = ("drafted", "accepted")
+TIMES = ("first_token", "per_token", "last_token")
 
 Shape = tuple[Role, Reason | None, int, int, int | None]
 """Role, reason, requests, tokens and query length of an eager forward; 0 requests and tokens of shapes too many."""
@@ -67,6 +73,14 @@ class Tally:
     with_adapter: int = 0
     waited: Counter[Wait] = attrs.Factory(Counter)
     """Requests that were not admitted in the step in which they came, by what was missing last."""
+    agreements: int = 0
+    """Steps that replicas agreed on."""
+    idle_steps: int = 0
+    """Those in which this one had no requests."""
+    eager_by_others: int = 0
+    """Forwards that ran eager because of other replicas."""
+    larger_by_others: int = 0
+    """Forwards that replayed another graph because of other replicas."""
     step_seconds: Distribution = attrs.Factory(Distribution)
     host_seconds: Distribution = attrs.Factory(Distribution)
     """Of each forward."""
@@ -139,6 +153,32 @@ class Tally:
         self.last_token.add(request.finished)
         if request.per_token is not None:
             self.per_token.add(request.per_token)
+
+    def add_rank_step(self, step: RankStep) -> None:
+        self.agreements += 1
+        self.idle_steps += step.is_idle
+        self.eager_by_others += step.eager_by_others
+        self.larger_by_others += step.larger_by_others
+
+    @property
+    def request_counts(self) -> dict[str, Any]:
+        """What requests and their drafts add up to, as JSON can hold it: what differs from replica to replica."""
+        times: dict[str, Distribution] = {name: getattr(self, name) for name in TIMES}
+        return {
+            **{name: getattr(self, name) for name in (*SUMS, *PLACES)},
+            "waited": {wait.value: count for wait, count in self.waited.items()},
+            **{name: {"pairs": each.pairs, "max": each.max} for name, each in times.items()},
+        }
+
+    def add_request_counts(self, counts: Mapping[str, Any]) -> None:
+        """Add the ``request_counts`` of another replica."""
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + counts[name])
+        for name in PLACES:
+            _add(getattr(self, name), counts[name])
+        self.waited.update({Wait(wait): count for wait, count in counts["waited"].items()})
+        for name in TIMES:
+            getattr(self, name).add_all(counts[name]["pairs"], counts[name]["max"])
 
 
 def _add(sums: list[int], more: Sequence[int]) -> None:

@@ -12,6 +12,9 @@ from time import monotonic, sleep
 
 import pytest
 
+from capture_planner.errors import RunError
+from capture_planner.runtime.ranks.watch import sentence
+from capture_planner.runtime.serving.serving import Serving
 from support.commands import spec_for
 from support.forks import Fork, command, wait
 
@@ -61,6 +64,7 @@ def reports(folder) -> dict[str, dict]:
     runs = {
         "data": command("run", "data.yaml", *few, "--rank-timeout", "50"),
         "tensor": command("run", "tensor.yaml", *few, "--all-reduce", "auto"),
+        "verified": command("run", "data.yaml", *few, "--requests", "6", "--output-tokens", "2:20", "--verify"),
     }
     assert wait(list(runs.values()), LONGEST)
     for run in runs.values():
@@ -97,6 +101,39 @@ def test_ranks_that_share_a_model_have_one_set_of_requests(reports):
     assert [row["tensor"] for row in report["ranks"]["rows"]] == [0, 1]
     assert {row["output_tokens"] for row in report["ranks"]["rows"]} == {report["throughput"]["output_tokens"]}
     assert report["ranks"]["agreements"] == 0
+
+
+def test_replicas_are_verified_where_some_are_idle(reports):
+    """Requests of different lengths: what a replica runs along with the other is none of its rows."""
+    report = reports["verified"]
+    assert any(row["idle_steps"] for row in report["ranks"]["rows"])
+    assert report["verification"]["passed"]
+    assert report["verification"]["requests"] == 3
+    assert report["differing"] == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [ValueError("odd"), RunError("odd")], ids=lambda error: type(error).__name__)
+def test_an_error_of_any_rank_ends_in_a_report_and_the_error(rank, error, folder, monkeypatch):
+    """On the first rank, too; what is no error of ours has its traceback."""
+    complete = Serving._complete
+
+    def failing(serving, step):
+        if os.environ["RANK"] == str(rank) and step.index == 3:
+            raise error
+        complete(serving, step)
+
+    monkeypatch.setattr(Serving, "_complete", failing)
+    process = command("run", "data.yaml", "--ranks", "2", *MANY)
+    assert wait([process], LONGEST)
+    assert process.code == 1, process.err
+    report = json.loads(process.out)
+    assert (report["interrupted"], report["stage"]) == (True, "serving")
+    assert report["fault"].startswith(f"rank {rank}")
+    assert report["fault"].endswith(f"ended: {sentence(error)}")
+    assert report["memory"]["chosen"] is not None
+    assert sentence(error) in process.err
+    assert ("Traceback" in process.err) == isinstance(error, ValueError)
 
 
 @pytest.mark.parametrize(

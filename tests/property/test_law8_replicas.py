@@ -14,6 +14,7 @@ from capture_planner.runtime.options import Options
 from capture_planner.runtime.ranks.peers import ALONE
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.agreement import vectors_of
+from capture_planner.runtime.verification.rows import RowKeeper
 from support.rank_threads import on_ranks, replicas_of
 from support.worlds import requests_of, worlds
 
@@ -32,9 +33,9 @@ class AcrossWatcher(ForwardObserver):
         return super().forward(role, step, started)
 
 
-def served(world, requests, peers=None, *, captured=True, **options):
+def served(world, requests, peers=None, *, captured=True, observer=None, **options):
     """Serve requests on one rank; return its runner and what each request was given."""
-    together = {} if peers is None else {"peers": peers, "observer": AcrossWatcher()}
+    together = {} if peers is None else {"peers": peers, "observer": observer or AcrossWatcher()}
     runner = Runner(
         world.plan,
         world.target,
@@ -95,6 +96,27 @@ def test_replicas_run_the_same_entries_and_say_what_one_model_says(world, size, 
                 if (step, role) in entries:
                     assert not idle[rank][step]
                     assert entries[step, role] == (agreement.entry, agreement.reason)
+
+
+@FEW
+@given(worlds(), st.integers(2, 3), st.integers(0, 1 << 16))
+def test_rows_of_requests_are_kept_and_no_dummy_rows(world, size, seed):
+    """What is verified: each row of each request once, on the replica that served it, whichever of them are idle."""
+    each = replicas_of(world, size)
+    requests = requests_of(world, seed)[: size + 1]
+    prompts = {request.name: request.prompt for request in requests}
+
+    def work(peers):
+        keeper = RowKeeper()
+        _, answers = served(each[peers.place.rank], requests[peers.place.data :: size], peers, observer=keeper)
+        sequences = {name: prompts[name] + tokens for name, tokens in answers.items()}
+        return sequences, keeper.rows(sequences)
+
+    found = on_ranks(size, work)
+    assert all(not isinstance(one, Exception) for one in found), found
+    for sequences, rows in found:
+        assert (rows.absent, rows.not_kept) == ((), 0)
+        assert set(rows.places) == {(name, at) for name, each in sequences.items() for at in range(len(each) - 1)}
 
 
 @FEW

@@ -1,5 +1,7 @@
 """Lazy capture: what is captured between steps changes no token and no page, within its budget."""
 
+from collections import Counter
+
 import attrs
 import pytest
 import torch
@@ -7,15 +9,19 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.analysis.coverage import coverage
+from capture_planner.analysis.data_parallel import agree
+from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CaptureError
-from capture_planner.modes import GraphMode, Reason
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.capture import CapturePolicy, CaptureTiming
+from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.first_use import MINUTE, TokenBucket
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import all_at_start, at_start, without_graphs
 from capture_planner.runtime.runner import Runner
+from capture_planner.runtime.serving.agreement import vectors_of
 from capture_planner.testing import arbitrary_plans
 from support.rank_threads import on_ranks, replicas_of
 from support.worlds import bits, caches_of, requests_of, serve, worlds
@@ -165,6 +171,17 @@ def test_a_graph_that_cannot_be_captured_is_left_out_with_the_reason_and_the_oth
         assert done.waiver.reason is (Reason.MEMORY if isinstance(error, torch.OutOfMemoryError) else Reason.LAZY)
 
 
+def check_by_others(runner, plans):
+    """What other replicas made a rank run is counted by what was captured in that step, not by what was at the end."""
+    for plan, step in zip(plans, runner.session.rank_steps, strict=True):
+        dispatcher, found = Dispatcher(plan), Counter()
+        for vector in vectors_of([role.role for role in plan.roles], step.numbers).values():
+            mine, entry = vector.ranks[runner.peers.place.data].batch, agree(dispatcher, vector).entry
+            if mine is not None and dispatcher.dispatch(mine).entry != entry:
+                found["eager" if entry is None else "larger"] += 1
+        assert (step.eager_by_others, step.larger_by_others) == (found["eager"], found["larger"])
+
+
 @FEW
 @given(GRAPHS, st.integers(2, 3), SEEDS, st.sampled_from((1e9, 1e-9)), st.booleans())
 def test_ranks_capture_the_same_graphs_at_the_same_steps(world, size, seed, seconds, ahead):
@@ -173,8 +190,19 @@ def test_ranks_capture_the_same_graphs_at_the_same_steps(world, size, seed, seco
     each = replicas_of(attrs.evolve(world, spec=replace(world.spec, capture=capture)), size)
     requests = requests_of(world, seed)[: size + 2]
 
+    class PlanWatcher(ForwardObserver):
+        """Keeps what was captured in each step that ran."""
+
+        def __init__(self):
+            self.runner, self.plans = None, []
+
+        def forward(self, role, step, started):
+            if self.runner is not None and role.role is Role.TARGET:
+                self.plans.append(self.runner.dispatcher.plan)
+            return super().forward(role, step, started)
+
     def work(peers):
-        mine = each[peers.place.rank]
+        mine, watcher = each[peers.place.rank], PlanWatcher()
         with Runner(
             mine.plan,
             mine.target,
@@ -183,10 +211,13 @@ def test_ranks_capture_the_same_graphs_at_the_same_steps(world, size, seed, seco
             RecordedGraphs(),
             pages=mine.pages,
             peers=peers,
+            observer=watcher,
             options=Options(run_ahead=ahead),
         ) as runner:
             runner.capture()
+            watcher.runner = runner
             found = runner.serve(requests[peers.place.data :: size])
+        check_by_others(runner, watcher.plans)
         return runner, {one.name: one.tokens for one in found}
 
     with world.runner(without_graphs(world.plan)) as alone:

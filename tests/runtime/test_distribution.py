@@ -1,5 +1,6 @@
 """Distributions: percentiles by brute force, exactly or within the bound, and memory that does not grow."""
 
+import json
 import math
 
 import pytest
@@ -29,6 +30,18 @@ def test_percentiles_are_those_of_all_values_within_the_bound(values, most, time
             assert near == exact
         else:
             assert near == pytest.approx(exact, rel=BOUND * (1 + 1e-6), abs=LEAST)
+
+
+@given(st.lists(VALUES, max_size=4), st.sampled_from((0, 3, 100)))
+def test_distributions_add_up_to_that_of_all_values(parts, most):
+    """Also as JSON brings them: percentiles are those of one distribution, exact where its are."""
+    found = Distribution(most)
+    for part in parts:
+        each = Distribution.of(part, most)
+        found.add_all(json.loads(json.dumps(each.pairs)), each.max)
+    whole = Distribution.of((value for part in parts for value in part), most)
+    assert (found.count, found.max, found.is_exact) == (whole.count, whole.max, whole.is_exact)
+    assert found.pairs == whole.pairs
 
 
 @given(st.lists(st.floats(-20, 13).map(math.exp), min_size=1, max_size=200))

@@ -65,11 +65,14 @@ def test_report_of_what_has_run_is_there_from_the_rehearsal_on():
         plan(SPEC, HERE, registry),
         registry,
         requests_of,
-        Choices(page_size=4, drafter="copy"),
+        Choices(page_size=4, drafter="copy", verify=True, warm_up=True),
         OfferRecord(),
         offer=offers.append,
     )
-    assert [task for task, _ in seen] == ["plain greedy", "capture", "serve"]
+    assert [task for task, _ in seen] == ["plain greedy", "capture", "serve", "verify"]
+    assert [report.stage for _, report in seen] == ["rehearsal", "capture", "serving", "verification"]
     assert all(report.interrupted and report.fault == "rank 1 ended" for _, report in seen)
-    assert [bool(report.captured) for _, report in seen] == [False, False, True]
+    assert all(report.cache_memory is not None for _, report in seen)
+    assert [bool(report.captured) for _, report in seen] == [False, False, True, True]
+    assert [report.warm_up is not None for _, report in seen] == [False, False, True, True]
     assert seen[1][1].kv_cache > seen[0][1].kv_cache  # The drafter's, too.

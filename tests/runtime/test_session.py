@@ -1,5 +1,7 @@
 """Sessions that keep a sample of their rows: bounded, evenly spread, and counts that are those of all rows."""
 
+import json
+
 import attrs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +42,18 @@ def test_counts_are_of_all_rows_however_few_are_kept(report, most):
     if most is None:
         assert (session.forwards, session.steps) == (list(report.forwards), list(report.steps))
         assert session.served == list(report.served)
+
+
+@given(st.lists(ledgers.reports(), min_size=1, max_size=3))
+def test_counts_of_replicas_are_those_of_all_their_requests(reports):
+    """As JSON brings them: who waited, times and drafts are those of one tally that saw everything."""
+    first, *others = (Tally.of((), each.steps, each.served) for each in reports)
+    for each in others:
+        first.add_request_counts(json.loads(json.dumps(each.request_counts)))
+    whole = Tally.of((), [s for each in reports for s in each.steps], [r for each in reports for r in each.served])
+    names = whole.request_counts.keys()
+    found, expected = counts_of(first), counts_of(whole)
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
 
 
 @given(ledgers.reports(), st.integers(1, 5))

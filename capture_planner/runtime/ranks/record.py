@@ -23,9 +23,9 @@ class RankRow:
     seconds: float
     """Of serving."""
     waited: float
-    """Seconds in agreements of steps, beyond what the last rank to come had: for that one."""
+    """Seconds in agreements of steps, beyond what the last rank to come had: for that one. Of many, in the last."""
     last: int
-    """Agreements to which it came last."""
+    """Agreements to which it came last, of those."""
     eager_by_others: int
     """Forwards that ran eager because of other ranks: alone, it would have replayed a graph."""
     larger_by_others: int

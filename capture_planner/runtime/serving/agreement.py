@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
-from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatch
+from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatch, Dispatcher
 from capture_planner.errors import RankError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
@@ -94,6 +94,7 @@ class Replicas:
         self._roles = tuple(role.role for role in dispatcher.plan.roles)
         self._known: dict[bytes, _StepAgreement] = {}
         self._known_of = dispatcher.plan
+        self._alone = Dispatcher(dispatcher.plan)
         self._entry: Entry | None = None
 
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
@@ -109,7 +110,15 @@ class Replicas:
         if target.joint is not None:
             seconds = perf_counter() - started
             rows = tuple(map(tuple, numbers.tolist()))
-            self._session.add_rank_step(RankStep(numbers=rows, seconds=seconds, is_idle=scheduled is None))
+            self._session.add_rank_step(
+                RankStep(
+                    numbers=rows,
+                    seconds=seconds,
+                    is_idle=scheduled is None,
+                    eager_by_others=agreed.eager_by_others,
+                    larger_by_others=agreed.larger_by_others,
+                )
+            )
         if scheduled is None or scheduled.draft_tokens == self.draft_tokens:
             return scheduled
         return attrs.evolve(scheduled, draft_tokens=self.draft_tokens)
@@ -173,6 +182,8 @@ class Replicas:
         """Return what is agreed on; the same numbers come again and again."""
         if self._known_of is not self._dispatcher.plan:  # graphs were captured between steps
             self._known, self._known_of = {}, self._dispatcher.plan
+            # One of its own: what stands before that of a lazy plan would take each answer for a wish.
+            self._alone = Dispatcher(self._known_of)
         key = numbers.tobytes()
         known = self._known.get(key)
         if known is None:
@@ -180,7 +191,7 @@ class Replicas:
                 self._known.clear()
             vectors = vectors_of(self._roles, numbers.tolist())
             agreements = {role: agree(self._dispatcher, vector) for role, vector in vectors.items()}
-            known = self._known[key] = _StepAgreement.of(agreements, self._peers.place.data)
+            known = self._known[key] = _StepAgreement.of(agreements, self._peers.place.data, self._alone)
         return known
 
 
@@ -193,13 +204,25 @@ class _StepAgreement:
     """Of this replica."""
     across: Mapping[Role, Array]
     """The tokens of all, padding included."""
+    eager_by_others: int
+    larger_by_others: int
 
     @classmethod
-    def of(cls, agreements: Mapping[Role, Agreement], place: int) -> _StepAgreement:
+    def of(cls, agreements: Mapping[Role, Agreement], place: int, dispatcher: Dispatcher) -> _StepAgreement:
+        """Return the step as the replica at ``place`` sees it; the dispatcher says what it would run alone."""
+        eager = larger = 0
+        for agreement in agreements.values():
+            mine = agreement.vector.ranks[place]
+            if mine.batch is not None and mine.captured:
+                alone = dispatcher.dispatch(mine.batch).entry
+                eager += alone is not None and agreement.entry is None
+                larger += agreement.entry is not None and alone != agreement.entry
         return cls(
             agreements[Role.TARGET],
             {role: agreement.answers[place] for role, agreement in agreements.items()},
             {role: np.array([*map(_padded, each.answers)], np.int32) for role, each in agreements.items()},
+            eager,
+            larger,
         )
 
 

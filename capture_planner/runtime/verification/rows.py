@@ -62,7 +62,8 @@ class RowKeeper(ForwardObserver):
     def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
         """Run a step, and copy what the target reads and leaves."""
         body, inputs = role.body, step.inputs
-        if not isinstance(body, TargetBody):
+        # Without requests these are dummy rows, which a replica runs along with others.
+        if not isinstance(body, TargetBody) or not self._requests:
             return super().forward(role, step, started)
         tokens = inputs.num_tokens
         if body.embeddings is None:
