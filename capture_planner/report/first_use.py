@@ -21,7 +21,7 @@ def first_use_sections(report: RunReport, numbers: RunSummary) -> Iterator[Secti
     late = [graph for graph in report.captured if graph.step is not None]
     tried = [graph for graph in late if graph.tried]
     refused = [(graph, graph.waiver) for graph in tried if graph.waiver is not None]
-    untried = f"{counted(lazy.untried, 'graph')} had no turn: nothing of capture.memory is left; raise it in the spec"
+    untried = f"{counted(lazy.untried, 'graph')} not tried: nothing of capture.memory is left; raise it in the spec"
     uses = {(use.graph.role, use.graph.entry): use.forwards for use in numbers.graphs}
     rows = (
         (
@@ -41,7 +41,7 @@ def first_use_sections(report: RunReport, numbers: RunSummary) -> Iterator[Secti
         title="Captured on first use",
         warnings=(
             *(f"{graph.role.value}: {waiver.message}" for graph, waiver in refused),
-            *([f"not captured: {untried}"] if lazy.untried else []),
+            *([untried] if lazy.untried else []),
         ),
         lines=(
             f"{len(tried) - len(refused)} of {counted(report.plan.num_lazy, 'graph')} in {seconds(lazy.seconds)}; "

@@ -99,6 +99,6 @@ def test_a_graph_without_room_is_refused_and_the_report_says_why(memory):
     assert report.lazy.untried == sum(not done.tried for done in refused)
     assert Reason.MEMORY in {forward.reason for forward in report.forwards}
     text = shown(report)
-    assert f"{report.lazy.untried} graphs had no turn: nothing of capture.memory is left" in text or memory
+    assert f"{report.lazy.untried} graphs not tried: nothing of capture.memory is left" in text or memory
     for done in refused:
         assert (f"{done.role.value}: {done.entry} did not fit into memory" in text) == done.tried
