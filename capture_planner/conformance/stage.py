@@ -220,7 +220,10 @@ class Stage(AbstractContextManager["Stage"]):
 
     def run(self, batch: Batch, made: StepInputs, *, eager: bool, steps: int = 1) -> Entry | None:
         """Run one forward of the batch's role, or a chain of them, from a graph or eager."""
-        dispatch = EAGER if eager else (self.runner.first_use() or self.runner.dispatcher).dispatch(batch)
+        first_use = self.runner.first_use()
+        dispatch = EAGER if eager else self.runner.dispatcher.dispatch(batch)
+        if first_use is not None and not eager:
+            first_use.ask(batch)
         run = self.runner.parts.roles[batch.role]
         run_chain(run, batch, dispatch, made, steps, max_model_len=self.scene.shape.longest)
         return dispatch.entry

@@ -11,12 +11,17 @@ from capture_planner.runtime.session import RunReport
 
 
 def first_use_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]:
-    """Yield the section of a lazy plan: each graph that was tried, when, what it took, and why it was left out."""
+    """Yield the section of a lazy plan: each graph that was tried, when, what it took, and why it was left out.
+
+    Those that were not tried, since nothing of the memory was left, are counted.
+    """
     lazy = report.lazy
     if lazy is None:
         return
     late = [graph for graph in report.captured if graph.step is not None]
-    refused = [(graph, graph.waiver) for graph in late if graph.waiver is not None]
+    tried = [graph for graph in late if graph.tried]
+    refused = [(graph, graph.waiver) for graph in tried if graph.waiver is not None]
+    untried = f"{counted(lazy.untried, 'graph')} not tried: nothing of capture.memory is left; raise it in the spec"
     uses = {(use.graph.role, use.graph.entry): use.forwards for use in numbers.graphs}
     rows = (
         (
@@ -28,20 +33,23 @@ def first_use_sections(report: RunReport, numbers: RunSummary) -> Iterator[Secti
             size(graph.taken),
             "refused" if graph.waiver else f"{uses[graph.role, graph.entry]:,}",
         )
-        for graph in late
+        for graph in tried
     )
     more = f"{seconds(lazy.left)} are left" if lazy.left > 0 else f"{seconds(-lazy.left)} more than that were taken"
     yield Section(
         name="first-use",
         title="Captured on first use",
-        warnings=tuple(f"{graph.role.value}: {waiver.message}" for graph, waiver in refused),
+        warnings=(
+            *(f"{graph.role.value}: {waiver.message}" for graph, waiver in refused),
+            *([untried] if lazy.untried else []),
+        ),
         lines=(
-            f"{len(late) - len(refused)} of {counted(report.plan.num_lazy, 'graph')} in {seconds(lazy.seconds)}; "
+            f"{len(tried) - len(refused)} of {counted(report.plan.num_lazy, 'graph')} in {seconds(lazy.seconds)}; "
             f"{lazy.asked:,} were asked for and have had no turn, {lazy.unused:,} were not asked for",
             f"budget: {size(lazy.taken)} of {size(lazy.memory)} are taken; of {lazy.seconds_per_minute:g} s a minute "
             f"{more}",
         ),
         grid=Grid.of(("role", "mode", "graph", "after step", "time", "memory", "forwards"), rows, text=3)
-        if late
+        if tried
         else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture_planner.records.text import counted
-from capture_planner.report.summary import RunSummary
+from capture_planner.report.summary import CapturedKind, RunSummary
 from capture_planner.report.writing import Cell, Grid, Section, extent, percent, size
 from capture_planner.runtime.ledger import Accounts
 from capture_planner.runtime.session import RunReport
@@ -25,11 +25,9 @@ MAX_GRAPHS = 10
 def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]:
     """Yield the sections: where the memory went, and the graphs that took most of it."""
     accounts, later, rest = numbers.accounts, numbers.later, report.buffers - report.workspaces
-    rows: list[tuple[Cell, ...]] = [
-        (kind.role, kind.mode, *map(_change, (kind.memory, kind.driver, kind.memory + kind.driver)))
-        for kind in numbers.captured
-    ]
+    rows = [_kind(kind) for kind in numbers.captured if not kind.on_first_use]
     rows += [] if accounts is None else _others(accounts)
+    rows += [_kind(kind) for kind in numbers.captured if kind.on_first_use]
     notes = () if later is None else (_later(later),)
     yield Section(
         name="memory",
@@ -44,6 +42,11 @@ def memory_sections(report: RunReport, numbers: RunSummary) -> Iterator[Section]
         notes=notes,
     )
     yield from _by_graph(numbers)
+
+
+def _kind(kind: CapturedKind) -> tuple[Cell, ...]:
+    what = f"{kind.role.value}, on first use" if kind.on_first_use else kind.role
+    return what, kind.mode, *map(_change, (kind.memory, kind.driver, kind.memory + kind.driver))
 
 
 def _later(lost: int) -> str:

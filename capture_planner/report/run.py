@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -40,10 +41,11 @@ def _run(report: RunReport) -> dict[str, Any]:
     ``host``, ``interrupted``: what ran. ``stage``: what was under way when it was stopped, and ``fault``: the rank
     that stopped it, or empty. ``ranks``: ``rows`` by rank, ``skew`` of their agreements and the ``vectors`` of replicas
     with the ``steps`` of each; null for a single process. Of replicas, requests, drafts and tokens are summed, and all
-    else is the first rank's. ``captured``: totals, ``by`` role and mode, and all ``entries``, each with the forwards
-    that it served and its ``fingerprint``, and how many steps had run when it was captured on first use (``step``, null
-    at start); a graph that was dropped has ``reason`` and ``says``. ``lazy``: the budget of captures on first use, and
-    what is left of it; null where all is captured at start. ``memory``: what the
+    else is the first rank's. ``captured``: totals of all captured graphs, those on first use included, ``by`` role and
+    mode, and all ``entries``, each with the forwards that it served and its ``fingerprint``, and how many steps had run
+    when it was captured on first use (``step``, null at start); a graph that was dropped has ``reason`` and ``says``,
+    and is in no total but ``dropped`` and ``seconds``. ``lazy``: the budget of captures on first use, and what is left
+    of it; null where all is captured at start. ``memory``: what the
     run holds, and the
     device's ``accounts`` with their share ``apart``, null where graphs are recorded. ``served_from``: by
     role, with ``modes``. ``fallbacks``: eager forwards by role, reason and shape. ``acceptance``: null
@@ -92,12 +94,13 @@ def _used(used: GraphUse) -> dict[str, Any]:
 
 def _captured(report: RunReport, numbers: RunSummary) -> dict[str, Any]:
     dropped = (GraphUse(graph=graph, forwards=0) for graph in numbers.dropped)
+    late = (graph.seconds for graph in report.captured if graph.step is not None)
     return {
         "planned": numbers.planned,
         "graphs": len(numbers.graphs),
         "dropped": len(numbers.dropped),
         "unused": len(numbers.unused),
-        "seconds": report.capture_seconds,
+        "seconds": report.capture_seconds + math.fsum(late),
         **{name: sum(getattr(kind, name) for kind in numbers.captured) for name in ("memory", "alone", "driver")},
         **plain_some(report, "buffers", "kv_cache"),
         "by": plain(numbers.captured),

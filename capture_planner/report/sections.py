@@ -109,10 +109,10 @@ def _dropped(dropped: Iterable[GraphCapture]) -> Iterator[str]:
 
 
 def _captured(report: RunReport, numbers: RunSummary) -> Section:
-    kinds = numbers.captured
+    kinds = [kind for kind in numbers.captured if not kind.on_first_use]
     total = sum(kind.graphs for kind in kinds)
     memory, alone = sum(kind.memory for kind in kinds), sum(kind.alone for kind in kinds)
-    planned = numbers.planned - report.plan.num_lazy
+    planned, when = numbers.planned - report.plan.num_lazy, " at start" if report.plan.num_lazy else ""
     dropped = [graph for graph in numbers.dropped if graph.step is None]
     warnings = list(_dropped(dropped))
     missing = planned - total - len(dropped)
@@ -121,7 +121,7 @@ def _captured(report: RunReport, numbers: RunSummary) -> Section:
     return Section(
         name="captured",
         lines=(
-            f"{total} of {counted(planned, 'graph')} in {seconds(report.capture_seconds)}; "
+            f"{total} of {counted(planned, 'graph')}{when} in {seconds(report.capture_seconds)}; "
             f"they grew their pool by {size(memory)}, alone they would take {size(alone)}",
             f"persistent buffers {size(report.buffers)}, KV cache {size(report.kv_cache)}",
         ),

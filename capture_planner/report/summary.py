@@ -48,10 +48,12 @@ def nearest_rank(ordered: Sequence[float], percent: int) -> float:
 
 @attrs.frozen(kw_only=True)
 class CapturedKind:
-    """The captured graphs of one role and mode."""
+    """The captured graphs of one role and mode, of the start or of first uses."""
 
     role: Role
     mode: GraphMode
+    on_first_use: bool
+    """Whether they were captured while requests were served."""
     graphs: int
     seconds: float
     memory: int
@@ -191,7 +193,7 @@ class RunSummary:
     planned: int
     """Graphs that the plan wanted."""
     captured: tuple[CapturedKind, ...]
-    """At start."""
+    """All captured graphs: those of the start, then those of first uses."""
     dropped: tuple[GraphCapture, ...]
     """Graphs that could not be captured."""
     accounts: Accounts | None
@@ -223,7 +225,7 @@ def summary(report: RunReport) -> RunSummary:
     tally = report.counts
     return RunSummary(
         planned=report.plan.num_graphs,
-        captured=tuple(_captured([graph for graph in captured if graph.step is None])),
+        captured=tuple(_captured(captured)),
         dropped=tuple(graph for graph in report.captured if graph.waiver is not None),
         accounts=Accounts.of(report.captured),
         later=_later(report),
@@ -245,8 +247,8 @@ def size(entry: Entry) -> tuple[int, int, int, int]:
 
 
 def _captured(graphs: Sequence[GraphCapture]) -> Iterable[CapturedKind]:
-    for role, mode in product(Role, MODES):
-        kind = [graph for graph in graphs if graph.role is role and graph.entry.mode is mode]
+    for late, role, mode in product((False, True), Role, MODES):
+        kind = [g for g in graphs if (g.step is not None, g.role, g.entry.mode) == (late, role, mode)]
         if kind:
             entries = sorted((graph.entry for graph in kind), key=size)
             yield CapturedKind(
@@ -259,12 +261,13 @@ def _captured(graphs: Sequence[GraphCapture]) -> Iterable[CapturedKind]:
                 driver=sum(graph.driver for graph in kind),
                 largest=entries[-1],
                 smallest=entries[0],
+                on_first_use=late,
             )
 
 
 def _later(report: RunReport) -> int | None:
-    readings = report.captured[-1].readings if report.captured else None
-    return report.served_reading.used - readings[-1].used if report.served_reading and readings else None
+    last = next((graph.readings for graph in reversed(report.captured) if graph.readings is not None), None)
+    return report.served_reading.used - last[-1].used if report.served_reading and last else None
 
 
 def _served_from(plan: Plan, tally: Tally) -> Iterable[ServedRole]:

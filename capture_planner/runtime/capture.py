@@ -69,7 +69,8 @@ def capture_all(
     _refuse_other_work(work, peers)
     for number, (role, entry) in enumerate(work, 1):
         with _named(role, entry):
-            captured = _capture(role, entry, grapher, strict, _Together(peers, among, f"{number} of {len(work)}"))
+            together = _Together(peers, among, f"{number} of {len(work)}")
+            captured = _capture(role, entry, grapher, strict, together, _Beginning.of(grapher))
         yield captured
 
 
@@ -79,24 +80,51 @@ def capture_late(
     """Capture one more entry after a ``session``, when no forward is under way; then it may be replayed at once.
 
     Warm-up and capture write null pages, null states and the fields of their own role alone, as at start. The graphs
-    that are there stay, whatever becomes of this one. What it needs more than ``room`` bytes of the device, or cannot
-    be captured, is dropped with a waiver. Of several ranks, an error of one that is not about memory ends the run.
+    that are there stay, whatever becomes of this one. One that takes more than ``room`` bytes of the device, or cannot
+    be captured, is dropped with a waiver; without any room on some rank it is not tried. Of several ranks, an error of
+    one that is not about memory ends the run.
 
     :param number: of the captures of this kind.
     """
-    started, together = perf_counter(), _Together(peers, among, f"{number} on first use", room)
+    if (peers.agree([room]) <= 0).any():
+        waiver = _waiver(role.plan, entry, Reason.MEMORY, f"{entry} was not tried: nothing of capture.memory is left")
+        return GraphCapture(role=role.role, entry=entry, seconds=0.0, memory=0, alone=0, waiver=waiver, tried=False)
+    together, begun = _Together(peers, among, f"{number} on first use", room), _Beginning.of(grapher)
     try:
         with _named(role, entry):
-            done = _capture(role, entry, grapher, False, together)
+            done = _capture(role, entry, grapher, False, together, begun)
     except BaseException as error:
         role.drop(entry)
         if peers.place.size > 1 or not isinstance(error, (BackendError, CaptureError)):
             raise
         waiver = _waiver(role.plan, entry, Reason.LAZY, f"{entry} could not be captured on first use: {error}")
-        seconds = perf_counter() - started
-        return GraphCapture(role=role.role, entry=entry, seconds=seconds, memory=0, alone=0, waiver=waiver)
-    role.keep_capture(entry)
-    return done
+    else:
+        role.keep_capture(entry)
+        return done
+    # Read after the error is gone: its traceback holds what the capture had made.
+    before, after = begun.reading, grapher.reading()
+    return GraphCapture(
+        role=role.role,
+        entry=entry,
+        seconds=perf_counter() - begun.clock,
+        memory=max(after.held - before.held, 0) if before and after else 0,
+        alone=0,
+        readings=(before, before, after) if before and after else None,
+        waiver=waiver,
+    )
+
+
+@attrs.frozen
+class _Beginning:
+    """When the capture of an entry began, and the device then."""
+
+    clock: float
+    """In seconds."""
+    reading: Reading | None
+
+    @classmethod
+    def of(cls, grapher: Grapher) -> _Beginning:
+        return cls(perf_counter(), grapher.reading())
 
 
 @attrs.frozen
@@ -127,8 +155,8 @@ class _Together:
             graph = role.capture(entry)
             after = None if self.room is None else grapher.reading()
             takes = graph.memory if before is None or after is None else after.used - before.used
-            if self.room is not None and takes > max(self.room, 0):
-                has = f"{format_bytes(max(self.room, 0))} of capture.memory are left"
+            if self.room is not None and takes > self.room:
+                has = f"{format_bytes(self.room)} of capture.memory are left"
                 raise torch.OutOfMemoryError(f"it takes {format_bytes(takes)}, and {has}")
             return graph
 
@@ -201,11 +229,11 @@ def begin(plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | 
     return sorted(work, key=lambda item: item[1].capture_order)
 
 
-def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, together: _Together) -> GraphCapture:
+def _capture(
+    role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, together: _Together, begun: _Beginning
+) -> GraphCapture:
     """Capture one entry; the device is read before, between and after, so that growth has one cause."""
-    started = perf_counter()
-    memory, alone, waiver = 0, 0, None
-    before = grapher.reading()
+    memory, alone, waiver, before = 0, 0, None, begun.reading
     # Without readings the pool itself is asked, which takes a CUDA pool long.
     held = role.pool.memory if together.room is not None and before is None and role.pool is not None else None
     warmed = together.warm_up(role, entry, grapher)
@@ -232,7 +260,7 @@ def _capture(role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, togeth
     return GraphCapture(
         role=role.role,
         entry=entry,
-        seconds=perf_counter() - started,
+        seconds=perf_counter() - begun.clock,
         memory=memory,
         alone=alone,
         readings=(before, warm, after) if before and warm and after else None,

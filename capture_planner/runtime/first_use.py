@@ -1,12 +1,14 @@
 """First use: graphs of a lazy plan that are captured between the steps of requests, within a budget.
 
 The rule: a batch whose best graph waits for its first use runs what is captured by now, the next larger graph or eager,
-and asks for that graph. Before a later step, when the step before it is complete and none is launched, the graphs that
-were asked for most are captured while there is time left. A graph is tried once: one that does not fit or cannot be
-captured is waived with its reason from then on. None is ever given up for another, so that nothing is captured twice.
+and asks for that graph, once for each forward that runs. Before a later step, when the step before it is complete and
+none is launched, the graphs that were asked for most are captured while there is time left. A graph is tried once: one
+that does not fit or cannot be captured is waived with its reason from then on. Once nothing is left of the memory, none
+is tried. None is ever given up for another, so that nothing is captured twice.
 
-Ranks capture alike: they ask for the same graphs, since they dispatch the same batches; the clock of the first one says
-whether there is time left; and what does not fit on one of them is left out on all.
+Ranks capture alike: they ask for the same graphs equally often, since they run the same batches, and replicas ask for
+their joint ones; the clock of the first one says whether there is time left; and what does not fit on one of them is
+left out on all.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class TokenBucket:
 
 
 class FirstUse:
-    """Stands before the dispatcher of a lazy plan: notes what batches ask for, and captures it between steps.
+    """Stands before the dispatcher of a lazy plan: counts what forwards ask for, and captures it between steps.
 
     :param roles: of a runner, with what it captured at start.
     :param session: where captures are noted, those at start too.
@@ -104,11 +106,14 @@ class FirstUse:
         return self.dispatcher.plan
 
     def dispatch(self, batch: Batch) -> Dispatch:
-        """Return what serves a batch now, and ask for the graph that would serve it better."""
-        answer, best = self.dispatcher.dispatch(batch), self._wished.dispatch(batch).entry
-        if best is not None and best != answer.entry:
-            self._asked[batch.role, best] += 1
-        return answer
+        """Return what serves a batch now."""
+        return self.dispatcher.dispatch(batch)
+
+    def ask(self, batch: Batch, forwards: int = 1) -> None:
+        """Ask for the graph that would have served so many forwards of a batch better, where there is one."""
+        best = self._wished.dispatch(batch).entry
+        if best is not None and best != self.dispatch(batch).entry:
+            self._asked[batch.role, best] += forwards
 
     def is_due(self) -> bool:
         """Whether a graph is to be captured before the next step; all ranks ask together, where any asks at all."""
@@ -152,13 +157,15 @@ class FirstUse:
 
     def record(self) -> LazyCaptures:
         """Return what was captured on first use so far, and what is left of the budget."""
-        tried = {(done.role, done.entry) for done in self._late}
+        late = self._late
+        answered = {(done.role, done.entry) for done in late}
         return LazyCaptures(
             memory=self._memory,
             taken=self._taken,
             seconds_per_minute=self._seconds.per_minute,
-            seconds=sum(done.seconds for done in self._late),
+            seconds=sum(done.seconds for done in late),
             left=self._seconds.at(self._clock()).level,
-            unused=self._plan.num_lazy - len(tried) - len(self._asked),
+            unused=self._plan.num_lazy - len(answered) - len(self._asked),
             asked=len(self._asked),
+            untried=sum(not done.tried for done in late),
         )

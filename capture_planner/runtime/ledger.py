@@ -47,6 +47,8 @@ class GraphCapture:
     """Set where there is no graph: the batches it would have served, and why they lost it."""
     step: int | None = None
     """How many steps had run when it was captured on first use; None: it was captured at start."""
+    tried: bool = True
+    """False: nothing was left of the memory for first uses, so it was refused without warm-up and capture."""
 
     @property
     def taken(self) -> int:
@@ -260,6 +262,8 @@ class LazyCaptures:
     """Seconds that may be spent now; below 0 the last capture took more than was left."""
     asked: int
     """Graphs that batches asked for, and that are not captured yet."""
+    untried: int
+    """Graphs that batches asked for when nothing of the memory was left, and that were refused without a capture."""
     unused: int
     """Graphs that no batch asked for."""
 

@@ -175,7 +175,8 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
     def first_use(self) -> FirstUse | None:
         """Return what captures graphs on first use, one for all requests of this runner; None: nothing is captured so.
 
-        ``serve`` asks it. Callers that run forwards themselves dispatch by it, and let it capture between two of them.
+        ``serve`` asks it. Callers that run forwards themselves dispatch by it, tell it of each (``ask``), and let it
+        capture between two of them.
         Of several replicas one that has captured nothing has it too, for all of them ask together.
         """
         if self._first_use is None and self.plan.num_lazy and self.policy.options.replay:
@@ -231,7 +232,15 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             rows = self.parts.draft_rows
             dispatcher = ranks = Replicas(planned, self.peers, self.session, scheduler.states, rows, captured=captured)
         launcher = StepLauncher(
-            scheduler, self.parts, dispatcher, ranks, self.pages, self.session, count, acceptance=self._acceptance
+            scheduler,
+            self.parts,
+            dispatcher,
+            ranks,
+            self.pages,
+            self.session,
+            count,
+            acceptance=self._acceptance,
+            asks=first_use,
         )
         return self._begin(launcher, scheduler, ranks, self.session, answers, progress, first_use)
 

@@ -1,6 +1,7 @@
 """The lint: for each rule a plan that has its bug, and the smallest fix that removes it."""
 
 import re
+from collections import Counter
 
 import attrs
 import pytest
@@ -134,6 +135,16 @@ CASES = {
     "CP052": (with_role(PLAIN, entries=()), PLAIN),
     "CP053": (replace(PLAIN, ignore=("CP012",)), replace(DRAFTED, ignore=("CP012",))),
 }
+
+
+@given(st.lists(st.sampled_from(LAZY.roles[0].entries), max_size=8))
+def test_each_graph_that_lazy_lists_more_than_once_is_found(lazy):
+    """With the number of times; each once is no fault."""
+    found = [str(each) for each in lint(with_role(LAZY, lazy=tuple(lazy))) if each.rule.code == "CP048"]
+    twice = {each: count for each, count in Counter(lazy).items() if count > 1}
+    assert len(found) == len(twice)
+    for each, count in twice.items():
+        assert any(f"{each} is listed {count} times in lazy" in text for text in found)
 
 
 def codes(whole):

@@ -92,11 +92,13 @@ def test_tokens_are_those_with_all_graphs_at_start_and_memory_is_within_its_rese
     assert sum(done.taken for done in late) <= (LAZY.memory or 0)
 
 
-def test_without_memory_what_takes_some_is_refused_and_tokens_stay() -> None:
+@pytest.mark.parametrize("memory", [0, 1])
+def test_without_memory_what_takes_some_is_refused_and_tokens_stay(memory: int) -> None:
     """A refused graph has its reason, and leaves what was captured as it was."""
     expected, _ = served(all_at_start(plan_of(2, LAZY, Pool.SHARED)), rounds=1)
-    tokens, captured = served(plan_of(2, replace(LAZY, memory=0), Pool.SHARED), rounds=1)
+    tokens, captured = served(plan_of(2, replace(LAZY, memory=memory), Pool.SHARED), rounds=1)
     assert tokens == expected
     late = [done for done in captured if done.step is not None]
     assert late
     assert all(done.waiver is not None or done.taken <= 0 for done in late)
+    assert any(done.tried for done in late) == bool(memory)

@@ -14,9 +14,11 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import CaptureError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
 from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.first_use import MINUTE, TokenBucket
+from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import all_at_start, at_start, without_graphs
@@ -34,10 +36,10 @@ SEEDS = st.integers(0, 1 << 16)
 
 
 @st.composite
-def lazy_worlds(draw, capture=AMPLE):
-    """Any world, with any of its graphs on first use."""
+def lazy_worlds(draw, capture=AMPLE, chosen=None):
+    """Any world, with any of its graphs on first use, or with those that are chosen in turn."""
     world = draw(GRAPHS)
-    chosen = draw(st.lists(st.booleans(), min_size=1, max_size=12))
+    chosen = chosen or draw(st.lists(st.booleans(), min_size=1, max_size=12))
     roles = [
         replace(role, lazy=tuple(entry for number, entry in enumerate(role.entries) if chosen[number % len(chosen)]))
         for role in world.plan.roles
@@ -130,7 +132,7 @@ def test_a_budget_bounds_what_is_captured_and_a_graph_is_tried_once(data, seed):
     assert sum(done.memory for done in late(runner) if done.waiver is None) <= memory
     for done in late(runner):
         if done.waiver is not None:
-            assert "of capture.memory are left" in done.waiver.message
+            assert ("of capture.memory are left" if done.tried else "nothing of capture.memory") in done.waiver.message
     if seconds < 1:
         assert len(tried) <= 1
     if record is not None:
@@ -138,6 +140,86 @@ def test_a_budget_bounds_what_is_captured_and_a_graph_is_tried_once(data, seed):
         assert record.asked + record.unused + len(tried) == world.plan.num_lazy
         assert (record.left > 0) == (seconds > 1 or not tried)
         event(f"left out: {any(done.waiver for done in late(runner))}")
+
+
+class Hoarding(RecordedGraphs):
+    """A grapher that keeps what it captured, as a CUDA pool keeps the segments of a refused graph, and counts it."""
+
+    def __init__(self, hoards):
+        self.hoards, self.graphs, self.calls = hoards, [], 0
+
+    def capture(self, forward, pool):
+        self.calls += 1
+        graph = super().capture(forward, pool)
+        if self.hoards:
+            self.graphs.append(graph)
+        return graph
+
+
+def pool_bytes(runner):
+    """Bytes that the pools of all roles hold."""
+    return sum(pool.memory for pool in {id(run.pool): run.pool for run in runner.parts.roles.values()}.values())
+
+
+@given(st.data(), st.sampled_from((0, 1, 1 << 10, 1 << 14, 1 << 16)) | st.integers(0, 1 << 18), SEEDS, st.booleans())
+def test_memory_is_passed_by_one_attempt_at_most_and_nothing_is_tried_after_it(data, memory, seed, hoards):
+    """What a refused graph added is given back, where the pool can; what it cannot give back ends the attempts."""
+    world = data.draw(lazy_worlds(replace(AMPLE, memory=memory), chosen=[True]))
+    grapher = Hoarding(hoards)
+    with Runner(world.plan, world.target, world.drafter, world.registry, grapher, pages=world.pages) as runner:
+        runner.capture()
+        at_start_, held = grapher.calls, pool_bytes(runner)
+        for number in range(2):
+            serve(runner, requests_of(world, seed + number))
+        record = runner.lazy
+        assert pool_bytes(runner) == held + sum(done.memory for done in late(runner))
+    taken, largest = 0, 0
+    for done in late(runner):
+        assert done.tried == (taken < memory)
+        assert done.tried or (done.memory, done.waiver.reason) == (0, Reason.MEMORY)
+        taken, largest = taken + done.memory, max(largest, done.memory)
+    assert grapher.calls - at_start_ == sum(done.tried for done in late(runner))
+    assert taken <= memory + (largest if hoards else 0)
+    if record is not None:
+        assert (record.taken, record.untried) == (taken, sum(not done.tried for done in late(runner)))
+        event(f"not tried: {record.untried > 0}, refused: {any(done.waiver and done.tried for done in late(runner))}")
+
+
+def never_due(runner):
+    """What a runner asks for, which is then only counted."""
+    first_use = runner.first_use()
+    if first_use is not None:
+        first_use.is_due = lambda: False
+    return first_use
+
+
+def wanted(batch, forwards, plan):
+    """The graph that would have served forwards of a batch better, by role, as often."""
+    best, now = (Dispatcher(each).dispatch(batch).entry for each in (plan, at_start(plan)))
+    return Counter() if best == now else Counter({(batch.role, best): forwards})
+
+
+@given(lazy_worlds(chosen=[True]), SEEDS, st.booleans(), st.booleans())
+def test_each_forward_that_runs_asks_once(world, seed, ahead, on_device):
+    """A step that is scheduled anew, or only looked up, asks for nothing."""
+    with world.runner(options=Options(run_ahead=ahead, drafts_on_device=on_device)) as runner:
+        runner.capture()
+        first_use = never_due(runner)
+        serve(runner, requests_of(world, seed))
+    expected = Counter()
+    for done in runner.session.forwards:
+        batch = Batch(
+            role=done.role,
+            num_reqs=done.num_reqs,
+            num_tokens=done.num_tokens,
+            query_len=done.query_len,
+            past_prompt=done.query_len is not None or done.max_query_len is not None,
+            max_query_len=done.max_query_len,
+        )
+        expected += wanted(batch, done.repeats, world.plan)
+    if first_use is not None:
+        assert first_use._asked == expected
+        event(f"asked: {min(expected.total(), 3)}")
 
 
 class Failing(RecordedGraphs):
@@ -180,6 +262,65 @@ def check_by_others(runner, plans):
             if mine is not None and dispatcher.dispatch(mine).entry != entry:
                 found["eager" if entry is None else "larger"] += 1
         assert (step.eager_by_others, step.larger_by_others) == (found["eager"], found["larger"])
+
+
+class Leaking(Failing):
+    """A device on which each capture that breaks leaves a byte, and nothing else takes any."""
+
+    lost = 0
+
+    def reading(self):
+        return Reading(used=self.lost, held=self.lost)
+
+    def capture(self, forward, pool):
+        self.lost += self.error is not None
+        return super().capture(forward, pool)
+
+
+@FEW
+@given(lazy_worlds(chosen=[True]), SEEDS, st.integers(1, 4))
+def test_what_a_broken_capture_leaves_on_a_device_counts(world, seed, memory):
+    """Against the budget, until nothing of it is left."""
+    plan, grapher = replace(world.plan, capture=replace(AMPLE, memory=memory)), Leaking()
+    with Runner(plan, world.target, world.drafter, world.registry, grapher, pages=world.pages) as runner:
+        runner.capture()
+        grapher.error = CaptureError("odd")
+        serve(runner, requests_of(world, seed))
+        record = runner.lazy
+    tried = [done for done in late(runner) if done.tried]
+    assert [(done.taken, done.memory) for done in tried] == [(1, 1)] * len(tried)
+    assert len(tried) == min(memory, len(late(runner)))
+    assert record is None or record.taken == len(tried)
+
+
+@FEW
+@given(GRAPHS, st.integers(2, 3), SEEDS, st.booleans())
+def test_replicas_ask_for_the_graphs_of_their_joint_batches_once_a_step(world, size, seed, ahead):
+    """All alike, those without requests too, also where the same batches come again."""
+    each = replicas_of(attrs.evolve(world, spec=replace(world.spec, capture=AMPLE)), size)
+    requests = requests_of(world, seed)[: size + 2]
+
+    def work(peers):
+        mine = each[peers.place.rank]
+        parts = mine.plan, mine.target, mine.drafter, mine.registry, RecordedGraphs()
+        with Runner(*parts, pages=mine.pages, peers=peers, options=Options(run_ahead=ahead)) as runner:
+            runner.capture()
+            first_use = never_due(runner)
+            runner.serve(requests[peers.place.data :: size])
+        return runner, first_use
+
+    found = on_ranks(size, work)
+    assert all(not isinstance(one, Exception) for one in found), found
+    runner, first_use = found[0]
+    if first_use is None:
+        return
+    assert all(other._asked == first_use._asked for _, other in found)
+    plan, expected = runner.plan, Counter()
+    for step in runner.session.rank_steps:
+        joint = agree(first_use, vectors_of([role.role for role in plan.roles], step.numbers)[Role.TARGET]).joint
+        expected += wanted(joint, 1, plan)
+    assert {item: count for item, count in first_use._asked.items() if item[0] is Role.TARGET} == expected
+    event(f"asked: {min(expected.total(), 3)}")
 
 
 @FEW

@@ -175,15 +175,27 @@ def test_latencies_are_those_of_the_requests_steps_and_forwards(report):
 
 @given(REPORTS)
 def test_captured_graphs_add_up(report):
-    """Graphs and bytes by role and mode; a graph is captured, dropped, or had no turn."""
-    numbers = summary(report)
+    """Graphs, bytes and seconds, at start and on first use, in data and text; a graph is there, dropped, or to come."""
+    numbers, data = summary(report), plain(report)["captured"]
     there = [graph for graph in report.captured if graph.waiver is None]
     assert sum(kind.graphs for kind in numbers.captured) == len(there) == len(numbers.graphs)
     assert sum(kind.memory for kind in numbers.captured) == sum(graph.memory for graph in there)
     assert sum(kind.alone for kind in numbers.captured) == sum(graph.alone for graph in there)
     assert len(there) + len(numbers.dropped) == len(report.captured) <= numbers.planned
+    entries = [entry for entry in data["entries"] if entry["reason"] is None]
+    assert data["graphs"] == len(entries) == sum(kind["graphs"] for kind in data["by"])
+    for name in ("memory", "alone", "driver"):
+        assert data[name] == sum(entry[name] for entry in entries) == sum(kind[name] for kind in data["by"])
+    late = [entry["seconds"] for entry in data["entries"] if entry["step"] is not None]
+    assert data["seconds"] == pytest.approx(report.capture_seconds + sum(late))
+    shown = next(s for s in sections(report, numbers) if s.name == "memory")
+    assert sum(isinstance(mode, GraphMode) for _, mode, *_ in shown.grid.rows) == len(data["by"])
     for kind in numbers.captured:
-        tokens = [g.entry.num_tokens for g in there if (g.role, g.entry.mode) == (kind.role, kind.mode)]
+        tokens = [
+            graph.entry.num_tokens
+            for graph in there
+            if (graph.role, graph.entry.mode, graph.step is not None) == (kind.role, kind.mode, kind.on_first_use)
+        ]
         assert (kind.smallest.num_tokens, kind.largest.num_tokens) == (min(tokens), max(tokens))
 
 
@@ -197,10 +209,10 @@ def test_memory_adds_up_to_what_the_device_reports(report):
         graph.driver for graph in report.captured if graph.waiver is None
     )
     assert data["memory"]["weights"] == report.weights
-    read = [graph.readings for graph in report.captured if graph.readings is not None]
+    read = [graph.readings for graph in report.captured if graph.readings is not None and graph.step is None]
     if not read:
         assert accounts is None is data["memory"]["accounts"]
-        assert all(graph.driver == 0 for graph in report.captured)
+        assert all(graph.driver == 0 for graph in report.captured if graph.step is None)
         assert not shown.warnings
         assert len(shown.grid.rows) == len(numbers.captured)
     else:
@@ -215,7 +227,8 @@ def test_memory_adds_up_to_what_the_device_reports(report):
         written = [row[-1] for row in shown.grid.rows if row[0] == "others on the device, meanwhile"]
         came_back = " came back" if between < 0 else ""
         assert written == ([f"{size(abs(between))}{came_back}"] if between else [])
-        assert shown.grid.rows[-1][0] == "gone from the device"
+        late = sum(kind.on_first_use for kind in numbers.captured)
+        assert shown.grid.rows[len(shown.grid.rows) - late - 1][0] == "gone from the device"
         assert not any(str(cell).startswith("-") for row in shown.grid.rows for cell in row)
 
 
@@ -239,12 +252,14 @@ def test_the_graphs_that_took_most_memory_are_listed(report):
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
 def test_what_a_device_lost_after_the_last_capture_is_told_apart(used, more):
-    """It is no part of what the captures took."""
+    """It is no part of what the captures took; one without readings, such as one that was not tried, is passed over."""
     plan = ledgers.LOCKED["tiny-reference-cpu.cpu"]
     role = plan.roles[0]
     at = Reading(used=used, held=0)
     graph = GraphCapture(role=role.role, entry=role.entries[0], seconds=1, memory=0, alone=0, readings=(at, at, at))
-    report = attrs.evolve(EMPTY, plan=plan, captured=(graph,), served_reading=Reading(used=used + more, held=0))
+    unread = attrs.evolve(graph, readings=None, step=1)
+    end = Reading(used=used + more, held=0)
+    report = attrs.evolve(EMPTY, plan=plan, captured=(graph, unread), served_reading=end)
     found = summary(report)
     assert (found.later, found.accounts.device) == (more, 0)
     shown = next(s for s in sections(report, found) if s.name == "memory")
@@ -350,20 +365,21 @@ def test_graphs_that_are_used_most_have_their_fingerprints(report):
 
 @given(REPORTS)
 def test_what_was_not_captured_is_named(report):
-    """The largest dropped graph of each role and mode with its waiver's sentence, the others and those
+    """The largest dropped graph of each role and mode at start with its waiver's sentence, the others and those
     that had no turn by their number.
     """
     numbers = summary(report)
     warnings = next(s for s in sections(report, numbers) if s.name == "captured").warnings
     kinds = {}
-    for graph in report.captured:
+    started = [graph for graph in report.captured if graph.step is None]
+    for graph in started:
         if graph.waiver is not None:
             kinds.setdefault((graph.role.value, graph.entry.mode.value), []).append(graph)
     for warning, ((role, mode), graphs) in zip(warnings, kinds.items(), strict=False):
         assert f"{role} {mode}" in warning
         assert graphs[0].waiver.message in warning
         assert (f"{len(graphs) - 1} smaller" in warning) == (len(graphs) > 1)
-    assert len(warnings) == len(kinds) + (numbers.planned > len(report.captured))
+    assert len(warnings) == len(kinds) + (numbers.planned - report.plan.num_lazy > len(started))
 
 
 @given(st.floats(0, 1) | st.integers(1, 10**6).flatmap(lambda n: st.sampled_from((1 / n, (n - 1) / n))))

@@ -120,14 +120,15 @@ def test_one_pool_needs_no_more_than_one_for_each_role(world):
     """A pool for each role overlaps with no other, and the shared one holds no more than all of them."""
     held = {}
     for kind in Pool:
-        runner = captured(world_of(replace(world.spec, pool=kind), page_size=world.pages.page_size))
-        pools = {id(role.pool): role.pool for role in runner.parts.roles.values()}
-        assert len(pools) == (1 if kind is Pool.SHARED else len(runner.parts.roles))
-        held[kind] = sum(pool.memory for pool in pools.values())
-        assert held[kind] == sum(done.memory for done in runner.session.captured)
-        ranges = sorted(piece for pool in pools.values() for piece in chunks(pool))
-        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
-        assert all(done.memory <= done.alone for done in runner.session.captured)
+        with world_of(replace(world.spec, pool=kind), page_size=world.pages.page_size).runner() as runner:
+            runner.capture()
+            pools = {id(role.pool): role.pool for role in runner.parts.roles.values()}
+            assert len(pools) == (1 if kind is Pool.SHARED else len(runner.parts.roles))
+            held[kind] = sum(pool.memory for pool in pools.values())
+            assert held[kind] == sum(done.memory for done in runner.session.captured)
+            ranges = sorted(piece for pool in pools.values() for piece in chunks(pool))
+            assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+            assert all(done.memory <= done.alone for done in runner.session.captured)
     assert held[Pool.SHARED] <= held[Pool.PER_ROLE]
 
 

@@ -83,17 +83,22 @@ def test_a_report_has_what_was_captured_on_first_use_and_what_is_left():
     assert {each["step"] for each in found["captured"]["entries"]} == {done.step for done in report.captured}
 
 
-def test_a_graph_without_room_is_refused_and_the_report_says_why():
-    """Without memory for any, only a graph that lies in what a refused one left in the pool is kept."""
+@pytest.mark.parametrize("memory", [0, 1])
+def test_a_graph_without_room_is_refused_and_the_report_says_why(memory):
+    """Each with its size, while something is left of the memory; without any, none is tried, and they are counted."""
     backends = registry_of(CountingReference())
-    planned = make_plan(replace(SPEC, capture=replace(LAZY, memory=0)), HERE, backends)
+    planned = make_plan(replace(SPEC, capture=replace(LAZY, memory=memory)), HERE, backends)
     plan = replace(planned, roles=tuple(replace(role, lazy=role.entries) for role in planned.roles))
     choices = Choices(page_size=4, pages=60)
     report = launch(plan, backends, requests_of, choices, ProgressRecord()).report
     refused = [done for done in report.captured if done.waiver is not None]
     assert refused
-    assert all(done.memory == 0 for done in report.captured if done.waiver is None)
+    assert all(done.tried == bool(memory) for done in refused)
+    assert all(done.taken == 0 for done in report.captured)
+    assert report.lazy.taken == 0
+    assert report.lazy.untried == sum(not done.tried for done in refused)
     assert Reason.MEMORY in {forward.reason for forward in report.forwards}
     text = shown(report)
+    assert f"{report.lazy.untried} graphs not tried: nothing of capture.memory is left" in text or memory
     for done in refused:
-        assert f"{done.role.value}: {done.entry} did not fit into memory" in text
+        assert (f"{done.role.value}: {done.entry} did not fit into memory" in text) == done.tried

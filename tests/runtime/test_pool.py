@@ -81,10 +81,11 @@ def test_the_largest_block_is_placed_first():
 @given(st.lists(blocks(), max_size=4))
 def test_a_pool_grows_by_what_it_says(graphs):
     """It never holds more than the graphs would alone, and no chunk moves."""
-    pool, alone, pointers = RecordedPool(), 0, {}
+    pool, alone, pointers, kept = RecordedPool(), 0, {}, []
     for needed in graphs:
         before = pool.memory
         held = pool.hold(needed)
+        kept.append(held)
         alone += held.alone
         assert pool.memory == before + held.memory
         assert held.alone == RecordedPool().hold(needed).memory
@@ -99,13 +100,13 @@ def test_a_pool_grows_by_what_it_says(graphs):
 @given(st.lists(blocks(), min_size=1, max_size=4), st.integers(0, 4000))
 def test_a_pool_keeps_its_limit(graphs, limit):
     """It refuses exactly what would pass it, and is then as it was."""
-    pool, free = RecordedPool(limit), RecordedPool()
+    pool, free, kept = RecordedPool(limit), RecordedPool(), []
     for needed in graphs:
         before = pool.memory
         growth = lay_out(needed, [chunk.nbytes() for chunk in pool._chunks]).grows
         if before + growth <= limit:
-            assert pool.hold(needed).memory == growth
-            free.hold(needed)
+            kept += pool.hold(needed), free.hold(needed)
+            assert kept[-2].memory == growth
         else:
             with pytest.raises(torch.OutOfMemoryError) as caught:
                 pool.hold(needed)
@@ -113,6 +114,21 @@ def test_a_pool_keeps_its_limit(graphs, limit):
                 assert f"{number:,}" in str(caught.value)
             assert pool.memory == before
     assert pool.memory == free.memory
+
+
+@given(st.lists(st.tuples(blocks(), st.booleans()), max_size=6))
+def test_a_chunk_is_given_back_with_the_last_graph_that_lies_in_it(graphs):
+    """All others stay where they are, and a graph that is dropped at once leaves the pool as it was."""
+    pool, kept = RecordedPool(), []
+    for needed, stays in graphs:
+        before = pool.memory
+        held = pool.hold(needed)
+        if stays:
+            kept.append(held)
+        del held
+        used = {id(chunk): chunk.nbytes() for each in kept for chunk, _ in each.places}
+        assert pool.memory == sum(used.values())
+        assert stays or pool.memory == before
 
 
 def test_poison_reaches_every_byte():

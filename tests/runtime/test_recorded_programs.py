@@ -254,7 +254,7 @@ def test_the_same_graph_again_costs_nothing(program):
     first, second = (GRAPHS.capture(lambda: run(program, world, GRAPHS.split), pool) for _ in range(2))
     assert (second.memory, second.alone) == (0, first.alone)
     exact, short = GRAPHS.pool(first.alone), GRAPHS.pool(first.alone - 1)
-    GRAPHS.capture(lambda: run(program, world, GRAPHS.split), exact)
+    third = GRAPHS.capture(lambda: run(program, world, GRAPHS.split), exact)
     with pytest.raises(torch.OutOfMemoryError, match=f"{first.alone:,}.*{first.alone - 1:,}"):
         GRAPHS.capture(lambda: run(program, world, GRAPHS.split), short)
-    assert (exact.memory, short.memory) == (first.alone, 0)
+    assert (exact.memory, third.memory, short.memory) == (first.alone, first.alone, 0)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from capture_planner import codec
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
+from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Waiver
 from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, LargestError
@@ -36,10 +38,18 @@ def readings(draw):
     return Reading(used=mine + draw(st.integers(0, 1 << 30)), held=mine)
 
 
+def lazy(plan):
+    """The plan with every second graph of a role on first use."""
+    capture = CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 30, seconds_per_minute=1.0)
+    return replace(plan, capture=capture, roles=tuple(replace(role, lazy=role.entries[::2]) for role in plan.roles))
+
+
 @st.composite
 def captures(draw, plan):
-    """What was captured of a plan: a part of it, in capture order, some graphs dropped."""
-    planned = [(role.role, entry) for role in plan.roles for entry in role.entries]
+    """What was captured of a plan: a part of it, in capture order, some graphs dropped, then lazy ones on first use."""
+    planned = [(role.role, entry) for role in plan.roles for entry in role.at_start]
+    at_start = len(planned)
+    planned += [(role.role, entry) for role in plan.roles for entry in role.entries if entry in role.lazy]
     reasons = st.none() | st.none() | st.sampled_from((Reason.MEMORY, Reason.BUDGET))
     # A few draws for all graphs in turn: a plan may have more than a hundred.
     kinds = draw(st.lists(st.tuples(times, counts, counts, reasons, names), min_size=1, max_size=3))
@@ -58,7 +68,14 @@ def captures(draw, plan):
         if moments:
             seen = tuple(moments[(stride * index + step) % len(moments)] for step in range(3))
         capture = GraphCapture(
-            role=role, entry=entry, seconds=taken, memory=memory, alone=alone, readings=seen, waiver=waiver
+            role=role,
+            entry=entry,
+            seconds=taken,
+            memory=memory,
+            alone=alone,
+            readings=seen,
+            waiver=waiver,
+            step=None if index < at_start else index,
         )
         if read is not None:
             made_of = Fingerprint(nodes=1000 * index, kernels=read, topology=f"{index:016x}")
@@ -235,6 +252,7 @@ def reports(draw):
     locked = LOCKED[draw(st.sampled_from(sorted(LOCKED)))]
     # Drawing a plan takes longer than all the rest; the locked ones are of every kind but strange.
     plan = locked if draw(st.integers(0, 4)) else draw(plans(max_reqs=64) | arbitrary_plans())
+    plan = lazy(plan) if draw(st.booleans()) else plan
     captured, dispatcher = draw(captures(plan)), Dispatcher(plan)
     usable = [(graph.role, graph.entry) for graph in captured if graph.waiver is None]
     first, length = draw(st.sampled_from((0, 0, 1000))), draw(st.sampled_from((0, 1, 2, 3)))

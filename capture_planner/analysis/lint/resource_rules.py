@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from capture_planner.analysis.coverage import Cell, Coverage
@@ -161,13 +162,20 @@ def nothing_at_start(coverage: Coverage) -> Iterator[Diagnostic]:
                 break
 
 
-@error("CP048", "vllm-omni#7180", "list the graph in entries too, or plan again from the spec")
+@error("CP048", "vllm-omni#7180", "list the graph once, and in entries too, or plan again from the spec")
 def lazy_without_entry(coverage: Coverage) -> Iterator[Diagnostic]:
-    """A graph is to be captured on first use that is no graph of its role: no batch is dispatched to it."""
+    """A graph in lazy has no entry of its own: its role has no such graph, or lazy lists it more than once.
+
+    No batch is dispatched to what is not in entries, and `show` lists a graph twice that lazy lists twice.
+    """
     for role in coverage.plan.roles:
-        foreign = [entry for entry in role.lazy if entry not in {*role.entries}]
+        listed = Counter(role.lazy)
+        foreign = [entry for entry in listed if entry not in {*role.entries}]
         if foreign:
             yield of_role(coverage, role, f"{foreign[0]} is in lazy, and not in entries", "lazy")
+        for entry, count in listed.items():
+            if count > 1:
+                yield of_role(coverage, role, f"{entry} is listed {count} times in lazy", "lazy")
 
 
 def _is_coarse(cell: Cell) -> bool:

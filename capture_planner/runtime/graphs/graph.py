@@ -14,7 +14,11 @@ from capture_planner.runtime.graphs.reading import Reading
 
 
 class GraphPool(Protocol):
-    """The memory that graphs' intermediates live in; graphs that share a pool never run at once."""
+    """The memory that graphs' intermediates live in; graphs that share a pool never run at once.
+
+    What a graph added goes with it, as far as memory can be told apart: a recorded pool gives back each chunk in which
+    no graph lies any more, a CUDA pool its segments once none of its graphs is left.
+    """
 
     @property
     def memory(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -98,11 +99,18 @@ class Allocation:
 
 
 class RecordedPool:
-    """Chunks of host memory that graphs of one grapher share. ``limit`` in bytes; None: none."""
+    """Chunks of host memory that graphs of one grapher share. ``limit`` in bytes; None: none.
+
+    Graphs own the chunks that they lie in: a chunk is given back with the last of its graphs.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self._chunks: list[torch.UntypedStorage] = []
+        self._references: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @property
+    def _chunks(self) -> list[torch.UntypedStorage]:
+        return [chunk for reference in self._references if (chunk := reference()) is not None]
 
     @property
     def memory(self) -> int:
@@ -117,15 +125,17 @@ class RecordedPool:
 
         Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then as it was before.
         """
-        layout = lay_out(blocks, [chunk.nbytes() for chunk in self._chunks])
+        chunks = self._chunks
+        layout = lay_out(blocks, [chunk.nbytes() for chunk in chunks])
         if self.limit is not None and self.memory + layout.grows > self.limit:
             raise torch.OutOfMemoryError(
                 f"a graph needs {layout.grows:,} bytes more than its pool holds ({self.memory:,} bytes), "
                 f"and the pool may hold {self.limit:,}; capture fewer or smaller graphs, or raise the limit"
             )
         if layout.grows:
-            self._chunks.append(torch.UntypedStorage(layout.grows))  # type: ignore[no-untyped-call]
-        places = tuple((self._chunks[chunk], offset) for chunk, offset in layout.places)
+            chunks.append(torch.UntypedStorage(layout.grows))  # type: ignore[no-untyped-call]
+        self._references = [weakref.ref(chunk) for chunk in chunks]
+        places = tuple((chunks[chunk], offset) for chunk, offset in layout.places)
         return Allocation(places, layout.grows, layout.alone)
 
 

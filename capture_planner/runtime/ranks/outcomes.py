@@ -54,7 +54,11 @@ def on_every_rank(
     broken = None if failure is None else _line(failure)
     outcomes = cast("list[list[Any]]", peers.exchange(topic, [broken, unfit, state()]))
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            # Else it would hold this frame, and the frame it: what the stage had made would wait for the collector.
+            failure = None
     faults = {rank: each[0] for rank, each in enumerate(outcomes) if each[0] is not None}
     if faults:
         raise RankError(f"{topic}: " + "; ".join(f"rank {rank}: {line}" for rank, line in faults.items()), faults)

@@ -48,6 +48,9 @@ class StepRanks(Protocol):
     def tokens(self, role: Role) -> Array | None:
         """Return the padded tokens of each replica in a role, ``int32[replicas]``; None: there is one."""
 
+    def joint(self, batch: Batch) -> Batch:
+        """Return the batch that was dispatched for all replicas, of which ``batch`` is what this one runs."""
+
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         """Agree on a step, and return this rank's batch, with the drafts that all make after it.
 
@@ -64,6 +67,9 @@ class OneReplica:
 
     def tokens(self, role: Role) -> Array | None:
         return None
+
+    def joint(self, batch: Batch) -> Batch:
+        return batch
 
     def begin(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> ScheduledBatch | None:
         return scheduled
@@ -89,6 +95,7 @@ class Replicas:
         self.all_done, self.others_work, self.is_steady, self.draft_tokens = False, False, False, 0
         self.answers: Mapping[Role, Answer] = {}
         self._across: Mapping[Role, Array] = {}
+        self._joint: Mapping[Role, Batch] = {}
         self._dispatcher, self._peers, self._session = dispatcher, peers, session
         self._states, self._draft, self._captured = states, draft, captured
         self._roles = tuple(role.role for role in dispatcher.plan.roles)
@@ -103,6 +110,7 @@ class Replicas:
         numbers = self._replicas(self._peers.agree(self._numbers(scheduled, is_done)))
         agreed = self._agreed(numbers)
         self.answers, self._across, target = agreed.answers, agreed.across, agreed.target
+        self._joint = agreed.joint
         self.all_done = bool(numbers[:, 0].all())
         self.others_work = scheduled is None and target.joint is not None
         self.draft_tokens = target.draft_tokens or 0
@@ -125,6 +133,9 @@ class Replicas:
 
     def tokens(self, role: Role) -> Array | None:
         return self._across[role]
+
+    def joint(self, batch: Batch) -> Batch:
+        return self._joint[batch.role]
 
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return what serves the batch that this rank submitted for its role."""
@@ -206,6 +217,8 @@ class _StepAgreement:
     """The tokens of all, padding included."""
     eager_by_others: int
     larger_by_others: int
+    joint: Mapping[Role, Batch]
+    """What was dispatched for all; empty where no replica has work."""
 
     @classmethod
     def of(cls, agreements: Mapping[Role, Agreement], place: int, dispatcher: Dispatcher) -> _StepAgreement:
@@ -223,6 +236,7 @@ class _StepAgreement:
             {role: np.array([*map(_padded, each.answers)], np.int32) for role, each in agreements.items()},
             eager,
             larger,
+            {role: each.joint for role, each in agreements.items() if each.joint is not None},
         )
 
 

@@ -9,6 +9,7 @@ kept, and the device corrects it (vLLM 0.33 does so too: asynchronous scheduling
 from __future__ import annotations
 
 from time import perf_counter
+from typing import Protocol
 
 import attrs
 import numpy as np
@@ -42,6 +43,13 @@ from capture_planner.runtime.serving.states import ScheduledBatch
 from capture_planner.runtime.session import Session
 
 
+class Asks(Protocol):
+    """What is told of forwards, so that graphs are captured that would serve them better."""
+
+    def ask(self, batch: Batch, forwards: int = 1) -> None:
+        """Ask for the graph of a batch that so many forwards had, where it is not captured yet."""
+
+
 @attrs.frozen(eq=False)
 class _NextDecodes:
     """Decodes whose last graph filled the fields of the next step."""
@@ -70,6 +78,8 @@ class StepLauncher:
     """Steps that were launched, also by launchers before it."""
     _acceptance: SyntheticAcceptance | None = None
     """Draws what is accepted; None: greedy verification."""
+    _asks: Asks | None = None
+    """Told of each forward; None: no graph is captured while requests are served."""
     _advanced: _NextDecodes | None = None
 
     def launch(self, scheduled: ScheduledBatch, started: float) -> PendingStep:
@@ -147,9 +157,17 @@ class StepLauncher:
             inputs = self._across(role, each.dummy_inputs(batch, ranks.draft_tokens))
             if role is not Role.DRAFT_DECODE:
                 each.run(batch, answer.dispatch, inputs, perf_counter())
+                self._ask(batch)
             elif ranks.draft_tokens > 1:
                 longest = self._scheduler.states.max_model_len
-                run_chain(each, batch, answer.dispatch, inputs, ranks.draft_tokens - 1, max_model_len=longest)
+                steps = ranks.draft_tokens - 1
+                _, forwards = run_chain(each, batch, answer.dispatch, inputs, steps, max_model_len=longest)
+                self._ask(batch, forwards)
+
+    def _ask(self, batch: Batch, forwards: int = 1) -> None:
+        """Ask for a better graph of a batch that has run. Replicas ask for the joint batch, and so all for the same."""
+        if self._asks is not None:
+            self._asks.ask(self._ranks.joint(batch), forwards)
 
     def _across(self, role: Role, inputs: StepInputs) -> StepInputs:
         """Return inputs with the tokens of all replicas, where there are several."""
@@ -313,6 +331,7 @@ class StepLauncher:
         inputs = self._across(role, inputs)
         times = self._parts.roles[role].run(batch, dispatch, inputs, begun, filled=filled)
         self._note(index, batch, dispatch, times)
+        self._ask(batch)
         return dispatch
 
     def _run_draft_decodes(
@@ -330,6 +349,7 @@ class StepLauncher:
             filled=filled,
         )
         self._note(index, batch, dispatch, times, forwards)
+        self._ask(batch, forwards)
 
     def _proposed(self) -> OnItsWay:
         assert self._parts.state is not None, "a drafter has a state"

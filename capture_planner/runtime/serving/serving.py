@@ -17,7 +17,7 @@ from capture_planner.runtime.ledger import RequestResult, Step
 from capture_planner.runtime.models.protocols import Drafter
 from capture_planner.runtime.serving.acceptance import SyntheticAcceptance
 from capture_planner.runtime.serving.agreement import StepRanks
-from capture_planner.runtime.serving.launching import StepLauncher
+from capture_planner.runtime.serving.launching import Asks, StepLauncher
 from capture_planner.runtime.serving.pending import PendingStep
 from capture_planner.runtime.serving.scheduler import Scheduler
 from capture_planner.runtime.serving.speculative import Verification, fulfil, settle
@@ -25,7 +25,7 @@ from capture_planner.runtime.serving.states import AdmittedRequest, ScheduledBat
 from capture_planner.runtime.session import Session
 
 
-class LateCaptures(Protocol):
+class LateCaptures(Asks, Protocol):
     """What captures graphs between steps."""
 
     def is_due(self) -> bool:
