@@ -29,8 +29,7 @@ from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestResult, WarmUp
-from capture_planner.runtime.models.fp8 import FP8
-from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import as_captured, without_graphs, without_speculation
 from capture_planner.runtime.rank_report import with_ranks
@@ -43,7 +42,7 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.serving import Answers
 from capture_planner.runtime.serving.workload import Decode, Request, admit, with_adapters
 from capture_planner.runtime.session import MOST_ROWS, RunReport, Session
-from capture_planner.runtime.verification.check import Output, check_output, weight_sums
+from capture_planner.runtime.verification.check import Output, check_output, refuse_infinite, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
@@ -65,6 +64,8 @@ class Outcome:
     report: RunReport
     differing: tuple[str, ...] | None = None
     """Names of the requests with a wrong token or row; None: not verified."""
+    not_dumped: str = ""
+    """Why graphs that were captured on first use could not be dumped; empty: they were, or were not to be."""
 
 
 def launch(
@@ -95,7 +96,7 @@ def launch(
     among = collectives_of(peers, device, choices.all_reduce)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
-        _refuse_infinite(model)
+        refuse_infinite(model)
     requests = admit(
         workload(model.vocab_size),
         max_model_len=plan.model.max_model_len,
@@ -121,7 +122,7 @@ def launch(
     keeper = RowKeeper() if choices.verify else None
     weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
     sums = weight_sums(weights) if choices.verify else {}
-    session, otherwise, warm, late, interrupted = Session(most=MOST_ROWS), 0, None, [], False
+    session, otherwise, warm, late, interrupted, not_dumped = Session(most=MOST_ROWS), 0, None, [], False, ""
     with run.runner(variant, pages, choices.options, keeper, session) as runner:
         offer(lambda fault: run.report(runner, decode, interrupted=True, fault=fault))
         try:
@@ -143,7 +144,7 @@ def launch(
 
                 runner.serve(run.requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
             if runner.lazy is not None:
-                run.dump(runner)
+                not_dumped = run.dump_late(runner)
         except KeyboardInterrupt:
             interrupted = True
         except RankError as error:
@@ -157,23 +158,15 @@ def launch(
             cache_memory=cache,
             warm_up=warm,
             compiled=tuple(late),
+            slower=choices.slower,
         )
-    return run.with_ranks(run.outcome(report, keeper, sums), session)
+    return run.with_ranks(attrs.evolve(run.outcome(report, keeper, sums), not_dumped=not_dumped), session)
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
     """Describe the graph that was captured last, by its mode and its role."""
     kind = "CUDA" if device.type == "cuda" else "recorded"
     return f"Capturing {kind} graphs ({done.entry.mode.value}, {done.role.value}): {done.entry.num_tokens} tokens"
-
-
-def _refuse_infinite(model: TargetModel) -> None:
-    """Raise ``RunError`` for weights that make every comparison of tokens meaningless: NaN has no likeliest token."""
-    for name, module, attribute in model.weights():
-        weight = getattr(module, attribute)
-        weight = weight.float() if weight.dtype is FP8 else weight  # torch has no isfinite for it
-        if weight.is_floating_point() and not torch.isfinite(weight).all():
-            raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
 
 
 def _fingerprint(runner: Runner, done: GraphCapture) -> Fingerprint | None:
@@ -256,10 +249,16 @@ class _Run:
     def dump(self, runner: Runner) -> None:
         """Write what each captured graph holds, where that was chosen."""
         if self.choices.dump_graphs is not None:
-            roles = runner.parts.roles.values()
-            dump_graphs(
-                ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), self.choices.dump_graphs
-            )
+            graphs = ((role.role.value, *pair) for role in runner.parts.roles.values() for pair in role.graphs.items())
+            dump_graphs(graphs, self.choices.dump_graphs)
+
+    def dump_late(self, runner: Runner) -> str:
+        """Dump once more, when all was served; return why that failed, which must not cost the report."""
+        try:
+            self.dump(runner)
+        except RunError as error:
+            return str(error)
+        return ""
 
     def warm_up(self, runner: Runner) -> WarmUp | None:
         """Run steps of the workload's shapes, where that is of use; or say why not."""

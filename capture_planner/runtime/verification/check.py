@@ -17,7 +17,8 @@ import torch
 from capture_planner.errors import RunError
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.eager_check.agreement import INTEGERS
-from capture_planner.runtime.models.protocols import Adapters, LayeredModel, Weight
+from capture_planner.runtime.models.fp8 import FP8
+from capture_planner.runtime.models.protocols import Adapters, LayeredModel, TargetModel, Weight
 from capture_planner.runtime.verification.dense import DenseForward, WiderWeights
 from capture_planner.runtime.verification.record import Deviation, LayerScale, OutputCheck, number
 from capture_planner.runtime.verification.rows import RowKeeper, ServedRows
@@ -49,6 +50,15 @@ class Output:
     """Its LoRA adapter, counted from 1; 0: none."""
     is_whole: bool
     """Whether these are all tokens that were asked for, and no more."""
+
+
+def refuse_infinite(model: TargetModel) -> None:
+    """Raise ``RunError`` for weights that make every comparison of tokens meaningless: NaN has no likeliest token."""
+    for name, module, attribute in model.weights():
+        weight = getattr(module, attribute)
+        weight = weight.float() if weight.dtype is FP8 else weight  # torch has no isfinite for it
+        if weight.is_floating_point() and not torch.isfinite(weight).all():
+            raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
 
 
 def weight_sums(weights: Iterable[Weight]) -> dict[str, int]:
