@@ -129,7 +129,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: launch.Progr
         plan=plan,
         model=model.name if drafter is None else f"{model.name}, drafts by {drafter.name}",
         backends={name: registry[name].version for name in sorted({g.backend for r in plan.roles for g in r.groups})},
-        facts=_facts(bench) | rig.compilation.facts(),
+        facts=_facts(plan, bench) | rig.compilation.facts(),
         clock=rig.clock.name,
         page_size=page_size,
         absent=tuple(rig.absent),
@@ -175,9 +175,11 @@ def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load
     return max(1, min(pages, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 
-def _facts(bench: Bench) -> dict[str, str]:
-    """Return machine, driver, versions, date and command line."""
+def _facts(plan: Plan, bench: Bench) -> dict[str, str]:
+    """Return machine, driver, versions, date, command line, and what is measured otherwise than it is run."""
     facts = host.facts()
+    if plan.num_lazy:
+        facts["captured"] = f"all at start; run captures {counted(plan.num_lazy, 'graph')} on first use"
     if capability := host.this_environment("here").device.capability:
         facts["capability"] = capability
     for package in PACKAGES:

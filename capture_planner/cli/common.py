@@ -225,6 +225,18 @@ def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subje
         files[name] = file
 
 
+def make_folder(name: str, folder: Path | None) -> None:
+    """Make the folder of an option, or refuse one that cannot be written, before any work is done."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _try_to_write(folder / "file")
+    except FileExistsError:
+        raise click.UsageError(f"{name} {folder} is a file; name a folder.") from None
+    except OSError as error:
+        raise click.UsageError(f"{name} {folder} cannot be written: {error.strerror or error}.") from None
+
+
 def refuse_to_replace(output: str, kind: type[Plan] | type[Environment], source: str = "") -> None:
     """Keep --output from replacing a file of another kind: a typing error must not overwrite a spec.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,13 +145,14 @@ def _range(text: str) -> tuple[int, ...]:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    shares = tuple(float(part) for part in text.split(",") if _SHARE.fullmatch(part.strip()))
-    if len(shares) != text.count(",") + 1 or max(shares) > 1:
+    try:
+        shares = tuple(map(float, text.split(",")))
+    except ValueError:
+        shares = (math.nan,)
+    if not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"{text!r} is not a comma-separated list of numbers from 0 to 1.")
     return shares
 
-
-_SHARE = re.compile(r"\d*\.?\d+", re.ASCII)
 
 NUMBERS = ParsedText("N,...", _numbers)
 """Comma-separated whole numbers of at least 1: each once, in ascending order."""

@@ -17,6 +17,7 @@ from capture_planner.cli.common import (
     FINDINGS,
     emit,
     emit_file,
+    make_folder,
     plan_of,
     prepare_torch,
     progress_bars,
@@ -25,6 +26,7 @@ from capture_planner.cli.common import (
     show_lines,
     show_notes,
 )
+from capture_planner.cli.ending import say_error
 from capture_planner.cli.options import FILE, RANGE, SIZE, dashed, flag, option, stated
 from capture_planner.cli.run_ranks import Make, RankCommand, launched, run_as_rank, run_here
 from capture_planner.cli.signals import INTERRUPTED, exit_interrupted
@@ -53,9 +55,9 @@ MAX_CHANGES = 8
     "--drafter",
     default="random",
     metavar="copy|miss|chance|random|FOLDER",
-    help="Source of draft tokens: always right, always wrong, right with probability --chance, a head with "
-    "random weights, or a folder with an EAGLE or EAGLE-3 head. The first three copy a rehearsal, which holds in "
-    "float32 and float64; in bfloat16 give --acceptance.",
+    help="Source of draft tokens: always right, always wrong, right with probability --chance, a drafter with "
+    "random weights, or a folder with an EAGLE or EAGLE-3 head, MTP modules or a draft model. The first three copy a "
+    "rehearsal, which holds in float32 and float64; in bfloat16 give --acceptance.",
 )
 @option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
 @options.acceptance
@@ -148,8 +150,9 @@ def run(plan_file: str, environment: str | None, form: str, **values: Any) -> No
     A plan for several ranks runs in as many processes: with --ranks on one host, or under torchrun.
     """
     _refuse_contradictions(values)
-    refuse_outputs(plan_file, {"--html": values["html"], "--fingerprints": values["fingerprints"]})
     _refuse_unused(values)
+    make_folder("--dump-graphs", values["dump_graphs"])
+    refuse_outputs(plan_file, {"--html": values["html"], "--fingerprints": values["fingerprints"]})
     refuse_missing()
     me = launched()
     if values["ranks"] is not None and me is not None:
@@ -201,11 +204,12 @@ def _emit(report: RunReport, form: str, differing: tuple[str, ...] | None = None
 
 def _lock(report: RunReport, file: Path | None, form: str) -> None:
     """Note what changed in the graphs since the plan was locked, and write the plan with their fingerprints."""
-    found = report.fingerprints
-    locked = report.plan.fingerprints
-    now = replace(report.plan, fingerprints=found)
+    found, locked = report.fingerprints, report.plan.fingerprints
+    # A graph that waits for its first use has the fingerprint of an earlier run.
+    merged = found if found is None or locked is None else locked.updated(found)
+    now = replace(report.plan, fingerprints=merged)
     if locked is not None:
-        changes = [change.message for change in diff(report.plan, now)]
+        changes = [change.message for change in diff(report.plan, now) if change.subject == "fingerprint"]
         made = f"the fingerprints in the plan are of {locked.device} and torch {locked.torch}"
         show_notes([made, *changes[:MAX_CHANGES]] if changes else [])
         if len(changes) > MAX_CHANGES:
@@ -226,10 +230,14 @@ def _end(outcome: Outcome, *, as_json: bool, rank: int = 0) -> None:
     for check, is_off in ((comparison, is_different), (verification, is_wrong)):
         if check is not None and (rank == 0 or is_off):
             show_lines(f"{whose}{check.says}", err=as_json or rank > 0)
+    if outcome.not_dumped:
+        say_error(f"{whose}{outcome.not_dumped}")
     if report.interrupted:
         exit_interrupted()
     if is_wrong or is_different:
         context.exit(FINDINGS)
+    if outcome.not_dumped:
+        context.exit(1)
 
 
 def _plan(file: str, environment: str | None) -> Plan:
@@ -260,6 +268,7 @@ def _launch(
         adapters=_adapters(values["adapters"]),
         dump_graphs=dumped,
         step_seconds=values["step_time"],
+        slower=_slower(values),
         options=Options(
             **{name: values[name] for name in checks},
             acceptance=values["acceptance"] or (),
@@ -286,6 +295,15 @@ def _workload(values: dict[str, Any]) -> tuple[Callable[[int], Sequence[Request]
     if values["trace"] is not None:
         read = partial(from_trace, values["trace"], limit=limit, speed=values["speed"])
     return lambda vocab_size: read(seed=seed, vocab_size=vocab_size), None
+
+
+def _slower(values: dict[str, Any]) -> str:
+    """Return what makes requests arrive more slowly; empty where they always come at once."""
+    if values["trace"] is not None:
+        return "lower --speed"
+    if values["prompts"] is not None:
+        return ""
+    return "give --rate" if values["rate"] is None else "lower --rate"
 
 
 def _adapters(given: Sequence[str]) -> int | tuple[Path, ...]:

@@ -109,6 +109,12 @@ class Fingerprints:
         )
         return cls(torch=torch, device=device, kernels=tuple(names), graphs=graphs)
 
+    def updated(self, found: Fingerprints) -> Fingerprints:
+        """Return these with what a later run found; on another device or torch, only what it found."""
+        if (self.torch, self.device) != (found.torch, found.device):
+            return found
+        return Fingerprints.of(self.by_graph() | found.by_graph(), torch=self.torch, device=self.device)
+
     def by_graph(self) -> dict[tuple[Role, int], Fingerprint]:
         """Return the fingerprint of each graph, by role and index in capture order."""
         return {

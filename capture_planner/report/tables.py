@@ -12,8 +12,8 @@ from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.explain import Explanation
 from capture_planner.codec.entry_rows import pack
 from capture_planner.engines.observed import ObservedCoverage
-from capture_planner.modes import GraphMode
-from capture_planner.records.batch import Kind, batch_text
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Entry, Kind, batch_text
 from capture_planner.records.batch_space import split_when
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner.records.text import counted, query_len_text
@@ -117,7 +117,8 @@ def explanation_table(explained: Explanation) -> RenderableType:
 
 def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
     """The whole admissible space by role: what serves it, how much of it is padding."""
-    right = ("sizes", "padding", "worst")
+    lazy = _lazy_graphs(walked)
+    right = ("sizes", *(["on first use"] if lazy else []), "padding", "worst")
     table = table_of("role", "batches", "LoRA", "served by", *right, right=right)
     for run in coverage_runs(walked):
         first, last = run[0], run[-1]
@@ -128,16 +129,25 @@ def coverage_table(walked: Coverage | ObservedCoverage) -> RenderableType:
         if first.answer.reason is not None:
             mode.append(f" ({first.answer.reason})")
         replayed, loras = [cell for cell in run if cell.entry is not None], max(cell.max_loras for cell in run)
+        entries = {cell.entry for cell in replayed}
         table.add_row(
             first.role,
             f"{_span(first.first, last.last)} {unit}",
             f"{min(c.min_loras for c in run)} to {loras}" if loras else "",
             mode,
-            str(len({cell.entry for cell in replayed})) if replayed else "",
+            str(len(entries)) if replayed else "",
+            *([str(len(entries & lazy[first.role])) if replayed else ""] if lazy else []),
             f"{share_padded(replayed):.1%}" if replayed else "",
             f"{max(cell.worst for cell in replayed) - 1:.0%}" if replayed else "",
         )
     return table
+
+
+def _lazy_graphs(walked: Coverage | ObservedCoverage) -> dict[Role, frozenset[Entry]]:
+    """Return the graphs that are captured on first use, by role; empty where none is."""
+    if isinstance(walked, ObservedCoverage) or not walked.plan.num_lazy:
+        return {}
+    return {role.role: frozenset(role.lazy) for role in walked.plan.roles}
 
 
 def coverage_runs(walked: Coverage | ObservedCoverage) -> list[list[Cell]]:

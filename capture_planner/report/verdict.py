@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capture_planner.modes import Reason
+from capture_planner.modes import Reason, Role
+from capture_planner.records.batch_space import decode_families
 from capture_planner.records.text import counted
 from capture_planner.report.run_ranks import of_first_rank, requests_told
-from capture_planner.report.summary import RunSummary
+from capture_planner.report.summary import Fallback, RunSummary
 from capture_planner.report.writing import percent, seconds, size
-from capture_planner.runtime.ledger import Wait
+from capture_planner.runtime.ledger import GraphCapture, Wait
 from capture_planner.runtime.session import RunReport
 
 MANY = 0.5
 """The share of unused graphs from which the verdict says why."""
 
 FEW = 0.05
-"""The share of eager forwards from which the verdict says what to change."""
+"""The share of eager forwards, or of captures in the time of serving, from which the verdict says so."""
 
-_MORE_PAGES = "raise --memory-utilization, or give --pages"
 _CHANGES = {
     Reason.SIZES: "plan sizes for them (sizes in the spec)",
     Reason.MEMORY: "raise --graph-memory or budget.memory, or plan fewer graphs",
     Reason.BUDGET: "raise the budget in the spec",
-    Reason.LAZY: "raise capture.seconds_per_minute or capture.memory, or plan with traffic, for more graphs at start",
+    Reason.LAZY: "no graph that is captured at start serves them (CP047)",
     Reason.MODE: "plan a mode with graphs for them",
 }
+_NO_GRAPHS = "run without --eager"
+_LATE_MEMORY = "raise capture.memory"
 _EXPLAIN = "explain PLAN says why"
 
 
@@ -42,25 +44,59 @@ def _graphs(report: RunReport, numbers: RunSummary) -> str:
     parts = [f"graphs served {percent(1 - eager / total)} of {counted(total, 'forward')}{of_first_rank(report)}"]
     if eager > FEW * total:
         most = numbers.fallbacks[0]
-        parts.append(f"most eager ones: {most.role.value}, {_reason(most.reason)}")
+        parts.append(f"most eager ones: {most.role.value}, {_reason(report, most)}")
     graphs, unused = len(numbers.graphs), len(numbers.unused)
     if unused:
         parts.append(f"{unused:,} of {counted(graphs, 'graph')} served nothing" + _why_unused(report, unused, graphs))
+    lazy = report.lazy
+    if lazy is not None and lazy.asked and lazy.left <= 0:
+        parts.append(f"{counted(lazy.asked, 'graph')} had no turn: raise capture.seconds_per_minute")
     return "; ".join(parts)
 
 
-def _reason(reason: Reason | None) -> str:
-    return "for a reason that is not known" if reason is None else f"{reason.value}: {_CHANGES.get(reason, _EXPLAIN)}"
+def _reason(report: RunReport, eager: Fallback) -> str:
+    reason = eager.reason
+    if reason is None:
+        return "for a reason that is not known"
+    return f"{reason.value}: {_change(report, eager.role, reason)}"
+
+
+def _change(report: RunReport, role: Role, reason: Reason) -> str:
+    """Return what gives forwards of a role a graph."""
+    if reason is Reason.MODE and report.plan.num_graphs and report.lazy is None and not report.captured:
+        return _NO_GRAPHS
+    if reason is Reason.MEMORY and any(done.step is not None for done in _refused(report, role)):
+        at_start = any(done.step is None for done in _refused(report, role))
+        return f"{_LATE_MEMORY}, and {_CHANGES[reason]}" if at_start else _LATE_MEMORY
+    return _CHANGES.get(reason, _EXPLAIN)
+
+
+def _refused(report: RunReport, role: Role) -> list[GraphCapture]:
+    """Return the graphs of a role that did not fit into memory."""
+    return [
+        done
+        for done in report.captured
+        if done.role is role and done.waiver is not None and done.waiver.reason is Reason.MEMORY
+    ]
 
 
 def _why_unused(report: RunReport, unused: int, graphs: int) -> str:
-    most, limit, waited = report.counts.most_reqs, report.plan.limits.max_num_reqs, report.counts.waited
+    most, limit = report.counts.most_reqs, report.plan.limits.max_num_reqs
     if unused < MANY * graphs or most >= limit:
         return ""
-    at_once = f": at most {most:,} of {limit:,} requests{of_first_rank(report)} ran at once"
-    if waited:
-        return f"{at_once}, and others waited"
-    return f"{at_once}; send more (--requests, --rate), or plan fewer sizes"
+    ran = f": at most {most:,} of {limit:,} requests{of_first_rank(report)} ran at once"
+    if _lacks_tokens(report):
+        return f"{ran}; raise limits.max_num_tokens, or plan fewer sizes"
+    if report.counts.waited:
+        return f"{ran}, and others waited"
+    return f"{ran}; send more at once, or plan fewer sizes"
+
+
+def _lacks_tokens(report: RunReport) -> bool:
+    """Say whether a step had no more requests for want of tokens: all places were taken, or more decodes do not fit."""
+    most, limit = report.counts.most_reqs, report.plan.limits.max_num_reqs
+    fit = [family.requests.upto_count(limit) or 0 for family in decode_families(Role.TARGET, report.plan)]
+    return most < limit and (report.counts.waited[Wait.PLACES] > 0 or max(fit, default=limit) <= most)
 
 
 def _waits(report: RunReport) -> str:
@@ -79,11 +115,14 @@ def _missing(report: RunReport, wait: Wait) -> str:
     replicas = 1 if report.ranks is None else plan.parallel.data
     each = " in each replica" if replicas > 1 else ""
     if wait is Wait.PAGES:
-        return f"pages of the KV cache, which has {size(report.kv_cache)}{each}: {_MORE_PAGES}"
+        is_share = report.cache_memory is not None and report.cache_memory.share is not None
+        more = "raise --memory-utilization, or give --pages" if is_share else "raise --pages"
+        return f"pages of the KV cache, which has {size(report.kv_cache)}{each}: {more}"
     if wait is Wait.PLACES:
         among = f" of {replicas} replicas" if replicas > 1 else ""
-        places = f"{plan.limits.max_num_reqs * replicas:,} places{among}"
-        return f"one of {places}: raise limits.max_num_reqs, or lower --rate"
+        limit = "max_num_tokens" if _lacks_tokens(report) else "max_num_reqs"
+        slower = f", or {report.slower}" if report.slower else ""
+        return f"one of {plan.limits.max_num_reqs * replicas:,} places{among}: raise limits.{limit}{slower}"
     if wait is Wait.STATES:
         return "a row of recurrent states: raise states.rows in the plan"
     most = 0 if plan.lora is None else plan.lora.max_active
@@ -103,6 +142,9 @@ def _remarks(report: RunReport) -> Iterator[str]:
             f"{report.otherwise:,} of {requests_told(report)} were answered otherwise than in the "
             "rehearsal, by rounding, and the drafter was wrong from there on: use --acceptance"
         )
+    late = sum(done.step is not None for done in report.captured)
+    if report.lazy is not None and report.lazy.seconds > FEW * report.serve_seconds:
+        yield f"times include {seconds(report.lazy.seconds)} of {counted(late, 'capture')} on first use"
     if report.compiled:
         yield (
             f"times include {seconds(sum(report.compiled))} in which {counted(len(report.compiled), 'kernel')} "

@@ -42,6 +42,8 @@ class Choices:
     """Bytes that a pool of graphs may hold; None: the plan's budget, if it has one."""
     step_seconds: float = 0.01
     """How far the clock of arrivals moves in a step."""
+    slower: str = ""
+    """What a person changes so that requests arrive more slowly, for the report; empty: nothing does."""
     clip: bool = False
     """Cut requests that are longer than the model, instead of refusing them."""
     eager: bool = False
@@ -68,6 +70,8 @@ class Choices:
 def refuse_contradictions(plan: Plan, registry: Registry, choices: Choices, device: torch.device) -> None:
     """Raise ``RunError`` for choices that do not go together, before a model is loaded."""
     acceptance = choices.options.acceptance
+    if plan.speculative is None and choices.drafter != "random":
+        raise RunError(f"--drafter {choices.drafter}: the plan has no drafter; plan with speculative, or leave it out")
     ExecutionPolicy.of(plan, registry, choices.options, is_gpu=device.type == "cuda")
     if acceptance and choices.verify:
         raise RunError(

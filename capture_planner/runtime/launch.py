@@ -13,7 +13,6 @@ import torch
 
 from capture_planner.errors import CaptureError, DifferenceError, RunError
 from capture_planner.plugins.registry import Registry
-from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.runtime import cache_memory, host
 from capture_planner.runtime.alike import request_facts, start_facts
@@ -28,8 +27,7 @@ from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
 from capture_planner.runtime.graphs.graph import Grapher
 from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestResult, WarmUp
-from capture_planner.runtime.models.fp8 import FP8
-from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel, TargetModel
+from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
 from capture_planner.runtime.rank_report import with_ranks
@@ -42,7 +40,7 @@ from capture_planner.runtime.serving.kv import PageFormat
 from capture_planner.runtime.serving.serving import Answers
 from capture_planner.runtime.serving.workload import Decode, Request, admit, with_adapters
 from capture_planner.runtime.session import MOST_ROWS, RunReport, Session
-from capture_planner.runtime.verification.check import Output, check_output, weight_sums
+from capture_planner.runtime.verification.check import Output, check_output, refuse_infinite, weight_sums
 from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
@@ -64,6 +62,8 @@ class Outcome:
     report: RunReport
     differing: tuple[str, ...] | None = None
     """Names of the requests with a wrong token or row; None: not verified."""
+    not_dumped: str = ""
+    """Why graphs that were captured on first use could not be dumped; empty: they were, or were not to be."""
 
 
 def launch(
@@ -94,7 +94,7 @@ def launch(
     among = collectives_of(peers, device, choices.all_reduce)
     model = model_of(plan, choices.model, device=device, seed=choices.seed, among=among)
     if choices.verify:
-        _refuse_infinite(model)
+        refuse_infinite(model)
     requests = admit(
         workload(model.vocab_size),
         max_model_len=plan.model.max_model_len,
@@ -120,7 +120,8 @@ def launch(
     keeper = RowKeeper() if choices.verify else None
     weights = [*model.weights(), *(() if adapters is None else adapters.weights())]
     sums = weight_sums(weights) if choices.verify else {}
-    session, otherwise, warm, late, stage = Session(most=MOST_ROWS), 0, None, list[float](), "capture"
+    session, otherwise, warm, late = Session(most=MOST_ROWS), 0, None, list[float]()
+    stage, not_dumped = "capture", ""
     with run.runner(variant, pages, choices.options, keeper, session) as runner:
 
         def so_far(stopped_in: str, fault: str = "") -> RunReport:
@@ -131,6 +132,7 @@ def launch(
                 cache_memory=cache,
                 warm_up=warm,
                 compiled=tuple(late),
+                slower=choices.slower,
             )
 
         offer(lambda fault: so_far(stage, fault))
@@ -155,56 +157,27 @@ def launch(
 
                 runner.serve(run.requests, answers=answers, step_seconds=choices.step_seconds, progress=served)
             if runner.lazy is not None:
-                run.dump(runner)
+                not_dumped = run.dump_late(runner)
             stage = ""
         except KeyboardInterrupt:
             pass
         except Exception:
-            # Made here, where the graphs are still there.
-            partial_report = _readable(lambda: so_far(stage))
+            # Made here, where the graphs are still there; a device that has failed cannot be read.
+            partial_report = None
+            with contextlib.suppress(RuntimeError):
+                partial_report = so_far(stage)
             offer(lambda fault: partial_report and attrs.evolve(partial_report, fault=fault))
             raise
         report = so_far(stage)
     last = stage or ("report" if keeper is None else "verification")
     offer(lambda fault: attrs.evolve(report, interrupted=True, stage=last, fault=fault))
-    return run.with_ranks(run.outcome(report, keeper, sums), session)
-
-
-def _readable(make: Callable[[], RunReport]) -> RunReport | None:
-    """Return a report; None where it cannot be made, as a device that has failed cannot be read."""
-    try:
-        return make()
-    except RuntimeError:
-        return None
+    return run.with_ranks(attrs.evolve(run.outcome(report, keeper, sums), not_dumped=not_dumped), session)
 
 
 def _captured(done: GraphCapture, device: torch.device) -> str:
     """Describe the graph that was captured last, by its mode and its role."""
     kind = "CUDA" if device.type == "cuda" else "recorded"
     return f"Capturing {kind} graphs ({done.entry.mode.value}, {done.role.value}): {done.entry.num_tokens} tokens"
-
-
-def _refuse_infinite(model: TargetModel) -> None:
-    """Raise ``RunError`` for weights that make every comparison of tokens meaningless: NaN has no likeliest token."""
-    for name, module, attribute in model.weights():
-        weight = getattr(module, attribute)
-        weight = weight.float() if weight.dtype is FP8 else weight  # torch has no isfinite for it
-        if weight.is_floating_point() and not torch.isfinite(weight).all():
-            raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
-
-
-def _fingerprint(runner: Runner, done: GraphCapture) -> Fingerprint | None:
-    graph = runner.parts.roles[done.role].graphs.get(done.entry)
-    return None if graph is None else graph.fingerprint()
-
-
-def _answer(request: Request, served: RequestResult) -> Output:
-    tokens, is_cut_off = served.tokens, served.finished is None
-    is_ended = len(tokens) == request.max_new_tokens or tokens[-1] in request.stop
-    is_whole = request.cut(tokens) == tokens and (is_cut_off or is_ended)
-    return Output(
-        prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
-    )
 
 
 @attrs.frozen
@@ -273,22 +246,27 @@ class _Run:
     def dump(self, runner: Runner) -> None:
         """Write what each captured graph holds, where that was chosen."""
         if self.choices.dump_graphs is not None:
-            roles = runner.parts.roles.values()
-            dump_graphs(
-                ((role.role.value, *pair) for role in roles for pair in role.graphs.items()), self.choices.dump_graphs
-            )
+            graphs = ((role.role.value, *pair) for role in runner.parts.roles.values() for pair in role.graphs.items())
+            dump_graphs(graphs, self.choices.dump_graphs)
+
+    def dump_late(self, runner: Runner) -> str:
+        """Dump once more, when all was served; return why that failed, which must not cost the report."""
+        try:
+            self.dump(runner)
+        except RunError as error:
+            return str(error)
+        return ""
 
     def warm_up(self, runner: Runner) -> WarmUp | None:
         """Run steps of the workload's shapes, where that is of use; or say why not."""
         choices, is_gpu = self.choices, runner.device.type == "cuda"
         if not (is_gpu if choices.warm_up is None else choices.warm_up):
             return None
+        reason = "ranks step together, and are not warmed up" if self.peers.place.size > 1 else ""
         if choices.verify or choices.options.compare:
-            return WarmUp(
-                shapes=0, ran=0, seconds=0.0, reason="steps are verified or compared, and times are not quoted"
-            )
-        if self.peers.place.size > 1:
-            return WarmUp(shapes=0, ran=0, seconds=0.0, reason="ranks step together, and are not warmed up")
+            reason = "steps are verified or compared, and times are not quoted"
+        if reason:
+            return WarmUp(shapes=0, ran=0, seconds=0.0, reason=reason)
         with self.progress("warm up", 1) as advance:
             done = runner.warm_up(self.requests, step_seconds=choices.step_seconds)
             advance("warm up")
@@ -314,11 +292,7 @@ class _Run:
         unserved = attrs.evolve(self.report(runner, decode, stage="rehearsal"), cache_memory=cache)
         offer(lambda fault: attrs.evolve(unserved, fault=fault))
         more = self.plan.speculative.num_tokens if self.plan.speculative else 0
-        longest = self.plan.model.max_model_len
-        longer = []
-        for each in self.requests:
-            most = min(each.max_new_tokens + more, longest - len(each.prompt))
-            longer.append(attrs.evolve(each, max_new_tokens=most, stop=frozenset()))
+        longer = [each.lengthened(more, self.plan.model.max_model_len) for each in self.requests]
         prompts = {request.name: request.prompt for request in self.requests}
         try:
             with runner, self.progress("plain greedy", len(longer)) as advance:
@@ -346,7 +320,7 @@ class _Run:
     def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
         """Hold what was served against the model in a higher precision."""
         by_name = {request.name: request for request in self.requests}
-        answers = {each.name: _answer(by_name[each.name], each) for each in served if each.tokens}
+        answers = {each.name: Output.of(by_name[each.name], each) for each in served if each.tokens}
         model = self.plan.model
         with self.progress("verify", 3 + self.model.num_layers) as advance:
             return check_output(
@@ -386,7 +360,7 @@ class _Run:
             facts["not as planned"] = "; ".join(deviations)
         captured = tuple(session.captured)
         try:
-            captured = tuple(attrs.evolve(done, fingerprint=_fingerprint(runner, done)) for done in captured)
+            captured = tuple(attrs.evolve(done, fingerprint=runner.fingerprint(done)) for done in captured)
         except CaptureError as error:
             facts["no fingerprints"] = str(error)
         facts |= runner.compilation.facts()

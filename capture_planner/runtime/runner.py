@@ -15,6 +15,7 @@ import torch
 from capture_planner.dispatch.dispatcher import AnyDispatcher, Dispatcher
 from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
 from capture_planner.runtime.assembly import assemble
 from capture_planner.runtime.capture import Order, capture_all, session
@@ -113,6 +114,11 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
     def lazy(self) -> LazyCaptures | None:
         """What was captured on first use, and what is left of the budget for it; None: nothing is."""
         return None if self._first_use is None else self._first_use.record()
+
+    def fingerprint(self, done: GraphCapture) -> Fingerprint | None:
+        """Return that of a captured graph; None where it is not kept, or has none. Raises ``CaptureError``."""
+        graph = self.parts.roles[done.role].graphs.get(done.entry)
+        return None if graph is None else graph.fingerprint()
 
     @property
     def policy(self) -> ExecutionPolicy:

@@ -171,6 +171,8 @@ class RunReport:
     """What was captured on first use; None: the plan captures all at start."""
     compiled: tuple[float, ...] = ()
     """Seconds of each kernel that Triton compiled while requests were served."""
+    slower: str = ""
+    """What makes requests arrive more slowly, see ``Choices.slower``; empty: nothing does."""
     ranks: RankRecord | None = None
     """All ranks, in the report of the first; None: it ran alone."""
     comparison: Comparison | None = None

@@ -90,6 +90,15 @@ def test_a_spec_is_planned_for_this_machine(run: Run, monkeypatch: pytest.Monkey
     assert "compiled" not in alone.data["facts"]
 
 
+def test_a_lazy_plan_says_that_all_is_captured_at_start(run: Run) -> None:
+    """In the facts of the record; not of a plan that is run so."""
+    Path("lazy.yaml").write_text(f"{SPEC}capture: {{policy: lazy, memory: 1MiB, seconds_per_minute: 1}}\n", "utf-8")
+    only = ("--only", "preparation", "--quick", "--format", "json")
+    says = run("lazy.yaml", *only).data["facts"]["captured"]
+    assert re.fullmatch(r"all at start; run captures \d+ graphs on first use", says)
+    assert "captured" not in run("plan.yaml", *only).data["facts"]
+
+
 def test_a_model_of_ones_own_is_measured(run: Run) -> None:
     """Its configuration; one of another shape than the plan's is refused."""
     from transformers import LlamaConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import PLAN, SPEC, Run
+from capture_planner.codec import load_plan
+from support.commands import PLAN, SPEC, TINY, Run
 
 
 def test_explain_a_batch(run: Run) -> None:
@@ -78,6 +79,18 @@ def test_coverage(run: Run) -> None:
     assert ran.out.split()[:2] == ["role", "batches"]
     assert "1 to 256 requests of 4" in ran.out
     assert "eager (sizes)" in ran.out
+
+
+def test_coverage_marks_what_is_captured_on_first_use(run: Run, folder: Path) -> None:
+    """In a column, whose numbers add up to the plan's; other plans have none."""
+    text = Path(TINY).read_text("utf-8")
+    Path("lazy.yaml").write_text(f"{text}capture: {{policy: lazy, memory: 64MiB, seconds_per_minute: 1}}\n", "utf-8")
+    head, *rows = run("explain", "lazy.yaml", "-e", "cpu", "--coverage").out.splitlines()
+    end = head.index("on first use") + len("on first use")
+    lazy = [int(row[:end].split()[-1]) for row in rows if row.startswith(("target", "draft"))]
+    run("plan", "lazy.yaml", "-o", "lazy.cpu.yaml")
+    assert sum(lazy) == load_plan("lazy.cpu.yaml").num_lazy > 0
+    assert "on first use" not in run("explain", TINY, "-e", "cpu", "--coverage").out
 
 
 def test_coverage_as_json(run: Run) -> None:

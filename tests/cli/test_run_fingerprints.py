@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from capture_planner.codec import load_plan
+from capture_planner.records._base import replace
 from support.commands import Run, spec_for
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+LAZY = "capture: {policy: lazy, memory: 64MiB, seconds_per_minute: 600}\n"
 FEW = ("--requests", "1", "--prompt-tokens", "1:4", "--output-tokens", "2", "--format", "json")
 
 
@@ -47,6 +49,27 @@ def test_a_lock_with_fingerprints_says_which_graphs_changed(run: Run, call: Run)
     changed = call("diff", "locked.yaml", "other.yaml")
     assert changed.code == 2
     assert re.match(r"target FULL .*: aten.argmax.default \(1x\) replaced by aten.other \(1x\)\n", changed.out)
+
+
+def test_a_lock_of_a_lazy_plan_keeps_the_graphs_that_were_not_used(run: Run, call: Run) -> None:
+    """Runs of more and of fewer requests use other graphs: no note of a change, and no fingerprint is lost."""
+    Path("spec.yaml").write_text(f"{spec_for(4)}{LAZY}", "utf-8")
+    assert call("plan", "spec.yaml", "-e", "cpu", "-o", "lazy.yaml").code == 0
+    locked = {}
+    for file, lock, count in (
+        ("lazy.yaml", "many.yaml", "4"),
+        ("many.yaml", "few.yaml", "1"),
+        ("few.yaml", "a.yaml", "3"),
+    ):
+        ran = run(file, "--requests", count, *FEW[2:], "--fingerprints", lock)
+        assert (ran.code, ran.err) == (0, f"written to {lock}\n")
+        fingerprints = load_plan(lock).fingerprints
+        assert fingerprints is not None
+        now = fingerprints.by_graph()
+        assert now.items() >= locked.items()
+        locked = now
+    other = replace(fingerprints, device="another")
+    assert other.updated(fingerprints) == fingerprints
 
 
 def test_reports_of_runs_are_compared_graph_by_graph(run: Run, call: Run) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from capture_planner.errors import RunError
 from support.commands import Run, spec_for
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+launch = pytest.importorskip("capture_planner.runtime.launch")
+
 SPEC = spec_for(3)
+LAZY = "capture: {policy: lazy, memory: 64MiB, seconds_per_minute: 600}\n"
 FEW = ("--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
 SOME = ("--requests", "8", "--prompt-tokens", "1:9", "--output-tokens", "2:6")
 
@@ -64,6 +69,24 @@ def test_the_graphs_of_a_run_are_dumped(run: Run) -> None:
     assert all("aten." in file.read_text("utf-8") for file in files)
     refused = run("plan.yaml", *FEW, "--eager", "--dump-graphs", "graphs")
     assert (refused.code, "--dump-graphs goes with captures" in refused.err) == (1, True)
+
+
+def test_a_dump_that_fails_after_serving_costs_no_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of first uses are dumped last: an error and an exit code, and all that was served."""
+    Path("lazy.yaml").write_text(f"{SPEC}{LAZY}", "utf-8")
+    dumps = []
+
+    def full_at_the_second(graphs: Any, folder: Path) -> list[Path]:
+        dumps.append(folder)
+        if len(dumps) > 1:
+            raise RunError(f"{folder}: no space left")
+        return []
+
+    monkeypatch.setattr(launch, "dump_graphs", full_at_the_second)
+    ran = run("lazy.yaml", "--format", "json", *FEW, "--dump-graphs", "graphs")
+    assert ran.document(1)["throughput"]["finished"] == 3
+    assert ran.err.splitlines()[-1] == "error: graphs: no space left"
+    assert len(dumps) == 2
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(None, True), ("0", True), ("1", False)])

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.cli.options import SHARES
 from capture_planner.records._base import replace
 from support.commands import Run, spec_for
 
@@ -63,6 +67,11 @@ def run(executing: Callable[[str, str], Run]) -> Run:
         (("plan.yaml", "--acceptance", "0.5,0.6"), "share 1 is 0.6, expected 0 to 0.5: it is the share of steps"),
         (("plan.yaml", "--acceptance", "0.5,0.5", "--verify"), "with --acceptance they are not the model's"),
         (("plan.yaml", "--acceptance", "0.5,0.5", "--drafter", "chance"), "and so does --acceptance; leave one out"),
+        (("plan.yaml", "--acceptance", "nan,0.1"), "is not a comma-separated list of numbers from 0 to 1"),
+        (("plain.yaml", "--drafter", "copy"), "--drafter copy: the plan has no drafter; plan with speculative, or"),
+        (("plain.yaml", "--model", "nowhere", "--drafter", "."), "--drafter .: the plan has no drafter"),
+        (("plan.yaml", "--model", "nowhere", "--dump-graphs", "spec.yaml"), "spec.yaml is a file; name a folder"),
+        (("plan.yaml", "--model", "nowhere", "--dump-graphs", "spec.yaml/x"), "spec.yaml/x cannot be written: Not"),
         (("plan.yaml", "--proposals", "0.5"), "--proposals 0.5: 1 share, and the plan drafts 2 tokens"),
         (("plan.yaml", "--memory-utilization", "0.5"), "the plan is for a processor; leave it out"),
         (("plan.yaml", "--memory-utilization", "1.5"), "1.5 is not in the range"),
@@ -86,6 +95,7 @@ def test_what_cannot_run_is_refused(run: Run, arguments: tuple[str, ...], says: 
     shutil.copy(ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml", "h100.yaml")
     Path("unreadable.yaml").write_text("version: [", "utf-8")
     split = SPEC.replace("num_heads: 2, num_kv_heads: 1", "num_heads: 2, num_kv_heads: 2")
+    Path("plain.yaml").write_text(SPEC.replace("speculative: {method: eagle, num_tokens: 2}", ""), "utf-8")
     Path("tensor.yaml").write_text(f"{split}parallel: {{tensor: 2}}\n", "utf-8")
     ran = run(*arguments)
     assert (ran.code, ran.out) == (1, "")
@@ -167,3 +177,14 @@ def test_weights_with_nan_are_not_verified(run: Run) -> None:
     ran = run("plan.yaml", *FEW, "--model", "model", "--verify")
     assert (ran.code, ran.out) == (1, "")
     assert "lm_head.weight has NaN or infinity" in ran.err
+
+
+@given(st.floats(), st.sampled_from(("{}", " {} ", "{:e}", "{:E}", "{:+.3e}", "{:.9f}")))
+def test_shares_are_read_in_every_decimal_notation(value: float, form: str) -> None:
+    """As Python reads them; what is not from 0 to 1 is refused, infinity and NaN too."""
+    text = form.format(value)
+    if 0 <= float(text) <= 1:
+        assert SHARES.convert(f"1,{text}", None, None) == (1.0, float(text))
+    else:
+        with pytest.raises(click.BadParameter, match="is not a comma-separated list of numbers from 0 to 1"):
+            SHARES.convert(f"1,{text}", None, None)

@@ -22,7 +22,7 @@ def dump_graphs(graphs: Iterable[tuple[str, Entry, Graph]], folder: Path) -> lis
         for role, entry, graph in graphs:
             name = re.sub(r"[^a-z0-9_]+", "-", f"{role} {entry}".lower()).strip("-")
             files += graph.dump(folder / name)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter from CUDA
         raise RunError(f"{folder}: graphs cannot be dumped: {error}; name another folder") from error
     return files
 

@@ -17,7 +17,10 @@ import torch
 from capture_planner.errors import RunError
 from capture_planner.records.batch import Entry
 from capture_planner.runtime.eager_check.agreement import INTEGERS
-from capture_planner.runtime.models.protocols import Adapters, LayeredModel, Weight
+from capture_planner.runtime.ledger import RequestResult
+from capture_planner.runtime.models.fp8 import FP8
+from capture_planner.runtime.models.protocols import Adapters, LayeredModel, TargetModel, Weight
+from capture_planner.runtime.serving.workload import Request
 from capture_planner.runtime.verification.dense import DenseForward, WiderWeights
 from capture_planner.runtime.verification.record import Deviation, LayerScale, OutputCheck, number
 from capture_planner.runtime.verification.rows import RowKeeper, ServedRows
@@ -49,6 +52,24 @@ class Output:
     """Its LoRA adapter, counted from 1; 0: none."""
     is_whole: bool
     """Whether these are all tokens that were asked for, and no more."""
+
+    @classmethod
+    def of(cls, request: Request, served: RequestResult) -> Output:
+        tokens, is_cut_off = served.tokens, served.finished is None
+        is_ended = len(tokens) == request.max_new_tokens or tokens[-1] in request.stop
+        is_whole = request.cut(tokens) == tokens and (is_cut_off or is_ended)
+        return cls(
+            prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
+        )
+
+
+def refuse_infinite(model: TargetModel) -> None:
+    """Raise ``RunError`` for weights that make every comparison of tokens meaningless: NaN has no likeliest token."""
+    for name, module, attribute in model.weights():
+        weight = getattr(module, attribute)
+        weight = weight.float() if weight.dtype is FP8 else weight  # torch has no isfinite for it
+        if weight.is_floating_point() and not torch.isfinite(weight).all():
+            raise RunError(f"{model.name}: {name} has NaN or infinity, so tokens cannot be verified; check the weights")
 
 
 def weight_sums(weights: Iterable[Weight]) -> dict[str, int]:

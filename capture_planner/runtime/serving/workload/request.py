@@ -50,6 +50,11 @@ class Request:
         stops = (index for index, token in enumerate(tokens) if token in self.stop)
         return tokens[: next(stops, len(tokens)) + 1]
 
+    def lengthened(self, more: int, longest: int) -> Request:
+        """Return the request with so many more output tokens, as far as ``longest`` allows, and with no stop."""
+        most = min(self.max_new_tokens + more, longest - len(self.prompt))
+        return attrs.evolve(self, max_new_tokens=most, stop=frozenset())
+
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the longest output together."""
