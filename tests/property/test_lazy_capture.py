@@ -17,7 +17,6 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.runtime.execution.role import ForwardObserver
-from capture_planner.runtime.first_use import MINUTE, TokenBucket
 from capture_planner.runtime.graphs.reading import Reading
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.options import Options
@@ -53,7 +52,7 @@ def late(runner):
 
 
 def ran(runner, first):
-    """What served each forward from one of them on: role, entry and reason."""
+    """What served each forward from one of them on."""
     return [(each.role, each.entry, each.reason) for each in runner.session.forwards[first:]]
 
 
@@ -384,20 +383,3 @@ def test_what_is_captured_at_start_covers_what_the_plan_covers(plan):
         assert coverage(started).covered
     if not lazy:
         assert started == plan
-
-
-@given(st.floats(0.01, 60), st.lists(st.tuples(st.floats(0, 100), st.floats(0, 30)), min_size=1, max_size=20))
-def test_seconds_that_are_spent_are_those_that_came_back_a_minutes_worth_and_the_last(per_minute, moments):
-    """Over any time: nothing is spent while it is overdrawn, so that a long spending is paid off first."""
-    bucket, now, spent = TokenBucket.full(per_minute, 0.0), 0.0, []
-    for wait, seconds in moments:
-        now += wait
-        bucket = bucket.at(now)
-        if bucket.is_open:
-            spent.append((now, seconds))
-            bucket = bucket.less(seconds)
-    for first, (since, _) in enumerate(spent):
-        for last in range(first, len(spent)):
-            until, longest = spent[last]
-            allowed = per_minute + (until - since) * per_minute / MINUTE + longest
-            assert sum(seconds for _, seconds in spent[first : last + 1]) <= allowed * (1 + 1e-9)

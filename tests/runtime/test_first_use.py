@@ -1,9 +1,11 @@
-"""First use: recurrent states survive captures between steps, and a report says what they took."""
+"""First use: recurrent states survive captures between steps, a report says what they took, and time is budgeted."""
 
 import io
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from capture_planner.conformance.draft_scheme import DraftScheme
@@ -18,6 +20,7 @@ from capture_planner.report.plain import plain
 from capture_planner.report.run import run_report
 from capture_planner.report.terminal import tables
 from capture_planner.runtime.choices import Choices
+from capture_planner.runtime.first_use import MINUTE, TokenBucket
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner.runtime.launch import launch
 from capture_planner.runtime.plan_variants import all_at_start, without_graphs
@@ -102,3 +105,20 @@ def test_a_graph_without_room_is_refused_and_the_report_says_why(memory):
     assert f"{report.lazy.untried} graphs not tried: nothing of capture.memory is left" in text or memory
     for done in refused:
         assert (f"{done.role.value}: {done.entry} did not fit into memory" in text) == done.tried
+
+
+@given(st.floats(0.01, 60), st.lists(st.tuples(st.floats(0, 100), st.floats(0, 30)), min_size=1, max_size=20))
+def test_seconds_that_are_spent_are_those_that_came_back_a_minutes_worth_and_the_last(per_minute, moments):
+    """Over any time: nothing is spent while it is overdrawn, so that a long spending is paid off first."""
+    bucket, now, spent = TokenBucket.full(per_minute, 0.0), 0.0, []
+    for wait, seconds in moments:
+        now += wait
+        bucket = bucket.at(now)
+        if bucket.is_open:
+            spent.append((now, seconds))
+            bucket = bucket.less(seconds)
+    for first, (since, _) in enumerate(spent):
+        for last in range(first, len(spent)):
+            until, longest = spent[last]
+            allowed = per_minute + (until - since) * per_minute / MINUTE + longest
+            assert sum(seconds for _, seconds in spent[first : last + 1]) <= allowed * (1 + 1e-9)
