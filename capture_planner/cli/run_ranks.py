@@ -28,7 +28,7 @@ LAST_WORDS = 2.0
 """Seconds that a process whose main thread hangs has to show a report of what ran."""
 
 Make = Callable[[str], "RunReport | None"]
-"""Makes a report of what has run so far, given why it ends; None: there is none."""
+"""Makes a report of what has run so far, given why it ends; None: nothing can be said."""
 
 
 class PartialReport:

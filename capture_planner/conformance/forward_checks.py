@@ -185,8 +185,7 @@ def _check_counted(stage: Stage, recorded: int, before: Counter[str]) -> None:
 
 
 def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
-    has_ended = len(tokens) == request.max_new_tokens or not request.stop.isdisjoint(tokens[-1:])
-    if not has_ended or request.cut(tokens) != tokens:
+    if not request.is_answered(tokens, is_cut_off=False):
         message = f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}"
         raise Check.TOKENS.violation(message + (f": {', '.join(map(str, tokens))}" if request.stop else ""))
     ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)

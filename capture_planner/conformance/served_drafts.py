@@ -22,7 +22,7 @@ from capture_planner.runtime.serving.serving import Serving
 
 
 @attrs.frozen(kw_only=True)
-class ServedRows:
+class StepRows:
     """The rows of one request in a forward, as they were on the device."""
 
     role: Role
@@ -44,7 +44,7 @@ class Proposal:
     tokens: tuple[int, ...]
 
 
-def rows_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) -> Iterator[ServedRows]:
+def rows_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) -> Iterator[StepRows]:
     """Yield the rows of each request of a target's or a draft prefill's step; ``values`` are those of its fields."""
     requests = {each.state_index: each.request for each in serving.scheduler.unfinished}
     starts, positions, ids = (values[name] for name in ("query_start_loc", "positions", "input_ids"))
@@ -53,7 +53,7 @@ def rows_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) ->
         if start == end:
             continue
         first = int(positions[start])
-        yield ServedRows(
+        yield StepRows(
             role=step.batch.role,
             name=requests[place].name,
             is_decode=first >= len(requests[place].prompt),
@@ -76,7 +76,7 @@ def proposals_of(
 
 
 def check_served_drafts(
-    drafter: DraftScheme, events: Sequence[ServedRows | Proposal], tokens: Mapping[str, Sequence[int]]
+    drafter: DraftScheme, events: Sequence[StepRows | Proposal], tokens: Mapping[str, Sequence[int]]
 ) -> None:
     """Check what was proposed, verified, kept and read while requests were served.
 
@@ -84,7 +84,7 @@ def check_served_drafts(
     :param tokens: prompt and output of each request.
     """
     proposed: dict[str, Proposal] = {}
-    verified: dict[str, ServedRows] = {}
+    verified: dict[str, StepRows] = {}
     for event in events:
         if isinstance(event, Proposal):
             proposed[event.name] = event
@@ -96,7 +96,7 @@ def check_served_drafts(
             _check_prefill(drafter, verified[event.name], event, np.array(tokens[event.name]))
 
 
-def _check_proposed(target: ServedRows, proposal: Proposal) -> None:
+def _check_proposed(target: StepRows, proposal: Proposal) -> None:
     # Any token takes the place of a draft that was not made, where all rows are to have as many.
     drafts, made = target.ids[1:], proposal.tokens
     if any(draft != token for draft, token in zip(drafts, made, strict=False)):
@@ -104,7 +104,7 @@ def _check_proposed(target: ServedRows, proposal: Proposal) -> None:
         raise Check.VERIFIED.violation(f"{message} ({_where(target)})", role=Role.TARGET)
 
 
-def _check_prefill(drafter: DraftScheme, target: ServedRows, prefill: ServedRows, tokens: Array) -> None:
+def _check_prefill(drafter: DraftScheme, target: StepRows, prefill: StepRows, tokens: Array) -> None:
     if prefill.first != target.first:
         message = f"the drafter goes on from position {prefill.first} ({_where(target)})"
         raise Check.VERIFIED.violation(message, role=Role.DRAFT_PREFILL)
@@ -123,7 +123,7 @@ def _check_prefill(drafter: DraftScheme, target: ServedRows, prefill: ServedRows
         raise Check.VERIFIED.violation(f"{message} ({_where(target)})", role=Role.DRAFT_PREFILL)
 
 
-def _kept(target: ServedRows, tokens: Array) -> int | None:
+def _kept(target: StepRows, tokens: Array) -> int | None:
     """Return how many of its rows are tokens of the request; None where it ended with them."""
     if not target.is_decode:
         return len(target.ids)
@@ -134,5 +134,5 @@ def _kept(target: ServedRows, tokens: Array) -> int | None:
     return len(target.ids) if len(given) == len(target.ids) else None
 
 
-def _where(rows: ServedRows) -> str:
+def _where(rows: StepRows) -> str:
     return f"{rows.name}, {len(rows.ids)} tokens from position {rows.first}"

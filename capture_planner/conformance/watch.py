@@ -18,7 +18,7 @@ from capture_planner.conformance.failure import Check, Violation, located
 from capture_planner.conformance.garbage import SOURCES, Garbage, Outputs, bits, mark
 from capture_planner.conformance.private import Kept, private_buffers
 from capture_planner.conformance.reference_dispatch import cheapest
-from capture_planner.conformance.served_drafts import Proposal, ServedRows, proposals_of, rows_of
+from capture_planner.conformance.served_drafts import Proposal, StepRows, proposals_of, rows_of
 from capture_planner.conformance.world import World
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import GraphMode, Reason, Role
@@ -79,8 +79,8 @@ class Watch(ForwardObserver):
         """The most keys of a request, and the highest page number that a batch read."""
         self.padded = 0
         """Forwards of graphs that are larger than their batch."""
-        self.served: list[ServedRows | Proposal] = []
-        """What was verified and proposed while requests were served with drafts, in order; whoever serves clears it."""
+        self.served: list[StepRows | Proposal] = []
+        """What was verified and proposed while requests were served with drafts, in order, since it was cleared."""
         self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
         self._graphs = graphs

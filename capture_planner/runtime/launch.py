@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import attrs
-import torch
 
 from capture_planner.errors import CaptureError, DifferenceError, RunError
 from capture_planner.plugins.registry import Registry
@@ -26,7 +25,7 @@ from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.choice import grapher_for
 from capture_planner.runtime.graphs.dump import dump_graphs
 from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.ledger import CacheMemory, GraphCapture, RequestResult, WarmUp
+from capture_planner.runtime.ledger import CacheMemory, RequestResult, WarmUp
 from capture_planner.runtime.models.protocols import Adapters, Drafter, LayeredModel
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.plan_variants import without_graphs, without_speculation
@@ -45,7 +44,7 @@ from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
 Offer = Callable[[Callable[[str], RunReport | None]], None]
-"""Takes what makes a report of what has run so far, from the fault that ended it; None: there is none."""
+"""Takes what makes a report of what has run so far, from the fault that ended it; None: nothing can be said."""
 
 
 class Progress(Protocol):
@@ -137,8 +136,11 @@ def launch(
 
         offer(lambda fault: so_far(stage, fault))
         try:
+            label = f"Capturing {'CUDA' if device.type == 'cuda' else 'recorded'} graphs"
             with progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
-                runner.capture(memory=run.graph_memory, progress=lambda done: advance(_captured(done, device)))
+                runner.capture(
+                    memory=run.graph_memory, progress=lambda done: advance(f"{label} {done}")
+                )
             run.dump(runner)
             stage = "warm-up"
             warm = run.warm_up(runner)
@@ -174,10 +176,9 @@ def launch(
     return run.with_ranks(attrs.evolve(run.outcome(report, keeper, sums), not_dumped=not_dumped), session)
 
 
-def _captured(done: GraphCapture, device: torch.device) -> str:
-    """Describe the graph that was captured last, by its mode and its role."""
-    kind = "CUDA" if device.type == "cuda" else "recorded"
-    return f"Capturing {kind} graphs ({done.entry.mode.value}, {done.role.value}): {done.entry.num_tokens} tokens"
+def _output(request: Request, served: RequestResult) -> Output:
+    is_whole = request.is_answered(served.tokens, is_cut_off=served.finished is None)
+    return Output.of(request.prompt, served, is_whole=is_whole)
 
 
 @attrs.frozen
@@ -320,7 +321,7 @@ class _Run:
     def verify(self, served: Sequence[RequestResult], keeper: RowKeeper, sums: Mapping[str, int]) -> OutputCheck:
         """Hold what was served against the model in a higher precision."""
         by_name = {request.name: request for request in self.requests}
-        answers = {each.name: Output.of(by_name[each.name], each) for each in served if each.tokens}
+        answers = {each.name: _output(by_name[each.name], each) for each in served if each.tokens}
         model = self.plan.model
         with self.progress("verify", 3 + self.model.num_layers) as advance:
             return check_output(

@@ -61,6 +61,9 @@ class GraphCapture:
         before, _, after = self.readings
         return after.used - before.used
 
+    def __str__(self) -> str:
+        return f"({self.entry.mode.value}, {self.role.value}): {self.entry.num_tokens} tokens"
+
     @property
     def driver(self) -> int:
         """Bytes that the capture took outside of the allocator: the executable graphs.

@@ -14,12 +14,12 @@ from capture_planner.conformance import Case, Scene, play, under_test
 from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Check, Violation
 from capture_planner.conformance.scene import Serve
-from capture_planner.conformance.served_drafts import Proposal, ServedRows, check_served_drafts
+from capture_planner.conformance.served_drafts import Proposal, StepRows, check_served_drafts
 from capture_planner.conformance.shapes import SMALL
 from capture_planner.modes import GraphMode, Role
 from capture_planner.runtime.execution.updates import Updates
 
-Events = list[ServedRows | Proposal]
+Events = list[StepRows | Proposal]
 SHIFTED = [DraftScheme.EAGLE, DraftScheme.EAGLE3, DraftScheme.LAYERS, DraftScheme.MODULES]
 
 
@@ -36,12 +36,12 @@ def loads(draw: st.DrawFn) -> tuple[DraftScheme, Events, dict[str, tuple[int, ..
         agrees = [first + place < len(tokens) and ids[place] == tokens[first + place] for place in range(1, len(ids))]
         kept = 1 + [*agrees, False].index(False) if is_decode else len(ids)
         common: dict[str, Any] = {"name": "one", "is_decode": is_decode, "first": first}
-        events.append(ServedRows(role=Role.TARGET, ids=ids, last=0, **common))
+        events.append(StepRows(role=Role.TARGET, ids=ids, last=0, **common))
         if first + kept >= len(tokens):
             break
         read = tokens[first + shift : first + shift + kept + 1 - shift]
         rest = draw(st.tuples(*[st.integers(0, 2)] * (len(ids) - kept)))
-        events.append(ServedRows(role=Role.DRAFT_PREFILL, ids=(*read, *rest), last=len(read) - 1, **common))
+        events.append(StepRows(role=Role.DRAFT_PREFILL, ids=(*read, *rest), last=len(read) - 1, **common))
         drafts = draw(st.tuples(*[st.integers(0, 2)] * k))
         events.append(Proposal(name="one", tokens=drafts))
         first += kept

@@ -43,6 +43,7 @@ def lazy_reports(draw):
         left=draw(st.floats(-9, 1)),
         asked=draw(st.integers(0, 3)),
         unused=0,
+        untried=0,
     )
     return attrs.evolve(report, captured=(*report.captured[:first], *late), lazy=budget)
 

@@ -20,7 +20,6 @@ from capture_planner.runtime.eager_check.agreement import INTEGERS
 from capture_planner.runtime.ledger import RequestResult
 from capture_planner.runtime.models.fp8 import FP8
 from capture_planner.runtime.models.protocols import Adapters, LayeredModel, TargetModel, Weight
-from capture_planner.runtime.serving.workload import Request
 from capture_planner.runtime.verification.dense import DenseForward, WiderWeights
 from capture_planner.runtime.verification.record import Deviation, LayerScale, OutputCheck, number
 from capture_planner.runtime.verification.rows import RowKeeper, ServedRows
@@ -54,12 +53,13 @@ class Output:
     """Whether these are all tokens that were asked for, and no more."""
 
     @classmethod
-    def of(cls, request: Request, served: RequestResult) -> Output:
-        tokens, is_cut_off = served.tokens, served.finished is None
-        is_ended = len(tokens) == request.max_new_tokens or tokens[-1] in request.stop
-        is_whole = request.cut(tokens) == tokens and (is_cut_off or is_ended)
+    def of(cls, prompt: tuple[int, ...], served: RequestResult, *, is_whole: bool) -> Output:
         return cls(
-            prompt=request.prompt, tokens=tokens, adapter=request.adapter, is_cut_off=is_cut_off, is_whole=is_whole
+            prompt=prompt,
+            tokens=served.tokens,
+            adapter=served.adapter,
+            is_cut_off=served.finished is None,
+            is_whole=is_whole,
         )
 
 

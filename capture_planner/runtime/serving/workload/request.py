@@ -55,6 +55,11 @@ class Request:
         most = min(self.max_new_tokens + more, longest - len(self.prompt))
         return attrs.evolve(self, max_new_tokens=most, stop=frozenset())
 
+    def is_answered(self, tokens: tuple[int, ...], *, is_cut_off: bool) -> bool:
+        """Say whether these are all output tokens that are asked for, and no more; of one that was cut off, so far."""
+        is_ended = len(tokens) == self.max_new_tokens or not self.stop.isdisjoint(tokens[-1:])
+        return self.cut(tokens) == tokens and (is_cut_off or is_ended)
+
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the longest output together."""
