@@ -138,9 +138,7 @@ def launch(
         try:
             label = f"Capturing {'CUDA' if device.type == 'cuda' else 'recorded'} graphs"
             with progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
-                runner.capture(
-                    memory=run.graph_memory, progress=lambda done: advance(f"{label} {done}")
-                )
+                runner.capture(memory=run.graph_memory, progress=lambda done: advance(f"{label} {done}"))
             run.dump(runner)
             stage = "warm-up"
             warm = run.warm_up(runner)
