@@ -1,22 +1,29 @@
 """Law 8 for what really ran: replicas that serve requests run the same entries, and each says what it says alone."""
 
 import pytest
+import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.modes import Reason
+from capture_planner.modes import GraphMode, Reason
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records._base import replace
+from capture_planner.records.spec import Policy, Sizes
 from capture_planner.runtime.execution.fields import ACROSS_REPLICAS
 from capture_planner.runtime.execution.role import ForwardObserver
 from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner.runtime.models.huggingface import load_target
 from capture_planner.runtime.options import Options
 from capture_planner.runtime.ranks.peers import ALONE
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.agreement import vectors_of
+from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.workload import Request
 from capture_planner.runtime.verification.rows import RowKeeper
 from support.rank_threads import on_ranks, replicas_of
-from support.worlds import requests_of, worlds
+from support.worlds import CPU, INSTALLED, World, requests_of, spec_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = settings(max_examples=max(settings.default.max_examples // 4, 3))
@@ -140,3 +147,22 @@ def test_one_rank_without_graphs_makes_all_eager_with_the_reason(world, size, da
             alone = dispatcher.dispatch(vector.joint())
             assert entry is None
             assert reason is (Reason.RANK if alone.entry is not None else alone.reason)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_decode_is_prepared_anew_where_another_replica_changes_its_graph(ahead):
+    """A graph fills its own fields for the next step, and a larger one, which others need then, has more of them."""
+    spec = replace(spec_of(k=0, num_reqs=3, num_tokens=8), mode=GraphMode.FULL_AND_PIECEWISE, backend="reference")
+    spec = replace(spec, sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=(1, 3), num_tokens=(8,)))
+    target = load_target(None, spec.model, device=torch.device("cpu"), dtype=torch.float64, seed=1)
+    pages = PageFormat(page_size=4, num_pages=40)
+    world = World(plan=make_plan(spec, CPU, INSTALLED), spec=spec, target=target, drafter=None, pages=pages, seed=1)
+    lengths = {"long": (1, 14, 0.0), "short": (5, 3, 0.03), "other": (3, 2, 0.06)}
+    requests = [
+        Request(name=name, arrival=arrival, prompt=tuple(range(3, 3 + prompt)), max_new_tokens=output)
+        for name, (prompt, output, arrival) in lengths.items()
+    ]
+    _, expected = served(world, requests)
+    each, mine = replicas_of(world, 2), (requests[:1], requests[1:])
+    found = on_ranks(2, lambda peers: served(each[peers.place.rank], mine[peers.place.rank], peers, run_ahead=ahead))
+    assert {name: tokens for _, answers in found for name, tokens in answers.items()} == expected

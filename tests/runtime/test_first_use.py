@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from capture_planner.conformance import Case, play, under_test
 from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
-from capture_planner.conformance.scene import VOCABULARY, Scene, Shape
-from capture_planner.modes import Reason
+from capture_planner.conformance.scene import VOCABULARY, Scene, Serve, Shape
+from capture_planner.modes import GraphMode, Reason
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
@@ -26,6 +27,7 @@ from capture_planner.runtime.launch import launch
 from capture_planner.runtime.plan_variants import all_at_start, without_graphs
 from capture_planner.runtime.runner import Runner
 from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner.runtime.serving.launching import StepLauncher
 from capture_planner.runtime.serving.workload import Request
 from support.launches import HERE, SPEC, CountingReference, ProgressRecord, registry_of, requests_of, started
 from support.runs import CPU
@@ -105,6 +107,17 @@ def test_a_graph_without_room_is_refused_and_the_report_says_why(memory):
     assert f"{report.lazy.untried} graphs not tried: nothing of capture.memory is left" in text or memory
     for done in refused:
         assert (f"{done.role.value}: {done.entry} did not fit into memory" in text) == done.tried
+
+
+@pytest.mark.parametrize("is_refilled", [True, False])
+def test_a_step_after_a_capture_fills_its_fields_again(monkeypatch, is_refilled):
+    """A graph that fills its own fields for the next step would go on from what the capture has written."""
+    if not is_refilled:
+        monkeypatch.setattr(StepLauncher, "fill_again", lambda self: None)
+    sizes = {"size_tokens": (4, 16), "size_reqs": (2, 4)}
+    scene = Scene(shape=SHAPE, mode=GraphMode.FULL_DECODE_ONLY, num_reqs=4, num_tokens=16, lazy=True, **sizes)
+    steps = (Serve(requests=((3, 6, 0),)), Serve(requests=((3, 6, 0), (3, 6, 0))))
+    assert (play(under_test("reference"), Case(scene=scene, steps=steps)).failure is None) == is_refilled
 
 
 @given(st.floats(0.01, 60), st.lists(st.tuples(st.floats(0, 100), st.floats(0, 30)), min_size=1, max_size=20))
