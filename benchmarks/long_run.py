@@ -79,7 +79,7 @@ def arrivals(hours: float, rate: float, seed: int) -> Iterator[tuple[float, int,
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return the bytes of the process that are in memory, and those of a GPU that are in use."""
+    """Return the resident memory of the process and the used memory of the GPU, in bytes."""
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     found = {"resident": pages * os.sysconf("SC_PAGE_SIZE")}
     if device.type == "cuda":

@@ -28,7 +28,7 @@ LAST_WORDS = 2.0
 """Seconds that a process whose main thread hangs has to show a report of what ran."""
 
 Make = Callable[[str], "RunReport | None"]
-"""Makes a report of what has run so far, given why it ends; None: nothing can be said."""
+"""Makes a report of what has run so far, given why it ends; None: no report can be made."""
 
 
 class PartialReport:
@@ -121,7 +121,7 @@ class RankCommand:
         except Exception as error:
             fault = str(error) if isinstance(error, RankError) else f"rank {self.me.rank} ended: {sentence(error)}"
             is_shown = partial_report.show(fault)
-            # Whatever is none of ours is shown as a traceback, after the report.
+            # An unexpected error is shown as a traceback, after the report.
             if not is_shown or not isinstance(error, CapturePlannerError):
                 raise
             say(str(error))

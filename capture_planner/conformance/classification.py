@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import numpy as np
@@ -12,6 +12,12 @@ from capture_planner.records.batch import batch_text
 from capture_planner.records.model import Speculative
 from capture_planner.runtime.execution.inputs import Array, ForwardStep
 from capture_planner.runtime.serving.states import AdmittedRequest
+from capture_planner.runtime.serving.workload import Request
+
+
+def requests_by_state(admitted: Iterable[AdmittedRequest]) -> dict[int, Request]:
+    """Return the requests by the index of their state, as ``idx_mapping`` names them."""
+    return {each.state_index: each.request for each in admitted}
 
 
 def check_classified(
@@ -26,7 +32,7 @@ def check_classified(
     :param computed: ``int64[states]``: the tokens of each request that were computed before; None: neither they nor
         lengths are compared.
     """
-    requests = {each.state_index: each.request for each in admitted}
+    requests = requests_by_state(admitted)
     inputs, batch = step.inputs, step.batch
     counts, places = np.diff(inputs.query_start_loc), inputs.idx_mapping.tolist()
     first = inputs.positions[np.minimum(inputs.query_start_loc[:-1], len(inputs.positions) - 1)]

@@ -80,7 +80,7 @@ def scenes(
     decodes = num_reqs * width
     tight, roomy = st.integers(max(num_reqs, width), 24 + num_reqs), st.integers(decodes, decodes + 8)
     num_tokens = draw(roomy if is_large else st.one_of(tight, roomy))
-    # The default policy has a graph for each number of requests, so that there are some to capture on first use.
+    # The default policy plans a graph for each number of requests, most of which a lazy plan captures on first use.
     explicit = draw(st.integers(0, 3)) > 0 if not drawn.get("lazy") else draw(st.booleans())
     explicit |= is_large
     # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.

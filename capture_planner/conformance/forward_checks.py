@@ -147,13 +147,13 @@ def check_serving(stage: Stage, step: Serve) -> None:
     fitting = [request for request in requests if request.length <= longest]
     if fitting:
         recorded, ran = len(stage.runner.session.forwards), Counter(stage.watch.ran)
-        stage.watch.served.clear()
+        noted = len(stage.watch.served)
         tokens = {served.name: served.tokens for served in stage.runner.serve(fitting)}
         _check_counted(stage, recorded, ran)
         for request in fitting:
             _check_tokens(stage, request, tokens[request.name])
         whole = {request.name: (*request.prompt, *tokens[request.name]) for request in fitting}
-        check_served_drafts(stage.scene.drafter, stage.watch.served, whole)
+        check_served_drafts(stage.scene.drafter, stage.watch.served[noted:], whole)
     stage.world.refresh()
 
 

@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 import torch
 
+from capture_planner.conformance.classification import requests_by_state
 from capture_planner.conformance.draft_scheme import DraftScheme
 from capture_planner.conformance.failure import Check
 from capture_planner.modes import Role
@@ -45,8 +46,8 @@ class Proposal:
 
 
 def rows_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) -> Iterator[StepRows]:
-    """Yield the rows of each request of a target's or a draft prefill's step; ``values`` are those of its fields."""
-    requests = {each.state_index: each.request for each in serving.scheduler.unfinished}
+    """Yield the rows of each request in a step of the target or the draft prefill; ``values`` holds its fields."""
+    requests = requests_by_state(serving.scheduler.unfinished)
     starts, positions, ids = (values[name] for name in ("query_start_loc", "positions", "input_ids"))
     for row, place in enumerate(values["idx_mapping"][: step.real.reqs].tolist()):
         start, end = starts[row : row + 2].tolist()
@@ -66,10 +67,10 @@ def rows_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) ->
 def proposals_of(
     step: ForwardStep, proposed: torch.Tensor, speculative: Speculative, serving: Serving
 ) -> Iterator[Proposal]:
-    """Yield the drafts of each request of a drafter's step that was run, of ``proposed int[states, K]`` those that the
-    schedule has for it.
+    """Yield the drafts of each request in a finished step of the drafter: those of ``proposed int[states, K]`` that its
+    schedule asks for.
     """
-    requests = {each.state_index: each.request for each in serving.scheduler.unfinished}
+    requests = requests_by_state(serving.scheduler.unfinished)
     places, made = step.inputs.idx_mapping.tolist(), speculative.draft_tokens(len(step.inputs.idx_mapping))
     for place, drafts in zip(places, proposed[places].tolist(), strict=True):
         yield Proposal(name=requests[place].name, tokens=tuple(drafts[:made]))
@@ -83,6 +84,7 @@ def check_served_drafts(
     :param events: in the order in which they happened.
     :param tokens: prompt and output of each request.
     """
+    given = {name: np.array(each) for name, each in tokens.items()}
     proposed: dict[str, Proposal] = {}
     verified: dict[str, StepRows] = {}
     for event in events:
@@ -93,7 +95,7 @@ def check_served_drafts(
             if event.is_decode:
                 _check_proposed(event, proposed[event.name])
         else:
-            _check_prefill(drafter, verified[event.name], event, np.array(tokens[event.name]))
+            _check_prefill(drafter, verified[event.name], event, given[event.name])
 
 
 def _check_proposed(target: StepRows, proposal: Proposal) -> None:

@@ -80,7 +80,7 @@ class Watch(ForwardObserver):
         self.padded = 0
         """Forwards of graphs that are larger than their batch."""
         self.served: list[StepRows | Proposal] = []
-        """What was verified and proposed while requests were served with drafts, in order, since it was cleared."""
+        """What was verified and proposed while requests were served with drafts, in order."""
         self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
         self._graphs = graphs

@@ -17,26 +17,26 @@ from capture_planner.runtime.ranks.record import RankRecord, VectorCount
 from capture_planner.runtime.session import RunReport
 
 JOINT = frozenset({"run", "ranks", "acceptance", "latency"})
-"""Sections whose numbers are of all replicas, once the ranks have told theirs."""
+"""Sections whose numbers cover all replicas, once the report has the other ranks."""
 
 
 def has_replicas(report: RunReport) -> bool:
-    """Whether several replicas ran: forwards and steps are then counted on the first rank alone."""
+    """Return whether several replicas ran. Forwards and steps are then counted on the first rank only."""
     return report.plan.parallel.data > 1
 
 
 def of_first_rank(report: RunReport) -> str:
-    """Return what is said after a number of the first rank alone: nothing where there is one replica."""
+    """Return the suffix of a number that covers the first rank only; empty for one replica."""
     return " of rank 0" if has_replicas(report) else ""
 
 
 def requests_told(report: RunReport) -> str:
-    """Return how many requests are counted, and whose they are where other ranks have not told theirs."""
+    """Return the number of requests, with " of rank 0" while the report lacks the other ranks."""
     return counted(report.counts.requests, "request") + (of_first_rank(report) if report.ranks is None else "")
 
 
 def labelled(report: RunReport, section: Section) -> Section:
-    """Return a section whose title says so where its numbers are those of the first rank alone."""
+    """Return the section, with "(rank 0)" in its title if its numbers cover the first rank only."""
     if not has_replicas(report) or section.name in ({"run"} if report.ranks is None else JOINT):
         return section
     return attrs.evolve(section, title=f"{section.title} (rank 0)")

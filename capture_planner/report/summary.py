@@ -48,7 +48,7 @@ def nearest_rank(ordered: Sequence[float], percent: int) -> float:
 
 @attrs.frozen(kw_only=True)
 class CapturedKind:
-    """The captured graphs of one role and mode, of the start or of first uses."""
+    """The graphs of one role and mode that were captured at start, or on first use."""
 
     role: Role
     mode: GraphMode
@@ -193,7 +193,7 @@ class RunSummary:
     planned: int
     """Graphs that the plan wanted."""
     captured: tuple[CapturedKind, ...]
-    """All captured graphs: those of the start, then those of first uses."""
+    """All captured graphs: first those captured at start, then those captured on first use."""
     dropped: tuple[GraphCapture, ...]
     """Graphs that could not be captured."""
     accounts: Accounts | None

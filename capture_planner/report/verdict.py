@@ -65,8 +65,9 @@ def _change(report: RunReport, role: Role, reason: Reason) -> str:
     """Return what gives forwards of a role a graph."""
     if reason is Reason.MODE and report.plan.num_graphs and report.lazy is None and not report.captured:
         return _NO_GRAPHS
-    if reason is Reason.MEMORY and any(done.step is not None for done in _refused(report, role)):
-        at_start = any(done.step is None for done in _refused(report, role))
+    refused = _refused(report, role) if reason is Reason.MEMORY else []
+    if any(done.step is not None for done in refused):
+        at_start = any(done.step is None for done in refused)
         return f"{_LATE_MEMORY}, and {_CHANGES[reason]}" if at_start else _LATE_MEMORY
     return _CHANGES.get(reason, _EXPLAIN)
 

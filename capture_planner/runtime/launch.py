@@ -44,7 +44,7 @@ from capture_planner.runtime.verification.record import OutputCheck
 from capture_planner.runtime.verification.rows import RowKeeper
 
 Offer = Callable[[Callable[[str], RunReport | None]], None]
-"""Takes what makes a report of what has run so far, from the fault that ended it; None: nothing can be said."""
+"""Takes what makes a report of what has run so far, from the fault that ended it; None: no report can be made."""
 
 
 class Progress(Protocol):

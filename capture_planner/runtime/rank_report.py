@@ -29,16 +29,16 @@ Words = Mapping[str, Any]
 def with_ranks(report: RunReport, session: Session, peers: Peers) -> RunReport:
     """Return the report with the rows of all ranks and the requests of all replicas: on the first rank, else as it is.
 
-    Requests and drafts are summed over the replicas. Forwards and steps stay those of the first rank: replicas run
-    them together.
+    Requests and drafts are summed over the replicas. Forwards and steps are the first rank's, because replicas run them
+    together.
     """
-    place, tally = peers.place, copy.deepcopy(report.counts)
+    place, counts = peers.place, report.counts
     if place.size == 1:
         return report
     words: dict[str, Plain] = {
         "host": place.host,
-        **{name: getattr(tally, name) for name in ROW},
-        "requests": tally.request_counts,
+        **{name: getattr(counts, name) for name in ROW},
+        "requests": counts.request_counts,
         "otherwise": report.otherwise,
         "seconds": report.serve_seconds,
         "agreed": [round(step.seconds, 7) for step in session.rank_steps],
@@ -51,6 +51,7 @@ def with_ranks(report: RunReport, session: Session, peers: Peers) -> RunReport:
     heard = {rank: cast("Words", each) for rank, each in enumerate(told) if each is not None}
     replicas = [words for words in heard.values() if words["served"] is not None]
     served = [_request(each) for words in replicas for each in words["served"]]
+    tally = copy.deepcopy(counts)
     for other in replicas:
         tally.add_request_counts(other["requests"])
     return attrs.evolve(

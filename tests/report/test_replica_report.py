@@ -39,7 +39,7 @@ def test_numbers_of_the_first_rank_are_said_to_be_its(report):
 
 @given(replica_reports(), st.sampled_from(("", "capture", "serving")), st.sampled_from(("", "rank 1 died")))
 def test_a_stopped_run_says_in_what_and_whose_requests_it_counts(report, stage, fault):
-    """Those of the first rank, where the others have not told theirs."""
+    """Numbers of the first rank are labelled while the report lacks the other ranks."""
     report = attrs.evolve(report, interrupted=True, stage=stage, fault=fault)
     text = alert(report, summary(report))
     kind = "STOPPED" if fault else "INTERRUPTED"
@@ -50,7 +50,7 @@ def test_a_stopped_run_says_in_what_and_whose_requests_it_counts(report, stage, 
 
 @given(replica_reports())
 def test_requests_wait_for_the_places_of_all_that_they_are_counted_of(report):
-    """Of all replicas, or of the first where the others have not told theirs."""
+    """Places of all replicas, or of the first while the report lacks the other ranks."""
     waited = RequestResult(
         name="r", prompt_tokens=1, output_tokens=0, first_token=None, finished=None, waited_for=Wait.PLACES
     )

@@ -34,7 +34,7 @@ def test_percentiles_are_those_of_all_values_within_the_bound(values, most, time
 
 @given(st.lists(VALUES, max_size=4), st.sampled_from((0, 3, 100)))
 def test_distributions_add_up_to_that_of_all_values(parts, most):
-    """Also as JSON brings them: percentiles are those of one distribution, exact where its are."""
+    """Sent as JSON, percentiles equal those of one distribution, and are exact where its own are."""
     found = Distribution(most)
     for part in parts:
         each = Distribution.of(part, most)

@@ -46,7 +46,7 @@ def test_counts_are_of_all_rows_however_few_are_kept(report, most):
 
 @given(st.lists(ledgers.reports(), min_size=1, max_size=3))
 def test_counts_of_replicas_are_those_of_all_their_requests(reports):
-    """As JSON brings them: who waited, times and drafts are those of one tally that saw everything."""
+    """Sent as JSON, waits, times and drafts equal those of one tally that saw everything."""
     first, *others = (Tally.of((), each.steps, each.served) for each in reports)
     for each in others:
         first.add_request_counts(json.loads(json.dumps(each.request_counts)))
