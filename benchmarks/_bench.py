@@ -25,21 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CONSOLE = Console()
 
-_PACKAGES = (
-    "capture-planner",
-    "attrs",
-    "cattrs",
-    "pluggy",
-    "ruamel.yaml",
-    "rich",
-    "hypothesis",
-    "torch",
-    "triton",
-    "transformers",
-    "flash-attn-4",
-    "flashinfer-python",
-    "vllm",
-)
+_OWN = ("capture-planner", "attrs", "cattrs", "pluggy", "ruamel.yaml", "rich", "hypothesis")
+_PACKAGES = (*_OWN, "torch", "triton", "transformers", "flash-attn-4", "flashinfer-python", "vllm", "sglang")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -83,6 +70,14 @@ def finish(arguments: argparse.Namespace, results: dict[str, Any], name: str | N
     text = json.dumps({"provenance": provenance(), **results}, indent=2) + "\n"
     target.write_text(_without_folders(text), encoding="utf-8")
     CONSOLE.print(f"written to {target.name}")
+
+
+def conclude(arguments: argparse.Namespace, results: dict[str, Any], targets: dict[str, bool]) -> int:
+    """Print each target, write the results with them, and return the exit code: 1 where a target is missed."""
+    for target, holds in targets.items():
+        CONSOLE.print(f"{target}: {verdict(holds)}")
+    finish(arguments, {**results, "targets": targets})
+    return 0 if targets and all(targets.values()) else 1
 
 
 def _without_folders(text: str) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 
 import attrs
 import torch
-from _logits import Watching
-from _qwen3 import DRAFT_VOCABULARY, shape, write_config
+from _model_configs import DRAFT_VOCABULARY, small_model, write_small_config
 
 from capture_planner import load_backends
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Role
@@ -23,17 +22,18 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.compilation.forwards import Compilation
-from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.models.protocols import TargetModel
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Request, generated
-from capture_planner.runtime.session import Session
+from capture_planner_runner.compilation.forwards import Compilation
+from capture_planner_runner.execution.role import ForwardObserver
+from capture_planner_runner.graphs.graph import Grapher
+from capture_planner_runner.host import this_environment
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.models.protocols import TargetModel
+from capture_planner_runner.options import Options
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import Request, generated
+from capture_planner_runner.session import Session
 
 DRAFTS = (0, 1, 2, 3, 5, 7)
 MODES = (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY)
@@ -176,7 +176,7 @@ def small(case: Case, k: int) -> Spec:
 def qwen(case: Case, k: int) -> Spec:
     """Return a spec of Qwen3-0.6B's shape: a few sizes, whole graphs and piecewise ones."""
     return Spec(
-        model=shape(max_model_len=512, dtype=case.dtypes[-1]),
+        model=small_model(max_model_len=512, dtype=case.dtypes[-1]),
         limits=Limits(max_num_reqs=8, max_num_tokens=128),
         mode=GraphMode.FULL_AND_PIECEWISE,
         backend=case.backend,
@@ -190,9 +190,9 @@ def qwen(case: Case, k: int) -> Spec:
 @functools.lru_cache(maxsize=2)
 def _large(dtype: DataType, device: torch.device) -> TargetModel:
     """Return the 0.6B model with random weights; the last ones are kept, as they take seconds."""
-    model = shape(max_model_len=512, dtype=dtype)
+    model = small_model(max_model_len=512, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
-        write_config(model, Path(folder))
+        write_small_config(Path(folder))
         return load_target(Path(folder), model, device=device, dtype=getattr(torch, dtype.value))
 
 
@@ -216,8 +216,10 @@ class Deployment:
     device: torch.device
     grapher: Grapher
 
-    def serve(self, plan: Plan, answers: Answers | None = None, *, watch: bool = False, **options: Any) -> Run:
-        """Serve all requests by a plan; ``watch`` keeps what the target's forwards left.
+    def serve(
+        self, plan: Plan, answers: Answers | None = None, *, observer: ForwardObserver | None = None, **options: Any
+    ) -> Run:
+        """Serve all requests by a plan; ``observer`` sees its forwards.
 
         Bodies are not compiled unless ``options`` say so, since each tiny model would take seconds.
         """
@@ -231,7 +233,6 @@ class Deployment:
                 length=plan.model.max_model_len + plan.speculative.num_tokens + 1,
                 seed=self.seed,
             )
-        watching = Watching() if watch else None
         runner = Runner(
             plan,
             self.target,
@@ -241,19 +242,18 @@ class Deployment:
             pages=self.pages,
             device=self.device,
             options=Options(**{"compile": False} | options),
-            observer=watching,
+            observer=observer,
             compilation=_compilation(id(self.target)),
         )
         with runner:
             runner.capture()
             served = runner.serve(self.requests, answers=answers)
-            pools = {id(role.pool): role.pool for role in runner.parts.roles.values() if role.pool}
+            pools = {id(role.graphs.pool): role.graphs.pool for role in runner.roles.values() if role.graphs.pool}
             return Run(
                 tokens={done.name: done.tokens for done in served},
                 session=runner.session,
                 pool_bytes=sum(pool.memory for pool in pools.values()),
                 ahead=runner.policy.run_ahead,
-                watching=watching,
                 not_compiled=tuple(runner.compilation.not_compiled),
             )
 
@@ -267,7 +267,6 @@ class Run:
     pool_bytes: int
     ahead: bool
     """Whether steps were launched before the tokens of the one before were read."""
-    watching: Watching | None
     not_compiled: tuple[str, ...] = ()
     """Of compiled bodies, what could not be."""
 

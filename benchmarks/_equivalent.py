@@ -50,6 +50,7 @@ RULES: dict[str, Rules] = {
         ("round(time(size) * 1_000_000)", r"\* +(999999|1000001)", "a unit of time: ratios are compared"),
     ),
     "planning/sizing/budget": (
+        ("pair[0].kind is kind", r"pair\[ ?-?1\]\.kind", "a ladder is of the same kind before and after"),
         (
             "-(ladder.query_len or 0)",
             r"or +-?1\)",
@@ -94,12 +95,7 @@ RULES: dict[str, Rules] = {
         ("attrs.field(factory=list, init=False)", r"init=True", _BY_NAME),
         ("while len(self._tops) < number:", r"\) <= number", "one more row is computed, and not read"),
     ),
-    "planning/sizing/allocation": (
-        (
-            "if lowest == group.problem.every_size:",
-            r"lowest (is|<=|<|>) ",
-            "it ends a search in which nothing better is left",
-        ),
+    "planning/measured/allocation": (
         ("_Allocation(0, 0, ()", r"_Allocation\((\s*-?1, 0|0,\s*-?1),", "a constant in all sums that are compared"),
         ("left: tuple[int, ...] = attrs.field(order=False)", r"order=True", "orders states that are equal in all else"),
         (
@@ -107,19 +103,6 @@ RULES: dict[str, Rules] = {
             r"left (<<|\+|\|) need",
             "a choice that leaves too little for the later groups is no choice there",
         ),
-        (
-            "yield from fitting[-1:]",
-            r"fitting\[(- ?0|not 1):",
-            "more of the pools are tried, and larger ones cost no less",
-        ),
-    ),
-    "planning/sizing/worst": (
-        (
-            "fewest = chosen(Fraction(longest + 1))",
-            r"longest (\||<<) 1|longest \+ +[02]",
-            "no ratio is above the longest time",
-        ),
-        ("default=1)", r"default= ?-?[02]\)", "without groups nothing is chosen"),
         (
             "Fraction(1, longest**2 + 1)",
             r"longest\*\*2 (\*|//|\*\*|\||<<|\^|-) 1|longest\*\*2 \+ +[02]|longest\*\* ?3",
@@ -132,9 +115,6 @@ RULES: dict[str, Rules] = {
         (" is not _FULL", r" < _FULL", _SORTS_LAST),
         (" is _NONE", r"<= _NONE", _SORTS_FIRST),
     ),
-    "planning/price": (
-        ("pair[0].kind is kind", r"pair\[ ?-?1\]\.kind", "a ladder is of the same kind before and after"),
-    ),
     "planning/planner": (
         (
             "100 * groups + 10 * decisions",
@@ -143,10 +123,10 @@ RULES: dict[str, Rules] = {
         ),
         ("100 * groups + 10 * decisions", r"groups // 10", "an estimate, to be far from what a file may have"),
     ),
-    "planning/demand": (
+    "planning/measured/teams": (
         ("if each.role is ladder.role)", r"each\.role <= ladder", "roles come in order, and the first sorts last"),
     ),
-    "planning/coverage": (
+    "planning/measured/search": (
         ("bound.limit < 0 for bound", r"limit <= 0", "to waive what takes of no bound saves nothing"),
         ("MOST_LISTED = 1 << 16", r"MOST_LISTED = .*", "after how many sets a search stops, and says so"),
         ("MOST_SETS = 1024", r"MOST_SETS = +102[35]", "after how many sets a search stops, and says so"),
@@ -170,9 +150,10 @@ RULES: dict[str, Rules] = {
         ),
         ("query_len or 0,", r"query_len and 0,", "nothing is left to order where all others are equal"),
     ),
-    "planning/draft_lengths": (("self._at = 0", r"self\._at = +1", "at the first size there is one line"),),
-    "planning/measured": (("if any(len(team) > 1 for", r"\) != 1", "no team is empty"),),
-    "planning/steps": (("return batches[-1]", r"\[\+1\]", "reached only where a sum of floats is short of all steps"),),
+    "planning/measured/choice": (("if any(len(team) > 1 and", r"\) != 1", "no team is empty"),),
+    "planning/measured/steps": (
+        ("return items[-1][0]", r"\[\+1\]", "reached only where a sum of floats is short of all steps"),
+    ),
     "dispatch/dispatcher": (
         (
             "entry.num_tokens // query_len)",
@@ -188,11 +169,11 @@ RULES: dict[str, Rules] = {
         ("_CACHE_SIZE = 1 << 16", r"_CACHE_SIZE = .*", "how many answers are kept"),
         ("self._cached = 1", r"_cached = +[02]", "how many answers are kept"),
     ),
-    "runtime/execution/fields": (
+    "execution/fields": (
         ('.device.type == "cpu"', r'type <= "cpu"', "no device sorts below cpu"),
         ("@attrs.define(eq=False)", r"eq=True", "buffers are never compared"),
     ),
-    "runtime/execution/fused": (
+    "execution/fused": (
         ("rows * (_COLUMNS * 8 + _ALIGNMENT)", r"_COLUMNS << 8", "more room than is written"),
         ("tl.arange(0, block)", r"first (\||\^) tl", "the first place is a multiple of the block"),
         ("if pinned", r"if not pinned", _DEVICE),
@@ -203,52 +184,19 @@ RULES: dict[str, Rules] = {
         ("self._launch(1, rows)", r".", _DEVICE),
         ("with nothing_collected(), torch.cuda.stream(stream):", r".", _DEVICE),
     ),
-    "conformance/adapter_rows": (
-        ('name="tiny", num_layers=1', r".", _DEPLOYMENT),
-        ("max_model_len=32", r".", _DEPLOYMENT),
-        ("LIMITS = Limits(max_num_reqs=4, max_num_tokens=24)", r".", _DEPLOYMENT),
-        ("NUM_ADAPTERS = 3", r"NUM_ADAPTERS = +[24]", _DEPLOYMENT),
-        ("num_reqs=(2, 4), num_tokens=(8, 24)", r".", _DEPLOYMENT),
-        ("workloads: int = 30", r"= +(29|31)", "how many workloads are tried where the caller does not say"),
-        ("load_target(None, MODEL", r"seed= +[02]", _DEPLOYMENT),
-        ("random_adapters(target.linears()", r"seed= +[13]", _DEPLOYMENT),
-        ("PageFormat(page_size=4, num_pages=", r".", _DEPLOYMENT),
-        ("choose_drafter(", r"num_states= +[35]|length= +(39|41)", _DEPLOYMENT),
-        ("min_size=2, max_size=8", r"min_size= +[13]|max_size= +[79]", _DEPLOYMENT),
-        ("st.integers(0, 60)", r"(59|61)", _DEPLOYMENT),
-        ("draw(st.sampled_from((1, 1, 1, 2, 5)))", r".", _DEPLOYMENT),
-    ),
     "conformance/audit": (
         (
-            "with Stage(subject, cases[0].scene)",
+            "with subject.stage(subject, cases[0].scene)",
             r"cases\[ ?-?1\]",
             "the scenes differ in their mode, not in their fields",
         ),
         ("_cases(shapes[0], seed)", r"shapes\[ ?-?1\]", "a shape to audit with: another is as good"),
     ),
-    "conformance/canaries": (
+    "conformance/memory": (
         ("@attrs.frozen(eq=False)", r"eq=True", "snapshots are never compared"),
         ("LARGEST = 1 << 20", r"LARGEST = .*", "between an output and a workspace, which differ by more"),
-    ),
-    "conformance/classification": (
-        ("(counts == counts[0]).all()", r"counts\[ ?-1\]\)", "where all are alike, the last is the first"),
-    ),
-    "conformance/capture_attack": (("self._breaks = 0", r"_breaks = +-?1$", "each session sets it"),),
-    "conformance/declaration_checks": (
-        ("scene = Scene(shape=shape, drafts=2", r".", _DEPLOYMENT),
-        ("Attention.of(plan, role.role, layers=1", r"layers= +[02]", _DEPLOYMENT),
-    ),
-    "conformance/garbage": (("if turn == 2:", r"turn >= 2", "a remainder of three"),),
-    "conformance/private": (("elif depth > 1:", r"depth != 1", "it is never less"),),
-    "conformance/reference_dispatch": (
-        ("1 if entry.max_query_len is not None else 2", r"else +3", "the last of three in either order"),
-    ),
-    "conformance/rank_agreement": (
-        ("vectors: int = 300", r"= +(299|301)", "how many vectors are tried where the caller does not say"),
-        ("memory=1 << 34", r".", _DEPLOYMENT),
-        ('Model(name="m", num_layers=2', r".", _DEPLOYMENT),
-        ("if len(entries) > 1:", r"\) != 1", "there is at least one rank"),
-        ("answer.dispatch.reason for answer in answers}) > 1:", r"\) != 1", "there is at least one rank"),
+        ("if turn == 2:", r"turn >= 2", "a remainder of three"),
+        ("elif depth > 1:", r"depth != 1", "it is never less"),
     ),
     "conformance/scene_batch": (("found = RequestStates(", r".", "how long the arrays are: no less than is written"),),
     "conformance/shapes": (
@@ -262,6 +210,7 @@ RULES: dict[str, Rules] = {
         ("elif buffer.field.axis is not Axis.REQUEST_PLUS_ONE:", r".", _ON_DEVICE),
     ),
     "conformance/watch": (
+        ("self._breaks = 0", r"_breaks = +-?1$", "each session sets it"),
         ("self.largest = (0, 0)", r"\( ?-1, 0\)|\(0, +-?1\)", "a batch has at least one request"),
         ("self.longest, self.pages = 0, 0", r"-1", "a forward has a request"),
     ),

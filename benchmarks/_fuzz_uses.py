@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 from _bench import ROOT, shipped_environments, shipped_specs
-from fuzz_mutations import Corpus, document
+from _fuzz_documents import Corpus, document
 
 from capture_planner import codec
 from capture_planner.analysis.lint import lint
@@ -126,10 +126,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     _STATE[:] = [State(arguments, corpus, list(specs.values()), list(environments.values()), backends)]
     # First-use costs are not a document's.
     lint(codec.loads(corpus.plan[0], Plan))
-    if sys.platform == "linux":
-        guard = memory("VmSize") + 2048 * MEBI
-        resource.setrlimit(resource.RLIMIT_AS, (guard, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.signal(signal.SIGPROF, _overdue)
+    limit(2048)
     gc.collect()
     gc.freeze()  # what every worker keeps is not looked at again before each document
 
@@ -139,8 +136,16 @@ def corpus() -> Corpus:
     return _STATE[0].corpus
 
 
-def _overdue(_: int, __: Any) -> None:
-    raise HangError
+def limit(mebibytes: int) -> None:
+    """Let this process grow by so much, and its timer stop what takes too long."""
+
+    def overdue(_: int, __: Any) -> None:
+        raise HangError
+
+    if sys.platform == "linux":
+        guard = memory("VmSize") + mebibytes * MEBI
+        resource.setrlimit(resource.RLIMIT_AS, (guard, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.signal(signal.SIGPROF, overdue)
 
 
 def memory(field: str) -> int:
@@ -191,31 +196,42 @@ def _timed(state: State, kind: str, made_by: str, data: bytes, index: int) -> Ou
     gc.collect()
     reset_peak()
     before = memory("VmRSS")
-    signal.setitimer(signal.ITIMER_PROF, state.arguments.hang)
+    guarded(
+        outcome,
+        state.arguments.hang,
+        lambda: _through(state, outcome, data, random.Random(f"use:{state.arguments.seed}:{index}")),
+    )
+    outcome.rss = max(memory("VmHWM") - before, 0)
+    return outcome
+
+
+def guarded(outcome: Outcome, hang: float, use: Callable[[], None]) -> None:
+    """Use an input, and note how that ended where it must not have.
+
+    :param hang: processor seconds after which it is stopped.
+    """
+    signal.setitimer(signal.ITIMER_PROF, hang)
     start = time.process_time()
     try:
-        _through(state, outcome, data, random.Random(f"use:{state.arguments.seed}:{index}"))
+        use()
     except HangError:
         outcome.outcome = "hung"
-        outcome.violations.append(f"stopped after {state.arguments.hang:g} s, in {_last(outcome)}")
+        outcome.violations.append(f"stopped after {hang:g} s, in {_last(outcome)}")
     except MemoryError:
         outcome.outcome = "out of memory"
         outcome.violations.append(f"out of memory under the guard, after {_last(outcome)}")
     except BrokenLawError as error:
         outcome.outcome = "broke a law"
         outcome.violations.append(str(error))
-    except Exception as error:
+    except BaseException as error:  # a plugin may raise what is no Exception
         outcome.outcome = "traceback"
         frames = traceback.extract_tb(error.__traceback__)
         place = next((f for f in reversed(frames) if "capture_planner" in f.filename), frames[-1])
-        outcome.violations.append(
-            f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno} {place.name}: {str(error)[:200]}"
-        )
+        at = f"{Path(place.filename).name}:{place.lineno} {place.name}"
+        outcome.violations.append(f"{type(error).__name__} in {at}: {ascii(error)[:200]}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         outcome.cpu = time.process_time() - start
-    outcome.rss = max(memory("VmHWM") - before, 0)
-    return outcome
 
 
 def _last(outcome: Outcome) -> str:

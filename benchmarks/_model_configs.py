@@ -1,4 +1,4 @@
-"""The config.json of models with random weights: shapes of Qwen3, dense and of experts, each with an EAGLE-3 head."""
+"""Models with random weights: shapes of Qwen3, dense and of experts, each with an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from capture_planner.records.model import DataType, Model
+
+DRAFT_VOCABULARY = 32000
+"""What published EAGLE-3 heads of Qwen3 have."""
+
+RATES = (0.69, 0.48, 0.33)
+"""Synthetic acceptance of drafts 0 to 2: 2.5 tokens a step."""
 
 _ATTENTION: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -41,7 +49,7 @@ def drafter_of(shape: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "draft_vocab_size": 32000,
+        "draft_vocab_size": DRAFT_VOCABULARY,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
@@ -86,3 +94,47 @@ def write_configs(folder: Path) -> None:
     for name, config in CONFIGS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1), "utf-8")
+
+
+def write_adapters(folder: Path, config: Mapping[str, Any], number: int) -> list[Path]:
+    """Write LoRA adapters of rank 8 for the queries of each layer, in the format of PEFT, and return their folders."""
+    import torch
+    from safetensors.torch import save_file
+
+    width = config["num_attention_heads"] * config["head_dim"]
+    folders = []
+    for index in range(number):
+        target = folder / f"adapter-{index}"
+        target.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight": torch.full(shape, 1e-3)
+            for layer in range(config["num_hidden_layers"])
+            for part, shape in (("A", (8, config["hidden_size"])), ("B", (width, 8)))
+        }
+        save_file(tensors, str(target / "adapter_model.safetensors"))
+        facts = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
+        (target / "adapter_config.json").write_text(json.dumps(facts), "utf-8")
+        folders.append(target)
+    return folders
+
+
+def small_model(*, max_model_len: int, dtype: DataType = DataType.BFLOAT16) -> Model:
+    """Return the shape of Qwen3-0.6B as a spec has it, for sequences of at most ``max_model_len`` tokens."""
+    return Model(
+        name="Qwen3-0.6B shape",
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        hidden_size=1024,
+        vocab_size=151936,
+        max_model_len=max_model_len,
+        dtype=dtype,
+    )
+
+
+def write_small_config(folder: Path) -> None:
+    """Write transformers' configuration of that shape, with the defaults of its library."""
+    from transformers import Qwen3Config
+
+    Qwen3Config(**_SMALL, num_hidden_layers=28, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)

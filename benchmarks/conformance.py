@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,9 @@ from typing import Any
 import torch
 from _bench import CONSOLE, finish, parser, table
 from _deployments import CASES, Case, environment, missing
-from _gpus import only, visible
 
-from capture_planner.conformance import (
+from capture_planner.report.plain import plain
+from capture_planner_runner.conformance import (
     Log,
     Scene,
     SearchProfile,
@@ -45,15 +47,39 @@ from capture_planner.conformance import (
     under_test,
     usable_shapes,
 )
-from capture_planner.conformance.audit import audit
-from capture_planner.conformance.draft_scheme import DraftScheme
-from capture_planner.conformance.scene import Arrive, RunBatch
-from capture_planner.conformance.shapes import KERNELS
-from capture_planner.conformance.steps import run_step
-from capture_planner.conformance.suite import DRAFTS, THOROUGH
-from capture_planner.report.conformance_record import Conformance
-from capture_planner.report.plain import plain
-from capture_planner.runtime.host import facts
+from capture_planner_runner.conformance.audit import audit
+from capture_planner_runner.conformance.scene import Arrive, DraftScheme, RunBatch
+from capture_planner_runner.conformance.shapes import KERNELS
+from capture_planner_runner.conformance.steps import run_step
+from capture_planner_runner.conformance.suite import DRAFTS, THOROUGH
+from capture_planner_runner.host import facts
+from capture_planner_runner.report.conformance import Conformance
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible() -> tuple[str, ...]:
+    """Return the devices that this process sees, as the environment names them; none without a GPU."""
+    names = os.environ.get(VISIBLE)
+    if names is not None:
+        return tuple(name.strip() for name in names.split(",") if name.strip())
+    return tuple(map(str, range(torch.cuda.device_count())))
+
+
+@contextmanager
+def only(device: str | None) -> Iterator[None]:
+    """Let processes that are started meanwhile see one device; None: all of them."""
+    before = os.environ.get(VISIBLE)
+    if device is not None:
+        os.environ[VISIBLE] = device
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VISIBLE, None)
+        else:
+            os.environ[VISIBLE] = before
+
 
 Data = dict[str, Any]
 PORTION = 20

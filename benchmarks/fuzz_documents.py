@@ -27,8 +27,8 @@ from pathlib import Path
 
 import attrs
 from _bench import CONSOLE, finish, parser, table, verdict
+from _fuzz_documents import KINDS, document
 from _fuzz_uses import Outcome, check, corpus, prepare
-from fuzz_mutations import KINDS, document
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from capture_planner.plugins import registry
@@ -56,33 +56,39 @@ def options(doc: str | None, kinds: Sequence[str]) -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run the campaign."""
-    arguments = options(__doc__, KINDS).parse_args()
-    choose_seed(arguments)
     registry.load_backends()  # a worker that cannot start would be started again for ever
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as arguments.folder:
-        if arguments.only is not None:
-            return _one(arguments)
-        started = time.perf_counter()
-        outcomes = campaign(arguments, prepare, check)
-    return report(arguments, outcomes, time.perf_counter() - started)
+    return run(options(__doc__, KINDS).parse_args(), prepare, check, _show)
 
 
-def choose_seed(arguments: argparse.Namespace) -> None:
-    """Show the seed, chosen where none was given."""
+def run(
+    arguments: argparse.Namespace,
+    prepare: Callable[[argparse.Namespace], None],
+    check: Callable[[int], Outcome],
+    show: Callable[[argparse.Namespace], None] = lambda arguments: None,
+) -> int:
+    """Run a campaign, or with ``--only`` one input; return the exit code.
+
+    :param show: shows that input before it is used.
+    """
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(1 << 32)
     CONSOLE.print(f"seed {arguments.seed}")
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as arguments.folder:
+        if arguments.only is None:
+            started = time.perf_counter()
+            return report(arguments, campaign(arguments, prepare, check), time.perf_counter() - started)
+        prepare(arguments)
+        show(arguments)
+        outcome = check(arguments.only)
+        CONSOLE.print(attrs.asdict(outcome), markup=False)
+        return 1 if outcome.violations else 0
 
 
-def _one(arguments: argparse.Namespace) -> int:
-    prepare(arguments)
+def _show(arguments: argparse.Namespace) -> None:
     source = document(corpus(), arguments.seed, arguments.only, arguments.only_kind)
     if arguments.save is not None:
         arguments.save.write_bytes(source.data)
-    outcome = check(arguments.only)
     CONSOLE.print(source.data[:4000].decode("utf-8", "replace"), markup=False, highlight=False)
-    CONSOLE.print(attrs.asdict(outcome))
-    return 1 if outcome.violations else 0
 
 
 def campaign(

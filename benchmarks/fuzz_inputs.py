@@ -16,28 +16,23 @@ import io
 import os
 import random
 import re
-import resource
 import shutil
-import signal
 import site
 import sys
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _fuzz_folders as folders
 import _fuzz_inputs as make
 import attrs
 import safetensors.torch
 import torch
-from _bench import CONSOLE, ROOT
-from _fuzz_uses import MEBI, BrokenLawError, HangError, Outcome, memory
-from fuzz_documents import campaign, choose_seed, options, report
+from _bench import ROOT
+from _fuzz_uses import BrokenLawError, Outcome, guarded, limit, memory
+from fuzz_documents import options, run
 
 from capture_planner import cli, codec
 from capture_planner.codec.shipped import find_environment
@@ -51,23 +46,23 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Spec
-from capture_planner.report.backends import backend_support
-from capture_planner.runtime.models.eagle import load_drafter
-from capture_planner.runtime.models.huggingface import HuggingFaceModel, load_target
-from capture_planner.runtime.serving.workload import from_prompts, from_trace
+from capture_planner.report.plans import backend_support
+from capture_planner_runner.models.eagle import load_drafter
+from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target
+from capture_planner_runner.serving.workload import from_prompts, from_trace
 
 KINDS = ("folder", "plugin", "trace", "prompts", "text", "output")
 WEIGHTS = (6, 4, 3, 3, 2, 2)
 
 SHAPE = Model(
     name="tiny",
-    num_layers=folders.NUMBERS["num_hidden_layers"],
-    num_heads=folders.NUMBERS["num_attention_heads"],
-    num_kv_heads=folders.NUMBERS["num_key_value_heads"],
-    head_dim=folders.NUMBERS["head_dim"],
-    max_model_len=folders.NUMBERS["max_position_embeddings"],
-    hidden_size=folders.NUMBERS["hidden_size"],
-    vocab_size=folders.NUMBERS["vocab_size"],
+    num_layers=make.NUMBERS["num_hidden_layers"],
+    num_heads=make.NUMBERS["num_attention_heads"],
+    num_kv_heads=make.NUMBERS["num_key_value_heads"],
+    head_dim=make.NUMBERS["head_dim"],
+    max_model_len=make.NUMBERS["max_position_embeddings"],
+    hidden_size=make.NUMBERS["hidden_size"],
+    vocab_size=make.NUMBERS["vocab_size"],
     dtype=DataType.FLOAT32,
 )
 SPEC = Spec(model=SHAPE, limits=Limits(max_num_reqs=4, max_num_tokens=16), backend="reference")
@@ -77,15 +72,8 @@ PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socke
 # Folders that pip --target filled are on the path alone.
 _INSTALLED = [*site.getsitepackages(), *(each for each in sys.path if each and any(Path(each).glob("*.dist-info")))]
 _CODE = tuple({os.path.realpath(str(each)) for each in (ROOT, sys.prefix, sys.base_prefix, *_INSTALLED)})
-_SYSTEM = (
-    "/dev/null",
-    "/dev/full",
-    "/proc/self/",
-    f"/proc/{os.getpid()}/",
-    "/sys/",
-    "/etc/localtime",
-    "/usr/share/zoneinfo",
-)
+_DEVICES = ("/dev/null", "/dev/full", "/proc/self/", f"/proc/{os.getpid()}/", "/sys/")
+_SYSTEM = (*_DEVICES, "/etc/localtime", "/usr/share/zoneinfo")
 
 
 @attrs.define
@@ -116,7 +104,7 @@ class State:
     """What a worker keeps from input to input."""
 
     arguments: argparse.Namespace
-    checkpoints: folders.Checkpoints
+    checkpoints: make.Checkpoints
     environment: Environment
     target: HuggingFaceModel
     spec: str
@@ -134,7 +122,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     environment = find_environment("cpu")
     target = load_target(None, SHAPE, device=CPU, dtype=torch.float32)
     made = codec.dumps(plan(SPEC, environment, load_backends()))
-    _STATE[:] = [State(arguments, folders.Checkpoints.make(), environment, target, codec.dumps(SPEC), made)]
+    _STATE[:] = [State(arguments, make.Checkpoints.make(), environment, target, codec.dumps(SPEC), made)]
     reader: Any = safetensors.torch
     own = reader.safe_open
 
@@ -148,14 +136,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         with contextlib.suppress(Exception):
             _use(random.Random(index), kinds[index % len(kinds)], index, Outcome(index, "", "", 0))
     sys.addaudithook(WATCH.hook)
-    if sys.platform == "linux":
-        guard = memory("VmSize") + 4096 * MEBI
-        resource.setrlimit(resource.RLIMIT_AS, (guard, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.signal(signal.SIGPROF, _overdue)
-
-
-def _overdue(_: int, __: Any) -> None:
-    raise HangError
+    limit(4096)
 
 
 def check(index: int) -> Outcome:
@@ -164,26 +145,10 @@ def check(index: int) -> Outcome:
     rng = random.Random(f"input:{arguments.seed}:{index}")
     kind = arguments.only_kind or rng.choices(KINDS, WEIGHTS)[0]
     outcome = Outcome(index=index, kind=kind, made_by="", size=0)
-    before, start = memory("VmRSS"), time.process_time()
-    signal.setitimer(signal.ITIMER_PROF, arguments.hang)
-    try:
-        _use(rng, kind, index, outcome)
-    except HangError:
-        outcome.outcome = "hung"
-        outcome.violations.append(f"stopped after {arguments.hang:g} s")
-    except BrokenLawError as error:
-        outcome.outcome = "broke a law"
-        outcome.violations.append(str(error))
-    except BaseException as error:
-        outcome.outcome = "traceback"
-        frames = traceback.extract_tb(error.__traceback__)
-        place = next((f for f in reversed(frames) if "capture_planner" in f.filename), frames[-1])
-        at = f"{Path(place.filename).name}:{place.lineno} {place.name}"
-        outcome.violations.append(f"{type(error).__name__} in {at}: {ascii(error)[:200]}")
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    before = memory("VmRSS")
+    guarded(outcome, arguments.hang, lambda: _use(rng, kind, index, outcome))
     outcome.violations += dict.fromkeys(WATCH.seen)
-    outcome.cpu, outcome.rss = time.process_time() - start, max(memory("VmRSS") - before, 0)
+    outcome.rss = max(memory("VmRSS") - before, 0)
     outcome.stages = {kind: outcome.cpu}
     return outcome
 
@@ -222,7 +187,7 @@ def _refusal(use: Callable[[], object], outcome: Outcome) -> str:
 
 def _folder(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
     state = _STATE[0]
-    made = folders.model_folder(rng, folder, state.checkpoints)
+    made = make.model_folder(rng, folder, state.checkpoints)
     outcome.made_by = made.made_by
     dtype = rng.choice((None, torch.float32))
     method = Speculative(method=rng.choice(tuple(Method)), num_tokens=1)
@@ -350,17 +315,7 @@ _USES: dict[str, Callable[[random.Random, Path, int, Outcome], str]] = {
 
 def main() -> int:
     """Run the campaign."""
-    arguments = options(__doc__, KINDS).parse_args()
-    choose_seed(arguments)
-    with tempfile.TemporaryDirectory(prefix="fuzz-inputs-") as arguments.folder:
-        if arguments.only is not None:
-            prepare(arguments)
-            outcome = check(arguments.only)
-            CONSOLE.print(attrs.asdict(outcome), markup=False)
-            return 1 if outcome.violations else 0
-        started = time.perf_counter()
-        outcomes = campaign(arguments, prepare, check)
-    return report(arguments, outcomes, time.perf_counter() - started)
+    return run(options(__doc__, KINDS).parse_args(), prepare, check)
 
 
 if __name__ == "__main__":

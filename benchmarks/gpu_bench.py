@@ -17,27 +17,27 @@ from typing import Any
 import attrs
 import torch
 from _bench import CONSOLE, finish, parser
-from _qwen3 import DRAFT_VOCABULARY, shape, write_config
+from _model_configs import DRAFT_VOCABULARY, small_model, write_small_config
 
-from capture_planner.bench import Bench, BenchReport, measure, verdicts
-from capture_planner.bench.measure import default_load
-from capture_planner.bench.record import Throughput
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
+from capture_planner.plugins.profiler import Progress
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.report.bench import bench_report
 from capture_planner.report.page import page
 from capture_planner.report.plain import plain
 from capture_planner.report.terminal import tables
-from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.launch import Progress
+from capture_planner_runner.bench import Bench, BenchReport, measure, verdicts
+from capture_planner_runner.bench.measure import default_load
+from capture_planner_runner.bench.record import Throughput
+from capture_planner_runner.host import this_environment
+from capture_planner_runner.report.bench import bench_report
 
-MODEL = shape(max_model_len=1024)
+MODEL = small_model(max_model_len=1024)
 K = 5
 PLAIN, DRAFTED = ("decode", "preparation", "throughput", "capture"), ("preparation", "chain", "pools")
 
@@ -111,7 +111,7 @@ def main() -> int:
     targets: dict[str, bool] = {}
     first: Throughput | None = None
     with tempfile.TemporaryDirectory() as folder:
-        write_config(MODEL, Path(folder))
+        write_small_config(Path(folder))
         for backend in arguments.backends:
             for drafts in (0, K):
                 name = f"{backend}, K={drafts}"

@@ -28,14 +28,14 @@ from collections import Counter
 from typing import Any
 
 import torch
-from _bench import CONSOLE, finish, parser, table, verdict
+from _bench import CONSOLE, conclude, parser, table
 from _deployments import CASES, CYCLE, DRAFTS, Case, deployment, missing, qwen, small, tiny
 from _equality import check, differing, faults
 
 from capture_planner.records.spec import Spec
 from capture_planner.records.text import counted
-from capture_planner.runtime.graphs.choice import grapher_for
-from capture_planner.runtime.graphs.graph import Grapher
+from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.graphs.graph import Grapher
 
 COUNTED = ("steps", "forwards", "graphs", "requests", "tokens", "accepted", "differ from the same kernels")
 
@@ -218,10 +218,7 @@ def main() -> int:
         f"{arguments.steps} steps of each backend": arguments.short
         or all(each.get("steps", 0) >= arguments.steps for each in campaigns),
     }
-    for target, holds in targets.items():
-        CONSOLE.print(f"{target}: {verdict(holds)}")
-    finish(arguments, {"results": results, "targets": targets})
-    return 0 if all(targets.values()) else 1
+    return conclude(arguments, {"results": results}, targets)
 
 
 def show(results: list[dict[str, Any]]) -> None:

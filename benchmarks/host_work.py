@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
+from _bench import CONSOLE, conclude, parser, shipped_environments, shipped_specs, table
 
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
@@ -22,14 +22,14 @@ from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.ledger import Forward
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import generated
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.ledger import Forward
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.options import Options
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import generated
 
 TARGET_MICROSECONDS = 150
 REQUESTS = (1, 4, 16, 64, 128, 256)
@@ -123,11 +123,8 @@ def main() -> int:
         f"linear in requests: {each:.2f} us for each above 64, {by_requests[64] / 64:.2f} below": each
         <= 1.25 * by_requests[64] / 64,
     }
-    for target, holds in targets.items():
-        CONSOLE.print(f"{target}: {verdict(holds)}")
     results = {"plain": by_requests, "without_guards": trusted, "with_drafter": drafted, "by_graphs": by_graphs}
-    finish(arguments, {"results": results, "targets": targets})
-    return 0 if all(targets.values()) else 1
+    return conclude(arguments, {"results": results}, targets)
 
 
 if __name__ == "__main__":

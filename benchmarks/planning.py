@@ -7,11 +7,8 @@ of growing specs, where constant costs no longer hide it: 1 is linear.
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import io
 import math
-import pstats
 import statistics
 import subprocess
 import sys
@@ -19,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from _bench import CONSOLE, ROOT, finish, parser, shipped_environments, shipped_specs, table, verdict
+from _bench import CONSOLE, ROOT, conclude, parser, shipped_environments, shipped_specs, table
 
 from capture_planner import codec
 from capture_planner.analysis.lint import lint
@@ -110,19 +107,8 @@ def steps(plan: Callable[[], Plan], repeats: int) -> dict[str, Any]:
 
 def slope(points: list[tuple[int, float]]) -> float:
     """Return the least-squares slope of log time over log entries."""
-    xs, ys = [math.log(n) for n, _ in points], [math.log(t) for _, t in points]
-    x_mean, y_mean = statistics.fmean(xs), statistics.fmean(ys)
-    spread = sum((x - x_mean) ** 2 for x in xs)
-    return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / spread
-
-
-def profile(function: Callable[[], object], rows: int) -> str:
-    """Return the most expensive functions of a call, by their own time."""
-    profiler = cProfile.Profile()
-    profiler.runcall(function)
-    stream = io.StringIO()
-    pstats.Stats(profiler, stream=stream).strip_dirs().sort_stats("tottime").print_stats(rows)
-    return stream.getvalue()
+    entries, times = zip(*points, strict=True)
+    return statistics.linear_regression([*map(math.log, entries)], [*map(math.log, times)]).slope
 
 
 def main() -> int:
@@ -130,7 +116,6 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--repeats", type=int, default=5, help="times each step is timed (default 5)")
     options.add_argument("--imports", type=int, default=31, help="fresh processes for the import time (default 31)")
-    options.add_argument("--profile", action="store_true", help="print where the large spec spends its time")
     arguments = options.parse_args()
     specs, environments, backends = shipped_specs(), shipped_environments(), registry.load_backends()
     imports = {name: import_seconds(modules, arguments.imports) for name, modules in MODULES.items()}
@@ -174,16 +159,6 @@ def main() -> int:
     }
     slopes["plan and lint"] = round(slope([(row["entries"], row["plan"] + row["lint"]) for row in upper]), 2)
     CONSOLE.print("log-log slope over entries: " + ", ".join(f"{step} {value}" for step, value in slopes.items()))
-    if arguments.profile:
-        spec = large_spec(base, Sizes(max_tokens=65_536))
-        result = planner.plan(spec, h100, backends)
-        text = codec.dumps(result)
-        for name, function in {
-            "plan": lambda: planner.plan(spec, h100, backends),
-            "lint": lambda: lint(result),
-            "loads": lambda: codec.loads(text, Plan),
-        }.items():
-            CONSOLE.print(f"{name} of the large spec", profile(function, 12), markup=False, highlight=False)
     worst_large = max(row["plan"] + row["lint"] for row in large.values())
     targets = {
         f"shipped specs within {SHIPPED_SECONDS} s after import ({slowest['plan']:.3f})": slowest["plan"]
@@ -191,11 +166,8 @@ def main() -> int:
         f"large spec within {LARGE_SECONDS} s, lint included ({worst_large:.3f})": worst_large <= LARGE_SECONDS,
         f"plan and lint near linear (slope {slopes['plan and lint']})": slopes["plan and lint"] <= SLOPE,
     }
-    for target, holds in targets.items():
-        CONSOLE.print(f"{target}: {verdict(holds)}")
     results = {"imports": imports, "shipped": shipped, "large": large, "scaling": scaling, "slopes": slopes}
-    finish(arguments, {"results": results, "targets": targets})
-    return 0 if all(targets.values()) else 1
+    return conclude(arguments, {"results": results}, targets)
 
 
 def _shipped(

@@ -35,18 +35,18 @@ from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, DraftModel, Method, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Parallel, Policy, Sizes
-from capture_planner.runtime.chosen import drafter_of
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.ranks.connection import connected
-from capture_planner.runtime.ranks.forking import run_ranks
-from capture_planner.runtime.ranks.group import RankGroup
-from capture_planner.runtime.ranks.peers import ALONE, Peers
-from capture_planner.runtime.ranks.watch import WaitLimits
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.agreement import vectors_of
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Request
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.ranks.connection import connected
+from capture_planner_runner.ranks.forking import run_ranks
+from capture_planner_runner.ranks.group import RankGroup
+from capture_planner_runner.ranks.peers import ALONE, Peers
+from capture_planner_runner.ranks.watch import WaitLimits
+from capture_planner_runner.request import drafter_of
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.agreement import vectors_of
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import Request
 
 REGISTRY = registry.load_backends()
 VOCABULARY, LONGEST, PAGE = 32, 32, 4
@@ -62,19 +62,10 @@ def plan_of(rng: random.Random, size: int) -> Plan:
     speculative = None
     if k:
         speculative = Speculative(method=method, num_tokens=k, schedule=schedule, model=DraftModel(num_layers=1))
+    shape = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "hidden_size": 16}
     spec = replace(
         spec,
-        model=replace(
-            spec.model,
-            num_layers=1,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=8,
-            hidden_size=16,
-            vocab_size=VOCABULARY,
-            max_model_len=LONGEST,
-            dtype=DataType.FLOAT64,
-        ),
+        model=replace(spec.model, **shape, vocab_size=VOCABULARY, max_model_len=LONGEST, dtype=DataType.FLOAT64),
         limits=Limits(max_num_reqs=reqs, max_num_tokens=max(tokens, reqs * (2 + 2 * k))),
         mode=rng.choice([mode for mode in GraphMode if mode is not GraphMode.NONE]),
         speculative=speculative,

@@ -7,8 +7,9 @@ The shape of Qwen3-0.6B with random weights, in bfloat16. Two groups:
   step; vLLM under our plan, with 45 graphs.
 
 Our runner executes the plan of each group with every backend that is named, as ``run`` does by default on a GPU:
-compiled, and steps launched ahead. vLLM's engine is a process of its own (benchmarks/_vllm_worker.py). All are alive at
-once and only one works at a time: the order turns with each round, and ratios are within a round. One round warms up.
+compiled, and steps launched ahead. vLLM's engine is a process of its own (benchmarks/_arriving_worker.py). All are
+alive at once and only one works at a time: the order turns with each round, and ratios are within a round. One round
+warms up.
 
 Needs a CUDA GPU, vLLM 0.33, and this repository's distributions installed where vLLM finds its plugins.
 """
@@ -16,6 +17,7 @@ Needs a CUDA GPU, vLLM 0.33, and this repository's distributions installed where
 from __future__ import annotations
 
 import gc
+import json
 import os
 import statistics
 import sys
@@ -28,36 +30,39 @@ from typing import Any
 
 import attrs
 import torch
-from _bench import CONSOLE, finish, parser, table, verdict
+from _arriving_rounds import Child, Group
+from _bench import CONSOLE, conclude, finish, parser, shipped_environments, table
 from _deployments import CASES, REGISTRY, missing
-from _model_configs import write_configs
-from _qwen3 import RATES, write_config
-from _vllm_cases import EAGLE, REQUESTS, Case, Group, groups, planned
-from vllm_in_process import Engine
+from _model_configs import DRAFT_VOCABULARY, RATES, small_model, write_small_config
 
+from capture_planner.codec import dumps
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode
-from capture_planner.records.model import Speculative
+from capture_planner.planning.planner import plan as make_plan
+from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime import chosen, host
-from capture_planner.runtime.graphs.choice import grapher_for
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import generated
+from capture_planner.records.spec import Limits, Policy, Sizes, Spec
+from capture_planner_runner import host
+from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.options import Options
+from capture_planner_runner.request import drafter_of, model_of
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import generated
 
 VLLM = "vLLM"
 PAGE = 64
 LEAST_ROUNDS = 3
 
 
+REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 100, 128, 160, 200, 256)
+"""The plan's sizes of every role."""
+
+
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """vLLM's case, our plan, the loads, and how many times vLLM's tokens per second ours must have."""
+    """Our plan, the loads, and how many times vLLM's tokens per second ours must have."""
 
-    group: str
-    case: str
     mode: GraphMode
     sizes: Sizes
     loads: tuple[int, ...]
@@ -65,16 +70,24 @@ class Comparison:
     least: float
     drafts: Speculative | None = None
     acceptance: tuple[float, ...] = ()
+    under_plan: bool = False
+    """Whether vLLM runs under our plan; it runs with its defaults otherwise."""
 
     def plan(self, backend: str) -> Plan:
         """Return the plan of a server of 256 requests, for a backend of ours."""
-        return planned("small", self.sizes, self.mode, self.drafts, backend)
+        spec = Spec(
+            model=small_model(max_model_len=4096),
+            limits=Limits(max_num_reqs=256, max_num_tokens=8192),
+            mode=self.mode,
+            backend=backend,
+            sizes=self.sizes,
+            speculative=self.drafts,
+        )
+        return make_plan(spec, shipped_environments()["h200"], REGISTRY)
 
 
 COMPARISONS = {
     "plain": Comparison(
-        group="compile",
-        case="vLLM by itself",
         mode=GraphMode.FULL_AND_PIECEWISE,
         sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS, num_tokens=(*REQUESTS, 512)),
         loads=(64,),
@@ -82,33 +95,42 @@ COMPARISONS = {
         least=1.0,
     ),
     "drafts": Comparison(
-        group="main",
-        case="plan",
         mode=GraphMode.FULL_DECODE_ONLY,
         sizes=Sizes(policy=Policy.EXPLICIT, num_reqs=REQUESTS),
         loads=(64, 200),
         output=192,
         least=0.9,
-        drafts=EAGLE,
+        drafts=Speculative(method=Method.EAGLE3, num_tokens=3, model=DraftModel(vocab_size=DRAFT_VOCABULARY)),
         acceptance=RATES,
+        under_plan=True,
     ),
 }
 PROMPT = 128
+WORKER = Path(__file__).with_name("_arriving_worker.py")
 
 Serve = Callable[[int, int], float]
 """Serve so many requests, by a random seed; return tokens per second."""
 
 
-def vllm(stack: ExitStack, case: Case, comparison: Comparison, folder: Path) -> tuple[dict[str, Any], Serve]:
+def vllm(stack: ExitStack, comparison: Comparison, folder: Path) -> tuple[dict[str, Any], Serve]:
     """Start vLLM; return what it is, and what serves a load."""
-    engine = stack.enter_context(Engine(case, folder))
-    facts = engine.answer({})["facts"]
+    variables = {"CAPTURE_PLANNER_OBSERVE": str(folder / "observed")}
+    options: dict[str, Any] = {}
+    if comparison.under_plan:
+        file = folder / "plan.yaml"
+        file.write_text(dumps(comparison.plan("flash_attention")), encoding="utf-8")
+        variables["CAPTURE_PLANNER_PLAN"] = str(file)
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": comparison.mode.value}
+    k = comparison.drafts.num_tokens if comparison.drafts else 0
+    group = Group(name=VLLM, k=k, options=options, loads=(), columns=())
+    command = [sys.executable, str(WORKER), json.dumps(group.arguments(folder))]
+    engine = stack.enter_context(Child(VLLM, command, variables, folder / "vllm.log"))
 
     def serve(requests: int, seed: int) -> float:
-        load = {"requests": requests, "prompt": PROMPT, "output": comparison.output, "seed": seed}
-        return float(engine.answer(load)["tokens_per_second"])
+        load = {"in_flight": requests, "requests": requests, "prompt": PROMPT, "output": comparison.output}
+        return float(engine.answer({"load": load, "tag": f"s{seed}", "seed": seed})["tokens_per_second"])
 
-    return facts, serve
+    return engine.answer({})["facts"], serve
 
 
 def ours(stack: ExitStack, plan: Plan, target: Any, comparison: Comparison) -> tuple[dict[str, Any], Serve]:
@@ -121,7 +143,7 @@ def ours(stack: ExitStack, plan: Plan, target: Any, comparison: Comparison) -> t
         Runner(
             plan,
             target,
-            chosen.drafter_of(plan, target, "random"),
+            drafter_of(plan, target, "random"),
             REGISTRY,
             grapher_for(device),
             pages=pages,
@@ -157,19 +179,17 @@ def ours(stack: ExitStack, plan: Plan, target: Any, comparison: Comparison) -> t
 
 
 def measure(
-    comparison: Comparison, group: Group, folder: Path, arguments: Any, end: float
+    comparison: Comparison, folder: Path, arguments: Any, end: float
 ) -> Iterator[tuple[dict[str, Any], dict[int, dict[str, list[float]]]]]:
     """Start all engines, and let them serve by turns; yield what they are and all rates after each round."""
-    (case,) = (case for case in group.cases if case.name == comparison.case)
     facts: dict[str, Any] = {}
     served: dict[str, Serve] = {}
     with ExitStack() as stack:
-        # vLLM first: its memory profile needs the GPU for itself.
-        facts[VLLM], served[VLLM] = vllm(stack, case, comparison, folder)
+        facts[VLLM], served[VLLM] = vllm(stack, comparison, folder)
         CONSOLE.print(f"{VLLM}: {facts[VLLM]}", markup=False, highlight=False)
         mine = comparison.plan(CASES[arguments.backends[0]].backend)
-        write_config(mine.model, folder)
-        target = chosen.model_of(mine, folder, device=host.device_of(mine.environment), seed=0)
+        write_small_config(folder)
+        target = model_of(mine, folder, device=host.device_of(mine.environment), seed=0)
         for name in arguments.backends:
             if (why := missing(CASES[name], torch.device("cuda:0"))) is not None:
                 facts[name] = {"skipped": why}
@@ -216,7 +236,6 @@ def main() -> int:
     options.add_argument("--backends", nargs="*", default=["triton", "flash_attention"], choices=list(CASES))
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=240.0, help="the last begin of a fourth round (default 240)")
-    options.add_argument("--utilization", type=float, default=0.14, help="of the GPU's memory, for vLLM (default 0.14)")
     options.add_argument("--vllm-path", help="PYTHONPATH of vLLM's process, where it is not this one's")
     arguments = options.parse_args()
     torch.set_num_threads(1)
@@ -229,10 +248,8 @@ def main() -> int:
         comparison = COMPARISONS[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            write_configs(folder)
-            group = next(group for group in groups(folder, arguments.utilization) if group.name == comparison.group)
             end = began + arguments.seconds * number / len(arguments.groups)
-            for facts, rates in measure(comparison, group, folder, arguments, end):
+            for facts, rates in measure(comparison, folder, arguments, end):
                 results[name] = {"engines": facts, "loads": summary(rates)}
                 finish(arguments, {"acceptance": RATES, "results": results, "targets": targets})
         shown = table(name, "requests", *results[name]["loads"][str(comparison.loads[0])])
@@ -244,10 +261,7 @@ def main() -> int:
             text = f"{name}: {load} requests, {best[0]:.2f} times vLLM's tokens per second with {best[1]}"
             targets[f"{text}, at least {comparison.least}"] = best[0] >= comparison.least
         CONSOLE.print(shown)
-        finish(arguments, {"acceptance": RATES, "results": results, "targets": targets})
-    for text, holds in targets.items():
-        CONSOLE.print(f"{verdict(holds)} {text}")
-    return 0 if targets and all(targets.values()) else 1
+    return conclude(arguments, {"acceptance": RATES, "results": results}, targets)
 
 
 if __name__ == "__main__":

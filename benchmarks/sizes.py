@@ -2,8 +2,7 @@
 
 Padding is the worst padded/real ratio minus one over the batch sizes that a policy covers; sizes
 that it leaves to eager are counted too. Reachability is over every admissible batch of every
-shipped spec on every shipped environment; vLLM's column is its own rule over the graphs that its
-default sizes capture for the same target and resolved mode, at the same limits.
+shipped spec on every shipped environment.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
-from vllm_rule import emulate
+from _bench import CONSOLE, conclude, parser, shipped_environments, shipped_specs, table
 
 from capture_planner.analysis.coverage import coverage
-from capture_planner.engines.walk import walk
 from capture_planner.errors import CapturePlannerError
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import Role
 from capture_planner.planning import planner
 from capture_planner.planning.sizing.minimax import worst_ratio
 from capture_planner.planning.sizing.policies import Context, decode_sizes
@@ -68,10 +65,9 @@ def padding(most: int) -> list[dict[str, Any]]:
 
 
 def reachability() -> list[dict[str, Any]]:
-    """Return, for every shipped plan, its graphs and unreachable graphs, and vLLM's."""
+    """Return, for every shipped plan, its graphs, and those that no batch can reach."""
     backends = registry.load_backends()
     rows: list[dict[str, Any]] = []
-    emulated: dict[tuple[str, GraphMode, int], tuple[int, int]] = {}
     for name, spec in shipped_specs().items():
         for other, environment in shipped_environments().items():
             try:
@@ -86,25 +82,15 @@ def reachability() -> list[dict[str, Any]]:
                 for reached in [walked.reached(role.role)]
                 for entry in role.entries
             )
-            mode = plan.role(Role.TARGET).mode
-            platform_max = 1024 if environment.device.sm[0] == 10 else 512
-            key = (name, mode, platform_max)
-            if key not in emulated:
-                engine = emulate(spec, mode, platform_max)
-                used = {one.answer.entry for one in walk(engine)} - {None}
-                emulated[key] = len(engine.graphs), len(engine.graphs) - len(used)
-            captured, unreached = emulated[key]
             rows.append(
                 {
                     "spec": name,
                     "environment": other,
-                    "mode": mode.value,
+                    "mode": plan.role(Role.TARGET).mode.value,
                     "graphs": plan.num_graphs,
                     "unreachable": idle,
                     "uncovered_cells": len(walked.uncovered),
                     "target_graphs": len(plan.role(Role.TARGET).entries),
-                    "vllm_target_graphs": captured,
-                    "vllm_target_unreachable": unreached,
                 }
             )
     return rows
@@ -123,33 +109,21 @@ def main() -> int:
             graphs.add_row(row["policy"], str(row["sizes"]), str(row["largest"]), worst, mean, str(row["eager"]))
         CONSOLE.print(graphs)
     rows = results["reachability"] = reachability()
-    named = ("spec @ environment", "graphs", "unreachable", "uncovered", "target", "vLLM target", "vLLM unreachable")
-    graphs = table("graphs of shipped plans", *named)
+    graphs = table("graphs of shipped plans", "spec @ environment", "graphs", "unreachable", "uncovered", "target")
     for row in rows:
-        keys = (
-            "graphs",
-            "unreachable",
-            "uncovered_cells",
-            "target_graphs",
-            "vllm_target_graphs",
-            "vllm_target_unreachable",
-        )
+        keys = ("graphs", "unreachable", "uncovered_cells", "target_graphs")
         cells = ("refused",) if "refused" in row else tuple(str(row[key]) for key in keys)
         graphs.add_row(f"{row['spec']} @ {row['environment']}", *cells)
     CONSOLE.print(graphs)
     planned_rows = [row for row in rows if "refused" not in row]
     totals = {key: sum(row[key] for row in planned_rows) for key in ("graphs", "unreachable", "uncovered_cells")}
-    totals |= {key: sum(row[key] for row in planned_rows) for key in ("vllm_target_graphs", "vllm_target_unreachable")}
     results["totals"] = totals
     CONSOLE.print(totals)
     targets = {
         f"no unreachable graph in {len(planned_rows)} shipped plans": not totals["unreachable"],
         "no uncovered batch": not totals["uncovered_cells"],
     }
-    for target, holds in targets.items():
-        CONSOLE.print(f"{target}: {verdict(holds)}")
-    finish(arguments, {"results": results, "targets": targets})
-    return 0 if all(targets.values()) else 1
+    return conclude(arguments, {"results": results}, targets)
 
 
 if __name__ == "__main__":

@@ -13,27 +13,31 @@ what was decided. A ``Dispatcher`` finds the graph for a batch. Importing this i
 lists what changes between two plans.
 """
 
-from capture_planner.analysis.diff import diff
-from capture_planner.analysis.explain import explain
-from capture_planner.analysis.lint import lint
-from capture_planner.codec import dumps, load_environment, load_plan, load_spec, loads
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
-from capture_planner.errors import (
-    BackendError,
-    CapturePlannerError,
-    DispatchError,
-    InvalidDocument,
-    InvalidValue,
-    PlanningError,
-    Problem,
-)
-from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
-from capture_planner.planning.planner import plan
-from capture_planner.plugins.registry import Registry, load_backends
-from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.environment import Environment
-from capture_planner.records.plan import Decision, Plan, Waiver
-from capture_planner.records.spec import Spec
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from capture_planner.analysis.diff import diff
+    from capture_planner.analysis.explain import explain
+    from capture_planner.analysis.lint import lint
+    from capture_planner.codec import dumps, load_environment, load_plan, load_spec, loads
+    from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
+    from capture_planner.errors import (
+        BackendError,
+        CapturePlannerError,
+        DispatchError,
+        InvalidDocument,
+        InvalidValue,
+        PlanningError,
+        Problem,
+    )
+    from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
+    from capture_planner.planning.planner import plan
+    from capture_planner.plugins.registry import Registry, load_backends
+    from capture_planner.records.batch import Batch, Entry
+    from capture_planner.records.environment import Environment
+    from capture_planner.records.plan import Decision, Plan, Waiver
+    from capture_planner.records.spec import Spec
 
 __version__ = "0.1.0"
 
@@ -70,3 +74,43 @@ __all__ = [
     "loads",
     "plan",
 ]
+
+_HOMES = {
+    "analysis.diff": ("diff",),
+    "analysis.explain": ("explain",),
+    "analysis.lint": ("lint",),
+    "codec": ("dumps", "load_environment", "load_plan", "load_spec", "loads"),
+    "dispatch.dispatcher": ("Dispatch", "Dispatcher"),
+    "errors": (
+        "BackendError",
+        "CapturePlannerError",
+        "DispatchError",
+        "InvalidDocument",
+        "InvalidValue",
+        "PlanningError",
+        "Problem",
+    ),
+    "modes": ("GraphMode", "GraphSupport", "Reason", "Role"),
+    "planning.planner": ("plan",),
+    "plugins.registry": ("Registry", "load_backends"),
+    "records.batch": ("Batch", "Entry"),
+    "records.environment": ("Environment",),
+    "records.plan": ("Decision", "Plan", "Waiver"),
+    "records.spec": ("Spec",),
+}
+"""The module of each public name: imported when a name is first used, as the help of the program needs none of them."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its module, once."""
+    for home, names in _HOMES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names too that were not imported yet."""
+    return sorted({*globals(), *__all__})

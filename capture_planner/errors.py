@@ -137,7 +137,7 @@ class GuardError(RunError):
 class DifferenceError(RunError):
     """A graph computed something else than an eager forward of the same batch.
 
-    ``difference`` is the ``Difference`` of ``capture_planner.runtime.eager_check.record``.
+    ``difference`` is the ``Difference`` of ``capture_planner_runner.numerics.record``.
     """
 
     def __init__(self, message: str, difference: object) -> None:

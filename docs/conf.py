@@ -8,10 +8,14 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import capture_planner
-from capture_planner import codec, dispatch, errors, modes, plugins, records
+from capture_planner import codec, dispatch, errors, modes, records
+from capture_planner.plugins import registry
 
-HOMES = (records, codec, plugins, dispatch, errors, modes)
-"""Packages whose classes the root exports too."""
+HOMES = {
+    "reference/api/capture_planner": (records, codec, registry, dispatch, errors, modes),
+    "reference/api/plugins": (records,),
+}
+"""Of each page, the packages whose classes its modules export too, and which have pages or sections of their own."""
 
 project = "capture-planner"
 author = "capture-planner contributors"
@@ -44,13 +48,11 @@ html_css_files = ["site.css"]
 
 
 def skip_member(app: Sphinx, kind: str, name: str, value: Any, _skip: bool, _options: Any) -> bool | None:
-    """Leave out what attrs adds to a class; document a class on the page of its own package, not on the root's."""
+    """Leave out what attrs adds to a class; document a class in one place, with its own package."""
     if name in ("__attrs_attrs__", "__match_args__"):
         return True
-    elsewhere = any(value is getattr(package, name, None) for package in HOMES)
-    if kind == "module" and inspect.isclass(value) and elsewhere and app.env.docname == "reference/api/capture_planner":
-        return True
-    return None
+    elsewhere = any(value is getattr(package, name, None) for package in HOMES.get(app.env.docname, ()))
+    return True if kind == "module" and inspect.isclass(value) and elsewhere else None
 
 
 def setup(app: Sphinx) -> None:

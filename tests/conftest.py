@@ -105,7 +105,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*given: object, **named: object) -> NoReturn:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(importlib.import_module("capture_planner.runtime.models.huggingface"), "load_target", load)
+    monkeypatch.setattr(importlib.import_module("capture_planner_runner.models.huggingface"), "load_target", load)
 
 
 @pytest.fixture

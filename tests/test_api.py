@@ -27,7 +27,7 @@ PACKAGES = (
     "capture_planner.analysis",
     "capture_planner.analysis.lint",
     "capture_planner.engines",
-    "capture_planner.conformance",
+    "capture_planner_runner.conformance",
     "capture_planner.testing",
 )
 """The public packages. A name that none of them exports is private."""
@@ -35,18 +35,20 @@ PACKAGES = (
 MODULES = (
     "capture_planner.errors",
     "capture_planner.modes",
-    "capture_planner.runtime.executor",
-    "capture_planner.runtime.options",
-    "capture_planner.runtime.runner",
+    "capture_planner.plugins.backend",
+    "capture_planner.plugins.profiler",
+    "capture_planner.plugins.registry",
+    "capture_planner_runner.options",
+    "capture_planner_runner.runner",
 )
-"""Public modules: all that they define is public. Importing those of runtime needs torch."""
+"""Public modules: all that they define is public. Importing those of the runner needs torch."""
 
 
 def load(name: str) -> ModuleType:
     """Import a package; a test is skipped where an optional dependency of the package is missing."""
-    if name == "capture_planner.conformance":
+    if name == "capture_planner_runner.conformance":
         pytest.importorskip("torch")
-    if name in ("capture_planner.testing", "capture_planner.conformance"):
+    if name in ("capture_planner.testing", "capture_planner_runner.conformance"):
         pytest.importorskip("hypothesis")
     return importlib.import_module(name)
 

@@ -1,9 +1,10 @@
-"""Layers: imports point one way, no circle of any kind, and planning needs no torch."""
+"""Layers: imports point one way, no circle of any kind, and the core has no torch."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ CHECKOUT = Path(__file__).parent.parent
 
 LAYERS = (
     "errors",
-    "_extras",
     "modes",
     "records",
     "codec",
@@ -25,10 +25,7 @@ LAYERS = (
     "analysis",
     "measuring",
     "engines",
-    "runtime",
-    "bench",
     "testing",
-    "conformance",
     "report",
     "cli",
     "__main__",
@@ -37,6 +34,11 @@ LAYERS = (
 
 PLUGINS = sorted(path.parent for path in CHECKOUT.glob("[be]*/*/src/*/__init__.py") if "template" not in path.parts)
 """The packages of the backends and the engines."""
+
+RUNNER = Path(find_spec("capture_planner_runner").submodule_search_locations[0])
+
+OUTSIDE = {"torch", "triton", "numpy", "transformers", "safetensors", "capture_planner_runner"}
+"""What no module of the core imports, for types only excepted."""
 
 DISPATCH = {"errors", "modes", "records", "dispatch"}
 """What an engine would vendor with the dispatcher."""
@@ -110,12 +112,23 @@ def test_imports_point_upward_only() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("package", [HERE, *PLUGINS], ids=lambda path: path.name)
+@pytest.mark.parametrize("package", [HERE, RUNNER, *PLUGINS], ids=lambda path: path.name)
 def test_no_import_circle(package: Path) -> None:
     """Lazy imports and imports for types count too."""
     known = modules(package)
     edges = {name: set(imported(path, known)) - {name} for name, path in known.items()}
     assert circles(edges) == []
+
+
+@pytest.mark.parametrize(
+    "package", [path for path in PLUGINS if (path / "emulation").is_dir()], ids=lambda path: path.name
+)
+def test_emulation_needs_nothing_of_what_runs_in_an_engine(package: Path) -> None:
+    """Flags are answered where the engine is not: what runs in it imports the emulation, never the reverse."""
+    known = modules(package)
+    needed = {other for name, path in known.items() if ".emulation" in name for other in imported(path, known)}
+    assert needed
+    assert not [other for other in needed if ".emulation" not in other]
 
 
 def test_circles_are_found() -> None:
@@ -130,6 +143,40 @@ def test_dispatch_needs_records_only() -> None:
     known = modules(HERE)
     needed = {part(other) for name, path in known.items() if part(name) in DISPATCH for other in imported(path, known)}
     assert needed <= DISPATCH
+
+
+def outside(path: Path) -> set[str]:
+    """Return the top-level packages that a module imports when it runs, at the top or in a function."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def test_the_core_imports_no_torch_and_no_runner() -> None:
+    """Not even in a function: what needs torch is another distribution."""
+    wrong = {name: bad for name, path in modules(HERE).items() if (bad := outside(path) & OUTSIDE)}
+    assert wrong == {}
+
+
+def test_the_runner_imports_torch() -> None:
+    """The check above can fail."""
+    assert {"torch", "capture_planner"} <= outside(RUNNER / "host.py")
+
+
+@pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)
+def test_plugins_need_the_core_alone(package: Path) -> None:
+    """A backend or an engine does not depend on the runner; its tests may."""
+    assert [name for name, path in modules(package).items() if "capture_planner_runner" in outside(path)] == []
 
 
 @pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)

@@ -9,7 +9,8 @@ import pytest
 import capture_planner
 
 ROOT = Path(__file__).parent.parent
-PLUGINS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("engines/*/pyproject.toml")])
+RUNNER = ROOT / "runner" / "pyproject.toml"
+PLUGINS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("engines/*/pyproject.toml"), RUNNER])
 
 
 def project(path: Path) -> dict:
@@ -19,12 +20,35 @@ def project(path: Path) -> dict:
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.parent.name)
 def test_plugin_pins_the_minor_version_of_the_core(path: Path) -> None:
     minor = ".".join(capture_planner.__version__.split(".")[:2])
-    assert f"capture-planner=={minor}.*" in project(path)["dependencies"]
+    pins = [pin for pin in project(path)["dependencies"] if re.match(r"capture-planner\b(?!-)", pin)]
+    assert [re.sub(r"\[.*\]", "", pin) for pin in pins] == [f"capture-planner=={minor}.*"]
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.parent.name)
 def test_plugin_has_an_entry_point(path: Path) -> None:
-    assert project(path)["entry-points"]["capture_planner"]
+    group = "capture_planner.commands" if path == RUNNER else "capture_planner"
+    assert project(path)["entry-points"][group]
+
+
+@pytest.mark.parametrize("path", sorted(set(PLUGINS) - {RUNNER}), ids=lambda path: path.parent.name)
+def test_plugin_does_not_depend_on_the_runner(path: Path) -> None:
+    """To plan or to serve nothing of it is needed; a template's tests need it."""
+    of = project(path)
+    needed = [
+        *of["dependencies"],
+        *(each for name, extra in of.get("optional-dependencies", {}).items() if name != "test" for each in extra),
+    ]
+    assert [each for each in needed if "runner" in each] == []
+
+
+def test_core_does_not_depend_on_torch() -> None:
+    """Nor on what executes a plan, in any extra but that for contributors."""
+    of = project(ROOT / "pyproject.toml")
+    needed = [
+        *of["dependencies"],
+        *(each for name, extra in of["optional-dependencies"].items() if name != "dev" for each in extra),
+    ]
+    assert [each for each in needed if re.match("torch|triton|transformers|safetensors|numpy", each)] == []
 
 
 @pytest.mark.parametrize("tool", ["mypy", "ruff"])

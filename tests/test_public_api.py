@@ -1,5 +1,6 @@
 """The public names: what each package exports, and what importing them loads."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from capture_planner import Batch, Dispatcher, Role, explain, load_plan
 LOCKED = Path(__file__).parent.parent / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml"
 HEAVY = {"torch", "triton", "numpy", "hypothesis", "matplotlib", "click", "rich", "transformers"}
 """Third-party packages that planning does without."""
-UPPER = {"engines", "runtime", "bench", "testing", "conformance", "report", "cli"}
+UPPER = {"engines", "testing", "report", "cli"}
 """Parts of the core above planning and analysis."""
 
 
@@ -46,3 +47,30 @@ def test_importing_loads_no_upper_part_and_nothing_heavy():
     assert not HEAVY & set(loaded)
     assert not {name for name in loaded if name.startswith("capture_planner_")}
     assert not UPPER & {name.split(".")[1] for name in loaded if name.startswith("capture_planner.")}
+
+
+def test_public_names_have_a_module_each():
+    """Those that importing leaves for later are all that there are, and are found by ``dir`` and by name."""
+    homes = [name for names in capture_planner._HOMES.values() for name in names]
+    assert sorted(homes) == sorted(capture_planner.__all__)
+    assert set(homes) <= set(dir(capture_planner))
+    for home, names in capture_planner._HOMES.items():
+        module = importlib.import_module(f"capture_planner.{home}")
+        assert [name for name in names if getattr(capture_planner, name) is not getattr(module, name)] == []
+    with pytest.raises(AttributeError, match="has no attribute 'plann'"):
+        capture_planner.plann  # noqa: B018
+
+
+def test_help_imports_no_records_and_nothing_heavy():
+    """The list of commands is for every start: neither backends, nor engines, nor what a command needs."""
+    code = (
+        "import sys; from capture_planner.cli import main; sys.argv = ['capture-planner', '--help']\n"
+        "try: main()\nexcept SystemExit: print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *shown, last = done.stdout.splitlines()
+    loaded = last.split()
+    assert any(line.startswith("  plan ") for line in shown)
+    assert not (HEAVY - {"click"}) & set(loaded)
+    assert not {"capture_planner.records", "capture_planner.codec", "capture_planner_reference"} & set(loaded)
+    assert not {name for name in loaded if name.startswith(("capture_planner_vllm", "capture_planner_runner.cli"))}

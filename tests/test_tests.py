@@ -11,6 +11,13 @@ from _mutation_tests import TESTS
 TREE = Path(__file__).parent
 FILES = sorted(TREE.rglob("test_*.py"))
 CORE = TREE.parent / "capture_planner"
+RUNNER = TREE.parent / "runner" / "src" / "capture_planner_runner"
+
+
+def source_of(module: str) -> Path:
+    """Return the file of a module that is mutated, of the core or of the runner."""
+    core = CORE / f"{module}.py"
+    return core if core.exists() else RUNNER / f"{module}.py"
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -35,7 +42,7 @@ def test_no_test_returns_early(path: Path) -> None:
     assert early == []
 
 
-@pytest.mark.parametrize("folder", ["planning", "planning/sizing", "dispatch"])
+@pytest.mark.parametrize("folder", ["planning", "planning/measured", "planning/sizing", "dispatch"])
 def test_mutation_testing_has_every_module_that_decides(folder: str) -> None:
     """A new module is mutated as those next to it."""
     modules = {f"{folder}/{path.stem}" for path in (CORE / folder).glob("*.py") if path.stem != "__init__"}
@@ -45,7 +52,7 @@ def test_mutation_testing_has_every_module_that_decides(folder: str) -> None:
 @pytest.mark.parametrize("module", sorted(TESTS))
 def test_mutation_testing_has_modules_and_tests_that_exist(module: str) -> None:
     """A file, or a test in one."""
-    assert (CORE / f"{module}.py").is_file()
+    assert source_of(module).is_file()
     for name in TESTS[module]:
         path, _, test = name.partition("::")
         assert f"def {test}" in (TREE / path).read_text("utf-8")
@@ -55,7 +62,7 @@ def test_mutation_testing_has_modules_and_tests_that_exist(module: str) -> None:
 def test_mutants_that_are_no_gap_are_of_lines_that_exist(module: str) -> None:
     """A rule whose line was changed is taken away, so that it hides no new mutant."""
     assert module in TESTS
-    text = (CORE / f"{module}.py").read_text("utf-8")
+    text = source_of(module).read_text("utf-8")
     assert [code for code, _, _ in RULES[module] if code not in text] == []
 
 

@@ -1,8 +1,9 @@
-"""Build the distributions of this repository: the core, the backends and the engines.
+"""Build the distributions of this repository: the core, the runner, the backends and the engines.
 
 ``python tools/build.py dist`` writes a source distribution and a wheel of each into ``dist``.
-``python tools/build.py --install-plugins`` builds the wheels of the backends and the engines, and installs them
-without their dependencies, as tox does: all of it in one process and one call of pip, which takes seconds.
+``python tools/build.py --install-plugins`` builds the wheels of the runner, the backends and the engines, and installs
+them without their dependencies, as tox does: all of it in one process and one call of pip, which takes seconds.
+``--without-runner`` leaves out the runner, which needs torch.
 Needs hatchling.
 """
 
@@ -14,11 +15,13 @@ import io
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hatchling.build import build_sdist, build_wheel
 
 ROOT = Path(__file__).parent.parent
+RUNNER = ROOT / "runner"
 PLUGINS = sorted(
     path.parent
     for kind in ("backends", "engines")
@@ -34,10 +37,10 @@ def build(source: Path, target: Path, *, sdist: bool) -> list[Path]:
     return [target / name for name in names]
 
 
-def install_plugins() -> None:
-    """Build the wheels of the plugins, and install them into this environment."""
+def install(sources: Sequence[Path]) -> None:
+    """Build the wheels of distributions, and install them into this environment."""
     with tempfile.TemporaryDirectory() as folder:
-        wheels = [wheel for source in PLUGINS for wheel in build(source, Path(folder), sdist=False)]
+        wheels = [wheel for source in sources for wheel in build(source, Path(folder), sdist=False)]
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall"]
         subprocess.run([*pip, *map(str, wheels)], check=True)
 
@@ -47,15 +50,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="Where the distributions are written.")
     parser.add_argument("--install-plugins", action="store_true", help="Install the plugins here instead.")
+    parser.add_argument("--without-runner", action="store_true", help="Leave out the runner, which needs torch.")
     options = parser.parse_args()
+    plugins = PLUGINS if options.without_runner else (RUNNER, *PLUGINS)
     if options.install_plugins:
-        install_plugins()
+        install(plugins)
         return
     if options.folder is None:
         parser.error("name a folder, or pass --install-plugins")
     target = options.folder.resolve()
     target.mkdir(parents=True, exist_ok=True)
-    for source in (ROOT, *PLUGINS):
+    for source in (ROOT, *plugins):
         for path in build(source, target, sdist=True):
             sys.stdout.write(f"{path.name}\n")
 

@@ -1,24 +1,48 @@
-"""Arrivals: from a trace of requests to the batches that a deployment's scheduler makes of it, counted.
+"""Arrivals: from a trace of requests to the steps that a deployment's scheduler makes of it, in a closed loop.
 
-The model of time is simple: all steps take equally long, and no draft is accepted. Which sizes occur
-depends on the load far more than on either.
+Each step takes what a function says of its batch, so a slower table of graphs meets larger batches. Each decode makes
+one token and the drafts that are accepted on average. Memory for the KV cache does not end, and no prefix is shared.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from heapq import heappop, heappush
+from typing import Generic, Protocol, TypeVar
 
 import attrs
 
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.records.batch_space import DecodeFamily, Deployment, draft_prefill_of, extra_slots
+from capture_planner.records.batch_space import DecodeFamily, draft_prefill_of
+from capture_planner.records.model import Speculative
+from capture_planner.records.spec import Limits
 
-STEP_SECONDS = 0.02
-"""Duration of a step: each request gets fifty tokens per second."""
+STEP_MS = 20.0
+"""Milliseconds of a step where nothing says what its batch takes: each request gets fifty tokens per second."""
+
+StepTime = Callable[[Batch], float]
+"""Milliseconds of a step, the drafter's passes included, by the target's batch."""
+
+_EPSILON = 1e-6
+"""Tokens by which sums of shares may be off."""
+
+
+@attrs.frozen
+class Pace:
+    """Durations of steps."""
+
+    step_time: StepTime
+    words: str
+    """Sentence: ``every step takes 20 ms``."""
+
+    @classmethod
+    def constant(cls, milliseconds: float = STEP_MS) -> Pace:
+        """Return that of steps that all take equally long."""
+        return cls(lambda batch: milliseconds, f"every step takes {milliseconds:g} ms")
 
 
 class Arrival(Protocol):
@@ -35,88 +59,219 @@ class Arrival(Protocol):
     def output(self) -> int: ...
 
 
-@attrs.define(eq=False)
-class _RunningRequest:
-    """Tokens of a running request's prompt and of its output that are left."""
+@attrs.frozen(kw_only=True)
+class ServingLatency:
+    """Waiting times of requests, in milliseconds."""
 
-    prompt: int
+    first_token_p50: float
+    """Time from the arrival to the first token, queueing included."""
+    first_token_p99: float
+    inter_token_p50: float
+    """Time from one output of a request to the next: a step, with all the tokens that it accepted."""
+    inter_token_p99: float
+
+
+@attrs.frozen(kw_only=True)
+class Simulation:
+    """The steps that a scheduler makes of a trace."""
+
+    blocks: tuple[Counter[Batch], ...]
+    """Steps of each batch of the target, in stretches of equally many steps, in the order of time."""
+    seconds: float
+    """Seconds from the first request to the last token."""
+    first_token: Counter[float] = attrs.field(repr=False)
+    """Requests by what they wait for their first token, in milliseconds."""
+    inter_token: Counter[float] = attrs.field(repr=False)
+    """Outputs after the first by what their request waits for them, in milliseconds."""
+
+    @property
+    def counts(self) -> Counter[Batch]:
+        """How often each batch of the target runs."""
+        return sum(self.blocks, Counter[Batch]())
+
+
+def latency_of(simulations: Iterable[Simulation]) -> ServingLatency | None:
+    """Return what the requests of all simulations wait; None where no request gets a second token."""
+    first, later = Counter[float](), Counter[float]()
+    for each in simulations:
+        first.update(each.first_token)
+        later.update(each.inter_token)
+    if not first or not later:
+        return None
+    return ServingLatency(
+        first_token_p50=_percentile(first, 50),
+        first_token_p99=_percentile(first, 99),
+        inter_token_p50=_percentile(later, 50),
+        inter_token_p99=_percentile(later, 99),
+    )
+
+
+def _percentile(counts: Counter[float], percent: float) -> float:
+    """Return the least value that so many of all are not above."""
+    left = counts.total() * percent / 100
+    for value, count in sorted(counts.items()):
+        left -= count
+        if left <= 1e-9:
+            return value
+    return max(counts)
+
+
+def simulate(
+    arrivals: Iterable[Arrival],
+    limits: Limits,
+    speculative: Speculative | None,
+    step_time: StepTime,
+    *,
+    acceptance: Sequence[float] = (),
+    window: tuple[float, float] = (0.0, math.inf),
+) -> Simulation:
+    """Return the steps of continuous batching, from the first request to the last token.
+
+    Requests that decode come first, then prompts in order of arrival, cut where the tokens of a batch end. Where the
+    decodes alone need more tokens than a batch has, they share them.
+
+    :param acceptance: share of steps in which the draft of each position and all before it are accepted; positions
+        that it does not have accept none.
+    :param window: seconds from the start; steps that begin, and requests that arrive, outside are simulated, but not
+        counted.
+    """
+    scheduler = _Scheduler(arrivals, limits, speculative, step_time, acceptance, window)
+    return scheduler.run()
+
+
+@attrs.define(eq=False)
+class _PromptInProgress:
+    """A request that runs and has tokens of its prompt left."""
+
+    arrival: float
+    left: int
     output: int
 
-    def read(self, tokens: int) -> None:
-        """Read tokens of the prompt; the last one comes with the first token of the output."""
-        self.prompt -= tokens
-        self.output -= not self.prompt
 
-    def write(self, tokens: int) -> None:
-        self.output -= tokens
+class _Scheduler:
+    """Runs a trace, from one change of the batch to the next.
 
-
-def batches_of(
-    requests: Iterable[Arrival], deployment: Deployment, *, step_seconds: float = STEP_SECONDS
-) -> Counter[Batch]:
-    """Return how often each batch of the target runs, from the first request to the last token.
-
-    Continuous batching: requests that decode come first, then prompts in order of arrival, cut where
-    the tokens end. Where the decodes alone take up the tokens, they take turns.
+    All requests that decode get the same share of tokens in a step. So it is enough to know how many tokens each has
+    got since the start (``_progress``), and at which number each request ends (``_ends``).
     """
-    limits, speculative, slots = deployment.limits, deployment.speculative, extra_slots(deployment)
-    arriving = deque(sorted(requests, key=lambda request: request.arrival))
-    running: deque[_RunningRequest] = deque()
-    met: Counter[Batch] = Counter()
-    clock = 0.0
 
-    def width(num_reqs: int) -> int:
-        return 1 if speculative is None else 1 + speculative.draft_tokens(num_reqs)
+    def __init__(
+        self,
+        arrivals: Iterable[Arrival],
+        limits: Limits,
+        speculative: Speculative | None,
+        step_time: StepTime,
+        acceptance: Sequence[float],
+        window: tuple[float, float],
+    ) -> None:
+        self._limits, self._step_time, self._window = limits, cache(step_time), window
+        self._slots = 0 if speculative is None else speculative.extra_slots
+        self._speculative, self._acceptance = speculative, acceptance
+        self._waiting = deque(sorted(arrivals, key=lambda request: request.arrival))
+        self._prompts: deque[_PromptInProgress] = deque()
+        self._ends: list[float] = []
+        self._progress = 0.0
+        self._start = self._clock = self._waiting[0].arrival if self._waiting else 0.0
+        self._blocks: OrderedBlocks[Batch] = OrderedBlocks()
+        self._first_token, self._inter_token = Counter[float](), Counter[float]()
+        self._tokens, self._decode = cache(self._tokens_of), cache(self._decode_of)
 
-    while arriving or running:
-        if not running:
-            clock = max(clock, arriving[0].arrival)
-        while arriving and arriving[0].arrival <= clock and len(running) < limits.max_num_reqs:
-            request = arriving.popleft()
-            running.append(_RunningRequest(request.prompt, request.output))
-        decoding = [live for live in running if not live.prompt]
-        prompting = [live for live in running if live.prompt]
-        each = width(len(running))
-        if prompting and len(decoding) * (each + slots) + slots < limits.max_num_tokens:
-            counts = [each] * len(decoding)
-            left = limits.max_num_tokens - len(decoding) * (each + slots)
-            for live in prompting:
-                chunk = min(left - slots, live.prompt)
-                if chunk < 1:
-                    break
-                live.read(chunk)
-                left -= chunk + slots
-                counts.append(chunk)
-            steps = 1
-        else:
-            count = len(decoding)
-            while count > 1 and count * (width(count) + slots) > limits.max_num_tokens:
-                count -= 1
-            decoding = decoding[:count]
-            counts = [min(width(count), limits.max_num_tokens - slots)] * count
-            steps = 1
-            if count == len(running):
-                # Nothing changes until a request ends or another comes.
-                steps = min(live.output for live in decoding)
-                if arriving and count < limits.max_num_reqs:
-                    steps = min(steps, math.ceil((arriving[0].arrival - clock) / step_seconds))
-            else:
-                served = set(map(id, decoding))
-                running = deque([*(live for live in running if id(live) not in served), *decoding])
-            prompting = []
-        for live in decoding:
-            live.write(steps)
-        met[_batch(counts, prompts=bool(prompting))] += steps
-        clock += steps * step_seconds
-        running = deque(live for live in running if live.prompt or live.output > 0)
-    return met
+    def run(self) -> Simulation:
+        """Run until the last token, or until the window ends."""
+        while (self._waiting or self._prompts or self._ends) and self._clock < self._window[1]:
+            self._admit()
+            if not self._step_with_prompts():
+                self._steps_of_decodes()
+        return Simulation(
+            blocks=self._blocks.blocks,
+            seconds=max(min(self._clock, self._window[1]) - max(self._start, self._window[0]), 0.0),
+            first_token=self._first_token,
+            inter_token=self._inter_token,
+        )
 
+    def _admit(self) -> None:
+        if not self._prompts and not self._ends:
+            self._clock = max(self._clock, self._waiting[0].arrival)
+        while self._waiting and self._waiting[0].arrival <= self._clock and self._running < self._limits.max_num_reqs:
+            request = self._waiting.popleft()
+            self._prompts.append(_PromptInProgress(request.arrival, request.prompt, request.output))
 
-def _batch(counts: list[int], *, prompts: bool) -> Batch:
-    alike = counts[0] if len(set(counts)) == 1 else None
-    return Batch(
-        role=Role.TARGET, num_reqs=len(counts), num_tokens=sum(counts), query_len=alike, past_prompt=not prompts
-    )
+    @property
+    def _running(self) -> int:
+        return len(self._prompts) + len(self._ends)
+
+    def _step_with_prompts(self) -> bool:
+        """Run a step with prompts in it; False where no prompt waits, or decodes take up the tokens."""
+        decoding, drafts = len(self._ends), self._drafts(self._running)
+        left = self._limits.max_num_tokens - decoding * (1 + drafts + self._slots)
+        if not self._prompts or left <= self._slots:
+            return False
+        tokens, requests, read = decoding * (1 + drafts), decoding, []
+        while self._prompts and left > self._slots:
+            prompt = self._prompts[0]
+            chunk = min(left - self._slots, prompt.left)
+            prompt.left -= chunk
+            left -= chunk + self._slots
+            tokens, requests = tokens + chunk, requests + 1
+            if not prompt.left:
+                read.append(self._prompts.popleft())
+        self._run(Batch.mixed(Role.TARGET, requests, tokens), self._tokens(drafts), decoding)
+        for prompt in read:
+            if self._window[0] <= prompt.arrival < self._window[1]:
+                self._first_token[(self._clock - prompt.arrival) * 1000] += 1
+            if prompt.output > 1:  # The first token comes with the end of the prompt.
+                heappush(self._ends, self._progress + prompt.output - 1)
+        return True
+
+    def _steps_of_decodes(self) -> None:
+        """Run decodes until a request ends or another comes."""
+        batch, share = self._decode(len(self._ends))
+        tokens = self._tokens(batch.num_tokens // batch.num_reqs - 1) * share
+        seconds = self._seconds(batch)
+        steps = max(math.ceil((self._ends[0] - self._progress - _EPSILON) / tokens), 1)
+        changes = [each for each in self._window if each > self._clock]
+        if self._waiting and self._running < self._limits.max_num_reqs:
+            changes.append(self._waiting[0].arrival)
+        for moment in changes:
+            if moment < math.inf:
+                steps = min(steps, math.ceil((moment - self._clock) / seconds))
+        self._run(batch, tokens, len(self._ends) * share, steps)
+
+    def _run(self, batch: Batch, tokens: float, outputs: float, steps: int = 1) -> None:
+        """Run equal steps, in each of which a request that decodes gets ``tokens``, and so many requests get some."""
+        seconds = self._seconds(batch)
+        if self._window[0] <= self._clock < self._window[1]:
+            left = steps
+            while left:
+                some = min(left, self._blocks.room)
+                self._blocks.add({batch: some}, some)
+                left -= some
+            if self._ends:
+                # Where requests take turns, each waits for several steps.
+                wait = seconds * 1000 * len(self._ends) / outputs
+                self._inter_token[wait] += round(outputs) * steps
+        self._clock += seconds * steps
+        self._progress += tokens * steps
+        while self._ends and self._ends[0] <= self._progress + _EPSILON:
+            heappop(self._ends)
+
+    def _seconds(self, batch: Batch) -> float:
+        return max(self._step_time(batch), 1e-3) / 1000
+
+    def _drafts(self, num_reqs: int) -> int:
+        return 0 if self._speculative is None else self._speculative.draft_tokens(num_reqs)
+
+    def _tokens_of(self, drafts: int) -> float:
+        """Return the tokens that a decode of so many drafts makes of a request."""
+        return 1 + sum(self._acceptance[:drafts])
+
+    def _decode_of(self, num_reqs: int) -> tuple[Batch, float]:
+        """Return the batch of so many requests that decode, and the share of them that fit into it."""
+        count, most = num_reqs, self._limits.max_num_tokens
+        while count > 1 and count * (1 + self._drafts(count) + self._slots) > most:
+            count -= 1
+        each = min(1 + self._drafts(count), most - self._slots)
+        return Batch.decode(Role.TARGET, count, each), count / num_reqs
 
 
 def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily], *, slots: int = 0) -> Counter[Batch]:
@@ -135,3 +290,62 @@ def for_role(met: Counter[Batch], role: Role, families: Iterable[DecodeFamily], 
             if batch.num_reqs in family.requests:
                 drafted[Batch.decode(role, batch.num_reqs, family.query_len)] += count * (family.draft_steps or 1)
     return drafted
+
+
+MOST_BLOCKS = 50
+"""Most blocks; where there would be more, each two neighbours become one, so that at least half as many are left."""
+
+K = TypeVar("K")
+
+
+class OrderedBlocks(Generic[K]):
+    """Counts that are added in the order of time, as blocks of the same length but the last."""
+
+    def __init__(self, length: int = 1) -> None:
+        """Begin with blocks of ``length``, in units of the caller's: steps, or bytes."""
+        self._blocks: list[Counter[K]] = [Counter()]
+        self._length, self._filled = length, 0
+
+    @property
+    def room(self) -> int:
+        """How much of the current block is left, in the same units; at least 1."""
+        return self._length - self._filled
+
+    def add(self, counts: Mapping[K, int], length: int) -> None:
+        """Add counts to the current block, which is full where ``length`` is at least ``room``."""
+        if length <= 0:
+            return
+        self._blocks[-1].update(counts)
+        self._filled += length
+        if self._filled >= self._length:
+            if len(self._blocks) >= MOST_BLOCKS:
+                self._halve()
+            self._blocks.append(Counter())
+            self._filled = 0
+
+    def _halve(self) -> None:
+        firsts, seconds = self._blocks[::2], self._blocks[1::2]
+        for first, second in zip(firsts, seconds, strict=True):
+            first.update(second)
+        self._blocks, self._length = firsts, 2 * self._length
+
+    @property
+    def blocks(self) -> tuple[Counter[K], ...]:
+        """The blocks; a last one of less than half the length is part of the one before it."""
+        whole, last = self._blocks[:-1], self._blocks[-1]
+        if whole and 2 * self._filled < self._length:
+            whole, last = whole[:-1], whole[-1] + last
+        return tuple(block for block in (*whole, last) if block)
+
+    @property
+    def entries(self) -> int:
+        """How many counts are held, over all blocks."""
+        return sum(map(len, self._blocks))
+
+    def rename(self, name: Callable[[K], K]) -> None:
+        """Count what now has the same name as one."""
+        for index, block in enumerate(self._blocks):
+            renamed: Counter[K] = Counter()
+            for key, count in block.items():
+                renamed[name(key)] += count
+            self._blocks[index] = renamed

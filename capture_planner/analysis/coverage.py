@@ -39,7 +39,7 @@ class Cell:
     kind: Kind
     query_len: int | None
     varies: bool = False
-    """Whether the batches are decodes of up to ``query_len`` tokens each."""
+    """True for decodes of up to ``query_len`` tokens each."""
     draft_steps: int | None = None
     """Draft decodes that follow each other at these batch sizes; None for other roles."""
     first: int
@@ -152,12 +152,12 @@ class _Decodes:
 
     query_len: int
     varies: bool
-    """Whether requests have up to ``query_len`` tokens."""
+    """True where requests have up to ``query_len`` tokens."""
     requests: Domain
     alone: int
     """Tokens of the longest decode of one request."""
     is_named: bool = False
-    """Whether uniform decodes of ``query_len`` tokens are told apart from these."""
+    """True where uniform decodes of ``query_len`` tokens are told apart from these."""
 
     def largest(self, role: Role, num_reqs: int, loras: int) -> Batch:
         """Return the decode of so many requests that has the most tokens."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
-from capture_planner.analysis.fingerprints import changed
 from capture_planner.analysis.rerouted import rerouted
-from capture_planner.codec import entry_rows as rows
 from capture_planner.codec import format_bytes, label, to_data
+from capture_planner.codec.rows import ENTRIES
 from capture_planner.modes import Role
 from capture_planner.records._base import grouped, key_of
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import SPEC_FIELDS, Forecast, GroupPlan, Plan, RolePlan
-from capture_planner.records.text import rounded_bytes
+from capture_planner.records.text import counted, rounded_bytes
 
 
 @attrs.frozen
@@ -26,7 +26,7 @@ class FieldChange:
     """A field of the spec or of the machine that differs, with both values as files write them."""
 
     path: tuple[str, ...]
-    """From the top of a plan: ``limits``, ``max_num_reqs``."""
+    """Keys from the top of a plan: ``limits``, ``max_num_reqs``."""
     before: str
     after: str
 
@@ -42,7 +42,7 @@ class Change:
     message: str
     entries: tuple[Entry, ...] = ()
     fields: tuple[FieldChange, ...] = ()
-    """What differs in the spec or the machine; empty for what follows from it."""
+    """Fields of the spec or the machine that differ; empty for a consequence of one."""
 
 
 def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
@@ -240,12 +240,45 @@ def _fingerprints(old: Plan, new: Plan) -> Iterator[Change]:
         yield Change(role, "fingerprint", f"{role} {entry}: {text}", entries=(entry,))
 
 
+MAX_KERNELS = 4
+"""Kernels that a sentence names."""
+
+Key = TypeVar("Key")
+
+
+def changed(old: Mapping[Key, Fingerprint], new: Mapping[Key, Fingerprint]) -> Iterator[tuple[Key, str]]:
+    """Yield each graph of both runs whose fingerprint differs, with what differs in it."""
+    for key, before in old.items():
+        after = new.get(key)
+        if after is not None and after != before:
+            yield key, change_of(before, after)
+
+
+def change_of(old: Fingerprint, new: Fingerprint) -> str:
+    """Describe how one graph differs from another: kernels that came and went, nodes, or only their launch."""
+    gone, added = Counter(old.kernels) - Counter(new.kernels), Counter(new.kernels) - Counter(old.kernels)
+    parts = []
+    if gone and added:
+        parts.append(f"{_named(gone)} replaced by {_named(added)}")
+    elif gone or added:
+        parts.append(f"without {_named(gone)}" if gone else f"also {_named(added)}")
+    if old.nodes != new.nodes:
+        parts.append(f"{counted(old.nodes, 'node')} became {new.nodes:,}")
+    return "; ".join(parts) or "the same kernels with other launch dimensions, arguments' shapes or order"
+
+
+def _named(kernels: Counter[str]) -> str:
+    listed = [f"{name} ({count}x)" for name, count in sorted(kernels.items())]
+    rest = [f"{len(listed) - MAX_KERNELS} more"] if len(listed) > MAX_KERNELS else []
+    return ", ".join([*listed[:MAX_KERNELS], *rest])
+
+
 def graphs_text(entries: tuple[Entry, ...]) -> str:
     """Describe entries: ``3 graphs: FULL decodes of 4 at 16, 8, 1 requests``."""
     if not entries:
         return "no graphs"
     parts = []
-    for row in rows.pack(entries):
+    for row in ENTRIES.pack(entries):
         sizes = row.num_reqs if row.decodes and row.num_reqs else row.num_tokens or ()
         shown = ", ".join(map(str, sizes[:8])) + (", ..." if len(sizes) > 8 else "")
         kind = f"{row.mode.value} decodes of {row.decodes}" if row.decodes else f"{row.mode.value} mixed"

@@ -35,7 +35,7 @@ class _Overlap:
     after: Dispatch | None
     width: int
     by_loras: bool = False
-    """Whether one plan admits them for its number of adapters alone."""
+    """True where one plan admits them for its number of adapters alone."""
 
     @property
     def change(self) -> tuple[object, ...] | None:

@@ -1,12 +1,13 @@
-"""CSV traces: text -> cells that know their places -> arrivals and lengths."""
+"""Traces of requests: arrivals and lengths from CSV, text -> cells that know their places, or from JSON lines."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
@@ -16,8 +17,8 @@ from capture_planner.records.text import counted
 
 MAX_LENGTH = 1 << 20
 """Most tokens of one prompt, and most that one request may ask for."""
-MAX_SECONDS = 1 << 20
-"""Latest arrival in a file: twelve days. Seconds since 1970 are a slip, and would never arrive."""
+MAX_SECONDS = 1 << 25
+"""Latest arrival in a file: a year. Seconds since 1970 are a slip, and would never arrive."""
 MAX_PROBLEMS = 100
 """Problems reported of one file."""
 
@@ -25,10 +26,20 @@ T = TypeVar("T")
 
 ALIASES = {
     "arrival": ("t", "timestamp", "arrival", "arrival_time"),
-    "prompt": ("in_len", "contexttokens", "input_tokens", "input_length", "prompt_tokens"),
-    "output": ("out_len", "generatedtokens", "output_tokens", "output_length"),
+    "prompt": ("in_len", "contexttokens", "input_tokens", "input_length", "prompt_tokens", "request tokens"),
+    "output": ("out_len", "generatedtokens", "output_tokens", "output_length", "response tokens"),
 }
-"""The names of each column, in lower case."""
+"""The names of each column, in lower case: also those of the Azure traces and of BurstGPT."""
+
+FAILING = "response tokens"
+"""The column in which 0 is a request that failed, as BurstGPT has it."""
+
+KEYS = {
+    "arrival": ("timestamp",),
+    "prompt": ("input_length", "input_tokens"),
+    "output": ("output_length", "output_tokens"),
+}
+"""The keys of a JSON line, as Mooncake's traces have them; the timestamp is in milliseconds."""
 
 
 @attrs.frozen
@@ -41,6 +52,15 @@ class TraceRow:
     line: int
 
 
+@attrs.frozen
+class ParsedTrace:
+    """The requests of a file, in its order."""
+
+    rows: list[TraceRow]
+    failed: int = 0
+    """Requests that are left out, because they failed."""
+
+
 def text_of(path: str | Path) -> str:
     """Read a text file with or without a byte-order mark, of any line ends; raises ``InvalidDocument``."""
     return read(path).removeprefix("\ufeff").replace("\r\n", "\n")
@@ -48,17 +68,70 @@ def text_of(path: str | Path) -> str:
 
 def read_trace(path: str | Path) -> list[TraceRow]:
     """Return the rows of a trace in the order of its file; raises ``InvalidDocument`` with all problems."""
-    return trace_rows(text_of(path), str(path))
+    return trace_of(text_of(path), str(path)).rows
 
 
-def trace_rows(text: str, file: str) -> list[TraceRow]:
-    """Return the rows of a trace in the order of its text; messages name it ``file``."""
+def has_requests(line: str) -> bool:
+    """Say whether a line is a request of a trace in JSON lines."""
+    return _has_all(_json_object(line), KEYS)
+
+
+def trace_of(text: str, file: str) -> ParsedTrace:
+    """Return the requests of a CSV, or of JSON lines; messages name it ``file``."""
+    return ParsedTrace(_json_rows(text, file)) if text.lstrip().startswith("{") else _csv_rows(text, file)
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    """Return the object in a line; an empty one where it is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_all(found: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> bool:
+    return all(any(name in found for name in names) for names in keys.values())
+
+
+def _json_rows(text: str, file: str) -> list[TraceRow]:
+    problems: list[Problem] = []
+    read: list[tuple[float, int, int, int]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or len(problems) >= MAX_PROBLEMS:
+            continue
+        data = _json_object(line)
+        try:
+            moment, prompt, output = (_json_number(data, names) for names in KEYS.values())
+            read.append((moment, _length(str(prompt)), _length(str(output)), number))
+        except ValueError as error:
+            problems.append(Problem(file=file, line=number, message=str(error)))
+    start = min((moment for moment, *_ in read), default=0)
+    start = start if start > MAX_SECONDS * 1000 else 0  # milliseconds since 1970
+    late = (row for row in read if row[0] - start > MAX_SECONDS * 1000)
+    problems += [
+        Problem(file=file, line=row[3], message=f"later than {MAX_SECONDS} seconds after the start") for row in late
+    ]
+    if problems:
+        raise InvalidDocument(problems[:MAX_PROBLEMS])
+    return [TraceRow((moment - start) / 1000, *others) for moment, *others in read]
+
+
+def _json_number(data: dict[str, Any], names: tuple[str, ...]) -> float:
+    value: Any = next((data[name] for name in names if name in data), None)
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(f"expected {names[0]}, a number from 0, got {_shown(json.dumps(value))}")
+    return value  # type: ignore[no-any-return]
+
+
+def _csv_rows(text: str, file: str) -> ParsedTrace:
     table = _table(text)
     header = next(table, None)
     if header is None:
         raise InvalidDocument([Problem(file=file, message="the file is empty", remedy=_REMEDY)])
     arrival, prompt, output = _columns(header, file)
     problems: list[Problem] = []
+    may_fail, failed = header[output].text.lower() == FAILING, 0
 
     def note(cell: _Cell, message: str, *columns: int) -> None:
         names = tuple(header[column].text for column in columns)
@@ -79,11 +152,15 @@ def trace_rows(text: str, file: str) -> list[TraceRow]:
         if len(row) != len(header):
             note(row[0], f"expected {counted(len(header), 'cell')}, as in the header, got {len(row)}")
             continue
+        if may_fail and row[output].text == "0":
+            failed += 1
+            continue
         if (time := parsed(_time, row, arrival, None)) is not None:
             times.append((row[arrival], time))
         lengths.append((parsed(_length, row, prompt, 0), parsed(_length, row, output, 0)))
     if not lengths and not problems:
-        raise InvalidDocument([Problem(file=file, message="a header and no rows under it")])
+        message = f"{failed} requests, which all failed" if failed else "a header and no rows under it"
+        raise InvalidDocument([Problem(file=file, message=message)])
     kind = times[0][1].kind if times else ""
     same = [(cell, time.value) for cell, time in times if time.kind == kind]
     for cell, time in times:
@@ -97,10 +174,11 @@ def trace_rows(text: str, file: str) -> list[TraceRow]:
     if problems:
         problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
         raise InvalidDocument(problems[:MAX_PROBLEMS])
-    return [
+    rows = [
         TraceRow((value - start) / unit, *tokens, cell.line)
         for (cell, value), tokens in zip(same, lengths, strict=True)
     ]
+    return ParsedTrace(rows, failed)
 
 
 _REMEDY = "its first line names a column of each: " + "; ".join(", ".join(names) for names in ALIASES.values())

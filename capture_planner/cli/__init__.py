@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import click
 
 import capture_planner
-from capture_planner.cli.ending import exit_code_of
-from capture_planner.cli.signals import terminable
+from capture_planner.cli.commands import CommandGroup, LazyCommands
+from capture_planner.cli.ending import exit_code_of, terminable
 from capture_planner.errors import CapturePlannerError, PluginWarning
-from capture_planner.report.writing import printable
+from capture_planner.report.printable import printable
 
 
 def main() -> NoReturn:
@@ -47,36 +45,7 @@ def _show_plugin_warnings() -> None:
     warnings.showwarning = show
 
 
-FILES = ("plan", "show", "explain", "check", "diff", "backends", "schema")
-"""The commands of ``files``; the others have a module each, of their own name."""
-OTHERS = (
-    *("traffic", "profile", "tune", "init", "ranks", "engine", "spec", "compare", "export", "launch", "run", "bench"),
-    *("conformance", "environment", "new-backend"),
-)
-
-
-class LazyCommands(Mapping[str, click.Command]):
-    """The commands by name; each is imported when it is first used, as a third of the start is modules of others."""
-
-    def __getitem__(self, name: str) -> click.Command:
-        if name not in self:
-            raise KeyError(name)
-        function = name.replace("-", "_")
-        module = importlib.import_module(f"{__name__}.{'files' if name in FILES else function}")
-        command: click.Command = getattr(module, function)
-        return command
-
-    def __contains__(self, name: object) -> bool:
-        return name in FILES or name in OTHERS
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*FILES, *OTHERS))
-
-    def __len__(self) -> int:
-        return len(FILES) + len(OTHERS)
-
-
-@click.group(commands=LazyCommands(), context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, commands=LazyCommands(), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(capture_planner.__version__, prog_name="capture-planner")
 def cli() -> None:
     """Plan, check and explain which CUDA graphs a serving engine captures.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,9 +13,7 @@ from typing import Any, ClassVar
 
 import attrs
 import click
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.segment import Segment
-from rich.text import Text
+from rich.console import Console
 
 from capture_planner import codec
 from capture_planner.codec import Document, dumps_json
@@ -25,10 +24,14 @@ from capture_planner.measuring.workers import read_workers
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Policy, Spec
+from capture_planner.report.page import page
 from capture_planner.report.plain import plain
-from capture_planner.report.writing import printable, printable_lines
+from capture_planner.report.printable import printable, printable_lines
+from capture_planner.report.terminal import tables
+from capture_planner.report.writing import Report
 
 FINDINGS = 2
 """Exit code: the files are valid, and something in them wants attention."""
@@ -40,18 +43,7 @@ NARROWEST = 80
 """Columns of a table on a terminal; a narrower one wraps lines itself, which is easier to read than broken words."""
 
 
-@attrs.frozen
-class PrintableReport:
-    """A report whose texts may come from a file: no control character in them reaches the terminal."""
-
-    report: RenderableType
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for segment in console.render(self.report, options):
-            yield segment if segment.control else Segment(printable_lines(segment.text), segment.style)
-
-
-def show_text(renderable: RenderableType) -> None:
+def show_text(report: Report) -> None:
     """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
     # No markup: sentences come from plans, and a plan may say "[/b]".
     terminal = Console(markup=False)
@@ -60,7 +52,7 @@ def show_text(renderable: RenderableType) -> None:
     plain_text = Console(width=120, color_system=None, markup=False)
     console = terminal if terminal.is_terminal else plain_text
     with console.capture() as capture:
-        console.print(PrintableReport(renderable))
+        console.print(tables(report), crop=False)
     lines = capture.get().splitlines()
     click.echo("\n".join(line.rstrip() for line in lines), color=terminal.is_terminal)
 
@@ -140,6 +132,14 @@ def plan_of(
     return plan
 
 
+def observation_of(document: Document, environment: str | None) -> Observation:
+    """Return the observation in a document; raises ``click.UsageError`` where a machine is named, too."""
+    observation = document.load(Observation)
+    if environment is not None:
+        raise click.UsageError(f"{document.name} is an observation of a machine; --environment goes with a spec.")
+    return observation
+
+
 def assumed() -> tuple[str, ...]:
     """Return what the answer of this command rests on, as far as plans were made for it; each sentence once."""
     return tuple(dict.fromkeys(click.get_current_context().meta.get(_ASSUMED, ())))
@@ -160,6 +160,7 @@ def plan_document(document: Document, machine: ChosenMachine, *, answers: bool =
             name, parallel = str(spec.sizes.profile), spec.parallel
             foreign = catalog.foreign_costs(name, measurements.profile, machine.environment, spec.model, parallel)
             show_notes([] if foreign is None else [foreign])
+        # Without data of its own, a spec takes the sizes that measurements of a near deployment would give.
         if measurements is None and spec.sizes.policy is Policy.DEFAULT:
             measurements = catalog.near_measurements(machine.environment, spec.model)
         return make_plan(spec, machine.environment, registry.load_backends(), measurements)
@@ -167,26 +168,64 @@ def plan_document(document: Document, machine: ChosenMachine, *, answers: bool =
         raise InvalidDocument(document.place(error.problems)) from None
 
 
-def emit(
-    form: str, value: Callable[[], Any], text: Callable[[], RenderableType], assumptions: Sequence[str] | None = None
-) -> None:
-    """Print a value as JSON, or what people are shown of it.
+@attrs.frozen
+class Output:
+    """Where the answer of a command goes: ``--format`` and ``--html``, as ``options.reports`` declares them."""
 
-    :param assumptions: what an answer rests on: its first lines, and ``assumptions`` in JSON. None: a record, which has
-        no such field.
-    """
-    if form == "json":
-        first = {} if assumptions is None else {"assumptions": list(assumptions)}
-        click.echo(to_json(first | plain(value()) if first else value()))
-    else:
-        show_assumptions(assumptions or ())
-        show_text(text())
+    form: str = "text"
+    html: Path | None = None
+
+    @property
+    def is_json(self) -> bool:
+        """Whether standard output is one JSON document, so that remarks go to standard error."""
+        return self.form == "json"
+
+    def show(
+        self,
+        data: Callable[[], Any],
+        report: Callable[[], Report],
+        assumptions: Sequence[str] | None = None,
+        text: Callable[[], object] | None = None,
+    ) -> None:
+        """Print a value as JSON, or what people are shown of it; and write that as a page where one is named.
+
+        :param assumptions: what an answer rests on: its first lines, and ``assumptions`` in JSON. None: a record, which
+            has no such field.
+        :param text: prints the answer in place of the report, in any format but JSON.
+        """
+        if self.is_json:
+            first = {} if assumptions is None else {"assumptions": list(assumptions)}
+            click.echo(to_json(first | plain(data()) if first else data()))
+        elif text is not None:
+            text()
+        # A report may walk all admissible batches: it is made only where somebody sees it.
+        if self.html is None and (self.is_json or text is not None):
+            return
+        shown = attrs.evolve(report(), assumptions=tuple(assumptions or ()))
+        if not self.is_json and text is None:
+            show_text(shown)
+        self.write(self.html, lambda: page(shown))
+
+    def write(self, file: Path | None, text: Callable[[], str]) -> None:
+        """Write a file where one was named, and say so."""
+        if file is not None:
+            codec.write(file, text())
+            self.note_written(file)
+
+    def note_written(self, file: Path | None) -> None:
+        """Say that a file was written, where one was named: on standard error next to what a program reads."""
+        if file is not None:
+            show_lines(f"written to {file}", err=self.form != "text")
+
+    def refuse_batches(self) -> None:
+        """Refuse ``--html`` for answers that are JSON lines."""
+        if self.html is not None:
+            raise click.UsageError("--html is for a report; the answers to a file of batches are JSON lines.")
 
 
-def show_assumptions(assumptions: Sequence[str]) -> None:
-    """Print what an answer rests on: its first lines."""
-    if assumptions:
-        show_text(Group(*(Text(f"assumption: {each}", style="yellow") for each in assumptions)))
+def record_text(file: Path, value: Any) -> str:
+    """Return a plan, spec, environment, traffic or profile as a file has it: JSON if it is named so, else YAML."""
+    return to_json(value) + "\n" if file.suffix == ".json" else codec.dumps(value)
 
 
 def to_json(value: Any) -> str:
@@ -194,35 +233,66 @@ def to_json(value: Any) -> str:
     return dumps_json(plain(value))
 
 
-def emit_file(form: str, file: Path | None, text: Callable[[], str]) -> None:
-    """Write a file where one was named, and say so; on standard error next to a JSON document."""
-    if file is not None:
-        codec.write(file, text())
-        show_lines(f"written to {file}", err=form == "json")
+def refuse_outputs() -> None:
+    """Refuse files to write (``options.OutputFile``) that cannot be written, before any work is done.
 
-
-def refuse_outputs(source: str | None, outputs: Mapping[str, Path | None], subject: str = "the plan") -> None:
-    """Refuse output files that cannot be written, before any work is done.
-
-    Nor may they overwrite each other or the ``source`` that is read, which messages call ``subject``.
+    Nor may they overwrite each other, what the command reads, or a file of another kind.
     """
-    files = {} if source is None else {subject: Path(source)}
-    for name, file in outputs.items():
-        if file is None:
+    context = click.get_current_context()
+    values = [(each, context.params.get(each.name or "")) for each in context.command.params]
+    taken = [
+        (parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name, Path(word))
+        for parameter, value in values
+        if not isinstance(parameter, OutputFile)
+        for word in _file_names(value)
+    ]
+    sources = [path for _, path in taken]
+    # A folder that the command makes itself, with its files.
+    made = [value.absolute() for each, value in values if value is not None and each.metavar == "FOLDER"]
+    for option, file in values:
+        if not isinstance(option, OutputFile) or file is None:
             continue
+        # Nothing of it is there yet that could be overwritten, or that could refuse a file.
+        if file.absolute().parent in made and not file.absolute().parent.exists():
+            continue
+        name = option.opts[-1]
         try:
             if not file.absolute().parent.is_dir():
                 raise click.UsageError(f"{name} {file}: no such folder.")
             if file.is_dir():
                 raise click.UsageError(f"{name} {file} is a folder; name a file.")
-            same = [other for other, path in files.items() if path.resolve() == file.resolve()]
+            if option.kind is not None:
+                _refuse_to_replace(file, option.kind, sources)
+            # First whether it can be written: a link in a circle has no other name to compare.
             _try_to_write(file)
+            same = [other for other, path in taken if path.resolve() == file.resolve()]
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise click.UsageError(f"{name} {file} cannot be written: {reason}.") from None
         if same:
             raise click.UsageError(f"{name} {file} is also the file of {same[0]}; name another.")
-        files[name] = file
+        taken.append((name, file))
+
+
+def _file_names(value: Any) -> Iterator[str]:
+    """Yield the words in the value of a parameter that name a file which exists."""
+    for each in value if isinstance(value, tuple) else (value,):
+        # An open file has its name; @FILE is how --case names one.
+        word = str(getattr(each, "name", each)).removeprefix("@")
+        try:
+            if isinstance(each, str | Path) or hasattr(each, "read"):
+                yield from [word] if Path(word).is_file() else []
+        except (OSError, ValueError):  # no name that a file can have
+            continue
+
+
+class OutputFile(click.Option):
+    """An option that names a file to write; ``refuse_outputs`` looks at all of a command."""
+
+    def __init__(self, *args: Any, kind: type[Plan] | type[Environment] | None = None, **settings: Any) -> None:
+        super().__init__(*args, **{"type": click.Path(path_type=Path), "metavar": "FILE", **settings})
+        self.kind = kind
+        """What a file that is there must be to be replaced: a typing error must not overwrite a spec."""
 
 
 def make_folder(name: str, folder: Path | None) -> None:
@@ -237,28 +307,20 @@ def make_folder(name: str, folder: Path | None) -> None:
         raise click.UsageError(f"{name} {folder} cannot be written: {error.strerror or error}.") from None
 
 
-def refuse_to_replace(output: str, kind: type[Plan] | type[Environment], source: str = "") -> None:
-    """Keep --output from replacing a file of another kind: a typing error must not overwrite a spec.
-
-    :param source: the file that is read.
-    """
-    if not output:
-        raise click.UsageError("--output needs the name of a file.")
-    target = Path(output)
+def _refuse_to_replace(file: Path, kind: type[Plan] | type[Environment], sources: Iterable[Path]) -> None:
+    """Keep an output from replacing a file that is not of its kind; ``sources``: the files that are read."""
+    # An empty file has nothing to lose: mktemp leaves one.
+    if not file.is_file() or file.stat().st_size == 0:
+        return
     try:
-        if not target.is_file() or target.stat().st_size == 0:
-            return
-    except OSError as error:
-        raise click.UsageError(f"--output {output} cannot be written: {error.strerror}.") from None
-    try:
-        document = Document.read(output)
+        document = Document.read(str(file))
         replaceable = document.is_plan if kind is Plan else bool(document.load(kind))
     except InvalidDocument:
         replaceable = False
     if not replaceable:
-        is_source = Path(source).exists() and target.samefile(source)
+        is_source = any(file.samefile(source) for source in sources)
         subject = "the spec itself" if is_source else f"a file that is not {_KINDS[kind]}"
-        raise CapturePlannerError(f"--output {output} is {subject}; name another file, or remove it first")
+        raise CapturePlannerError(f"--output {file} is {subject}; name another file, or remove it first")
 
 
 _KINDS = {Plan: "a plan", Environment: "an environment"}
@@ -274,11 +336,21 @@ def _try_to_write(target: Path) -> None:
         raise PermissionError(None, "Permission denied")
 
 
-def prepare_torch(threads: int) -> None:
-    """Set the threads of an operator."""
-    import torch
+def machine_plan(document: Document, environment: str | None, here: Callable[[], Environment | None]) -> Plan:
+    """Return the plan of a document; a spec is planned for this very machine, unless another is named.
 
-    torch.set_num_threads(threads)
+    :param here: describes this machine; None: it has no GPU, and a spec is planned for the processor.
+    """
+    machine = None if environment is not None or document.is_plan else here()
+    if machine is None:
+        return plan_of(document, environment, default="cpu")
+    return plan_document(document, ChosenMachine(machine, ("no --environment given; using this machine",)))
+
+
+def command_line() -> str:
+    """Return the command line for a record, which is shared: absolute paths without their folders."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return shlex.join(["capture-planner", *words])
 
 
 def progress_bars(visible: bool | None) -> Any:
@@ -352,6 +424,7 @@ def split_words(args: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[l
     for word in words:
         name, equals, _ = word.partition("=")
         if word == "--":
+            # Behind it every word is the engine's, ours by name too.
             rest += words
         elif name not in takes_value:
             rest.append(word)

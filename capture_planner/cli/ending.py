@@ -1,18 +1,59 @@
-"""How a program of ours ends: every error a user can make as text and exit code 1, an interruption with 130 or 143."""
+"""How a program of ours ends: every error a user can make as text and exit code 1, an interruption with 130 or 143.
+
+SIGTERM, which a scheduler or ``docker stop`` sends, ends a run as Ctrl-C does, with its report.
+"""
 
 from __future__ import annotations
 
 import io
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
 
-from capture_planner.cli.signals import Interruption
-from capture_planner.codec import dumps_json
 from capture_planner.errors import CapturePlannerError, InvalidValue
-from capture_planner.report.writing import printable, printable_lines
+from capture_planner.report.printable import printable, printable_lines
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell gives it."""
+
+TERMINATED = 143
+"""Exit code after SIGTERM, as a shell gives it."""
+
+
+class Interruption:
+    """Which signal interrupted the program."""
+
+    code = INTERRUPTED
+    """The exit code that belongs to it."""
+
+    def terminate(self, number: int, frame: FrameType | None) -> None:
+        """Raise ``KeyboardInterrupt``; a second signal ends the process at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.code = TERMINATED
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def terminable() -> Iterator[Interruption]:
+    """Let SIGTERM interrupt what runs inside the context."""
+    interruption = Interruption()
+    before = signal.signal(signal.SIGTERM, interruption.terminate)
+    try:
+        yield interruption
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def exit_interrupted() -> None:
+    """End a command that was interrupted, once its report is out."""
+    context = click.get_current_context()
+    context.exit(context.ensure_object(Interruption).code)
+
 
 Say = Callable[[str], None]
 """Shows one line of an error."""
@@ -56,6 +97,9 @@ def _show(error: CapturePlannerError, *, as_json: bool, say: Say) -> None:
     for line in [str(problem) for problem in problems] or [str(error)]:
         say(line)
     if as_json:
+        # Not at the top: every start imports this module, and only an error needs the codec.
+        from capture_planner.codec import dumps_json
+
         keep = ("message", "remedy", "file", "line", "column")
         listed: list[dict[str, Any]] = [
             {"path": list(p.path)} | {name: getattr(p, name) for name in keep} for p in problems

@@ -1,10 +1,11 @@
-"""``engine``: what an engine captures and serves, by its own flags; ``check --engine``: what to fix."""
+"""``engine``: what an engine captures by its flags; ``check --engine``: what to fix; ``export``: a plan as flags."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 import attrs
@@ -12,13 +13,24 @@ import click
 
 from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
-from capture_planner.cli.common import FINDINGS, OwnOptions, emit, machine_named, show_notes
+from capture_planner.cli.common import (
+    FINDINGS,
+    Output,
+    OwnOptions,
+    assumed,
+    machine_named,
+    plan_of,
+    read_document,
+    show_notes,
+)
 from capture_planner.cli.jsonl import answer_line, read_batches
+from capture_planner.cli.options import flag
 from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_engine
 from capture_planner.engines.check import check
 from capture_planner.engines.engine import Engine
+from capture_planner.engines.export import prove, within_budget
 from capture_planner.engines.walk import why_inadmissible
-from capture_planner.report.engine import emulation_table, findings_text
+from capture_planner.report.engine import emulation_report, export_report, findings_report, launch_command
 
 
 class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -77,14 +89,14 @@ def _releases(engine: Engine) -> str:
 _NAMED = f"{__name__}.named"
 
 
-@click.command(cls=EngineCommand, short_help="Show what an engine captures with its own flags.")
+@click.command(cls=EngineCommand)
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.batches
 @options.environment
 @options.download
-@options.formats()
-def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, form: str) -> None:
+@options.reports()
+def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environment: str | None, to: Output) -> None:
     """Show what an engine captures with its own flags, and which batches it serves from graphs.
 
     FLAGS are the engine's, as its server takes them, or a whole command line: with docker run or mpirun in
@@ -97,6 +109,7 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     show_notes(emulation.notes)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     if batches is not None:
+        to.refuse_batches()
         show_notes(assumptions)
         for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
             never = why_inadmissible(batch, emulation)
@@ -104,21 +117,48 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
             click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
         return
     emulation = attrs.evolve(emulation, assumptions=assumptions)
-    emit(form, lambda: emulation, partial(emulation_table, emulation), assumptions)
+    to.show(lambda: emulation, partial(emulation_report, emulation), assumptions)
 
 
 def check_engine(
-    name: str, flags: Sequence[str], environment: str | None, form: str, strict: bool, ignore: Collection[str] = ()
+    name: str, flags: Sequence[str], environment: str | None, to: Output, strict: bool, ignore: Collection[str] = ()
 ) -> None:
     """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings."""
-    if form not in ("text", "json"):
-        raise click.UsageError(f"--format {form} is for files; with --engine use text or json.")
+    if to.form not in ("text", "json"):
+        raise click.UsageError(f"--format {to.form} is for files; with --engine use text or json.")
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
     show_notes(emulation.notes)
     found = check(emulation, find_engine(name), machine.environment)
     findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
-    emit(form, lambda: {"findings": findings}, partial(findings_text, emulation, findings), assumptions)
+    to.show(lambda: {"findings": findings}, partial(findings_report, emulation, findings), assumptions)
     if any(strict or each.severity is not Severity.NOTE for each in findings):
+        click.get_current_context().exit(FINDINGS)
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN|SPEC")
+@click.option("--to", "name", type=EngineName(), required=True, help="Engine to export to.")
+@options.output("Write the engine's configuration to FILE.")
+@flag("--strict", "Exit with 2 if the engine loses anything of the plan.")
+@options.environment
+@options.reports()
+def export(plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, to: Output) -> None:
+    """Export a plan as the flags of an engine, with what is lost and what that costs.
+
+    The flags are then emulated for every admissible batch, which shows what the engine would make of
+    them, graph by graph and batch by batch. An engine whose plugin runs a plan itself loses nothing:
+    for those, the launch command is printed too. If the engine refuses the flags, as on a machine without a
+    GPU, they are written with the reason, and the exit code is 2.
+    """
+    document, engine = read_document(plan_file), find_engine(name)
+    plan = plan_of(document, environment, answers=True)
+    as_engine = partial(emulate, name)
+    result = within_budget(prove(engine.export(plan), plan, as_engine), plan, as_engine)
+    runs_plans = document.is_plan and engine.launch is not None
+    launch = launch_command(result, plan_file, engine.programs[0]) if runs_plans else None
+    to.show(lambda: result, partial(export_report, result, output, launch), assumed())
+    to.write(output, lambda: result.file)
+    if result.proof is None or (strict and not result.proof.exact):
         click.get_current_context().exit(FINDINGS)

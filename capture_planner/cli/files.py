@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
@@ -15,20 +16,20 @@ from capture_planner import codec
 from capture_planner.analysis import diff as difference
 from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.explain import explain as explain_batch
-from capture_planner.analysis.lint import Finding, Severity, lint
+from capture_planner.analysis.explain import explanation
+from capture_planner.analysis.lint import RULES, Finding, Severity, lint
 from capture_planner.cli import options
-from capture_planner.cli.batch_flags import batch_of
 from capture_planner.cli.common import (
     FINDINGS,
     ChosenMachine,
+    Output,
     assumed,
-    emit,
     machine_named,
+    observation_of,
     plan_document,
     plan_of,
     read_document,
-    refuse_to_replace,
-    show_assumptions,
+    record_text,
     show_lines,
     show_notes,
     to_json,
@@ -36,84 +37,83 @@ from capture_planner.cli.common import (
 from capture_planner.cli.drift import drift as drift_of
 from capture_planner.cli.drift import specs_of
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
-from capture_planner.cli.ignoring import IGNORED
 from capture_planner.cli.jsonl import answer_line, read_batches
-from capture_planner.cli.observed import explain_observation, observation_of, observed_findings
-from capture_planner.cli.options import POSITIVE, flag, option
+from capture_planner.cli.options import POSITIVE, ParsedText, flag, option
 from capture_planner.cli.run_reports import diff_runs
 from capture_planner.codec import Document, plain
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, check_observation, share
+from capture_planner.engines.deployments import coverage_of, emulation_of
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.observed_diff import observed_diff
+from capture_planner.errors import DispatchError
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
+from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
-from capture_planner.report import findings, tables
-from capture_planner.report.backends import backend_support, backends_table
-from capture_planner.report.observation import diff_text, observation_tables
-from capture_planner.report.price import budget_line
-from capture_planner.report.profile import profile_tables
-from capture_planner.report.traffic import traffic_tables
+from capture_planner.report import findings, plans
+from capture_planner.report.observation import observation_report
+from capture_planner.report.profile import profile_report
+from capture_planner.report.traffic import traffic_report
 
 
-@click.command(short_help="Make the plan of a spec.")
+@click.command()
 @click.argument("spec")
-@click.option("-o", "--output", metavar="FILE", help="Write the plan to FILE and print a summary.")
+@options.output("Write the plan to FILE and print a summary.", kind=Plan)
 @options.environment
-@options.formats("text", "json")
-def plan(spec: str, output: str | None, environment: str | None, form: str) -> None:
+@options.reports()
+def plan(spec: str, output: Path | None, environment: str | None, to: Output) -> None:
     """Make the plan of SPEC; - reads standard input.
 
     Without --output, print the plan as YAML or JSON. Without --environment, the machine is taken from
     the name of the output file (model.h100.yaml is for h100), or else is h100.
     """
-    if output is not None:
-        refuse_to_replace(output, Plan, spec)
-    result = plan_document(read_document(spec), machine_named(environment, output))
-    if output is not None:
-        codec.write(output, to_json(result) + "\n" if Path(output).suffix == ".json" else codec.dumps(result))
-    if form == "text" and output is None:
-        click.echo(codec.dumps(result), nl=False)
-    else:
-        emit(form, lambda: result, partial(tables.plan_summary, result))
-    if output is not None:
-        show_lines(f"written to {output}", err=form == "json")
+    result = plan_document(read_document(spec), machine_named(environment, None if output is None else str(output)))
+    report = partial(plans.plan_report, result, whole=output is None)
+    if output is None:
+        to.show(lambda: result, report, text=lambda: click.echo(codec.dumps(result), nl=False))
+        return
+    # The file first: a summary of what could not be written would say that it was.
+    codec.write(output, record_text(output, result))
+    to.show(lambda: result, report)
+    to.note_written(output)
 
 
-@click.command(short_help="Show a plan, an observation, traffic or a profile as tables.")
+@click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION|TRAFFIC|PROFILE")
 @options.environment
-@options.formats()
-def show(plan_file: str, environment: str | None, form: str) -> None:
+@options.reports()
+def show(plan_file: str, environment: str | None, to: Output) -> None:
     """Show a plan as tables: modes, graphs, waivers, and each decision with its reason.
 
     Of an observation: graphs with what they cost, which batches ran on them, and why others ran eager. Of traffic: the
     most frequent batches by role. Of a profile: what each size of graph costs.
     """
     document = read_document(plan_file)
+    shown: Traffic | Profile | Observation | Plan
     if document.is_traffic:
-        traffic = document.load(Traffic)
-        emit(form, lambda: traffic, partial(traffic_tables, traffic))
-        return
-    if document.is_profile:
-        profile = document.load(Profile)
-        emit(form, lambda: profile, partial(profile_tables, profile))
-        return
-    if document.is_observation:
-        observation = observation_of(document, environment)
-        emit(form, lambda: observation, partial(observation_tables, observation))
-        return
-    plan = plan_of(document, environment)
-    emit(form, lambda: plan, partial(tables.plan_tables, plan))
+        shown = document.load(Traffic)
+        report = partial(traffic_report, shown)
+    elif document.is_profile:
+        shown = document.load(Profile)
+        report = partial(profile_report, shown)
+    elif document.is_observation:
+        shown = observation_of(document, environment)
+        report = partial(observation_report, shown)
+    else:
+        shown = plan_of(document, environment)
+        report = partial(plans.plan_report, shown, whole=True)
+    to.show(lambda: shown, report)
 
 
-@click.command(short_help="Explain which graph serves a batch, and why.")
+@click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
 @option("--role", type=click.Choice([r.value for r in Role]), default="target", help="Role that runs the batch.")
 @click.option("--num-reqs", type=POSITIVE, help="Requests in the batch.")
@@ -127,9 +127,9 @@ def show(plan_file: str, environment: str | None, form: str) -> None:
 @click.option("--coverage", "whole", is_flag=True, help="Cover every admissible batch, role by role.")
 @options.batches
 @options.environment
-@options.formats()
+@options.reports()
 def explain(
-    plan_file: str, whole: bool, batches: IO[bytes] | None, environment: str | None, form: str, **values: Any
+    plan_file: str, whole: bool, batches: IO[bytes] | None, environment: str | None, to: Output, **values: Any
 ) -> None:
     """Explain which graph serves a batch, and why; or what serves every admissible batch.
 
@@ -142,26 +142,97 @@ def explain(
     if (values["num_reqs"] is not None) + whole + (batches is not None) != 1:
         raise click.UsageError("Give one of --num-reqs, --coverage or --batches.")
     document = read_document(plan_file)
+    batch = batch_of(**values) if values["num_reqs"] is not None else None
     if document.is_observation:
-        single = batch_of(**values) if values["num_reqs"] is not None else None
-        explain_observation(observation_of(document, environment), single, batches, form)
+        _explain_observation(observation_of(document, environment), batch, batches, to)
         return
     plan = plan_of(document, environment, answers=True)
-    if whole:
-        walked = coverage(plan)
-        emit(form, lambda: walked, partial(tables.coverage_table, walked), assumed())
-        return
     dispatcher = Dispatcher(plan)
     if batches is not None:
+        to.refuse_batches()
         show_notes(assumed())
-        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), plan.planned):
-            click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
+        _answer(batches, dispatcher, plan.planned)
+    elif batch is None:
+        walked = coverage(plan)
+        to.show(lambda: walked, partial(plans.coverage_report, walked), assumed())
+    else:
+        explained = explain_batch(dispatcher, batch)
+        to.show(lambda: explained, partial(plans.explanation_report, explained), assumed())
+
+
+def _answer(batches: IO[bytes], dispatcher: Dispatcher | Emulation, roles: Sequence[Role]) -> None:
+    """Print the answer to each batch of a file, a line each."""
+    for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), roles):
+        click.echo(json.dumps(answer_line(batch, dispatcher.dispatch(batch))))
+
+
+def _explain_observation(observation: Observation, batch: Batch | None, batches: IO[bytes] | None, to: Output) -> None:
+    """Print the engine's answer to one batch or to those of a file, or else to every admissible batch."""
+    emulation = emulation_of(observation)
+    if batches is not None:
+        to.refuse_batches()
+        _answer(batches, emulation, tuple(emulation.modes))
         return
-    explained = explain_batch(dispatcher, batch_of(**values))
-    emit(form, lambda: explained, partial(tables.explanation_table, explained), assumed())
+    if batch is None:
+        covered = coverage_of(emulation)
+        to.show(lambda: covered, partial(plans.coverage_report, covered), emulation.assumptions)
+        return
+    if batch.role not in emulation.modes:
+        raise DispatchError(f"the engine ran no {batch.role}; it ran {', '.join(emulation.modes)}")
+    entries = (graph.entry for graph in emulation.graphs if graph.role is batch.role)
+    explained = explanation(batch, emulation.dispatch(batch), entries, emulation.speculative)
+    (role,) = (each for each in observation.roles if each.role is batch.role)
+    same = [count for count in role.batches if count.batch(batch.role) == batch]
+    steps = sum(count.steps for count in same)
+    took = next((count.milliseconds for count in same if count.milliseconds is not None), None)
+    value = plain(explained) | {"observed": {"steps": steps, "of": role.steps, "milliseconds": took}}
+    seen = f"observed: {share(steps, role.steps)}" + ("" if took is None else f", {took:.3f} ms each")
+    to.show(lambda: value, partial(plans.explanation_report, explained, seen), emulation.assumptions)
 
 
-@click.command(cls=FileOrEngineCommand, short_help="Check plans, specs, observations or an engine's flags.")
+def batch_of(role: str, num_reqs: int, num_tokens: int | None, query_len: int | None, **others: Any) -> Batch:
+    """Return the batch that flags of ``explain`` describe; raises ``click.UsageError`` where they contradict."""
+    if num_tokens is None:
+        if query_len is None:
+            raise click.UsageError("Give --num-tokens, or --query-len for a uniform batch.")
+        num_tokens = num_reqs * query_len
+    if query_len is not None and num_tokens != num_reqs * query_len:
+        raise click.UsageError(
+            f"{counted(num_reqs, 'request')} with {counted(query_len, 'token')} each have "
+            f"{num_reqs * query_len} tokens, not {num_tokens}; omit --query-len if requests differ."
+        )
+    if (longest := others["max_query_len"]) is not None:
+        _refuse_longest(num_reqs, num_tokens, query_len, longest, past_prompt=others["past_prompt"])
+    return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
+
+
+def _refuse_longest(num_reqs: int, num_tokens: int, query_len: int | None, longest: int, *, past_prompt: bool) -> None:
+    if query_len is not None or not past_prompt:
+        raise click.UsageError("--max-query-len is for decodes that differ; omit it with --query-len or --prompt.")
+    if not longest <= num_tokens <= num_reqs * longest:
+        raise click.UsageError(
+            f"{counted(num_reqs, 'request')} of at most {counted(longest, 'token')} have {longest} to "
+            f"{num_reqs * longest} tokens, not {num_tokens}."
+        )
+
+
+def _codes(text: str) -> tuple[str, ...]:
+    codes = tuple(code.strip().upper() for code in text.split(","))
+    rules = {**RULES, **ENGINE_RULES, **OBSERVED_RULES}
+    for code in codes:
+        if code not in rules:
+            near = difflib.get_close_matches(code, rules, n=1)
+            raise ValueError(f"no rule is called {code}" + (f"; did you mean {near[0]}?" if near else "."))
+        if rules[code].severity is Severity.ERROR:
+            raise ValueError(f"{code} ({rules[code].name}) is an error, and errors are not ignored.")
+    return codes
+
+
+IGNORED = ParsedText("CODE,...", _codes)
+"""Codes of notes and warnings, separated by commas."""
+
+
+@click.command(cls=FileOrEngineCommand)
 @click.argument("files", metavar="PLAN|SPEC|OBSERVATION...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
 @click.option(
@@ -178,7 +249,7 @@ def explain(
 @flag("--strict", "Count notes as findings.")
 @options.environment
 @options.download
-@options.formats("text", "json", "github", "sarif")
+@options.reports("github", "sarif")
 def check(
     files: tuple[str, ...],
     engine: str | None,
@@ -187,7 +258,7 @@ def check(
     observation: str | None,
     strict: bool,
     environment: str | None,
-    form: str,
+    to: Output,
 ) -> None:
     """Check plans, and specs by planning them. Exit code 2 if there are findings.
 
@@ -203,7 +274,7 @@ def check(
         for name, value in (("--spec", spec), ("--observation", observation)):
             if value:
                 raise click.UsageError(f"{name} is for plans; omit it with --engine.")
-        check_engine(engine, files, environment, form, strict, ignored)
+        check_engine(engine, files, environment, to, strict, ignored)
         return
     if not files:
         raise click.UsageError("Missing argument 'PLAN|SPEC|OBSERVATION...'.")
@@ -214,35 +285,38 @@ def check(
     budgets: list[str] = []
     for file, source in zip(files, sources, strict=True):
         document = read_document(file)
+        # With a spec or an observation to compare with, it is read as a plan, and refused as one.
         if document.is_observation and source is None and observed is None:
-            seen = observed_findings(document, observation_of(document, environment))
+            seen = _observed_findings(document, observation_of(document, environment))
             placed += (each for each in seen if each.finding.rule.code not in ignored)
             continue
         plan = plan_of(document, environment if source is None else None, answers=True)
         placed += _checked(document, plan, ignored)
-        budgets += [f"{document.name}: {line}" for line in [budget_line(plan)] if line is not None]
+        budgets += [f"{document.name}: {line}" for line in [plans.budget_line(plan)] if line is not None]
         if source is not None:
             drift += drift_of(document, source, environment)
         if observed is not None:
             changes = observed_diff(plan, observed.load(Observation)).changes
             drift += (findings.Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
-    if form == "json":
-        click.echo(to_json({"assumptions": assumed(), "findings": placed, "drift": drift, "budgets": budgets}))
-    elif form == "sarif":
+
+    def show_annotations() -> None:
         show_notes(assumed())
-        click.echo(to_json(findings.as_sarif(placed, drift, capture_planner.__version__)))
-    else:
-        lines = (findings.as_github if form == "github" else findings.as_text)(placed, drift)
-        if form == "text":
-            show_assumptions(assumed())
-        else:
-            show_notes(assumed())
-        lines = "\n".join(filter(None, (lines, *(budgets if form == "text" else ()))))
-        if lines:
-            show_lines(lines)
-        if form == "text":
-            other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
-            click.echo(_count(placed, drift, len(files), other))
+        sarif = to.form == "sarif"
+        written = (
+            to_json(findings.as_sarif(placed, drift, capture_planner.__version__))
+            if sarif
+            else findings.as_github(placed, drift)
+        )
+        if written:
+            show_lines(written)
+
+    other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
+    to.show(
+        lambda: {"findings": placed, "drift": drift, "budgets": budgets},
+        lambda: findings.check_report(placed, drift, budgets, len(files), other),
+        assumed(),
+        show_annotations if to.form in ("github", "sarif") else None,
+    )
     if drift or any(strict or p.severity is not Severity.NOTE for p in placed):
         click.get_current_context().exit(FINDINGS)
 
@@ -259,20 +333,21 @@ def _in_spec(finding: Finding) -> tuple[str | int, ...]:
     return finding.rule.spec_path or tuple(part for part in finding.diagnostic.path[:1] if part != "roles")
 
 
-def _count(placed: Sequence[findings.FileFinding], drift: Sequence[findings.Drift], files: int, source: str) -> str:
-    counts = {severity: sum(p.severity is severity for p in placed) for severity in Severity}
-    parts = [counted(count, severity.value) for severity, count in counts.items() if count]
-    if drift:
-        parts.append(f"{counted(len(drift), 'difference')} {source}")
-    return f"{counted(files, 'file')} checked: {', '.join(parts) or 'nothing to report'}"
+def _observed_findings(document: Document, observation: Observation) -> Iterator[findings.FileFinding]:
+    """Yield the findings about an observation, each at its role in the file."""
+    roles = [role.role for role in observation.roles]
+    for finding in check_observation(observation):
+        role = finding.diagnosis.role
+        line, column = document.node.locate(("roles", roles.index(role)) if role in roles else ())
+        yield findings.FileFinding(finding=finding, file=document.name, line=line, column=column)
 
 
-@click.command(short_help="Show what changes from one plan, observation or run to another.")
+@click.command()
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW")
 @options.environment
-@options.formats()
-def diff(old: str, new: str, environment: str | None, form: str) -> None:
+@options.reports()
+def diff(old: str, new: str, environment: str | None, to: Output) -> None:
     """Show in words what changes on the machine when plan NEW replaces plan OLD.
 
     Exit code 2 if they differ. Either may be a spec, which is planned first, for the machine of the other where that
@@ -282,22 +357,17 @@ def diff(old: str, new: str, environment: str | None, form: str) -> None:
     """
     runs = diff_runs(old, new)
     if runs is not None:
-        _show_changes(runs, form, "the graphs of both runs are the same")
+        _show_changes(runs, to, "the graphs of both runs are the same")
         return
     documents = read_document(old), read_document(new)
     if any(each.is_observation for each in documents):
         result = observed_diff(*(_deployment(each, environment) for each in documents))
-        if form == "json":
-            click.echo(to_json({"assumptions": assumed(), **plain(result)}))
-        else:
-            show_assumptions(assumed())
-            show_lines(diff_text(result))
-        if result.changes:
-            click.get_current_context().exit(FINDINGS)
+        _show_changes(result.changes, to, "no differences", result.notes, plain(result))
         return
+    # Two plans differ least on one machine: a spec beside a plan is planned for the plan's.
     own = next((each.load(Plan).environment for each in documents if each.is_plan and environment is None), None)
     before, after = (_planned(each, environment, own) for each in documents)
-    _show_changes(difference.diff(before, after), form, "the plans are the same")
+    _show_changes(difference.diff(before, after), to, "the plans are the same")
 
 
 def _planned(document: Document, environment: str | None, own: Environment | None) -> Plan:
@@ -307,12 +377,12 @@ def _planned(document: Document, environment: str | None, own: Environment | Non
     return plan_document(document, ChosenMachine(own))
 
 
-def _show_changes(changes: Sequence[difference.Change], form: str, same: str) -> None:
-    if form == "json":
-        click.echo(to_json({"assumptions": assumed(), "changes": changes}))
-    else:
-        show_assumptions(assumed())
-        show_lines("\n".join(change.message for change in changes) or same)
+def _show_changes(
+    changes: Sequence[difference.Change], to: Output, same: str, notes: Sequence[str] = (), data: Any = None
+) -> None:
+    """Show what differs, and exit with 2 if something does; ``data``: the JSON, where it is more than changes."""
+    report = partial(findings.changes_report, [change.message for change in changes], same, notes)
+    to.show(lambda: data or {"changes": changes}, report, assumed())
     if changes:
         click.get_current_context().exit(FINDINGS)
 
@@ -323,22 +393,22 @@ def _deployment(document: Document, environment: str | None) -> Plan | Observati
     return plan_of(document, None if document.is_plan else environment, answers=True)
 
 
-@click.command(short_help="List the installed attention backends and what they support.")
+@click.command()
 @click.option("--spec", metavar="SPEC", help="Ask for the model of this spec instead of a plain 8B model.")
 @options.environment
-@options.formats()
-def backends(spec: str | None, environment: str | None, form: str) -> None:
+@options.reports()
+def backends(spec: str | None, environment: str | None, to: Output) -> None:
     """List the installed attention backends, and how far each supports full graphs.
 
     Shows every shipped environment, or one environment with the reasons.
     """
     names = [environment] if environment else list(catalog.shipped_environments())
     environments = [catalog.find_environment(name) for name in names]
-    support = backend_support(registry.load_backends(), environments, codec.load_spec(spec) if spec else None)
-    emit(form, lambda: support, partial(backends_table, support, reasons=environment is not None))
+    support = plans.backend_support(registry.load_backends(), environments, codec.load_spec(spec) if spec else None)
+    to.show(lambda: support, partial(plans.backends_report, support, reasons=environment is not None))
 
 
-@click.command(short_help="Print the JSON Schema of a kind of file.")
+@click.command()
 @click.argument("kind", type=click.Choice(list(SCHEMAS)))
 @options.formats("json")
 def schema(kind: str, form: str) -> None:

@@ -10,31 +10,68 @@ from shutil import which
 
 import click
 
+from capture_planner.cli.auto import prepared_launch
 from capture_planner.cli.common import read_document, show_notes
-from capture_planner.cli.options import FILE, flag
+from capture_planner.cli.options import FILE, flag, option
 from capture_planner.engines import engines
+from capture_planner.engines.child import run_marked
+from capture_planner.engines.command_line import script_command, started
 from capture_planner.engines.engine import Engine
-from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STRICT, leading_variables, started
+from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED, STRICT
+from capture_planner.engines.shell import split_variables, unset
+from capture_planner.records._base import digest
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
 
 
-@click.command(short_help="Run an engine's own command under a plan.")
+@click.command()
 @click.argument("plan_file", metavar="PLAN", required=False)
 @click.option("--observe", type=FILE, metavar="FOLDER", help="Write what ran into this folder, a file per worker.")
 @flag("--profile", "Time each graph after capture; needs --observe.")
 @flag("--strict", "Fail at start-up if the engine cannot follow the plan, instead of logging it.")
+@click.option(
+    "--auto",
+    "auto_folder",
+    type=FILE,
+    metavar="FOLDER",
+    help="Instead of PLAN: observe into this folder, tune on what was observed, and run the best plan that is known.",
+)
+@option(
+    "--tune-seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    help="With --auto: most time that tuning takes before a start; after it, the plan that is known runs.",
+)
 @flag("--dry-run", "Print the environment and the command line, and run nothing.")
 @click.argument("command", metavar="-- COMMAND...", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    plan_file: str | None, observe: Path | None, profile: bool, strict: bool, dry_run: bool, command: tuple[str, ...]
+    plan_file: str | None,
+    observe: Path | None,
+    profile: bool,
+    strict: bool,
+    auto_folder: Path | None,
+    tune_seconds: float,
+    dry_run: bool,
+    command: tuple[str, ...],
 ) -> None:
     """Run an engine's own command under a plan: launch PLAN -- vllm serve MODEL.
 
     Adds the flags that the plan needs and the variables of the plugin inside the engine, prints the
-    environment and the command line, one per line, and runs the command. Flags of the command that
-    contradict the plan are errors. A Python script gets the environment only; its flags are notes.
+    environment and the command line, one per line, and runs the command: as a child that takes its signals,
+    and whose exit code it returns. If that ends before it has captured, it says how to start without the plan.
+    Flags of the command that contradict the plan are errors. A Python script gets the environment only; its
+    flags are notes.
+
+    With --auto FOLDER there is no PLAN: launch --auto FOLDER -- vllm serve MODEL. The first start observes and
+    profiles. Each later one tunes on what was observed, runs the best plan that is known, and checks what it promised.
     """
+    if auto_folder is not None:
+        others = {"--observe": observe, "--profile": profile, "--strict": strict}
+        words = _auto_words(auto_folder, (plan_file, *command), others)
+        prepared, code = prepared_launch(auto_folder, words, dry_run=dry_run, seconds=tune_seconds)
+        if code is None:
+            _show(prepared.variables, prepared.words)
+        click.get_current_context().exit(code or 0)
     if plan_file is None or _is_program(plan_file, command):
         raise click.UsageError(f"PLAN is missing: {_EXAMPLE}")
     if not command:
@@ -47,21 +84,41 @@ def launch(
     plan = document.load(Plan)
     if profile and observe is None:
         raise click.UsageError("--profile writes its times into the observation; give --observe FOLDER too.")
-    count = leading_variables(command)
-    variables = dict(word.split("=", 1) for word in command[:count])
+    command, said = _of_script(command)
+    variables, own = split_variables(command)
     variables |= {PLAN: str(Path(plan_file).absolute())}
     variables |= {OBSERVE: str(observe.absolute())} if observe is not None else {}
     variables |= {name: "1" for name, wanted in ((PROFILE, profile), (STRICT, strict)) if wanted}
-    words, notes = _completed(plan, command[count:])
-    show_notes(notes)
+    words, notes = _completed(plan, own)
+    show_notes((*said, *notes))
+    _show(variables, words)
+    if not dry_run:
+        applied = f"{plan_file} ({digest(plan)[:15]})"
+        click.get_current_context().exit(_run(words, variables, applied, command))
+
+
+def _show(variables: Mapping[str, str], words: Sequence[str]) -> None:
+    """Print the environment and the command line, one per line."""
     for name, value in variables.items():
         click.echo(f"{name}={shlex.quote(value)}")
     click.echo(shlex.join(words))
-    if not dry_run:
-        _replace_process(words, variables)
 
 
 _EXAMPLE = "capture-planner launch PLAN -- vllm serve MODEL"
+
+
+def _auto_words(folder: Path, command: Sequence[str | None], others: Mapping[str, object]) -> list[str]:
+    """Return the engine's command behind --auto; raises ``click.UsageError`` for options that do not go with it."""
+    words = [word for word in command if word is not None]
+    if str(folder).startswith("-"):
+        raise click.UsageError(f"--auto needs a FOLDER, got {folder}.")
+    if not split_variables(words)[1]:
+        example = _EXAMPLE.replace("PLAN", "--auto FOLDER")
+        raise click.UsageError(f"the engine's command is missing: {example}")
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None:
+        raise click.UsageError(f"{given} goes without --auto, which observes and profiles by itself.")
+    return words
 
 
 def _is_program(word: str, rest: Sequence[str]) -> bool:
@@ -69,7 +126,26 @@ def _is_program(word: str, rest: Sequence[str]) -> bool:
     if Path(word).exists():
         return False
     every = [item.value for item in engines().values()]
-    return bool(leading_variables([word])) or started([word, *rest], every) is not None or which(word) is not None
+    return bool(split_variables([word])[0]) or started([word, *rest], every) is not None or which(word) is not None
+
+
+def _of_script(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the server's command in a shell script, with the variables that the script exports; else the command.
+
+    Also returns notes. Raises ``click.UsageError`` for a variable that only a shell could expand.
+    """
+    own = split_variables(command)[1]
+    found = script_command(own, [item.value for item in engines().values()])
+    if found is None:
+        return command, ()
+    engine, line = found
+    words = [*(f"{name}={value}" for name, value in line.variables.items()), *engine.programs[0].split(), *line.words]
+    names = unset(words)
+    if names or any("$(" in word or "`" in word for word in words):
+        what = f"the variable {names[0]}" if names else "a substitution"
+        raise click.UsageError(f"{shlex.join(own)} has {what}, which a shell expands; write its value there.")
+    note = f"of {shlex.join(own)} only the line of {engine.name} is run: {shlex.join(words)}"
+    return (*command[: len(command) - len(own)], *words), (note, *line.assumptions)
 
 
 def _completed(plan: Plan, command: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -78,6 +154,7 @@ def _completed(plan: Plan, command: Sequence[str]) -> tuple[list[str], list[str]
     found = started(command, able)
     if found is not None:
         engine, count = found
+        assert engine.launch is not None
         added = engine.launch(plan, command[count:])
         return [*command, *added.arguments], list(added.notes)
     other = started(command, [item.value for item in engines().values()])
@@ -100,9 +177,24 @@ def _names(able: Sequence[Engine]) -> str:
     return ", ".join(engine.name for engine in able) or "no installed engines"
 
 
-def _replace_process(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Become the engine's process; raises ``click.ClickException`` where its program is not there."""
-    try:
-        os.execvpe(words[0], list(words), {**os.environ, **variables})
-    except OSError as error:
-        raise click.ClickException(f"{words[0]}: {error.strerror or error}; activate its environment first.") from None
+def _run(words: Sequence[str], variables: Mapping[str, str], applied: str, command: Sequence[str]) -> int:
+    """Run the engine and return its exit code; where it failed before it had captured, say how to start it otherwise.
+
+    :param applied: the plan, in words.
+    :param command: the command without the plan.
+    :raises EngineError: the program is not there.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != STARTED}
+    ended = run_marked(words, {**inherited, **variables})
+    if ended.code and not ended.interrupted and not ended.captured:
+        _explain(ended.code, words[0], applied, command)
+    return ended.code
+
+
+def _explain(code: int, program: str, applied: str, command: Sequence[str]) -> None:
+    """Say which plan an engine ran under that ended early, and how to start it without one."""
+    click.echo(f"{program} ended with exit code {code} before it had captured its graphs.", err=True)
+    click.echo(f"It ran under the plan {applied}. If it starts without the plan, please report both logs.", err=True)
+    given, own = split_variables(command)
+    variables = (f"{name}={shlex.quote(value)}" for name, value in given.items())
+    click.echo(f"To start it without the plan: {' '.join([*variables, shlex.join(own)])}", err=True)

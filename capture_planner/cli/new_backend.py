@@ -22,7 +22,7 @@ _CHECKOUT = Path(__file__).parent.parent.parent / "backends" / "template"
 _DISTRIBUTION, _MODULE, _NAME = "capture-planner-my-attention", "my_attention", "my-attention"
 
 
-@click.command(name="new-backend", short_help="Start a new attention backend from a template.")
+@click.command(name="new-backend")
 @click.argument("name")
 @click.option(
     "--into", metavar="FOLDER", type=FILE, help="Folder to create. Default: capture-planner-NAME in the current folder."

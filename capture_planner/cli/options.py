@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from capture_planner import codec
+from capture_planner.cli.common import Output, OutputFile, refuse_outputs
 from capture_planner.codec import hub
 from capture_planner.errors import InvalidValue
+from capture_planner.records.environment import Environment
+from capture_planner.records.plan import Plan
+from capture_planner.report.page import require_page
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,6 +39,32 @@ def formats(*formats: str) -> Callable[[F], F]:
     """Declare ``--format``: text or JSON, or the given formats, the first one by default."""
     choices = formats or ("text", "json")
     return option("--format", "form", type=click.Choice(choices), default=choices[0], help="Output format.")
+
+
+def output(text: str, kind: type[Plan] | type[Environment] | None = None) -> Callable[[F], F]:
+    """Declare ``-o``: the file that a command makes; of a ``kind``, it replaces no file of another one."""
+    return click.option("-o", "--output", cls=OutputFile, kind=kind, help=text)
+
+
+def reports(*others: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare ``--html`` and ``--format``, as every command that prints a report has them: passed as one ``Output``.
+
+    Files that cannot be written are refused before the command begins. ``others``: formats besides text and JSON.
+    """
+
+    def declare(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def called(*args: Any, form: str, html: Path | None, **values: Any) -> Any:
+            # Before any work: measuring for an hour must not end with a page that cannot be written.
+            refuse_outputs()
+            if html is not None:
+                require_page()
+            return command(*args, to=Output(form, html), **values)
+
+        html = click.option("--html", cls=OutputFile, help="Also write the report as an HTML page, with charts if any.")
+        return html(formats("text", "json", *others)(called))
+
+    return declare
 
 
 environment = click.option(
@@ -65,9 +96,6 @@ download = click.option(
 seed = option("--seed", type=click.IntRange(0, (1 << 62) - 1), default=0, help="Random seed.")
 threads = option(
     "--threads", type=click.IntRange(1, 256), default=1, help="CPU threads per operator; changes how sums are rounded."
-)
-compiling = click.option(
-    "--compile/--no-compile", default=None, help="Compile the layers, once for all sizes. Default: on a GPU only."
 )
 progress = click.option(
     "--progress/--no-progress", default=None, help="Show progress bars. Default: on a terminal only."
@@ -121,29 +149,6 @@ class ParsedText(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             self.fail(str(error), param, ctx)
 
 
-def whole_numbers(text: str, parts: Iterable[str], otherwise: str) -> tuple[int, ...]:
-    """Return the parts of a text as numbers; raises ``ValueError`` with what the text is ``otherwise``."""
-    try:
-        return tuple(map(int, parts))
-    except ValueError:
-        raise ValueError(f"{text!r} is not {otherwise}.") from None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = whole_numbers(text, text.split(","), "a comma-separated list of whole numbers")
-    if min(numbers) < 1 or max(numbers) > 1 << 20:
-        raise ValueError(f"{text!r}: each number must be from 1 to {1 << 20}.")
-    return tuple(sorted(set(numbers)))
-
-
-def _range(text: str) -> tuple[int, ...]:
-    low, colon, high = text.partition(":")
-    ends = whole_numbers(text, (low, high if colon else low), "a whole number or LOW:HIGH")
-    if not 1 <= ends[0] <= ends[1]:
-        raise ValueError(f"{text!r}: LOW must be at least 1 and at most HIGH.")
-    return ends
-
-
 def _shares(text: str) -> tuple[float, ...]:
     try:
         shares = tuple(map(float, text.split(",")))
@@ -154,27 +159,8 @@ def _shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-NUMBERS = ParsedText("N,...", _numbers)
-"""Comma-separated whole numbers of at least 1: each once, in ascending order."""
-
-RANGE = ParsedText("N|LOW:HIGH", _range)
-"""Two bounds, whole numbers of at least 1."""
-
 SHARES = ParsedText("P0,P1,...", _shares)
 """Comma-separated numbers from 0 to 1."""
 
 SIZE = ParsedText("SIZE", codec.parse_bytes)
 """A number of bytes, such as ``512MiB``."""
-
-proposals = click.option(
-    "--proposals",
-    type=SHARES,
-    help="Synthetic draft lengths, by --seed: the share of steps in which the drafter proposes drafts 0 to i, for each "
-    "i; what it makes beyond is not verified. Default: all.",
-)
-acceptance = click.option(
-    "--acceptance",
-    type=SHARES,
-    help="Synthetic acceptance, by --seed and whatever the target says: the share of steps in which drafts 0 to i are "
-    "all accepted, for each i, as vLLM's synthetic_acceptance_rates. The tokens are then not the model's.",
-)

@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from capture_planner import codec
-from capture_planner._extras import refuse_missing
 from capture_planner.cli import options
-from capture_planner.cli.bench import machine_plan, without_folder
+from capture_planner.cli.commands import needs_runner
 from capture_planner.cli.common import (
-    emit,
-    emit_file,
+    Output,
+    command_line,
+    machine_plan,
     plan_of,
-    prepare_torch,
     progress_bars,
     read_document,
-    refuse_outputs,
+    record_text,
 )
-from capture_planner.cli.options import FILE, option
-from capture_planner.cli.signals import exit_interrupted
+from capture_planner.cli.ending import exit_interrupted
+from capture_planner.cli.options import option
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.measuring.observed import observed_profile
 from capture_planner.plugins import registry
+from capture_planner.plugins.profiler import ProfileSettings
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
-from capture_planner.report.profile import profile_tables
+from capture_planner.report.profile import profile_report
 
 MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threads", "any_plan", "any_environment")
 
 
-@click.command(short_help="Measure what each size of graph costs on this machine.")
+@click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @click.option("--from", "source", metavar="OBSERVATION", help="Take the figures from an engine, and measure nothing.")
-@click.option("-o", "--output", type=FILE, help="Write the profile to this file.")
+@options.output("Write the profile to FILE.")
 @options.model
 @options.seed
 @option(
@@ -56,21 +53,21 @@ MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threa
 @options.admit("Measure")
 @options.progress
 @options.environment
-@options.formats()
+@options.reports()
 def profile(
-    plan_file: str, source: str | None, output: Path | None, environment: str | None, form: str, **values: Any
+    plan_file: str, source: str | None, output: Path | None, environment: str | None, to: Output, **values: Any
 ) -> None:
     """Measure what passes and graphs of each size cost on this machine.
 
     Time is a staircase of the size: its steps are found by bisection, up to the limits of a spec. The sizes of a
-    plan's graphs are measured besides. Also measured: eager passes, memory and seconds of a graph, and the rest of a
+    plan's graphs are measured too. Also measured: eager passes, memory and seconds of a graph, and the rest of a
     step. With --from the figures are those of an engine that was observed, of the PLAN's or SPEC's model. Ctrl-C keeps
-    what was measured.
+    what was measured. Measuring needs the distribution capture-planner-runner.
     """
-    refuse_outputs(plan_file, {"--output": output})
     result = _measured(plan_file, environment, values) if source is None else _observed(plan_file, source, environment)
-    emit(form, lambda: result, partial(profile_tables, result))
-    emit_file(form, output, lambda: codec.dumps(result))
+    to.show(lambda: result, partial(profile_report, result))
+    if output is not None:
+        to.write(output, lambda: record_text(output, result))
     if any(note.startswith("interrupted") for note in result.notes):
         exit_interrupted()
 
@@ -108,20 +105,14 @@ def environment_of_device(name: str | None) -> Environment:
     raise click.UsageError(f"the observation names {device}; describe it with --environment.")
 
 
-def command_line() -> str:
-    return shlex.join(["capture-planner", *map(without_folder, sys.argv[1:])])
-
-
 def _measured(file: str, environment: str | None, values: dict[str, Any]) -> Profile:
-    refuse_missing()
-    from capture_planner.bench.profiling import ProfileSettings
-    from capture_planner.bench.profiling import profile as measure
-
+    """Measure on this machine, by what a plugin brings: measuring needs torch."""
+    profiler = registry.find_profiler()
+    if profiler is None:
+        raise needs_runner("profile without --from")
     document = read_document(file)
-    plan = machine_plan(document, environment)
-    prepare_torch(values["threads"])
-    same = ("model", "seed", "seconds", "context", "page_size", "pages", "any_environment", "any_plan")
+    plan = machine_plan(document, environment, profiler.machine)
     settings = ProfileSettings(
-        **{name: values[name] for name in same}, entries=document.is_plan, command=command_line()
+        **{name: values[name] for name in MEASURING}, entries=document.is_plan, command=command_line()
     )
-    return measure(plan, registry.load_backends(), settings, progress_bars(values["progress"]))
+    return profiler.profile(plan, settings, progress_bars(values["progress"]))

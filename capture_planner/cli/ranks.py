@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import attrs
 import click
 
-from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS
+from capture_planner.analysis.data_parallel import MAX_RANKS, MIN_RANKS, Submission, Vector
 from capture_planner.cli import options
-from capture_planner.cli.common import assumed, emit, plan_of, read_document, show_notes
-from capture_planner.cli.jsonl import read_vectors
-from capture_planner.cli.observed import observation_of
+from capture_planner.cli.common import Output, assumed, observation_of, plan_of, read_document, show_notes
+from capture_planner.cli.jsonl import read_vectors, vector_of
 from capture_planner.cli.options import FILE
-from capture_planner.cli.recorded import MOST_SHOWN, recorded_vectors
+from capture_planner.codec import Document
 from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.modes import Role
+from capture_planner.records.observation import Observation, ObservedRole, ObservedVector
 from capture_planner.records.text import counted
+from capture_planner.report.observation import vectors_json, vectors_report
 from capture_planner.report.plain import plain
-from capture_planner.report.rank_vectors import vectors_json, vectors_table
-from capture_planner.report.ranks import cases, cases_json, cases_table, rank_report
+from capture_planner.report.ranks import cases, cases_json, cases_report, rank_report
 
 DEFAULT_RANKS = 4
 
+MOST_SHOWN = 20
+"""Recorded vectors that are explained, of those that occurred most often."""
 
-@click.command(short_help="Show what data-parallel ranks run together.")
+
+@click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
 @click.option("--vectors", type=click.File("rb"), help="Answer each vector of a JSON-lines file; - reads stdin.")
 @click.option(
@@ -42,7 +49,7 @@ DEFAULT_RANKS = 4
 )
 @click.option("--role", type=click.Choice([r.value for r in Role]), help="Role shown in the table. Default: target.")
 @options.environment
-@options.formats()
+@options.reports()
 def ranks(
     plan_file: str,
     vectors: IO[bytes] | None,
@@ -50,7 +57,7 @@ def ranks(
     num_ranks: int | None,
     role: str | None,
     environment: str | None,
-    form: str,
+    to: Output,
 ) -> None:
     """Show what data-parallel ranks run together: all replay the same graph, or all run eager.
 
@@ -74,13 +81,15 @@ def ranks(
                 f"{plan_file} is an observation, and has its own vectors; omit --vectors, --recorded and --ranks."
             )
         observation, one = observation_of(document, environment), None if role is None else Role(role)
-        emit(form, partial(vectors_json, observation, one), partial(vectors_table, observation, one), observation.notes)
+        report = partial(vectors_report, observation, one)
+        to.show(partial(vectors_json, observation, one), report, observation.notes)
         return
     if vectors is not None and (num_ranks is not None or role is not None):
         raise click.UsageError("--vectors states ranks and roles; omit --ranks and --role.")
     plan = plan_of(document, environment, answers=True)
     dispatcher, data = Dispatcher(plan), plan.parallel.data
     if vectors is not None:
+        to.refuse_batches()
         show_notes(assumed())
         others = 0
         for vector in read_vectors(vectors, getattr(vectors, "name", "<stdin>"), dispatcher):
@@ -96,8 +105,69 @@ def ranks(
         reports = tuple(rank_report(dispatcher, vector, title) for title, vector in found[:MOST_SHOWN])
         more = len(found) - len(reports)
         show_notes([f"{counted(more, 'other vector')} occurred less often"] if more else [])
-        emit(form, partial(cases_json, reports), partial(cases_table, reports, shown_role), assumed())
+    else:
+        count = num_ranks or (min(data, MAX_RANKS) if data > 1 else DEFAULT_RANKS)
+        reports = cases(dispatcher, shown_role, count)
+    to.show(partial(cases_json, reports), partial(cases_report, reports, shown_role), assumed())
+
+
+def recorded_vectors(file: str, dispatcher: Dispatcher, role: Role) -> list[tuple[str, Vector]]:
+    """Return the recorded vectors of a role, the most frequent first, each with how often it occurred.
+
+    Raises ``InvalidDocument`` for a file that is neither a run's report as JSON nor an observation, or that has no
+    vectors of the role.
+    """
+    found = [(steps, title, vector) for steps, title, vector in _vectors(file, dispatcher) if vector.role is role]
+    if not found:
+        says = f"no vectors of {role.value}: a run of one replica, or an observation without data-parallel ranks"
+        raise InvalidDocument([Problem(file=file, message=says)])
+    # A stable sort: of vectors as frequent, the order of the file.
+    found.sort(key=lambda each: -each[0])
+    return [(title, vector) for _, title, vector in found]
+
+
+def _vectors(file: str, dispatcher: Dispatcher) -> Iterator[tuple[int, str, Vector]]:
+    report = _report(file)
+    if report is None:
+        observation = Document.read(file).load(Observation)
+        for at, observed in enumerate(observation.roles):
+            for number, each in enumerate(observed.vectors):
+                with _in(file, "roles", at, "vectors", number):
+                    vector = _observed(observed.role, each)
+                yield each.steps, _title(observation, observed, each), vector
         return
-    count = num_ranks or (min(data, MAX_RANKS) if data > 1 else DEFAULT_RANKS)
-    reports = cases(dispatcher, shown_role, count)
-    emit(form, partial(cases_json, reports), partial(cases_table, reports, shown_role), assumed())
+    for number, row in enumerate(report):
+        with _in(file, "ranks", "vectors", number, "ranks"):
+            vector = vector_of(row["ranks"], dispatcher)
+        yield row["steps"], f"in {counted(row['steps'], 'step')}", vector
+
+
+@contextmanager
+def _in(file: str, *path: str | int) -> Iterator[None]:
+    """Raise the problems of a value with the file and the place that it is from."""
+    try:
+        yield
+    except InvalidValue as error:
+        raise InvalidDocument(attrs.evolve(each.under(path), file=file) for each in error.problems) from None
+
+
+def _report(file: str) -> list[dict[str, Any]] | None:
+    """Return the vectors of a run's report; None for a file that is no such report."""
+    try:
+        record = json.loads(Path(file).read_bytes())["ranks"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    vectors = record["vectors"] if isinstance(record, dict) else []
+    return [each for each in vectors if isinstance(each, dict) and {"steps", "ranks"} <= each.keys()]
+
+
+def _observed(role: Role, observed: ObservedVector) -> Vector:
+    batches = (observed.batch(role, rank) for rank in range(observed.num_ranks))
+    return Vector(role=role, ranks=tuple(Submission(batch=batch) for batch in batches))
+
+
+def _title(observation: Observation, role: ObservedRole, observed: ObservedVector) -> str:
+    """Say how often, and what the observed rank ran."""
+    graph = "ran eager" if observed.graph is None else f"replayed {role.graphs[observed.graph].entry}"
+    why = f" ({observed.reason.value})" if observed.graph is None and observed.reason is not None else ""
+    return f"in {counted(observed.steps, 'step')}, in which rank {observation.rank} of the engine {graph}{why}"

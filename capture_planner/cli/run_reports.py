@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from capture_planner.analysis.diff import Change
-from capture_planner.analysis.fingerprints import changed
+from capture_planner.analysis.diff import Change, changed
 from capture_planner.codec import structure
 from capture_planner.errors import CapturePlannerError, InvalidValue
 from capture_planner.modes import Role

@@ -1,23 +1,29 @@
-"""The command traffic: logs, metrics, observations and traces become a traffic file."""
+"""``traffic``: logs, metrics, observations and traces become a traffic file; and the options about such sources."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from capture_planner import codec
+from capture_planner.analysis.arrivals import STEP_MS, Pace
 from capture_planner.cli import options
-from capture_planner.cli.common import emit, emit_file, progress_bars, refuse_outputs
-from capture_planner.cli.options import FILE, POSITIVE, ParsedText, option
-from capture_planner.measuring.traffic import SourceOptions, TraceLimits, TrafficSource, fitting, read_traffic
+from capture_planner.cli.common import Output, progress_bars, record_text
+from capture_planner.cli.options import POSITIVE, SHARES, F, ParsedText, option
+from capture_planner.engines.logs import read_traffic
+from capture_planner.measuring.traffic import SourceOptions, TraceLimits, TrafficSource, fitting
 from capture_planner.measuring.traffic.source import BLOCK, Advance
+from capture_planner.planning.costs import Costs
+from capture_planner.planning.measured import every_size
 from capture_planner.records.batch_space import Deployment
+from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Limits
-from capture_planner.report.traffic import traffic_json, traffic_tables
+from capture_planner.report.traffic import traffic_json, traffic_report
 
 
 def _part(text: str) -> tuple[float, float]:
@@ -46,15 +52,47 @@ def reading_bar(sources: Sequence[str], visible: bool | None, times: int = 1) ->
         yield count
 
 
-@click.command(short_help="Count the batches of logs, metrics, observations or traces.")
+def load_options(command: F) -> F:
+    """Declare what sources of traffic may not say."""
+    options = (
+        click.option("--query-len", type=POSITIVE, help="Tokens of each decode (1 + K), where a source has none."),
+        option("--decode-log-interval", type=POSITIVE, default=40, help="SGLang's own option: decodes for one line."),
+        click.option(
+            "--step-ms",
+            type=click.FloatRange(0.001),
+            help=f"For traces of requests: time of each step. Default: by the profile, or without one {STEP_MS:g}.",
+        ),
+        click.option(
+            "--acceptance",
+            type=SHARES,
+            help="For traces of requests: the share of steps in which drafts 0 to i are all accepted, for each i. "
+            "Default: the spec's or the profile's, or none.",
+        ),
+    )
+    for declare in reversed(options):
+        command = declare(command)
+    return command
+
+
+def source_options(values: Mapping[str, Any], part: tuple[float, float] = (0.0, 1.0)) -> SourceOptions:
+    """Return what the options of ``load_options`` say."""
+    return SourceOptions(
+        query_len=values["query_len"],
+        decode_log_interval=values["decode_log_interval"],
+        pace=None if values["step_ms"] is None else Pace.constant(values["step_ms"]),
+        acceptance=values["acceptance"],
+        part=part,
+    )
+
+
+@click.command()
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
-@click.option("-o", "--output", type=FILE, metavar="FILE", help="Write the traffic to FILE.")
-@click.option("--query-len", type=POSITIVE, help="Tokens of each decode (1 + K), where a source does not have them.")
-@option("--decode-log-interval", type=POSITIVE, default=40, help="SGLang's own option: decodes for one line.")
+@options.output("Write the traffic to FILE.")
+@load_options
 @click.option("--spec", metavar="SPEC", help="Limits and speculation from this spec: for traces, and for drafters.")
 @click.option("--max-num-reqs", type=POSITIVE, help="For traces without --spec: most requests in a batch.")
 @click.option("--max-num-tokens", type=POSITIVE, help="For traces without --spec: most tokens in a batch.")
-@option("--step-ms", type=click.FloatRange(0.001), default=20.0, help="For traces: time of a step.")
+@click.option("--profile", "profile_file", metavar="FILE", help="For traces: time of each step, with every size.")
 @click.option(
     "--part",
     type=ParsedText("FIRST:LAST", _part),
@@ -62,51 +100,54 @@ def reading_bar(sources: Sequence[str], visible: bool | None, times: int = 1) ->
     help="Read a part of each source, as shares of a log's length or of a trace's time: 0:0.667.",
 )
 @options.progress
-@options.formats()
+@options.reports()
 def traffic(
     sources: tuple[str, ...],
     output: Path | None,
-    query_len: int | None,
-    decode_log_interval: int,
     spec: str | None,
     max_num_reqs: int | None,
     max_num_tokens: int | None,
-    step_ms: float,
+    profile_file: str | None,
     part: tuple[float, float],
     progress: bool | None,
-    form: str,
+    to: Output,
+    **values: Any,
 ) -> None:
     """Count how often each batch shape ran, by role, and write it as a traffic file.
 
     SOURCE is recognised by its content: logs of vLLM (iteration lines, CUDA-graph tables), SGLang and TensorRT-LLM,
-    forward-pass metrics as JSON lines, Prometheus text, observations, run reports, traffic files, and CSV traces of
-    requests. It may be compressed by gzip; - is standard input. The counts of several sources add up.
+    forward-pass metrics as JSON lines, Prometheus text, observations, run reports, traffic files, and traces of
+    requests: CSV as of Azure or BurstGPT, JSON lines as of Mooncake. It may be compressed by gzip; - is standard
+    input. The counts of several sources add up.
 
     JSON is {"steps", "seconds", "skipped", "batches": [{"role", "num_reqs", "num_tokens", "query_len", "count"}]},
     with null for what the sources do not say.
     """
-    if output is not None:
-        for source in sources:
-            refuse_outputs(source, {"--output": output}, "a source")
-    chosen = SourceOptions(
-        query_len=query_len,
-        decode_log_interval=decode_log_interval,
-        deployment=_deployment(spec, max_num_reqs, max_num_tokens),
-        step_seconds=step_ms / 1000,
-        part=part,
-    )
+    profile = None if profile_file is None else codec.load_profile(profile_file)
+    deployment = _deployment(spec, max_num_reqs, max_num_tokens, profile)
+    pace = None if profile is None else _pace(profile, str(profile_file), deployment)
+    chosen = source_options(values, part).completed(deployment, pace, profile)
     with reading_bar(sources, progress) as advance:
         counted, unreadable = read_traffic(sources, chosen, advance)
     for line in unreadable:
         click.echo(f"skipped: {line}", err=True)
     written = counted if output is None else fitting(counted)
     notes = written.notes[len(counted.notes) :]
-    emit(form, lambda: traffic_json(counted, unreadable, notes), partial(traffic_tables, written))
-    emit_file(form, output, lambda: codec.dumps(written))
+    to.show(lambda: traffic_json(counted, unreadable, notes), partial(traffic_report, written))
+    if output is not None:
+        to.write(output, lambda: record_text(output, written))
 
 
-def _deployment(spec: str | None, max_num_reqs: int | None, max_num_tokens: int | None) -> Deployment | None:
-    """Return the limits that were given, or None."""
+def _pace(profile: Profile, name: str, deployment: Deployment | None) -> Pace:
+    """Return the time of steps by a profile."""
+    step_time = every_size(Costs(profile), deployment or TraceLimits())
+    return Pace(step_time, f"each step takes what {name} says of graphs of every size")
+
+
+def _deployment(
+    spec: str | None, max_num_reqs: int | None, max_num_tokens: int | None, profile: Profile | None
+) -> Deployment | None:
+    """Return the spec, or the limits that were given with the profile's speculation; None without any."""
     if spec is not None:
         if max_num_reqs is not None or max_num_tokens is not None:
             raise click.UsageError("--spec has the limits; omit --max-num-reqs and --max-num-tokens.")
@@ -115,4 +156,5 @@ def _deployment(spec: str | None, max_num_reqs: int | None, max_num_tokens: int 
         return None
     if max_num_reqs is None or max_num_tokens is None:
         raise click.UsageError("Give both --max-num-reqs and --max-num-tokens, or --spec.")
-    return TraceLimits(limits=Limits(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens))
+    limits = Limits(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens)
+    return TraceLimits(limits=limits, speculative=None if profile is None else profile.speculative)

@@ -5,11 +5,11 @@ nothing is coerced. Writing is compact, stable to the byte, and whole or not at 
 """
 
 from capture_planner.codec.converter import label, parse_bytes
-from capture_planner.codec.measurements import load_measurements
 from capture_planner.codec.plain import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.reading import (
     Document,
     load_environment,
+    load_measurements,
     load_observation,
     load_plan,
     load_profile,

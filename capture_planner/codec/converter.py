@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
@@ -13,33 +15,69 @@ import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
-from capture_planner.codec import entry_rows as rows
 from capture_planner.codec.documents import KeyPart
-from capture_planner.codec.near_misses import key_meant, word_meant
-from capture_planner.codec.observation_rows import AnswerRow, BatchRow, GraphRow
-from capture_planner.codec.traffic_rows import TrafficRow
+from capture_planner.codec.rows import ROWS, RowTable
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import GraphSupport, Reason, Role
 from capture_planner.records._base import BYTES, UNIONS, constraints, key_of, raise_any
-from capture_planner.records.batch import Entry
-from capture_planner.records.capture import CaptureTiming
 from capture_planner.records.model import Model
-from capture_planner.records.observation import BatchCount, DispatchRun, ObservedGraph
-from capture_planner.records.spec import Spec
+from capture_planner.records.spec import CaptureTiming, Spec
 from capture_planner.records.text import UNITS, format_bytes
-from capture_planner.records.traffic import TrafficCount
-
-ROWS: Mapping[Any, type] = {
-    tuple[Entry, ...]: rows.EntryRow,
-    tuple[ObservedGraph, ...]: GraphRow,
-    tuple[DispatchRun, ...]: AnswerRow,
-    tuple[BatchCount, ...]: BatchRow,
-    tuple[TrafficCount, ...]: TrafficRow,
-}
-"""The types of tables that files have as rows, each with the record of a row."""
 
 WORDS: Mapping[type, str] = {CaptureTiming: "policy"}
 """Records in whose place files may have a word, each with the field that it is the value of."""
+
+
+ELSEWHERE = {
+    "max_num_seqs": "limits.max_num_reqs",
+    "max_running_requests": "limits.max_num_reqs",
+    "max_batch_size": "limits.max_num_reqs",
+    "max_num_batched_tokens": "limits.max_num_tokens",
+    "chunked_prefill_size": "limits.max_num_tokens",
+    "max_model_len": "model.max_model_len",
+    "context_length": "model.max_model_len",
+    "cudagraph_mode": "mode",
+    "attention_backend": "backend",
+    "attn_backend": "backend",
+    "speculative_config": "speculative",
+    "num_speculative_tokens": "speculative.num_tokens",
+    "speculative_num_steps": "speculative.num_tokens",
+    "num_speculative_tokens_per_batch_size": "speculative.schedule",
+    "cudagraph_capture_sizes": "sizes.num_tokens",
+    "cuda_graph_bs": "sizes.num_reqs",
+    "tensor_parallel_size": "parallel.tensor",
+    "tensor_parallel": "parallel.tensor",
+    "tp_size": "parallel.tensor",
+    "tp": "parallel.tensor",
+    "data_parallel_size": "parallel.data",
+    "data_parallel": "parallel.data",
+    "dp_size": "parallel.data",
+    "dp": "parallel.data",
+    "decode_context_parallel_size": "parallel.decode_context",
+    "dcp_size": "parallel.decode_context",
+    "enable_lora": "lora",
+    "max_loras": "lora.max_active",
+    "max_loras_per_batch": "lora.max_active",
+    "specialize_active_lora": "lora.specialize",
+    "max_graphs": "budget.max_graphs",
+    "memory": "budget.memory",
+}
+"""Names of vLLM, SGLang and TensorRT-LLM, or of a field without its block, each with the field of a spec."""
+
+
+def _key_meant(key: str, known: Iterable[str], *, in_spec: bool) -> str | None:
+    """Return the field that an unknown key probably means: an engine's name for it, or one spelt nearly so."""
+    name = key[:100].replace("-", "_").lower()
+    if in_spec and name in ELSEWHERE:
+        return ELSEWHERE[name]
+    return next(iter(difflib.get_close_matches(key[:100], list(known), n=1)), None)
+
+
+def _word_meant(value: str, words: Iterable[str]) -> str | None:
+    """Return the word of a closed set that a text probably means: in another case, or spelt nearly so."""
+    folded = {word.casefold(): word for word in words}
+    near = difflib.get_close_matches(value.casefold().replace("-", "_"), folded, n=1, cutoff=0.5)
+    return folded[near[0]] if near else None
 
 
 def problems_of(error: Exception) -> list[Problem]:
@@ -64,7 +102,7 @@ def problems_of(error: Exception) -> list[Problem]:
 
 def _unknown_key(key: str, kind: type, *, first: bool) -> Problem:
     known = [key_of(f) for f in attrs.fields(kind) if f.init]
-    near = key_meant(key, known, in_spec=kind.__module__ in (Spec.__module__, Model.__module__))
+    near = _key_meant(key, known, in_spec=kind.__module__ in (Spec.__module__, Model.__module__))
     remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
     return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near}?" if near else remedy)
 
@@ -169,7 +207,7 @@ def _enum_factory(kind: type[enum.Enum], _: Any) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if isinstance(value, str) and value in members:
             return members[value]
-        near = word_meant(str(value)[:100], members)
+        near = _word_meant(str(value)[:100], members)
         hint = f"did you mean {near}?" if near else ""
         raise _fail(f"expected one of {', '.join(members)}, got {_got(value)}", hint)
 
@@ -267,31 +305,22 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(also_primitive, _enum_factory(also_primitive, converter))
     converter.register_structure_hook_factory(attrs.has, _record_factory)
     converter.register_structure_hook_factory(_is_annotated, _annotated_factory)
-    row_tuple = tuple[rows.EntryRow, ...]
-    converter.register_structure_hook_func(
-        lambda t: t == tuple[Entry, ...], lambda value, _: rows.unpack(converter.structure(value, row_tuple))
-    )
 
     converter.register_unstructure_hook_factory(attrs.has, lambda kind: _to_dict(kind, converter))
     converter.register_unstructure_hook(enum.Enum, lambda member: member)  # for _listed to name
-    for table, row in ((table, row) for table, row in ROWS.items() if row is not rows.EntryRow):
-        _register_rows(converter, table, row)
-    converter.register_unstructure_hook_func(
-        lambda t: t == tuple[Entry, ...], lambda entries: converter.unstructure(rows.pack(entries), row_tuple)
-    )
+    for table, rows in ROWS.items():
+        _register_rows(converter, table, rows)
     return converter
 
 
-def _register_rows(converter: cattrs.Converter, table: Any, row: Any) -> None:
-    """Have files write ``table``, a type such as ``tuple[BatchCount, ...]``, as rows of the record ``row``."""
-    rows_type = tuple[row, ...]
-
-    def structure(value: Any, _: Any) -> Any:
-        return tuple(line for each in converter.structure(value, rows_type) for line in each.lines())
-
-    converter.register_structure_hook_func(lambda t: t == table, structure)
+def _register_rows(converter: cattrs.Converter, table: Any, rows: RowTable) -> None:
+    """Have files write ``table``, a type such as ``tuple[BatchCount, ...]``, as rows."""
+    listed: Any = types.GenericAlias(tuple, (rows.row, ...))
+    converter.register_structure_hook_func(
+        lambda kind: kind == table, lambda value, _: rows.unpack(converter.structure(value, listed))
+    )
     converter.register_unstructure_hook_func(
-        lambda t: t == table, lambda lines: converter.unstructure(row.pack(lines), rows_type)
+        lambda kind: kind == table, lambda lines: converter.unstructure(rows.pack(lines), listed)
     )
 
 

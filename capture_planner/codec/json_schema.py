@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 
 from capture_planner import codec
-from capture_planner.codec.converter import ROWS, WORDS
+from capture_planner.codec.converter import WORDS
+from capture_planner.codec.rows import ROWS
 from capture_planner.records._base import BYTES, UNIONS, constraints, default_of, key_of
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
@@ -48,7 +49,7 @@ def fields_of(kind: type) -> Iterator[tuple[attrs.Attribute[Any], Any]]:
     for attribute in attrs.fields(kind):
         if attribute.init:
             hint = hints[attribute.name]
-            yield attribute, types.GenericAlias(tuple, (ROWS[hint], ...)) if hint in ROWS else hint
+            yield attribute, types.GenericAlias(tuple, (ROWS[hint].row, ...)) if hint in ROWS else hint
 
 
 def _record_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:

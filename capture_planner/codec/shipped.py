@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import attrs
 
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
+from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Model
@@ -62,9 +64,9 @@ class NearProfile:
     name: str
     profile: Profile
     factor: float
-    """How many times the larger of the two models has the size of the smaller one; 1: the same shape."""
+    """Size of the larger of the two models over that of the smaller one; 1: the same shape."""
     distance: str
-    """The same in words, as decisions have it."""
+    """Distance in words, as decisions have it."""
 
 
 def find_profile(
@@ -77,15 +79,39 @@ def find_profile(
 
     :param profiles: by name; None: those that ship.
     """
+    near = [each for each in _near(model, profiles) if each.profile.device.name == environment.device.name]
+    return min(near, key=lambda each: (each.profile.model.name != model.name, each.factor), default=None)
+
+
+def nearest_profile(
+    environment: Environment, model: Model, profiles: Mapping[str, Profile] | None = None
+) -> NearProfile | None:
+    """Return the profile of the device that is nearest, and of its models the nearest in size; None without any.
+
+    Devices are near by their kind, their generation, and the number of their multiprocessors.
+
+    :param profiles: as in ``find_profile``.
+    """
+    own = environment.device
+
+    def place(near: NearProfile) -> tuple[object, ...]:
+        device = near.profile.device
+        sizes = (device.multiprocessors or 1) / (own.multiprocessors or 1)
+        memory = round(math.log2(device.memory / own.memory), 1)
+        apart = (abs(device.sm[0] - own.sm[0]), abs(math.log(sizes)), abs(memory))
+        return *apart, near.profile.model.name != model.name, near.factor, near.name
+
+    near = [each for each in _near(model, profiles) if each.profile.device.kind is own.kind]
+    return min(near, key=place, default=None)
+
+
+def _near(model: Model, profiles: Mapping[str, Profile] | None) -> Iterator[NearProfile]:
+    """Yield the profiles by name, each with its distance from a model; None: those that ship."""
     if profiles is None:
         profiles = {name: _profile(path) for name, path in shipped_profiles().items()}
-    near = [
-        NearProfile(name, profile, factor, _distance(profile, model, factor))
-        for name, profile in sorted(profiles.items())
-        if profile.device.name == environment.device.name
-        for factor in [_factor(profile.model, model)]
-    ]
-    return min(near, key=lambda each: (each.profile.model.name != model.name, each.factor), default=None)
+    for name, profile in sorted(profiles.items()):
+        factor = size_factor(profile.model, model)
+        yield NearProfile(name, profile, factor, _distance(profile, model, factor))
 
 
 def foreign_costs(
@@ -98,7 +124,7 @@ def foreign_costs(
     ranks = f"with {counted(theirs, 'tensor-parallel rank')}, and this has {own}" if own != theirs else None
     if profile.model.name == model.name:
         return ranks and f"the costs of {name} were measured {ranks}"
-    distance = _distance(profile, model, _factor(profile.model, model))
+    distance = _distance(profile, model, size_factor(profile.model, model))
     return f"the costs of {name} were {distance}{f'; {ranks}' if ranks else ''}"
 
 
@@ -114,7 +140,19 @@ def near_measurements(environment: Environment, model: Model) -> Measurements | 
     return Measurements(profile=near.profile, source=f"by the shipped profile {near.name}, {near.distance}")
 
 
-def _factor(one: Model, other: Model) -> float:
+def capture_costs(environment: Environment, model: Model, roles: Collection[Role]) -> NearProfile | None:
+    """Return the shipped profile by which the capture of a deployment is estimated; None where none is near.
+
+    :param roles: the roles whose graphs it has the costs of.
+    """
+    profiles = {name: _profile(path) for name, path in shipped_profiles().items()}
+    known = {name: each for name, each in profiles.items() if {cost.role for cost in each.graphs}.issuperset(roles)}
+    near = find_profile(environment, model, known)
+    return None if near is None or near.factor > MOST_FACTOR else near
+
+
+def size_factor(one: Model, other: Model) -> float:
+    """Return how many times the larger of two models has the size of the smaller one, as ``find_profile`` has it."""
     small, large = sorted(map(_size, (one, other)))
     return large / small
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from capture_planner.engines import hookspecs
+from capture_planner.engines.command_line import LineReading, read_line, with_unset
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
-from capture_planner.engines.pasted.reading import LineReading, read_line, with_unset
 from capture_planner.errors import EngineError, FlagError, InvalidValue
 from capture_planner.plugins.discovery import Implementation, duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records.environment import Environment
@@ -40,6 +40,7 @@ def load_engines(*plugins: object, installed: bool = True) -> Mapping[str, Imple
                     "capture_planner.engines.engine.Engine"
                 )
             name = item.value.name
+            # Which of two plugins to take is not ours to say: neither is.
             if by_name.setdefault(name, item) is not item:
                 taken.add(name)
                 raise EngineError(duplicate("engine", name, by_name[name].distribution, item.distribution))
@@ -53,7 +54,7 @@ def engines() -> Mapping[str, Implementation]:
 
 
 def is_engine(word: str) -> bool:
-    """Say whether a word names an installed engine, with or without a release: ``vllm``, ``vllm==0.32``."""
+    """Return whether a word names an installed engine, with or without a release: ``vllm``, ``vllm==0.32``."""
     return word.partition("==")[0] in engines()
 
 
@@ -68,6 +69,7 @@ def find_engine(name: str) -> Engine:
     engine: Engine = engines()[base].value
     every = (engine, *engine.older)
     for each in every:
+        # ``vllm==0.3`` is not 0.33.
         if not pinned or f"{each.version}.".startswith(f"{release}."):
             return each
     known = " and ".join(each.version for each in every)
@@ -94,6 +96,7 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
     except FlagError as error:
         raise with_unset(error, line.words) from None
     except InvalidValue as error:
+        # Our own records have bounds that the engine does not have; its flags are what the user knows.
         requests, tokens, drafts = engine.limits
         places = {"max_num_reqs": requests, "max_num_tokens": tokens, "num_tokens": drafts}
         raise FlagError(

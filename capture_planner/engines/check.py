@@ -1,7 +1,7 @@
-"""The lint of emulated engines: which of their flags leave batches slow or graphs unused, and how to fix it.
+"""The lint of engines: which flags leave batches slow or graphs unused, how to fix it, and how often it mattered.
 
-The rules of ``capture_planner.analysis.lint`` are about plans. These are about an engine's own flags: each is
-decided over the whole admissible space, through the engine's own dispatcher.
+The rules of ``capture_planner.analysis.lint`` are about plans. These are about an engine by its own flags, or as it was
+observed: each is decided over the whole admissible space, through the engine's own dispatcher.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import attrs
 
 from capture_planner.analysis.lint.core import BaseRule, BugClass, CheckT, Severity, register_in
-from capture_planner.engines import find_engine
+from capture_planner.dispatch.dispatcher import Dispatch, served
+from capture_planner.engines import INSTALL, engines, find_engine
 from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN
-from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.engine import Engine
-from capture_planner.engines.remedies import FlagChange, remedy
-from capture_planner.engines.walk import BatchAnswer, Run, runs, walk
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.emulation import Emulation, draft_steps_of
+from capture_planner.engines.engine import Engine, Fixes, FlagChange
+from capture_planner.engines.verdict import change_text
+from capture_planner.engines.walk import BatchAnswer, GraphRows, Run, runs, walk
+from capture_planner.errors import EngineError, InvalidValue
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.environment import Environment
+from capture_planner.records.observation import BatchCount, Observation, ObservedRole
 from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
 class CheckInput:
-    """What a rule reads: an engine, one emulation of it, and its answers to every admissible batch."""
+    """The input of a rule: an engine, one emulation of it, and its answers to every admissible batch."""
 
     engine: Engine
     emulation: Emulation
@@ -43,16 +47,16 @@ class CheckInput:
 
 @attrs.frozen
 class Diagnosis:
-    """What a rule states about one place."""
+    """The report of a rule about one place."""
 
     role: Role
     message: str
     count: int = 1
-    """How many batches, graphs or sizes it is about."""
+    """Number of batches, graphs or sizes concerned."""
     fix: str = ""
-    """What to set, where it can be worked out; "": as the engine's general advice has it."""
+    """The setting to change, where it can be worked out; "": the engine's general advice."""
     severity: Severity | None = None
-    """Where it is less than the rule's."""
+    """The severity, if below the rule's."""
     concerns: Callable[[BatchAnswer], bool] | None = attrs.field(default=None, eq=False, repr=False)
     """Whether it is about a batch of its role; None where it is about no batches."""
     runs: tuple[Run, ...] = attrs.field(default=(), eq=False, repr=False)
@@ -94,7 +98,7 @@ def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> C
 
 
 NOTHING = "nothing to do"
-"""What the fix of a finding begins with that no flag removes; such a finding is a note."""
+"""Beginning of the fix of a finding that no flag removes; such a finding is a note."""
 
 
 def check(
@@ -114,6 +118,31 @@ def check(
     )
 
 
+MOST_TRIED = 6
+"""Changes that are emulated for one finding."""
+
+
+def _remedy(before: Emulation, changes: Iterable[FlagChange], removed: Callable[[FlagChange], Emulation | None]) -> str:
+    """Return the first change that removes a finding, and the first that gives something up for it, with prices; or "".
+
+    :param removed: emulates the command line with a change, and returns None where the finding is still there; may
+        raise ``FlagError``.
+    """
+    found: dict[bool, str] = {}
+    for each in list(changes)[:MOST_TRIED]:
+        # The first of its kind is the one that the engine's fixes prefer.
+        if each.instead in found:
+            continue
+        try:
+            after = removed(each)
+        # The engine refuses the change, so it is no advice.
+        except InvalidValue:
+            continue
+        if after is not None:
+            found[each.instead] = f"{each} ({change_text(before, after)})"
+    return "; or ".join(found[instead] for instead in (False, True) if instead in found)
+
+
 def _finding(
     subject: CheckInput,
     rule: EngineRule,
@@ -123,32 +152,37 @@ def _finding(
 ) -> EngineFinding:
     """Return a finding with its fix; ``tried`` are emulations of changes, for other findings too."""
     engine, before = subject.engine, subject.emulation
+    # Advice in words, which holds unless a change of the flags is proved to help.
     fix = diagnosis.fix or engine.fixes.general.get(rule.code, "")
     changes = [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
     if environment is not None and changes:
 
         def removed(change: FlagChange) -> Emulation | None:
+            # One change is tried for several findings, and emulating takes longer than looking it up.
             if change not in tried:
                 after = engine.fixes.after(engine.emulate, before.command, change, environment)
                 tried[change] = _subject(after, engine)
             left = any(each.role is diagnosis.role for each in rule.check(tried[change]))
             return None if left else tried[change].emulation
 
+        # Changes were tried and none helped: general advice would be wrong.
         why = fix if fix.startswith(NOTHING) else f"{NOTHING}: no flag removes it and keeps the graphs"
-        fix = remedy(before, changes, removed) or why
+        fix = _remedy(before, changes, removed) or why
+    # What cannot be fixed should not fail a build.
     severity = Severity.NOTE if fix.startswith(NOTHING) else diagnosis.severity
     return EngineFinding(rule=rule, diagnosis=attrs.evolve(diagnosis, severity=severity), fix=fix)
 
 
 def _subject(emulation: Emulation, engine: Engine) -> CheckInput:
     walked = walk(emulation)
+    # An observation is not asked about everything; rules judge what is known.
     unknown = {each.batch.role for each in walked if each.answer.reason is Reason.UNKNOWN}
     answers = tuple(each for each in walked if each.answer.reason is not Reason.UNKNOWN)
     return CheckInput(engine=engine, emulation=emulation, answers=answers, unknown=frozenset(unknown))
 
 
 def _is_asked(subject: CheckInput, flag: str) -> bool:
-    """Say whether the command line gives a setting, or where that is not known, as of an observation."""
+    """Return whether the command line gives a setting; True where that is not known, as for an observation."""
     name = flag.lstrip("-").replace("-", "_")
     sources = [each.source for each in subject.emulation.settings if each.name == name]
     rules = {"default", *(each.rule for each in subject.emulation.decisions)}
@@ -180,8 +214,10 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
 
     def lacking(answer: BatchAnswer) -> bool:
         mode, best = wanted[answer.batch.role], answer.best
+        # Without a mode nothing was wanted; mixed batches have rules of their own.
         if answer.batch.kind is Kind.MIXED or mode is GraphMode.NONE:
             return False
+        # Piecewise is what was asked for here: only decodes without any graph lack one.
         if mode is GraphMode.PIECEWISE:
             return best is None and answer.batch.role in graphed
         return best is None or best.mode is not GraphMode.FULL
@@ -212,6 +248,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
 
     for role, selected in subject.by_role(missing):
         first, count = selected[0].answers[0], _count(selected)
+        # An engine that prefers eager to wide padding does as it means to.
         deliberate = subject.engine.skips_wide_padding and all(r.batch.kind is Kind.MIXED for r in selected)
         ran = "eager" if first.answer.mode is GraphMode.NONE else first.answer.mode.value
         miss = "1 batch misses" if count == 1 else f"{count} batches miss"
@@ -229,6 +266,7 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
     """Graphs are captured that no admissible batch is answered with: start-up time and memory for nothing."""
     for manager in subject.emulation.managers:
         role = manager.role
+        # A graph may serve a batch that was not asked about.
         if role in subject.unknown:
             continue
         reached = {answer.answer.entry for answer in subject.answers if answer.batch.role is role}
@@ -248,6 +286,7 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Diagnosis]:
     """Sizes of the list give no decode graph of their own: they are rounded to another, or dropped."""
     emulation = subject.emulation
     dropped = [size for size in emulation.asked_sizes if size not in emulation.sizes]
+    # Without any size left the mode is to blame, which EN005 reports.
     if dropped and emulation.sizes:
         message = (
             f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} listed sizes are not captured: "
@@ -279,6 +318,7 @@ def mode_lowered(subject: CheckInput) -> Iterator[Diagnosis]:
     modes = {mode.value: mode for mode in GraphMode}
     for decision in subject.emulation.decisions:
         before, after = modes.get(decision.before), modes.get(decision.after)
+        # Other decisions rewrite sizes or limits, or raise a mode.
         if before is not None and after is not None and after < before:
             message = f"{decision.role}: {before.value} became {after.value}: {decision.message}"
             yield Diagnosis(decision.role, message, fix=subject.engine.fixes.lowered(subject.emulation, decision))
@@ -291,6 +331,7 @@ def model_unknown(subject: CheckInput) -> Iterator[Diagnosis]:
     A model that is taken for a known one of its family is a note: most likely it has that one's dimensions.
     """
     sources = {setting.source for setting in subject.emulation.settings if setting.name.endswith("model_facts")}
+    # The model's own config.json leaves nothing to assume.
     if not sources & {ASSUMED, FAMILY, KNOWN}:
         return
     for sentence in subject.emulation.assumptions:
@@ -307,6 +348,7 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
 
     def heavy(answer: BatchAnswer) -> bool:
         entry, real = answer.answer.entry, answer.batch.num_tokens
+        # A ratio alone would blame every batch of one token; a few tokens cost nothing.
         return entry is not None and entry.num_tokens > HEAVY_RATIO * real and entry.num_tokens - real > HEAVY_TOKENS
 
     for role, selected in subject.by_role(heavy):
@@ -352,6 +394,222 @@ def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
             yield Diagnosis(Role.TARGET, decision.message, severity=Severity.NOTE)
     for encoder in emulation.encoders:
         largest, reach = encoder.budgets[-1], encoder.reach
+        # Of images the last budget decides: there is no larger graph to fall back to.
         if largest < reach:
             message = f"images of {largest + 1} to {reach} tokens run eager: the largest budget has {largest}"
             yield Diagnosis(Role.TARGET, message, reach - largest, fixes.encoder(emulation, encoder))
+
+
+PLANNED = "a plan has replaced the engine's sizes: change the plan's spec and plan again, or tune this observation"
+
+
+@attrs.frozen(kw_only=True)
+class ObservedRule(BaseRule):
+    """A rule about what an engine did, not about its flags."""
+
+    remedy: str
+    planned: str
+    """The remedy where the engine ran under a plan; empty: the same."""
+    check: Callable[[Observation, Emulation], Iterator[Diagnosis]]
+
+
+@attrs.frozen(kw_only=True)
+class ObservedFinding:
+    """A rule with what it reports about an observation."""
+
+    rule: BaseRule
+    diagnosis: Diagnosis
+    severity: Severity
+    fix: str
+    steps: int | None
+    """Number of steps concerned, of those whose batches are listed; None where it is not about batches."""
+    total: int
+    """Number of steps of the role."""
+
+    def __str__(self) -> str:
+        return f"{self.rule.code} {self.rule.name}: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """The message, how often it mattered, and how to fix it."""
+        often = "" if self.steps is None else f"; observed: {share(self.steps, self.total)}"
+        return f"{self.diagnosis.message}{often}; {self.fix}"
+
+
+OBSERVED_RULES: dict[str, ObservedRule] = {}
+"""The rules that only observations have, by code."""
+
+
+def observed_rule(
+    code: str, severity: Severity, bug_class: BugClass, remedy: str, *threads: str, planned: str = ""
+) -> Callable[[CheckT], CheckT]:
+    """Register a check of observations under a stable code."""
+    facts = {"severity": severity, "bug_class": bug_class, "remedy": remedy, "threads": threads, "planned": planned}
+    return register_in(OBSERVED_RULES, ObservedRule, code, **facts)
+
+
+def check_observation(observation: Observation) -> tuple[ObservedFinding, ...]:
+    """Return all findings, by code: those about engines, then those that only observations have.
+
+    Fixes are those of the installed engine of that name, if there is one, and if the engine ran without a plan.
+    """
+    emulation = emulation_of(observation)
+    steps = {role.role: role.steps for role in observation.roles}
+    findings = [
+        ObservedFinding(
+            rule=each.rule,
+            diagnosis=each.diagnosis,
+            severity=each.severity,
+            # The flags do not decide sizes under a plan, so fixing them would change nothing.
+            fix=PLANNED if observation.plan is not None else each.fix or _no_fix(observation.engine),
+            steps=None if each.diagnosis.concerns is None else _steps(observation, emulation, each.diagnosis),
+            total=steps.get(each.diagnosis.role, 0),
+        )
+        for each in check(emulation, _engine(observation))
+    ]
+    for code, each_rule in sorted(OBSERVED_RULES.items()):
+        findings += [
+            ObservedFinding(
+                rule=OBSERVED_RULES[code],
+                diagnosis=diagnosis,
+                severity=each_rule.severity,
+                fix=each_rule.remedy if observation.plan is None else each_rule.planned or each_rule.remedy,
+                steps=None,
+                total=steps[diagnosis.role],
+            )
+            for diagnosis in each_rule.check(observation, emulation)
+        ]
+    return tuple(findings)
+
+
+def share(steps: int, total: int) -> str:
+    """Write how many steps of a role something is about: ``20 of 400 steps (5.0%)``."""
+    return f"{steps:,} of {counted_steps(total)} ({steps / total:.1%})" if total else "no steps yet"
+
+
+def counted_steps(steps: int) -> str:
+    """Write a number of steps, which may be large."""
+    return "1 step" if steps == 1 else f"{steps:,} steps"
+
+
+def _engine(observation: Observation) -> Engine:
+    if observation.engine in engines():
+        engine: Engine = engines()[observation.engine].value
+        return engine
+
+    # An observation is readable without its engine's plugin: only fixes need that.
+    def refuse(*_: object) -> object:
+        raise EngineError(f"the engine {observation.engine} is not installed; {INSTALL}")
+
+    return Engine(
+        name=observation.engine,
+        version=observation.engine_version,
+        emulate=refuse,  # type: ignore[arg-type]
+        export=refuse,  # type: ignore[arg-type]
+        flags={},
+        programs=(),
+        limits=("max_num_reqs", "max_num_tokens", "num_tokens"),
+        fixes=Fixes(),
+    )
+
+
+def _no_fix(engine: str) -> str:
+    return f"no fix is known: capture-planner has no rules of {engine}'s flags, or its distribution is not installed"
+
+
+def answers_of(role: ObservedRole, emulation: Emulation) -> Iterator[tuple[BatchCount, BatchAnswer]]:
+    """Yield each batch of a role that ran, with the graph that it ran on as the answer."""
+    graphs = next(manager.graphs for manager in emulation.managers if manager.role is role.role)
+    rows, families = GraphRows(graphs), emulation.families(role.role)
+    for count in role.batches:
+        batch = count.batch(role.role)
+        # Prompts that have the shape of a decode are none (law 5).
+        batch = attrs.evolve(batch, query_len=batch.uniform_query_len)
+        # What ran is the answer, whatever the dispatcher would say: OB002 compares the two.
+        if count.graph is None:
+            answer = Dispatch(None, reason=count.reason)
+        else:
+            answer = served(role.graphs[count.graph].entry, batch)
+        best = rows.best(batch, draft_steps_of(batch, families))
+        yield count, BatchAnswer(batch=batch, answer=answer, best=best, last=batch.extent(batch.kind))
+
+
+def _steps(observation: Observation, emulation: Emulation, diagnosis: Diagnosis) -> int:
+    (role,) = (each for each in observation.roles if each.role is diagnosis.role)
+    concerns = diagnosis.concerns
+    assert concerns is not None
+    return sum(count.steps for count, answer in answers_of(role, emulation) if concerns(answer))
+
+
+@observed_rule("OB001", Severity.NOTE, BugClass.I, "leave their sizes out if the traffic is typical", planned=PLANNED)
+def graphs_never_replayed(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
+    """Graphs were captured, and no step ran on them: start-up time and memory for nothing, with this traffic."""
+    for role in observation.roles:
+        unused = [graph for graph in role.graphs if not graph.replays]
+        # Without a step nothing follows from replays.
+        if not unused or not role.steps:
+            continue
+        cost = [
+            f"{sum(values):,.{digits}f} {unit}"
+            for values, digits, unit in (
+                ([graph.seconds for graph in unused if graph.seconds is not None], 1, "s"),
+                ([graph.mib for graph in unused if graph.mib is not None], 0, "MiB"),
+            )
+            if values
+        ]
+        message = (
+            f"{role.role}: {len(unused)} of {counted(len(role.graphs), 'graph')} were not replayed in "
+            f"{counted_steps(role.steps)}, such as {unused[0].entry}"
+        ) + (f"; their capture took {' and '.join(cost)}" if cost else "")
+        yield Diagnosis(role.role, message, len(unused))
+
+
+@observed_rule("OB002", Severity.WARNING, BugClass.C, "look for what turned it off in the engine's log at that time")
+def graph_not_used(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
+    """Steps ran eager although the engine's dispatcher has a graph for the batch.
+
+    Something else decided while the engine ran: another rank, a profile, a feature of a request.
+    """
+    for role in observation.roles:
+        steps, example = 0, None
+        for count, _ in answers_of(role, emulation):
+            answer = emulation.dispatch(count.batch(role.role))
+            # Another graph than the dispatcher's is not looked at: observed_diff compares those with a plan.
+            if count.graph is None and answer.entry is not None:
+                steps += count.steps
+                example = example or (count, answer)
+        if example is not None:
+            count, answer = example
+            message = (
+                f"{role.role}: {share(steps, role.steps)} ran eager although the dispatcher has a graph, such as "
+                f"{shape(count)}, for which it has {answer.entry} ({why(count.reason)})"
+            )
+            yield Diagnosis(role.role, message, steps)
+
+
+@observed_rule("OB003", Severity.NOTE, BugClass.J, "observe again with a release that the engine's plugin knows")
+def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
+    """Batches are admissible and the engine's dispatcher was not asked about them: no finding is about these."""
+    walked = walk(emulation)
+    for manager in emulation.managers:
+        unknown = [
+            each.last - each.extent + 1
+            for each in walked
+            if each.batch.role is manager.role and each.answer.reason is Reason.UNKNOWN
+        ]
+        if unknown:
+            message = f"{manager.role}: the engine was not asked about {sum(unknown):,} admissible batches"
+            yield Diagnosis(manager.role, message, sum(unknown))
+
+
+def shape(count: BatchCount) -> str:
+    """Write the shape of a batch in a few words."""
+    text = counted(count.num_reqs, "request")
+    text += f", {counted(count.num_tokens, 'token')}" if count.query_len is None else f" of {count.query_len}"
+    text += "" if count.past_prompt else ", with prompts"
+    return text + (f", {count.active_loras} active LoRA" if count.active_loras else "")
+
+
+def why(reason: Reason | None) -> str:
+    """Write a reason, as the engine gave it."""
+    return "no reason" if reason is None else f"reason: {reason}"

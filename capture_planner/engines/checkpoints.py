@@ -12,13 +12,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from capture_planner.codec import hub
+from capture_planner.engines.json_tables import json_table
 
 FOLDER, CACHE, KNOWN, FAMILY, ASSUMED = "model", "cache", "known", "family", "assumed"
 """Where facts come from, as settings say it: the model's own folder, Hugging Face's cache, the list of known models,
@@ -67,11 +67,13 @@ def find(name: str) -> Checkpoint:
     """
     if Path(name).is_dir():
         return Checkpoint(name, FOLDER, _read(Path(name) / _CONFIG, Path(name) / _QUANTIZATION))
+    # A mistyped plan or file of flags would count as a model that nobody knows.
     if Path(name).suffix in _NO_MODEL:
         raise FileNotFoundError(name)
     cached = hub.find(name, _CONFIG)
     if cached is not None:
         return Checkpoint(name, CACHE, _read(cached, hub.find(name, _QUANTIZATION)))
+    # By its full name it is that model; by a like name it is assumed to be.
     if name in known():
         return Checkpoint(name, KNOWN, known()[name])
     return _of_family(name) or Checkpoint(name, ASSUMED, {})
@@ -80,6 +82,7 @@ def find(name: str) -> Checkpoint:
 def _read(path: Path, quantization: Path | None) -> dict[str, Any]:
     """Read a ``config.json``, and the other file that older checkpoints of ModelOpt have."""
     config = _object(path)
+    # Newer checkpoints say it in config.json itself.
     if quantization is None or not quantization.is_file() or config.get("quantization_config") is not None:
         return config
     return config | {"quantization_config": _object(quantization)}
@@ -98,10 +101,8 @@ def _object(path: Path) -> dict[str, Any]:
 @cache
 def known() -> Mapping[str, Mapping[str, Any]]:
     """Return the fields of each known model's ``config.json`` by its public name."""
-    text = (resources.files(__package__) / "known_models.json").read_text(encoding="utf-8")
-    return {
-        each: entry["config"] for name, entry in json.loads(text).items() for each in (name, *entry.get("also", ()))
-    }
+    rows = json_table("capture_planner.engines", "known_models.json").items()
+    return {each: entry["config"] for name, entry in rows for each in (name, *entry.get("also", ()))}
 
 
 @cache
@@ -131,6 +132,7 @@ def _of_family(name: str) -> Checkpoint | None:
     *_, stem = shorter = list(_shortened(last))
     rest = next((each for each in shorter if each in _by_last_part()), stem)
     like = _by_last_part().get(rest) or _by_stem().get(rest)
+    # No known model is near: nothing is taken for granted.
     if like is None:
         return None
     # What another ending says of the weights is not what the known model's file does.

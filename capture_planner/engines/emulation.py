@@ -7,19 +7,42 @@ of them serves a batch. It is *exact*: where the engine leaves a hole, the emula
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.encoders import EncoderGraphs
 from capture_planner.errors import DispatchError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Rejection
 from capture_planner.records.batch_space import DecodeFamily, decode_families
 from capture_planner.records.model import Speculative
+from capture_planner.records.observation import ObservedGraph
 from capture_planner.records.plan import Decision
 from capture_planner.records.spec import Limits, Lora, Parallel
+
+
+@attrs.frozen(kw_only=True)
+class EncoderGraphs:
+    """The graphs of a multimodal model's encoder, captured apart from those of the language model: one for each budget.
+
+    Images are packed into the smallest one that holds the tokens that they become.
+    """
+
+    budgets: tuple[int, ...]
+    """In tokens that leave the encoder, ascending."""
+    max_items: int
+    """Most images or videos in one replay."""
+    reach: int
+    """The most tokens that one batch of images can become."""
+
+    def budget(self, tokens: int, items: int = 1) -> int | None:
+        """Return the budget that images of so many tokens in all are padded to; None: they run eager, or apart."""
+        # Images are packed whole, so the smallest budget that holds all tokens is the one.
+        at = bisect_left(self.budgets, tokens)
+        return self.budgets[at] if items <= self.max_items and at < len(self.budgets) else None
 
 
 @attrs.frozen(kw_only=True)
@@ -35,16 +58,32 @@ class CapturedGraph:
     prompts_only: bool = attrs.field(default=False, eq=False)
     """Whether decodes never run on it: SGLang's graphs of prefills."""
 
+    @classmethod
+    def of(cls, role: Role, graph: ObservedGraph) -> CapturedGraph:
+        """Return an observed graph as emulations have it."""
+        return cls(role=role, entry=graph.entry, max_query_len=graph.max_query_len, prompts_only=graph.prompts_only)
+
     def rejection(self, batch: Batch, draft_steps: int | None = None) -> Rejection | None:
         """Return why the graph cannot serve a batch, or None where it can: compatibility, not dispatch."""
+        # Decodes have graphs of their own there, and never try these.
         if self.prompts_only and batch.uniform_query_len is not None:
             return Rejection.QUERY_LEN
         if self.max_query_len is not None:
+            # A graph for decodes of any length has no prompts.
             if not batch.past_prompt:
                 return Rejection.PROMPT
             if (batch.query_len or batch.max_query_len or 1) > self.max_query_len:
                 return Rejection.QUERY_LEN
         return self.entry.rejection(batch, draft_steps)
+
+
+def draft_steps_of(batch: Batch, families: Iterable[DecodeFamily]) -> int | None:
+    """Return how many passes the chain of draft decodes has that a batch is one of; None for another batch.
+
+    :param families: the uniform decodes of the batch's role.
+    """
+    alike = (each for each in families if each.query_len == batch.query_len)
+    return next((family.draft_steps for family in alike if batch.num_reqs in family.requests), None)
 
 
 @attrs.frozen(kw_only=True)
@@ -61,7 +100,7 @@ class Setting:
 
 
 class Decisions(list[Decision]):
-    """What an engine's rules did, in order."""
+    """Steps of an engine's rules, in order."""
 
     def note(
         self, rule: str, before: object, after: object, says: str, role: Role = Role.TARGET, backend: str | None = None
@@ -101,7 +140,7 @@ class Manager(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Emulation:
-    """What one engine does with its flags."""
+    """An engine's graphs, settings and dispatch with its flags."""
 
     engine: str
     """The name of the ``Engine``."""
@@ -109,7 +148,7 @@ class Emulation:
     command: tuple[str, ...]
     """The engine's own flags, as they were given."""
     settings: tuple[Setting, ...]
-    """What the engine ends up with, as far as it matters for graphs."""
+    """Final settings of the engine, as far as they matter for graphs."""
     sizes: tuple[int, ...]
     """The engine's list of capture sizes, ascending, in tokens or requests: ``Engine.sizes_in_tokens``."""
     asked_sizes: tuple[int, ...] = ()
@@ -119,7 +158,7 @@ class Emulation:
     encoders: tuple[EncoderGraphs, ...] = ()
     """The graphs of a multimodal model's encoder; none: it runs eager."""
     decisions: tuple[Decision, ...]
-    """What the engine's rules made of the flags, in order: rewrites of modes, clamps, dropped sizes."""
+    """Steps of the engine's rules, in order: rewrites of modes, clamps, dropped sizes."""
     limits: Limits
     whole_prompts: bool = False
     """Whether one prompt by itself may be longer than max_num_tokens (SGLang without chunks)."""
@@ -132,7 +171,7 @@ class Emulation:
     """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
     where the emulation is exact."""
     notes: tuple[str, ...] = ()
-    """What of the command line decides nothing and was skipped."""
+    """Skipped parts of the command line, which decide nothing."""
 
     @property
     def graphs(self) -> tuple[CapturedGraph, ...]:
@@ -146,6 +185,7 @@ class Emulation:
 
     def families(self, role: Role) -> tuple[DecodeFamily, ...]:
         """Return the uniform decodes that a role can meet."""
+        # Trees and chains that the schedule does not tell.
         if role is Role.DRAFT_DECODE and self.drafts is not None:
             return self.drafts
         return decode_families(role, self)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import attrs
 
-from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.encoders import EncoderGraphs
-from capture_planner.engines.export.export import Export
+from capture_planner.engines.emulation import Emulation, EncoderGraphs
+from capture_planner.engines.export import Export
 from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
-from capture_planner.engines.remedies import FlagChange, appended
 from capture_planner.engines.walk import Run
+from capture_planner.measuring.traffic.formats import LogFormats
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Decision, Plan
@@ -22,8 +22,41 @@ Emulator = Callable[[Sequence[str], Environment], Emulation]
 """Emulates the words of an engine's command line on a machine; raises ``FlagError``."""
 
 
+@attrs.frozen
+class FlagChange:
+    """Flags to give, in place of what the command line says; written as in ``give --max-num-seqs 64``.
+
+    A name without dashes is a key of the engine's file, and its value one of YAML.
+    """
+
+    flags: tuple[tuple[str, tuple[str, ...]], ...]
+    instead: bool = False
+    """Whether it gives something up, such as requests at once, in place of more graphs."""
+
+    @classmethod
+    def of(cls, flag: str, *values: object, instead: bool = False) -> FlagChange:
+        """Return the change of one flag."""
+        return cls(((flag, tuple(map(str, values))),), instead)
+
+    def __str__(self) -> str:
+        return "give " + " and ".join(
+            shlex.join((flag, *values)) if flag.startswith("-") else f"{flag}: {values[0]} in the file of --config"
+            for flag, values in self.flags
+        )
+
+
+def adding(sizes: Iterable[int], flag: str) -> str:
+    """Return in words the change of a list by more sizes."""
+    return f"add {' '.join(map(str, sizes))} to {flag}, and keep the others"
+
+
+def appended(command: Sequence[str], change: FlagChange) -> list[str]:
+    """Return a command line with the flags behind the others; where the last one counts, that is enough."""
+    return [*command, *(word for flag, values in change.flags for word in (flag, *values))]
+
+
 class Fixes:
-    """How to fix findings of ``check``: phrases such as ``raise --max-size to 64``, or "" for that in ``general``."""
+    """Fixes of findings of ``check``: phrases such as ``raise --max-size to 64``, or "" for that in ``general``."""
 
     general: ClassVar[Mapping[str, str]] = {}
     """For each rule of ``check``, by code, what to set in general."""
@@ -101,11 +134,11 @@ class Engine:
     flags: Mapping[str, str]
     """Each flag that graphs can depend on, with its help in a few words; others are accepted and ignored."""
     programs: tuple[str, ...]
-    """What may precede the flags in a whole command line, the longest first: ``vllm serve``."""
+    """Beginnings of a whole command line, in front of the flags, the longest first: ``vllm serve``."""
     limits: tuple[str, str, str]
     """The flags for the most requests, tokens and drafted tokens; named where a value is too large for us."""
     fixes: Fixes = attrs.Factory(Fixes)
-    """How to fix the findings of ``check``."""
+    """Fixes of the findings of ``check``."""
     sizes_in_tokens: bool = False
     """Whether ``Emulation.sizes`` counts tokens, shared by all query lengths; else requests."""
     skips_wide_padding: bool = False
@@ -116,7 +149,9 @@ class Engine:
     """Variables of the environment that can change graphs and are not emulated, each with the values that do not. Those
     that are emulated are among ``flags``; all others decide nothing."""
     history: History = attrs.Factory(History)
-    """What older releases called differently, and do differently by default."""
+    """Other names and defaults of older releases."""
+    logs: LogFormats = attrs.Factory(LogFormats)
+    """What the engine writes about its batches, in its log and in its metrics."""
     older: tuple[Engine, ...] = ()
     """Older releases that are emulated too, newest first: ``NAME==VERSION`` on the command line."""
     aliases: tuple[str, ...] = ()

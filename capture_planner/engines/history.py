@@ -1,4 +1,4 @@
-"""What older releases of an engine called differently, and what they do differently by default."""
+"""Older releases of an engine: flags with other names, and other defaults."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class OldName:
     until: str | None = None
     """The last release with it; None: no release had it, or it is another engine's."""
     now: str = ""
-    """What to write, ``{}`` for its value; empty: it has no successor."""
+    """The replacement, with ``{}`` for its value; empty: it has no successor."""
     values: Mapping[str, str] = attrs.Factory(dict)
-    """What to write for certain values in place of ``now``, in lower case; ``one``: for any single value."""
+    """Replacements for certain values in lower case, in place of ``now``; ``one``: for any single value."""
     reason: str = "has no such flag"
-    """What the release does with it."""
+    """The release's reaction to it."""
     why: str = ""
-    """Why it can be left out, or what to know."""
+    """The reason why it can be left out, or a caution."""
 
     def written(self, text: str, *, alone: bool = True) -> str:
         """Return what to write for a value, as it is quoted; empty where it has no successor.
 
         :param alone: whether the text is one value.
         """
+        # A certain value, then any single value, then whatever was given.
         now = self.values.get(text.lower(), self.values.get("one", self.now) if alone else self.now)
         return now.replace("{}", text) if text else re.sub(r"[ =]?\{\}", "", now)
 
@@ -51,7 +52,7 @@ class History:
 
     flags: Mapping[str, OldName] = attrs.Factory(dict)
     defaults: tuple[tuple[str, str, str], ...] = ()
-    """Two releases, and what those from the first on and before the second do otherwise by default."""
+    """Two releases, and the changed default of those from the first on and before the second."""
     variables: Mapping[str, OldName] = attrs.Factory(dict)
     """Variables of the environment that the release no longer reads, and which meant something for graphs."""
     signs: Mapping[str, str] = attrs.Factory(dict)
@@ -81,12 +82,14 @@ class History:
             old = self.flags.get(name)
             if old is None:
                 continue
+            # The remedy shows the new flag with the values that were given.
             values = [value] if equals else values_behind(words[index + 1 :])
             last = "" if old.until is None else f"; {old.until} was the last release with it"
             message = f"{engine} {old.reason}{last}"
             problems.append(Problem(path=(name,), message=message, remedy=old.remedy(values)))
             releases += [] if old.until is None else [old.until]
         if releases:
+            # The line is at most as new as the oldest flag in it.
             oldest = min(releases, key=release_of)
             problems += [Problem(message=self.age(oldest, f"the line is for release {oldest} or older"))]
         return problems

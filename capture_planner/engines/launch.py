@@ -1,13 +1,15 @@
-"""Launch: what an engine's own command line needs so that the engine runs a plan, and which engine a command starts."""
+"""Launching under a plan: the variables that the plugin inside an engine reads, and what a command line lacks."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from pathlib import PurePath
-from typing import Protocol, TypeVar
+import os
+from contextlib import suppress
+from pathlib import Path
 
 import attrs
+
+from capture_planner.errors import FlagError, Problem
+from capture_planner.records.plan import Plan
 
 PLAN = "CAPTURE_PLANNER_PLAN"
 """Names the plan's file for the plugin inside the engine."""
@@ -17,46 +19,48 @@ PROFILE = "CAPTURE_PLANNER_PROFILE"
 """Set to 1: graphs are timed after capture."""
 STRICT = "CAPTURE_PLANNER_STRICT"
 """Set to 1: what the plugin would only log stops the start."""
+STARTED = "CAPTURE_PLANNER_STARTED"
+"""Names a file that the plugin makes when the first worker of an engine has captured its graphs."""
 
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """What a command line lacks."""
+    """Additions to a command line."""
 
     arguments: tuple[str, ...] = ()
     """Words to add at its end."""
     notes: tuple[str, ...] = ()
-    """What to know, or to do by hand, in a sentence each."""
+    """Cautions, and steps to do by hand, in a sentence each."""
 
 
-class HasPrograms(Protocol):
-    """Something that is started by programs: an engine."""
+def mark_started() -> None:
+    """Make the file that ``CAPTURE_PLANNER_STARTED`` names, where it names one; for the plugin inside an engine.
 
-    @property
-    def programs(self) -> tuple[str, ...]: ...
-
-
-E = TypeVar("E", bound=HasPrograms)
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
-
-
-def leading_variables(command: Sequence[str]) -> int:
-    """Return how many words in front of a command set environment variables, as in a shell."""
-    return next((index for index, word in enumerate(command) if not _VARIABLE.fullmatch(word)), len(command))
-
-
-def started(command: Sequence[str], engines: Iterable[E]) -> tuple[E, int] | None:
-    """Return the engine that a command starts and the number of its program's words; None for another program.
-
-    A program may stand with its folder, and ``python`` with its version.
+    Where it cannot be made, as on another host, the engine counts as one that has not captured.
     """
-    words = list(command)
-    if words:
-        words[0] = re.sub(r"^python[\d.]*$", "python", PurePath(words[0]).name)
-    for engine in engines:
-        for program in engine.programs:
-            parts = program.split()
-            if len(parts) > 1 and words[: len(parts)] == parts:
-                return engine, len(parts)
-    return None
+    path = os.environ.get(STARTED)
+    if path:
+        with suppress(OSError):
+            Path(path).touch()
+
+
+WITHOUT_VARYING = "plan without speculative.varying_decodes"
+
+
+def varying_obstacle(plan: Plan, engine: str) -> str | None:
+    """Return why an engine cannot run a plan whose decodes vary in length; None where they do not.
+
+    vLLM 0.33 has such graphs with adaptive verification alone, at sizes in tokens, and SGLang and TensorRT-LLM have
+    none: their decodes are uniform, so a graph of the plan would serve other batches there than it was planned for.
+    """
+    if plan.speculative is None or not plan.speculative.varying_decodes:
+        return None
+    return f"the plan's decodes vary in length, and {engine} has no such graphs at a plan's sizes"
+
+
+def refuse_varying(plan: Plan, engine: str) -> None:
+    """Raise ``FlagError`` for a plan whose decodes vary in length."""
+    obstacle = varying_obstacle(plan, engine)
+    if obstacle is not None:
+        path = ("speculative", "varying_decodes")
+        raise FlagError([Problem(path=path, message=obstacle, remedy=WITHOUT_VARYING)])

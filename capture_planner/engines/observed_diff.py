@@ -1,4 +1,4 @@
-"""What differs between a plan and what an engine was observed to do (law 12), or between two observations."""
+"""Differences between a plan and an observation of its engine (law 12), or between two observations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import attrs
 
 from capture_planner.analysis.diff import Change, differing_fields, graphs_text
 from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines.check import counted_steps, shape, share, why
+from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import CapturedGraph, Emulation
-from capture_planner.engines.export import BatchDifference, Effect, compared
-from capture_planner.engines.export.proof import single
-from capture_planner.engines.observed import emulation_of
-from capture_planner.engines.observed_check import counted_steps, shape, share, why
-from capture_planner.engines.side_by_side import emulation_of_plan
+from capture_planner.engines.export import BatchDifference, Effect, compared, single
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, grouped
 from capture_planner.records.batch import Entry, Kind
@@ -25,16 +23,16 @@ from capture_planner.records.plan import Plan
 
 @attrs.frozen(kw_only=True)
 class ObservedDiff:
-    """What changes from one deployment to another, of which at least one was observed."""
+    """Changes from one deployment to another, of which at least one was observed."""
 
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
-    """What is no difference: graphs that the traffic did not need, batches that the engine was not asked about."""
+    """Remarks, not differences: graphs that the traffic did not need, batches that the engine was not asked about."""
 
 
 def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedDiff:
     """Compare two deployments: limits, modes, graphs, the answer to every admissible batch, and what really ran."""
-    before, after = _emulation(old), _emulation(new)
+    before, after = emulation_of(old), emulation_of(new)
     changes = [*_whole(old, new), *_passes(before, after), *_modes(before, after), *_graphs(before, after)]
     proof = compared(before, after, both_admit=True)
     changes += _answers(proof.differences)
@@ -42,6 +40,7 @@ def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedD
     if proof.unknown:
         notes.append(f"{proof.unknown:,} admissible batches are not compared: the engine was not asked about them")
     for plan, observation in ((old, new), (new, old)):
+        # What ran is compared with a plan alone: between two observations loads differ, which is no drift.
         if isinstance(plan, Plan) and isinstance(observation, Observation):
             changes += _ran_otherwise(plan, observation)
     for each in (old, new):
@@ -50,15 +49,12 @@ def observed_diff(old: Plan | Observation, new: Plan | Observation) -> ObservedD
     return ObservedDiff(changes=tuple(changes), notes=tuple(notes))
 
 
-def _emulation(deployment: Plan | Observation) -> Emulation:
-    return emulation_of_plan(deployment) if isinstance(deployment, Plan) else emulation_of(deployment)
-
-
 def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]:
     """Compare what decides which batches are admissible, and the plan that was applied."""
     if old.limits != new.limits:
         yield Change(None, "limits", f"limits: {differing_fields(old.limits, new.limits)}")
     before, after = (", ".join(f"{k} from {first}" for first, _, k in decode_tiers(each)) for each in (old, new))
+    # Schedules are compared by what they draft: two specs can say the same.
     if before != after:
         yield Change(None, "speculative", f"drafted tokens by requests: {before} became {after}")
     for name in ("lora", "parallel"):
@@ -66,6 +62,7 @@ def _whole(old: Plan | Observation, new: Plan | Observation) -> Iterator[Change]
         if own != other:
             yield Change(None, name, f"{name}: {differing_fields(own, other)}")
     applied = [digest(each) if isinstance(each, Plan) else each.plan for each in (old, new)]
+    # An observation names its plan by digest, so that a plan can be told from its like.
     if applied[0] != applied[1]:
         before, after = ("none" if each is None else each[:19] for each in applied)
         yield Change(None, "plan", f"applied plan: {before} became {after}")
@@ -125,7 +122,7 @@ _EFFECTS = {
 
 
 def _answers(differences: Iterable[BatchDifference]) -> Iterator[Change]:
-    """Yield a change for all batches of one kind that are answered otherwise in the same way."""
+    """Yield one change for all batches of one kind with the same difference."""
     alike: dict[tuple[Role, Kind, int | None, Effect], list[BatchDifference]] = {}
     for each in differences:
         alike.setdefault((each.role, each.kind, each.query_len, each.effect), []).append(each)
@@ -173,6 +170,7 @@ def _others(role: ObservedRole, dispatcher: Dispatcher, *, eager: bool) -> tuple
     for count in role.batches:
         planned = dispatcher.dispatch(count.batch(role.role)).entry
         ran = None if count.graph is None else role.graphs[count.graph].entry
+        # Graphs of one step are equal, whether they count as a chain or not.
         if planned is None or (ran is not None and single(planned) == single(ran)) or (ran is None) is not eager:
             continue
         steps += count.steps
@@ -183,5 +181,6 @@ def _others(role: ObservedRole, dispatcher: Dispatcher, *, eager: bool) -> tuple
 def _never_replayed(observation: Observation) -> Iterator[str]:
     for role in observation.roles:
         unused = tuple(graph.entry for graph in role.graphs if not graph.replays)
+        # Other traffic may need them, so it is no change.
         if unused and role.steps:
             yield f"{role.role}: in {counted_steps(role.steps)}, no step ran on {graphs_text(unused)}"

@@ -42,6 +42,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 def _slips(one: str, other: str) -> int | None:
     """Return how many letters differ between two names; None where they are no slip of each other."""
+    # ``--maxnumseqs`` and ``--max-num-seqs``.
     if one.replace("-", "") == other.replace("-", ""):
         return 0
     ours, theirs = one.split("-"), other.split("-")
@@ -50,6 +51,7 @@ def _slips(one: str, other: str) -> int | None:
     for left, right in pairs:
         if left == right:
             continue
+        # No slip of the keyboard, and not worth the table below.
         if abs(len(left) - len(right)) > 2:
             return None
         slips = _distance(left, right) if re.sub(r"\D", "", left) == re.sub(r"\D", "", right) else 9
@@ -60,7 +62,7 @@ def _slips(one: str, other: str) -> int | None:
 
 
 def _shortens(short: str, word: str) -> bool:
-    """Say whether most of a word's letters are in the short one, in their order: ``toks`` of ``tokens``."""
+    """Return whether most of a word's letters are in the short one, in their order: ``toks`` of ``tokens``."""
     rest = iter(word)
     return short[:1] == word[:1] and 3 * len(short) >= 2 * len(word) and all(letter in rest for letter in short)
 
@@ -72,6 +74,7 @@ def _distance(one: str, other: str) -> int:
         row = [i]
         for j, right in enumerate(other, 1):
             least = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (left != right))
+            # Two letters that swapped places are one slip.
             if i > 1 and j > 1 and left == other[j - 2] and one[i - 2] == right:
                 least = min(least, rows[-2][j - 2] + 1)
             row.append(least)
@@ -139,9 +142,9 @@ class Parser(argparse.ArgumentParser):
     engine: str
     """The engine's name and release, as in a sentence."""
     wanted: ClassVar[Mapping[str, str]]
-    """What to give, by the name of the type that an argument was none of."""
+    """Remedies by the name of the type that an argument was expected to have."""
     placing: ClassVar[str]
-    """What to do about a word that belongs to no flag."""
+    """Remedy for a word that belongs to no flag."""
     history: ClassVar[History]
     """Flags of older releases and of other engines, with what to write here."""
 
@@ -157,13 +160,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ``FlagError`` with the flag, the parser's reason, and what to write in place of it."""
+        # argparse: "unrecognized arguments: --max-seqs 4", all words in one message.
         if message.startswith("unrecognized arguments: "):
             raise FlagError(self.strangers(message.partition(": ")[2].split(" ")))
+        # argparse: "ambiguous option: --max could match --max-num-seqs, --max-model-len".
         if message.startswith("ambiguous option: "):
             flag, _, fitting = message.removeprefix("ambiguous option: ").partition(" could match ")
             flag = flag.partition("=")[0]
             says = f"{self.engine}'s parser stops: it is ambiguous, short for {fitting}"
             raise refusal(flag, says, "write one of them out")
+        # argparse: "argument --max-num-seqs/-n: invalid int value: 'x'".
         flag, _, reason = message.removeprefix("argument ").partition(": ")
         if not reason:
             raise FlagError([Problem(message=f"{self.engine}'s parser stops: {message}")])
@@ -180,6 +186,7 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, flag: str) -> Problem:
         known = self._option_string_actions
+        # Flag and value in one quoted word, which argparse takes for a flag of that name.
         if " " in flag:
             message = f"{self.engine} takes flag and value in one word only with = between them"
             return Problem(path=(flag.split()[0],), message=message, remedy="write flag and value as two words")
@@ -188,6 +195,7 @@ class Parser(argparse.ArgumentParser):
     def _extra(self, word: str) -> Problem:
         known = self._option_string_actions
         as_flag = "--" + re.sub(r"^\W+", "", word)
+        # Word processors turn two dashes into one long one.
         if re.match(r"[\u2010-\u2015\u2212]", word) or as_flag in known:
             remedy = f"write two plain dashes in front: {near(as_flag, known) or as_flag}"
         else:
@@ -202,6 +210,7 @@ class Parser(argparse.ArgumentParser):
             return "it is a switch: write it without a value"
         if reason.startswith("not JSON at "):
             return json_remedy(reason.partition(": ")[2][1:-1])
+        # argparse: "invalid choice: 'x' (choose from ...)".
         if reason.startswith("invalid choice: ") and action is not None and action.choices:
             given = reason.partition(": ")[2].partition(" (choose")[0].strip("'\"")
             found = near(given, map(str, action.choices))

@@ -13,12 +13,12 @@ Between two numbers of requests, or of adapters, with the same answers, the answ
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import attrs
 
-from capture_planner.engines.answers import Answers, form_of
 from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Rejection
@@ -56,14 +56,14 @@ def answers(
     :param lora_counts: the same for active adapters, besides those of the graphs.
     """
     probe = _DispatcherProbe(
-        role=role,
-        deployment=deployment,
-        graphs=tuple(graphs),
-        dispatch=dispatch,
-        families=tuple(decode_families(role, deployment) if families is None else families),
-        request_counts=tuple(request_counts),
-        token_counts=tuple(token_counts),
-        lora_counts=tuple(lora_counts),
+        role,
+        deployment,
+        tuple(graphs),
+        dispatch,
+        tuple(decode_families(role, deployment) if families is None else families),
+        tuple(request_counts),
+        tuple(token_counts),
+        tuple(lora_counts),
     )
     return tuple(probe.all())
 
@@ -78,22 +78,16 @@ def why_eager(batch: Batch, mode: GraphMode, graphs: Iterable[ObservedGraph], dr
     :param draft_steps: how many draft decodes the schedule runs for this batch size.
     """
     rejections = {
-        captured(batch.role, graph).rejection(batch, draft_steps)
+        CapturedGraph.of(batch.role, graph).rejection(batch, draft_steps)
         for graph in graphs
         if graph.entry.active_loras >= batch.active_loras and graph.entry.draft_steps in (None, draft_steps)
     }
+    # A graph fits and was not found: the engine's rule hides it.
     if None in rejections:
         return Reason.SHADOWED
     half = mode.mixed_mode if batch.uniform_query_len is None else mode.decode_mode
     too_small = rejections & {Rejection.TOKENS, Rejection.REQUESTS}
     return Reason.SIZES if too_small and half is not GraphMode.NONE else Reason.MODE
-
-
-def captured(role: Role, graph: ObservedGraph) -> CapturedGraph:
-    """Return an observed graph as emulations have it."""
-    return CapturedGraph(
-        role=role, entry=graph.entry, max_query_len=graph.max_query_len, prompts_only=graph.prompts_only
-    )
 
 
 _Range = tuple[int, int, Answer]
@@ -103,6 +97,7 @@ _Range = tuple[int, int, Answer]
 def _merged(pieces: Iterable[_Range]) -> tuple[_Range, ...]:
     ranges: list[_Range] = []
     for first, last, answer in pieces:
+        # Only neighbours: a gap has no answer.
         if ranges and ranges[-1][2] == answer and ranges[-1][1] + 1 == first:
             ranges[-1] = (ranges[-1][0], last, answer)
         else:
@@ -136,7 +131,7 @@ def _bands(
     yield start, points[-1], current
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class _DispatcherProbe:
     role: Role
     deployment: Deployment
@@ -157,6 +152,7 @@ class _DispatcherProbe:
         for form in sorted({form_of(run) for run in runs}, key=lambda form: form[0] or 0):
             own = [run for run in runs if form_of(run) == form]
             rest = [run for run in runs if form_of(run) != form]
+            # Past their prompts or not makes no difference to many engines; then one table says both.
             if form == (None, True):
                 past = (attrs.evolve(run, past_prompt=False) for run in own)
                 repeats = list(past) == [run for run in rest if form_of(run) == (None, False)]
@@ -168,6 +164,7 @@ class _DispatcherProbe:
                     for run in own
                     for count in range(run.first, run.last + 1)
                 )
+            # Draft decodes have one form, which is all there is to answer by.
             if repeats and self.role is not Role.DRAFT_DECODE:
                 runs = rest
         return runs
@@ -258,6 +255,7 @@ class _DispatcherProbe:
         pieces = [(tokens, tokens, at(tokens)) for tokens in range(num_reqs, largest + 1)]
         above = max(largest + 1, num_reqs)
         for first, last in split_at(above, most, self.token_counts) if above <= most else ():
+            # Both ends alike stand for what is between; if not, each number is asked about.
             if at(first) == at(last):
                 pieces.append((first, last, at(first)))
             else:
@@ -287,3 +285,65 @@ def _with_at_least(runs: Iterable[DispatchRun], loras: int) -> tuple[DispatchRun
         for run in runs
         if run.last >= loras and (run.max_reqs is None or run.max_reqs >= loras)
     )
+
+
+BatchForm = tuple[int | None, bool]
+"""Query length, None where requests differ, and whether every request is past its prompt."""
+
+
+def form_of(run: DispatchRun) -> BatchForm:
+    """Return the form of the batches that an answer is about."""
+    return run.query_len, run.past_prompt
+
+
+@attrs.frozen
+class _Table:
+    """The answers to batches of one form, of some numbers of requests and adapters: ascending ranges."""
+
+    requests: range
+    loras: range
+    firsts: list[int]
+    runs: list[DispatchRun]
+
+
+class Answers:
+    """Finds the answer that is about a batch.
+
+    Batches of a form without answers are answered as those whose requests differ, past their prompts or else not:
+    a probe leaves out what would be the same.
+    """
+
+    def __init__(self, runs: Iterable[DispatchRun]) -> None:
+        alike: dict[tuple[object, ...], list[DispatchRun]] = {}
+        for run in runs:
+            bounds = (run.min_reqs, run.max_reqs, run.min_loras, run.max_loras)
+            alike.setdefault((*form_of(run), *bounds), []).append(run)
+        self._tables: dict[BatchForm, list[_Table]] = {}
+        for ranges in alike.values():
+            ranges.sort(key=lambda run: run.first)
+            one = ranges[0]
+            table = _Table(
+                requests=range(one.min_reqs, (one.max_reqs or 1 << 62) + 1),
+                loras=range(one.min_loras, one.max_loras + 1),
+                firsts=[run.first for run in ranges],
+                runs=ranges,
+            )
+            self._tables.setdefault(form_of(one), []).append(table)
+
+    def find(self, batch: Batch) -> DispatchRun | None:
+        """Return the answer that is about a batch; None where the dispatcher was not asked."""
+        width = batch.query_len if batch.num_reqs * (batch.query_len or 0) == batch.num_tokens else None
+        for form in dict.fromkeys(((width, batch.past_prompt), (None, batch.past_prompt), (None, False))):
+            for table in self._tables.get(form, ()):
+                run = _found(table, batch, form)
+                if run is not None:
+                    return run
+        return None
+
+
+def _found(table: _Table, batch: Batch, form: BatchForm) -> DispatchRun | None:
+    if batch.active_loras not in table.loras or (form[0] is None and batch.num_reqs not in table.requests):
+        return None
+    count = batch.num_tokens if form[0] is None else batch.num_reqs
+    index = bisect_right(table.firsts, count) - 1
+    return table.runs[index] if index >= 0 and count <= table.runs[index].last else None

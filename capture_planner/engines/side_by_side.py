@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import attrs
 
-from capture_planner.analysis.arrivals import Arrival, batches_of, for_role
-from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
-from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.analysis.arrivals import for_role
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.emulation import Emulation
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, extra_slots, kind_of
@@ -34,7 +35,7 @@ class BatchClass:
 
 @attrs.frozen(kw_only=True)
 class Service:
-    """What one side does with the batches of one family. Of a trace, a batch counts as often as it runs."""
+    """One side's service of the batches of one family. Of a trace, a batch counts as often as it runs."""
 
     batches: int
     full: int
@@ -97,11 +98,11 @@ class Hole:
     last: int
     active_loras: int
     batches: int
-    """How many they are; of a trace, how often the side that runs them eager meets them."""
+    """Number of batches; of traffic, how often the side that runs them eager meets them."""
     reason: Reason | None
-    """Why the one has no graph."""
+    """Reason why the one has no graph."""
     mode: GraphMode
-    """How the other runs them."""
+    """Mode in which the other runs them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -109,10 +110,10 @@ class SideBySide:
     """Two deployments, compared."""
 
     a: str
-    """What the first is called."""
+    """Name of the first."""
     b: str
     from_traffic: bool
-    """Whether batches come from a trace; else all admissible ones."""
+    """Whether batches come from traffic; else all admissible ones."""
     modes: tuple[Modes, ...]
     graphs: tuple[GraphCounts, ...]
     families: tuple[Pair, ...]
@@ -124,19 +125,20 @@ class SideBySide:
 def compare(
     a: Plan | Emulation,
     b: Plan | Emulation,
-    traffic: Iterable[Arrival] | None = None,
+    steps: tuple[Mapping[Batch, int], Mapping[Batch, int]] | None = None,
     *,
     names: tuple[str, str] | None = None,
 ) -> SideBySide:
-    """Compare two deployments over all batches that each admits, or over a trace's batches.
+    """Compare two deployments over all batches that each admits, or over those of traffic.
 
-    Figures of a side are over its own batches: those are what it meets. Holes are over the batches of
-    both. ``names`` is what the sides are called, where not as they call themselves.
+    Figures of a side are over its own batches: those are what it meets. Holes are over the batches of both.
+
+    :param steps: how often each batch of the target runs, on each side; None: all batches count once.
+    :param names: what the sides are called, where not as they call themselves.
     """
-    requests = None if traffic is None else tuple(traffic)
     left, right = _Side(a), _Side(b)
-    for side in (left, right):
-        side.dispatch(requests, {role: _largest((left, right), role) for role in Role})
+    for side, counts in zip((left, right), steps or (None, None), strict=True):
+        side.dispatch(counts, {role: _largest((left, right), role) for role in Role})
     families = sorted(
         {*left.answers, *right.answers},
         key=lambda family: (list(Role).index(family.role), family.kind.value, family.query_len or 0),
@@ -146,7 +148,7 @@ def compare(
     return SideBySide(
         a=a_name,
         b=b_name,
-        from_traffic=requests is not None,
+        from_traffic=steps is not None,
         modes=tuple(
             Modes(role=role, a=left.emulation.modes.get(role), b=right.emulation.modes.get(role))
             for role in Role
@@ -168,42 +170,6 @@ def compare(
     )
 
 
-@attrs.frozen(kw_only=True)
-class _PlannedRole:
-    """A role of a plan as a ``Manager``: it answers by our dispatcher."""
-
-    role: Role
-    mode: GraphMode
-    graphs: tuple[CapturedGraph, ...]
-    dispatch: Callable[[Batch], Dispatch]
-
-
-def emulation_of_plan(plan: Plan) -> Emulation:
-    """Return what an engine does that captures exactly the plan's entries and dispatches as our dispatcher."""
-    dispatcher = Dispatcher(plan)
-    return Emulation(
-        engine="capture-planner",
-        version="",
-        command=(),
-        settings=(),
-        sizes=(),
-        managers=tuple(
-            _PlannedRole(
-                role=role.role,
-                mode=role.mode,
-                graphs=tuple(CapturedGraph(role=role.role, entry=entry) for entry in role.entries),
-                dispatch=dispatcher.dispatch,
-            )
-            for role in plan.roles
-        ),
-        decisions=(),
-        limits=plan.limits,
-        speculative=plan.speculative,
-        lora=plan.lora,
-        parallel=plan.parallel,
-    )
-
-
 @attrs.frozen
 class _Answer:
     batch: Batch
@@ -211,7 +177,7 @@ class _Answer:
     dispatch: Dispatch
 
 
-# What makes two batches of two sides the same one: extent and adapters, and of a mixed one of a trace all the rest.
+# What makes two batches of two sides the same one: extent and adapters, and of a mixed one of traffic all the rest.
 _Key = tuple[int, int, Batch | None]
 
 
@@ -219,24 +185,25 @@ class _Side:
     """One deployment with all its answers, by class of batches."""
 
     def __init__(self, deployment: Plan | Emulation) -> None:
+        self.emulation = emulation_of(deployment)
         if isinstance(deployment, Plan):
             self.name = f"{deployment.model.name} on {deployment.environment.name}"
-            self.emulation = emulation_of_plan(deployment)
         else:
-            self.name, self.emulation = f"{deployment.engine} {deployment.version}".rstrip(), deployment
+            self.name = f"{deployment.engine} {deployment.version}".rstrip()
         self.answers: dict[BatchClass, dict[_Key, _Answer]] = {}
         self.unknown = 0
 
-    def dispatch(self, requests: tuple[Arrival, ...] | None, largest: Mapping[Role, int]) -> None:
-        """Answer the batches of a trace, or all admissible ones: above ``largest`` one represents all."""
-        counts = None if requests is None else batches_of(requests, self.emulation)
+    def dispatch(self, counts: Mapping[Batch, int] | None, largest: Mapping[Role, int]) -> None:
+        """Answer batches that are counted, or all admissible ones: above ``largest`` one represents all."""
+        slots = extra_slots(self.emulation)
         for role in self.emulation.modes:
             families = self.emulation.families(role)
             if counts is None:
                 for batch, last in batches(role, self.emulation, families=families, upto=largest[role]):
                     self._answer(batch, batch.kind, 1 + last - batch.extent(batch.kind))
             else:
-                for batch, times in for_role(counts, role, families, slots=extra_slots(self.emulation)).items():
+                # A drafter runs what follows from the target's steps, on each side by its own schedule.
+                for batch, times in for_role(Counter(counts), role, families, slots=slots).items():
                     kind = kind_of(batch, families)
                     self._answer(batch, kind, times, None if kind is Kind.DECODE else batch)
 
@@ -247,6 +214,7 @@ class _Side:
 
     def _answer(self, batch: Batch, kind: Kind, times: int, whole: Batch | None = None) -> None:
         answer = self.emulation.dispatch(batch)
+        # Counting it as eager would blame the engine for a question that was not asked.
         if answer.reason is Reason.UNKNOWN:
             self.unknown += times
             return
@@ -264,6 +232,7 @@ def _service(side: _Side, family: BatchClass) -> Service | None:
     worst, total = 1.0, 0.0
     for answer in answers.values():
         times[answer.dispatch.mode] += answer.times
+        # Padding is a matter of graphs: eager batches run as they are.
         if answer.dispatch.entry is not None:
             ratio = answer.dispatch.entry.num_tokens / answer.batch.num_tokens
             worst, total = max(worst, ratio), total + ratio * answer.times
@@ -281,6 +250,7 @@ def _largest(sides: tuple[_Side, _Side], role: Role) -> int:
     """Return the tokens above which no batch has a graph, nor one of as many requests on the other side."""
     both = [side.emulation for side in sides if role in side.emulation.modes]
     tokens = (graph.entry.num_tokens for each in both for graph in each.graphs if graph.role is role)
+    # The same number of requests may have more tokens on the other side.
     widths = (family.query_len for each in both for family in each.families(role))
     return max(tokens, default=0) * max(widths, default=1)
 
@@ -293,6 +263,7 @@ def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
     for key in shared:
         extent, loras, _ = key
         for side, eager, other in (("a", a[key], b[key]), ("b", b[key], a[key])):
+            # Eager on both sides, or on none, is no difference in service.
             if eager.dispatch.entry is None and other.dispatch.entry is not None:
                 query_len = eager.batch.query_len if kind is Kind.DECODE else None
                 found[side, query_len, loras, eager.dispatch.reason, other.dispatch.mode][extent] += eager.times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -17,8 +17,11 @@ from capture_planner.errors import CapturePlannerError, EngineError, InvalidValu
 from capture_planner.modes import Chain, GraphMode, Role
 from capture_planner.planning.from_config import spec_text
 from capture_planner.records._base import replace
+from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType, Model
-from capture_planner.records.spec import Roles, RoleSpec, Spec
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Policy, Roles, RoleSpec, Sizes, Spec
+from capture_planner.records.text import counted
 
 BACKEND = "flash_attention"
 """The attention backend of a spec where the engine's own has no plugin here."""
@@ -45,6 +48,7 @@ def spec_of(emulation: Emulation, engine: Engine | None, like: Model, name: str 
     :param name: the model's name; None: as the settings have it, or as ``like`` has it.
     :raises EngineError: no spec can describe the deployment.
     """
+    # Plans have draft decodes of one token a request, so sizes for others cannot be planned.
     if any(family.query_len != 1 for family in emulation.drafts or ()):
         message = "drafts several tokens of a request in one pass, and no plan has such graphs"
         raise EngineError(f"{emulation.engine} {message}; its sizes can only be set by its own flags")
@@ -55,6 +59,7 @@ def spec_of(emulation: Emulation, engine: Engine | None, like: Model, name: str 
         assumptions.append(says)
     wide = emulation.speculative
     if wide is not None:
+        # Engines do not say how they chain drafts; their graphs do.
         fused = any(graph.entry.draft_steps is not None for graph in emulation.graphs)
         wide = replace(wide, chain=Chain.FUSED if fused else Chain.SINGLE)
     try:
@@ -103,6 +108,7 @@ def _base(emulation: Emulation, like: Model, name: str | None, assumptions: list
         name = like.name
         assumptions.append(f"no model is named; the plan is made for {name}")
     spec = Spec(model=like, limits=emulation.limits, backend=BACKEND)
+    # The dimensions of ``like`` are its own only under its own name.
     if name != like.name:
         spec = _configured(name, like, assumptions) or replace(spec, model=replace(like, name=_plain(name)))
     length = next(_settings(emulation, _LENGTH), None)
@@ -122,6 +128,7 @@ def _configured(name: str, like: Model, assumptions: list[str]) -> Spec | None:
         assumptions.append(says)
         return None
     config = dict(checkpoint.config)
+    # Known models list what the engines' rules read, which the number of layers is not part of.
     if not any(key in checkpoint.text for key in ("num_hidden_layers", "n_layer")):
         assumptions.append(f"the number of layers of {name} is not known here; the plan states {like.num_layers}")
         config["num_hidden_layers"] = like.num_layers
@@ -145,3 +152,85 @@ def _setting(emulation: Emulation, name: str) -> Any:
 def _settings(emulation: Emulation, names: tuple[str, ...]) -> Iterator[Any]:
     """Yield the values of the settings of these names, as far as they have one."""
     yield from (each.value for each in emulation.settings if each.name in names and each.value not in (None, "none"))
+
+
+Graph = tuple[Role, Entry]
+
+
+def with_sizes(derived: DerivedSpec, emulation: Emulation, plan: Callable[[Spec], Plan]) -> DerivedSpec:
+    """Return the spec with the sizes whose plan comes closest to the engine's graphs, and what differs still.
+
+    :param derived: the deployment, with sizes to be chosen.
+    :param plan: makes the plan of a spec on the engine's machine.
+    """
+    theirs = graphs_of(emulation)
+    best: tuple[int, Spec, frozenset[Graph]] | None = None
+    reasons: list[str] = []
+    for spec in _candidates(derived.spec, emulation):
+        try:
+            ours = frozenset((role.role, entry) for role in plan(spec).roles for entry in role.entries)
+        except CapturePlannerError as error:
+            reasons.append(str(error))
+            continue
+        missing = len(ours ^ theirs)
+        # Of equal ones the first, which is the shortest spec.
+        if best is None or missing < best[0]:
+            best = (missing, spec, ours)
+        if not missing:
+            break
+    if best is None:
+        says = f"no plan can be made of it: {reasons[-1]}"
+        return attrs.evolve(derived, assumptions=(*derived.assumptions, says))
+    _, spec, ours = best
+    return attrs.evolve(derived, spec=spec, assumptions=(*derived.assumptions, *_differs(theirs, ours, emulation)))
+
+
+def graphs_of(emulation: Emulation) -> frozenset[Graph]:
+    """Return each graph of an engine once, as a plan has it."""
+    return frozenset((graph.role, graph.entry) for graph in emulation.graphs)
+
+
+def _differs(theirs: frozenset[Graph], ours: frozenset[Graph], emulation: Emulation) -> Iterator[str]:
+    for graphs, where in ((theirs - ours, "its plan leaves out"), (ours - theirs, "its plan adds")):
+        if graphs:
+            role, entry = max(graphs, key=lambda graph: (graph[1].num_tokens, graph[0].value))
+            count = counted(len(graphs), "graph")
+            yield f"{where} {count} of {emulation.engine}'s {len(theirs)}, such as {role} {entry}"
+
+
+def _candidates(spec: Spec, emulation: Emulation) -> Iterator[Spec]:
+    """Yield specs whose plans may have the engine's graphs, the shortest first."""
+    name = emulation.engine.replace("-", "_")
+    if name in {policy.value for policy in Policy}:
+        policy = Policy(name)
+        yield replace(spec, sizes=Sizes(policy=policy))
+        # A list that the flags give is part of the engine's policy.
+        if policy is Policy.VLLM and emulation.sizes:
+            yield replace(spec, sizes=Sizes(policy=policy, num_tokens=emulation.sizes))
+        tokens, reqs = _sizes_of(emulation, Role.TARGET)
+        yield replace(
+            spec, sizes=Sizes(policy=policy, max_tokens=max(tokens, default=None), max_reqs=max(reqs, default=None))
+        )
+    explicit = {role: _explicit(emulation, role) for role in emulation.modes}
+    if any(explicit.values()):
+        roles = {
+            role.value: replace(spec.roles.of(role), sizes=explicit.get(role))
+            if explicit.get(role)
+            else spec.roles.of(role)
+            for role in Role
+        }
+        yield replace(spec, roles=Roles(**roles))
+    yield spec
+
+
+def _explicit(emulation: Emulation, role: Role) -> Sizes | None:
+    tokens, reqs = _sizes_of(emulation, role)
+    return Sizes(policy=Policy.EXPLICIT, num_tokens=tokens or None, num_reqs=reqs or None) if tokens or reqs else None
+
+
+def _sizes_of(emulation: Emulation, role: Role) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes of a role's graphs: tokens of those for any batch, requests of those for decodes."""
+    entries = [graph.entry for graph in emulation.graphs if graph.role is role]
+    tokens = {entry.num_tokens for entry in entries if entry.query_len is None}
+    reqs = {entry.num_reqs for entry in entries if entry.query_len is not None and entry.num_reqs is not None}
+    return tuple(sorted(tokens)), tuple(sorted(reqs))

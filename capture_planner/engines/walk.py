@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from capture_planner.dispatch.dispatcher import Dispatch
-from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.emulation import CapturedGraph, Emulation, draft_steps_of
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
 from capture_planner.records.batch_space import batches, most_loras, split_when
@@ -39,6 +39,7 @@ class BatchAnswer:
     def misses_graph(self) -> bool:
         """Whether a compatible graph is captured, and the batch runs eager, or PIECEWISE for a FULL one."""
         best, mode = self.best, self.answer.mode
+        # Without a compatible graph eager is right.
         if best is None:
             return False
         return mode is GraphMode.NONE or (best.mode is GraphMode.FULL and mode is not GraphMode.FULL)
@@ -79,9 +80,9 @@ def walk(emulation: Emulation) -> tuple[BatchAnswer, ...]:
     for manager in emulation.managers:
         graphs, families = GraphRows(manager.graphs), emulation.families(manager.role)
         largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
+        # Beyond the largest graph nothing is captured, so all answers there are the same.
         for batch, last in batches(manager.role, emulation, families=families, upto=largest):
-            fitting = (f for f in families if f.query_len == batch.query_len and batch.num_reqs in f.requests)
-            best = graphs.best(batch, next((family.draft_steps for family in fitting), None))
+            best = graphs.best(batch, draft_steps_of(batch, families))
             answers.append(BatchAnswer(batch=batch, answer=manager.dispatch(batch), best=best, last=last))
     return tuple(answers)
 
@@ -129,6 +130,7 @@ def why_inadmissible(batch: Batch, emulation: Emulation) -> str | None:
     """Return why the engine can never run a batch, or None; one reason: its tokens contradict its ``query_len``."""
     limits, reqs, tokens = emulation.limits, batch.num_reqs, batch.num_tokens
     loras, width = min(most_loras(batch.role, emulation), reqs), batch.query_len
+    # In the order in which a person would check: the first broken rule is the most telling.
     if reqs < 1:
         return "a batch has at least one request"
     if reqs > limits.max_num_reqs:

@@ -24,6 +24,7 @@ def read_yaml(path: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
         return load(read(path))
     except InvalidDocument as error:
         (problem,) = error.problems
+        # Next to flags a sentence has to say that it is about a file.
         message = problem.message if problem.message.startswith("the file") else f"the file {problem.message}"
         raise InvalidDocument([attrs.evolve(problem, message=message)]) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -51,6 +52,7 @@ def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = Fal
         content = read_yaml(path)
     except InvalidDocument as error:
         raise refused_file(error, "--config", f"{engine} cannot read it", "name a YAML file of flags") from None
+    # An empty file is no mapping, and some engines take it.
     if content is None and may_be_empty:
         return {}
     if not isinstance(content, dict):
@@ -89,6 +91,7 @@ def in_its_file(error: FlagError, command: Sequence[str], name_of: Callable[[str
 
     def path_in_file(problem: Problem) -> tuple[str | int, ...]:
         flag = name_of(str(problem.path[0])) if problem.path else ""
+        # What the command line says wins, so the file is not to blame.
         return () if flag in given else (flag, *problem.path[1:])
 
     try:

@@ -32,9 +32,11 @@ class CoarseSteps:
 
     steps: Counter[Outcome]
     rounded: Counter[Outcome]
-    """Of ``steps``, those of shapes that were rounded up."""
+    """Steps of shapes that were rounded up; part of ``steps``."""
     lost: Counter[Outcome]
     """Steps of shapes for which there was no room, because they are decodes or of many roles, graphs and reasons."""
+    larger: Mapping[Outcome, Outcome]
+    """The shape that each shape was rounded up to, where that is another."""
 
 
 def coarsened(steps: Mapping[Outcome, int], most: int, room: Room) -> CoarseSteps:
@@ -44,28 +46,31 @@ def coarsened(steps: Mapping[Outcome, int], most: int, room: Room) -> CoarseStep
     within the graph that served them: then the larger shape has the same graph.
     """
     if len(steps) <= most:
-        return CoarseSteps(steps=Counter(steps), rounded=Counter(), lost=Counter())
+        return CoarseSteps(steps=Counter(steps), rounded=Counter(), lost=Counter(), larger={})
     by_count = Counter(steps).most_common()
     kept, rare = Counter(dict(by_count[: most // 2])), by_count[most // 2 :]
     exact = Counter({outcome: count for outcome, count in rare if _is_decode(outcome)})
     uneven = {outcome: count for outcome, count in rare if not _is_decode(outcome)}
     merged: Counter[Outcome] = Counter()
     rounded: Counter[Outcome] = Counter()
+    larger: dict[Outcome, Outcome] = {}
 
     def fits(grid: tuple[float, float]) -> bool:
-        merged.clear()
-        rounded.clear()
+        for found in (merged, rounded, larger):
+            found.clear()
         for outcome, count in uneven.items():
-            larger = _rounded(outcome, *grid, room)
-            merged[larger] += count
-            rounded[larger] += count * (larger[1:3] != outcome[1:3])
+            place = _rounded(outcome, *grid, room)
+            merged[place] += count
+            rounded[place] += count * (place[1:3] != outcome[1:3])
+            if place != outcome:
+                larger[outcome] = place
         return len(kept) + len(exact) + len(merged.keys() - kept.keys()) <= most
 
     finest = bisect_left(GRIDS, True, key=fits)
     fits(GRIDS[min(finest, len(GRIDS) - 1)])
     own = [(outcome, count) for outcome, count in (exact + merged).most_common() if outcome not in kept]
     lost = Counter(dict(own[most - len(kept) :]))
-    return CoarseSteps(steps=kept + exact + merged - lost, rounded=rounded - lost, lost=lost)
+    return CoarseSteps(steps=kept + exact + merged - lost, rounded=rounded - lost, lost=lost, larger=larger)
 
 
 def _is_decode(outcome: Outcome) -> bool:

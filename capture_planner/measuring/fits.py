@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import attrs
 
@@ -19,7 +19,7 @@ from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.planning.costs import Costs, Family
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan
-from capture_planner.records.profile import GraphCost, Profile, family_name
+from capture_planner.records.profile import CostCurve, GraphCost, Profile, family_name
 
 
 @attrs.frozen
@@ -85,19 +85,38 @@ class GraphSample:
     tokens: int
     seconds: float
     mib: float
-    """By how much its pool grew."""
+    """MiB by which its pool grew."""
     alone_mib: float | None = None
-    """What it would take in a pool of its own; None: not known."""
+    """MiB in a pool of its own; None: not known."""
     driver_mib: float = 0.0
 
 
 @attrs.frozen(kw_only=True)
 class Fit:
-    """What graphs cost, as fitted."""
+    """Fitted costs of graphs."""
 
     graphs: tuple[GraphCost, ...]
     base_mib: float
     base_seconds: float
+
+
+def curves_of(times: Mapping[Family, Mapping[int, float]]) -> tuple[CostCurve, ...]:
+    """Return a curve for each family that has times; no size takes less than a smaller one (a running maximum).
+
+    :param times: milliseconds by family, eager passes among them, and by padded tokens.
+    """
+    return tuple(
+        CostCurve(
+            role=role,
+            mode=mode,
+            query_len=query_len,
+            draft_steps=draft_steps,
+            tokens=tuple(sorted(sizes)),
+            milliseconds=tuple(accumulate((round(sizes[tokens], 6) for tokens in sorted(sizes)), max)),
+        )
+        for (role, mode, query_len, draft_steps), sizes in sorted(times.items(), key=lambda each: family_name(*each[0]))
+        if sizes
+    )
 
 
 def entry_family(role: Role, entry: Entry) -> Family:
@@ -105,12 +124,15 @@ def entry_family(role: Role, entry: Entry) -> Family:
     return role, entry.mode, entry.query_len, entry.draft_steps
 
 
-def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
+def fit_graphs(captures: Sequence[Sequence[GraphSample]], alone: Sequence[GraphSample] = ()) -> Fit:
     """Fit the costs of graphs by family.
 
-    The first graph of a family takes longer, as it loads kernels; by how much is in ``base_seconds``.
+    The first graph of a family takes longer, as it loads kernels; by how much is in ``base_seconds``. What its first
+    capture allocates once, and the pool's, is in ``base_mib``.
 
     :param captures: graphs in capture order, each capture into one pool that was empty before.
+    :param alone: graphs that were captured later, each into a pool of its own, of families in ``captures``: ``mib`` is
+        what they took, the driver's included.
     """
     samples = [sample for capture in captures for sample in capture]
     known = all(sample.alone_mib is not None for sample in samples)
@@ -119,7 +141,14 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
     for sample in samples:
         by_family.setdefault(sample.family, []).append(sample)
     costs = tuple(
-        _family_cost(family, by_family[family], firsts, _driver_mib(family, captures), known=known)
+        _family_cost(
+            family,
+            by_family[family],
+            firsts,
+            _driver_mib(family, captures),
+            [sample for sample in alone if sample.family == family],
+            known=known,
+        )
         for family in sorted(by_family, key=lambda family: family_name(*family))
     )
     rests = [
@@ -136,13 +165,18 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]]) -> Fit:
 
 
 def _growing(capture: Sequence[GraphSample]) -> Iterator[GraphSample]:
-    """Yield the graphs that need more than all of their mode before them: the first, and larger ones of other roles."""
+    """Yield the graphs that need more than all of their mode before them: the first, and larger ones of other roles.
+
+    Where what they need is not known, the first of each family, which also loads what the family runs.
+    """
     most: dict[GraphMode, float] = {}
+    met: set[Family] = set()
     for sample in capture:
-        mode, alone = sample.family[1], sample.alone_mib or 0.0
-        if alone > most.get(mode, -1.0):
-            most[mode] = alone
+        mode, alone = sample.family[1], sample.alone_mib
+        if sample.family not in met if alone is None else alone > most.get(mode, -1.0):
+            most[mode] = max(alone or 0.0, most.get(mode, 0.0))
             yield sample
+        met.add(sample.family)
 
 
 def _driver_mib(family: Family, captures: Sequence[Sequence[GraphSample]]) -> float:
@@ -156,34 +190,44 @@ def _driver_mib(family: Family, captures: Sequence[Sequence[GraphSample]]) -> fl
 
 
 def _family_cost(
-    family: Family, samples: Sequence[GraphSample], firsts: set[int], driver_mib: float, *, known: bool
+    family: Family,
+    samples: Sequence[GraphSample],
+    firsts: set[int],
+    driver_mib: float,
+    alone: Sequence[GraphSample],
+    *,
+    known: bool,
 ) -> GraphCost:
     """Fit one family; where ``known``, by what each graph takes alone, and else by how pools grew.
 
     Without that, only graphs that came first in a pool show what a graph takes: those after them shared it.
+
+    :param alone: graphs that were captured into pools of their own, apart from the others.
     """
     role, mode, query_len, draft_steps = family
     later = [sample.mib for sample in samples if id(sample) not in firsts]
     each = statistics.fmean(later) if later else 0.0  # the driver takes memory for several graphs at once
     if known:
         points = [(float(sample.tokens), sample.alone_mib or 0.0) for sample in samples]
+    elif alone:
+        points = [(float(sample.tokens), max(0.0, sample.mib - each)) for sample in alone]
     else:
         points = [(float(s.tokens), max(0.0, s.mib - each)) for s in samples if id(s) in firsts] or [(1.0, 0.0)]
         # One pool shows one size of a family; intermediates are in proportion to tokens.
-        points += [(0.0, 0.0)] if len(points) == 1 else []
-    memory = Line.of(points)
+    memory = Line.of(points if len(points) > 1 else [*points, (0.0, 0.0)])
     # Sizes at which a library loads another kernel take several times as long, in the first capture of a process.
-    rest = samples[1:] or samples
+    most = max(sample.tokens for sample in samples)
+    rest = [*(samples[1:] or samples), *(sample for sample in alone if sample.tokens > most)]
     sizes = [sample.tokens for sample in rest]
     # Sizes near each other say nothing about a slope, which larger ones would multiply.
-    has_slope = 2 * (max(sizes) - min(sizes)) >= max(sample.tokens for sample in samples)
+    has_slope = 2 * (max(sizes) - min(sizes)) >= most
     seconds = Line.robust([(float(sample.tokens * has_slope), sample.seconds) for sample in rest])
     figures = {
         "mib": each,
         "driver_mib": driver_mib,
         "largest_mib": memory.intercept,
         "mib_per_token": memory.slope,
-        "mib_error": memory.error if known else (statistics.pstdev(later) if later else 0.0),
+        "mib_error": memory.error if known or alone else (statistics.pstdev(later) if later else 0.0),
         "seconds": seconds.intercept,
         "seconds_per_token": seconds.slope,
         "seconds_error": seconds.error,
@@ -204,14 +248,14 @@ def _pool_mib(costs: Iterable[GraphCost], graphs: Sequence[tuple[Family, int]]) 
 
 @attrs.frozen(kw_only=True)
 class Prediction:
-    """What capturing a plan will cost, and by how much that may be wrong."""
+    """Expected costs of capturing a plan, with their errors."""
 
     memory_mib: float
     memory_error_mib: float
     seconds: float
     seconds_error: float
     assumptions: tuple[str, ...] = ()
-    """What was taken from another family, in sentences."""
+    """Sentences about costs that are taken from another family."""
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:

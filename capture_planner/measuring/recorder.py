@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from operator import index
 from pathlib import Path
@@ -25,6 +25,8 @@ from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.coarsening import Outcome, coarsened
+from capture_planner.measuring.intervals import Intervals, Spread
+from capture_planner.measuring.intervals import rounded as rounded_up
 from capture_planner.measuring.vector_counts import Shared, VectorCounts
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
@@ -54,8 +56,8 @@ class StepSink(Protocol):
     def sample(self, *timed: *TimedShape) -> None:
         """Add the time of one step that is also counted."""
 
-    def interval(self, *timed: *TimedShape) -> None:
-        """Add the time from the start of a step of the target to the start of the next; the engine did not wait."""
+    def interval(self, outcome: Outcome, milliseconds: float) -> None:
+        """Add the time by which one step of the target put off the next; the engine did not wait for a request."""
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
@@ -69,11 +71,16 @@ class StepSink(Protocol):
 
 @attrs.frozen
 class _StepTallies:
-    """Steps by outcome; those of them that are of rarer shapes; and those without a shape, by role and graph."""
+    """Steps by outcome; those of them that are of rarer shapes; and those without a shape, by role and graph.
+
+    And the intervals of steps by outcome, with the stalls that are none of them.
+    """
 
     steps: Counter[Outcome]
     rounded: Counter[Outcome]
     forgotten: Counter[tuple[Role, int | None]]
+    intervals: Mapping[Outcome, Spread]
+    stalls: Counter[Role]
 
 
 @attrs.define
@@ -101,10 +108,10 @@ class Recorder:
         self._writing = threading.Lock()
         self._queue: deque[Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
         self._timed: deque[TimedShape] = deque()
-        self._apart: deque[TimedShape] = deque()
+        self._apart: deque[tuple[Outcome, float]] = deque()
         self._steps: Counter[Outcome] = Counter()
         self._samples: dict[Shape, _Samples] = {}
-        self._intervals: dict[Shape, _Samples] = {}
+        self._intervals = Intervals()
         self._rounded: Counter[Outcome] = Counter()  # of the steps, those of rarer shapes
         self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
         self._drafted: list[int] = []
@@ -156,9 +163,9 @@ class Recorder:
         """Add the time of one step that is also counted."""
         self._timed.append(timed)
 
-    def interval(self, *timed: *TimedShape) -> None:
-        """Add the time from the start of a step of the target to the start of the next; the engine did not wait."""
-        self._apart.append(timed)
+    def interval(self, outcome: Outcome, milliseconds: float) -> None:
+        """Add the time by which one step of the target put off the next; the engine did not wait for a request."""
+        self._apart.append((outcome, milliseconds))
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
@@ -192,21 +199,23 @@ class Recorder:
         with self._lock:
             self._take()
             base, seconds = self._base, time.monotonic() - self._since
-            steps, forgotten, rounded = self._steps.copy(), self._forgotten.copy(), self._rounded.copy()
+            tallies = _StepTallies(
+                self._steps.copy(), self._rounded.copy(), self._forgotten.copy(), *self._intervals.read()
+            )
             drafted, accepted = tuple(self._drafted), tuple(self._accepted)
             vectors = {role: self._vectors.vectors(role, min(most, MAX_VECTORS)) for role in Role}
             idle_steps = self._idle_steps
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
         known = {role.role: role for role in base.roles}
-        met = {outcome[0] for outcome in steps} | {role for role, _ in forgotten}
+        met = {outcome[0] for outcome in tallies.steps} | {role for role, _ in tallies.forgotten}
         roles = (known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE) for role in Role)
         return replace(
             base,
             seconds=round(seconds, 3),
             roles=tuple(
                 replace(
-                    self._with_counts(role, _StepTallies(steps, rounded, forgotten), most),
+                    self._with_counts(role, tallies, most),
                     vectors=vectors[role.role][0],
                     other_vectors=vectors[role.role][1],
                 )
@@ -227,7 +236,8 @@ class Recorder:
         with self._lock:
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
-            intervals = [tuple(self._intervals.get(outcome[:6], _Samples()).latest) for outcome, _ in listed]
+        apart = rounded_up(tallies.intervals, coarse.larger)
+        intervals = [apart.get(outcome, Spread()) for outcome, _ in listed]
         batches = [
             BatchCount(
                 # An engine may count in NumPy's integers, which no file takes.
@@ -241,9 +251,11 @@ class Recorder:
                 reason=outcome[7],
                 milliseconds=round(statistics.median(latest), 5) if latest else None,
                 samples=times,
-                interval=round(statistics.median(apart), 5) if apart else None,
+                interval=round(spread.mean, 5) if spread.count else None,
+                intervals=spread.count,
+                interval_error=None if spread.error is None else round(spread.error, 5),
             )
-            for (outcome, count), (times, latest), apart in zip(listed, samples, intervals, strict=True)
+            for (outcome, count), (times, latest), spread in zip(listed, samples, intervals, strict=True)
         ]
         replays = Counter({graph: count for (each, graph), count in tallies.forgotten.items() if each is role.role})
         other_batches = replays.total() + coarse.lost.total()
@@ -251,7 +263,12 @@ class Recorder:
             replays[outcome[6]] += count
         graphs = (attrs.evolve(graph, replays=replays[number]) for number, graph in enumerate(role.graphs))
         return replace(
-            role, graphs=tuple(graphs), batches=tuple(batches), rounded_batches=rounded, other_batches=other_batches
+            role,
+            graphs=tuple(graphs),
+            batches=tuple(batches),
+            rounded_batches=rounded,
+            other_batches=other_batches,
+            stalls=tallies.stalls[role.role],
         )
 
     def _room(self, outcome: Outcome) -> tuple[int, int]:
@@ -310,20 +327,20 @@ class Recorder:
         if self._queue or self._timed or self._apart:
             self._changed = True
         self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
-        for queue, known in ((self._timed, self._samples), (self._apart, self._intervals)):
-            for timed in [queue.popleft() for _ in range(len(queue))]:
-                samples = known.setdefault(timed[:6], _Samples())
-                samples.count += 1
-                samples.latest.append(timed[6])
+        for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
+            samples = self._samples.setdefault(timed[:6], _Samples())
+            samples.count += 1
+            samples.latest.append(timed[6])
+        self._intervals.add([self._apart.popleft() for _ in range(len(self._apart))])
         if len(self._steps) > MAX_SHAPES:
             coarse = coarsened(self._steps, MAX_SHAPES // 2, self._room)
             for outcome, steps in coarse.lost.items():
                 self._forgotten[outcome[0], outcome[6]] += steps
             before = Counter({each: self._rounded[each] for each in coarse.steps if each in self._rounded})
             self._steps, self._rounded = coarse.steps, before + coarse.rounded
-            for known in (self._samples, self._intervals):
-                for shape in known.keys() - {outcome[:6] for outcome in self._steps}:
-                    del known[shape]
+            self._intervals.round(coarse.larger, self._steps)
+            for shape in self._samples.keys() - {outcome[:6] for outcome in self._steps}:
+                del self._samples[shape]
 
 
 def _graphs(base: Observation) -> dict[Role, list[object]]:

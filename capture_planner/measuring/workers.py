@@ -5,6 +5,7 @@ Tensor-parallel workers take the same steps, so those of one count; data-paralle
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,17 +99,7 @@ def speaker(seen: Observation) -> tuple[int, int]:
 
 
 def _differences(first: Observation, other: Observation) -> Iterator[str]:
-    for name in (
-        "engine",
-        "engine_version",
-        "model",
-        "plan",
-        "limits",
-        "speculative",
-        "lora",
-        "parallel",
-        "world_size",
-    ):
+    for name in _COMMON:
         ours, theirs = getattr(first, name), getattr(other, name)
         if ours != theirs:
             yield f"{name} is {theirs if isinstance(theirs, str | int) else 'another'}"
@@ -155,13 +146,11 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
     first = every[0]
     graphs = tuple(
         attrs.evolve(
-            graph,
+            graphs[0],
             replays=sum(role.graphs[place].replays for role in speaking),
-            seconds=_of([role.graphs[place] for role in every], "seconds", max),
-            mib=_of([role.graphs[place] for role in every], "mib", max),
-            milliseconds=_of([role.graphs[place] for role in every], "milliseconds", max),
+            **{name: _of(graphs, name, max) for name in ("seconds", "mib", "milliseconds")},
         )
-        for place, graph in enumerate(first.graphs)
+        for place, graphs in enumerate(zip(*(role.graphs for role in every), strict=True))
     )
     batches: dict[tuple[Any, ...], list[BatchCount]] = {}
     for count in (count for role in speaking for count in role.batches):
@@ -178,6 +167,7 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
         other_batches=sum(role.other_batches for role in speaking),
         vectors=tuple(vectors.values()),
         other_vectors=max(role.other_vectors for role in speaking),
+        stalls=sum(role.stalls for role in speaking),
     )
 
 
@@ -187,13 +177,24 @@ def _batch(counts: Sequence[BatchCount]) -> BatchCount:
         counts[0],
         steps=sum(count.steps for count in counts),
         samples=samples,
-        milliseconds=_mean(counts, "milliseconds"),
-        interval=_mean(counts, "interval"),
+        milliseconds=_mean(counts, "milliseconds", "samples"),
+        interval=_mean(counts, "interval", "intervals"),
+        intervals=sum(count.intervals for count in counts),
+        interval_error=_error(counts),
     )
 
 
-def _mean(counts: Sequence[BatchCount], name: str) -> float | None:
-    """Return the mean of medians, by how many steps each is of."""
-    timed = [(getattr(count, name), count.samples or 1) for count in counts if getattr(count, name) is not None]
+def _mean(counts: Sequence[BatchCount], name: str, weight_name: str) -> float | None:
+    """Return the mean of figures, by how many steps each is of."""
+    timed = [
+        (getattr(count, name), getattr(count, weight_name) or 1) for count in counts if getattr(count, name) is not None
+    ]
     weight = sum(samples for _, samples in timed)
     return round(sum(value * samples for value, samples in timed) / weight, 5) if timed else None
+
+
+def _error(counts: Sequence[BatchCount]) -> float | None:
+    """Return the standard error of the mean interval of all, from those of each."""
+    known = [(count.intervals, count.interval_error) for count in counts if count.interval_error is not None]
+    weight = sum(steps for steps, _ in known)
+    return round(math.hypot(*(steps * error for steps, error in known)) / weight, 5) if weight else None

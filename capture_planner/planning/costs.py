@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import attrs
@@ -15,6 +15,15 @@ from capture_planner.records.profile import CostCurve, GraphCost, Profile, famil
 Family = tuple[Role, GraphMode, int | None, int | None]
 """Role, mode, query length (None: mixed batches) and draft steps of a graph (None: one pass)."""
 
+PIECES = 1.3
+"""Launch time of a PIECEWISE graph's pieces, as a multiple of the smallest FULL graph of the role.
+
+It is the host's work, and does not grow with the tokens. The least factor between the two in docs/lab/gpu.md is 2.3.
+"""
+
+LEAST_VISIBLE = 1 / 16
+"""Least part of a drafter's replays that counts, where drafts overlap."""
+
 
 @attrs.frozen
 class Curve:
@@ -24,50 +33,127 @@ class Curve:
     milliseconds: tuple[float, ...]
     """After a running maximum: a size that takes longer than a larger one is a mistake of measuring, or dominated."""
     passes: float = 1
-    """How many passes of the curve make the pass that was asked for; of a longer chain a part."""
+    """Passes of the curve in the pass that was asked for; a part of one where the measured chain is longer."""
+    overhead: float = 0.0
+    """Milliseconds that a step takes longer because its target runs in this mode, besides the pass."""
+    is_graph: bool = False
+    """True for graphs, whose larger sizes are bound by proportion; an eager pass goes on along its last slope."""
+    bounds: tuple[Curve, ...] = ()
+    """The same pass without a graph, or in pieces: a graph that is not measured takes no longer."""
+    pieces: float = 0.0
+    """Milliseconds that are added because the curve is that of FULL graphs, and PIECEWISE ones are asked for."""
 
     @classmethod
-    def of(cls, measured: CostCurve, passes: float = 1) -> Curve:
+    def of(cls, measured: CostCurve, passes: float = 1, overhead: float = 0.0) -> Curve:
         """Return the function of a measured curve."""
-        return cls(measured.tokens, tuple(accumulate(measured.milliseconds, max)), passes)
+        times = tuple(accumulate(measured.milliseconds, max))
+        return cls(measured.tokens, times, passes, overhead, is_graph=measured.mode is not GraphMode.NONE)
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that were measured."""
+        return self.tokens[-1]
 
     def __call__(self, tokens: int) -> float:
-        """Return the milliseconds of ``tokens``; beyond the last measured size along the last slope."""
+        """Return the milliseconds of ``tokens``; beyond the last measured size by the rule of ``Costs``."""
+        return self._pass(tokens) + self.overhead
+
+    def _pass(self, tokens: int) -> float:
+        least = self._measured(min(tokens, self.reach) if self.is_graph else tokens) * self.passes
+        if not self.is_graph or (tokens <= self.reach and not self.pieces):
+            return least
+        bound = least * max(tokens / self.reach, 1.0) + self.pieces * self.passes
+        bound = min((bound, *(each._pass(tokens) for each in self.bounds if tokens <= each.reach)))
+        return max(least, bound)
+
+    def _measured(self, tokens: int) -> float:
         sizes, times = self.tokens, self.milliseconds
         index = bisect_left(sizes, tokens)
         if index < len(sizes) and sizes[index] == tokens:
-            return times[index] * self.passes
+            return times[index]
         if index == 0 or len(sizes) == 1:
-            return times[0] * self.passes
+            return times[0]
         right = min(index, len(sizes) - 1)
         slope = (times[right] - times[right - 1]) / (sizes[right] - sizes[right - 1])
-        return (times[right - 1] + slope * (tokens - sizes[right - 1])) * self.passes
+        return times[right - 1] + slope * (tokens - sizes[right - 1])
 
 
 @attrs.frozen
 class Costs:
-    """What passes and graphs of one deployment cost, by a profile."""
+    """The costs of one deployment's passes and graphs, by a profile.
+
+    Beyond what was measured there is one rule. A graph larger than the largest that was measured takes as much longer
+    as it has more tokens, and never longer than an eager pass, or than the PIECEWISE graph in place of a FULL one, that
+    was measured at so many. An eager pass larger than the largest goes on along the last slope, and never takes less.
+    Where no PIECEWISE graph of a role was measured, one takes ``PIECES`` smallest FULL graphs longer than the FULL
+    graph of its size, and never longer than the eager pass; all these are bounds from above. Where no FULL graph was
+    measured, one takes what the PIECEWISE graph does.
+    """
 
     profile: Profile
 
     def graph(self, family: Family) -> Curve:
-        """Return the time of a replay by padded tokens; raises ``PlanningError`` where no curve is near."""
-        return self._curve(family)
+        """Return the time of a replay by padded tokens; raises ``PlanningError`` where no curve is near.
+
+        The times of a target's passes include what a step takes longer besides the pass, in this mode.
+
+        :param family: with the mode NONE, an eager pass.
+        """
+        nearest = self._nearest(family)
+        # A chain of draft decodes is its number of single passes, or a part or a multiple of another chain.
+        curve = Curve.of(nearest, (family[3] or 1) / (nearest.draft_steps or 1), self._overhead(family))
+        if not curve.is_graph:
+            return curve
+        role, mode, query_len, draft_steps = family
+        bounds = [self.known((role, GraphMode.NONE, query_len, draft_steps))]
+        if mode is GraphMode.FULL and draft_steps is None and self.has_mode(role, GraphMode.PIECEWISE):
+            bounds.append(self.known((role, GraphMode.PIECEWISE, None, None)))
+        known = tuple(each for each in bounds if each is not None)
+        return attrs.evolve(curve, bounds=known, pieces=self._pieces(family, nearest))
+
+    def replay(self, family: Family) -> Curve:
+        """Return what a replay adds to a step, by padded tokens: of a drafter's only the part that is not hidden."""
+        curve = self.graph(family)
+        return attrs.evolve(curve, passes=curve.passes * self.visible) if family[0].is_drafter else curve
+
+    @property
+    def visible(self) -> float:
+        """The part of a drafter's replays that a step takes longer by.
+
+        Where drafts overlap, they run while the host prepares the next step. ``LEAST_VISIBLE`` counts even if all of
+        it is hidden, so that a smaller graph is better than a larger one.
+        """
+        profile = self.profile
+        curves = [each for each in profile.curves if each.role.is_drafter and each.mode is not GraphMode.NONE]
+        if not profile.drafts_overlap or not curves:
+            return 1.0
+        # Of each role the passes of a step with the most requests that were measured, which hide the least.
+        speculative = profile.speculative
+        repeats = {Role.DRAFT_DECODE: max(speculative.num_tokens - 1, 1)} if speculative is not None else {}
+        last = {each.role: each.milliseconds[-1] / (each.draft_steps or 1) for each in curves}
+        drafting = sum(milliseconds * repeats.get(role, 1) for role, milliseconds in last.items())
+        requests = max(each.tokens[-1] // (each.query_len or 1) for each in curves)
+        hidden = profile.base_overhead + profile.step_milliseconds_per_request * requests
+        return max(LEAST_VISIBLE, 1 - hidden / drafting) if drafting else 1.0
 
     def eager(self, role: Role, query_len: int | None, draft_steps: int | None = None) -> Curve:
         """Return the time of an eager pass by tokens; raises ``PlanningError`` where no curve is near."""
-        return self._curve((role, GraphMode.NONE, query_len, draft_steps))
+        return self.graph((role, GraphMode.NONE, query_len, draft_steps))
 
     def known(self, family: Family) -> Curve | None:
         """Return the time of a pass by padded tokens; None where the profile has no such times of the role.
 
         :param family: with the mode NONE, an eager pass.
         """
-        return self._curve(family) if self._alike(family) else None
+        return self.graph(family) if self._alike(family) else None
 
     def reach(self, family: Family) -> int:
         """Return the most tokens at which a replay was measured; raises ``PlanningError`` where no curve is near."""
         return self._nearest(family).tokens[-1]
+
+    def has_mode(self, role: Role, mode: GraphMode) -> bool:
+        """Say whether graphs of a role were measured in this mode; else its times are assumed."""
+        return any(curve.role is role and curve.mode is mode for curve in self.profile.curves)
 
     def of_graph(self, family: Family) -> GraphCost:
         """Return what one graph of a family costs; raises ``PlanningError`` where its role has none."""
@@ -89,13 +175,35 @@ class Costs:
         for family in families:
             nearest = self._nearest(family)
             if nearest.key != family:
-                known = family_name(*nearest.key)
-                yield f"times of {family_name(*family)} are taken from {known}, which the profile has"
+                known, more = family_name(*nearest.key), ""
+                if self._pieces(family, nearest):
+                    more = f", and {self._pieces(family, nearest):.3g} ms more for the pieces, up to the eager time"
+                yield f"times of {family_name(*family)} are taken from {known}, which the profile has{more}"
 
-    def _curve(self, family: Family) -> Curve:
-        nearest = self._nearest(family)
-        # A chain of draft decodes is its number of single passes, or a part or a multiple of another chain.
-        return Curve.of(nearest, (family[3] or 1) / (nearest.draft_steps or 1))
+    def bounds(self, families: Mapping[Family, int]) -> Iterator[str]:
+        """Yield a sentence for each reach beyond which times are bounds from above.
+
+        :param families: graphs or eager passes, each with the most tokens at which its times count.
+        """
+        beyond: dict[int, list[str]] = {}
+        for family, most in families.items():
+            if family[1] is not GraphMode.NONE and most > (reach := self.reach(family)):
+                beyond.setdefault(reach, []).append(family_name(*family))
+        for reach, names in sorted(beyond.items()):
+            yield (
+                f"beyond {reach} tokens times of {', '.join(names)} are a bound: they grow in proportion to the "
+                "tokens, up to the eager time"
+            )
+
+    def _pieces(self, family: Family, nearest: CostCurve) -> float:
+        """Return what is added to each time of the nearest curve for the pieces of a family's graphs."""
+        assumed = family[1] is GraphMode.PIECEWISE and nearest.mode is GraphMode.FULL
+        return PIECES * nearest.milliseconds[0] if assumed else 0.0
+
+    def _overhead(self, family: Family) -> float:
+        """Return what the mode of the target's pass adds to the base overhead of a step; 0 for a drafter."""
+        role, mode, query_len, _ = family
+        return 0.0 if role.is_drafter else self.profile.overhead(mode, query_len) - self.profile.base_overhead
 
     def _nearest(self, family: Family) -> CostCurve:
         alike = self._alike(family)

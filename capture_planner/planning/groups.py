@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 
@@ -57,6 +57,12 @@ def _backend(spec: Spec, role: Role, index: int, group: GroupSpec, registry: Reg
         return registry[name]
     except BackendError as error:
         raise PlanningError([Problem(path=path, message=str(error))]) from None
+
+
+def fewest_graphs(groups: Iterable[Group]) -> Group | None:
+    """Return the group whose backend can hold the fewest full graphs; None: no backend has a limit."""
+    capped = [group for group in groups if group.support.max_graphs is not None]
+    return min(capped, key=lambda group: group.support.max_graphs or 0, default=None)
 
 
 def groups_of(spec: Spec, role: Role) -> tuple[GroupSpec, ...]:

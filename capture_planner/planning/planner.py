@@ -6,29 +6,17 @@ budget is then applied to all ladders at once, and the result is written as entr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from capture_planner import codec
 from capture_planner.errors import InvalidDocument, PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.planning import price
-from capture_planner.planning.answers import LadderAnswers, entry_of
-from capture_planner.planning.costs import Costs
-from capture_planner.planning.first_use import leave_to_first_use
-from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.judging import judge
-from capture_planner.planning.measured import SizeChoice, forecast_of, measured_sizes
-from capture_planner.planning.measured_schedule import choose_schedule
-from capture_planner.planning.resolve import (
-    ResolvedMode,
-    resolve,
-    resolve_draft_decode,
-    resolve_draft_prefill,
-    resolve_eager_drafter,
-    resolve_varying,
-)
+from capture_planner.planning.groups import Group, ask_backends, fewest_graphs
+from capture_planner.planning.measured import choose, choose_schedule, leave_to_first_use
+from capture_planner.planning.resolve import resolve_roles
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
+from capture_planner.planning.sizing.budget import PRICE_RULE, price_of
 from capture_planner.planning.waivers import waivers
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
@@ -44,13 +32,11 @@ from capture_planner.records.backend import (
     data_parallel_fields,
 )
 from capture_planner.records.batch import Entry, Kind
-from capture_planner.records.batch_space import max_query_len
-from capture_planner.records.capture import CapturePolicy
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method
 from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, Decision, GroupPlan, Plan, RolePlan
-from capture_planner.records.spec import Policy, Spec
+from capture_planner.records.spec import CapturePolicy, Policy, Spec
 from capture_planner.records.text import counted
 
 __all__ = ["plan"]
@@ -65,59 +51,40 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         sizes or a measured schedule are wanted without measurements.
     :raises BackendError: a backend breaks its contract.
     """
-    if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
-        message = "the policy measured needs a traffic and a profile"
-        remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
-        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
-    wanted, given = spec, measurements
-    spec, roles = _resolved(spec, environment, registry)
-    if spec.speculative is not None and spec.speculative.is_measured:
-        chosen = choose_schedule(spec, {working.role: working.mode for working in roles}, measurements)
-        spec, measurements = replace(spec, speculative=chosen.speculative), chosen.measurements
-        spec, roles = _resolved(spec, environment, registry)
-        roles[0].decisions[:0] = chosen.decisions
+    _refuse_unmeasured(spec, measurements)
+    resolved, roles = _resolved(spec, environment, registry)
+    load = measurements
+    if resolved.speculative is not None and resolved.speculative.is_measured:
+        schedule = choose_schedule(resolved, _modes(roles), measurements)
+        load = schedule.measurements
+        # Other draft lengths may need other modes, so the roles are resolved again.
+        resolved, roles = _resolved(replace(resolved, speculative=schedule.speculative), environment, registry)
+        roles[0].decisions[:0] = schedule.decisions
     for working in roles:
-        working.choose_ladders(None if measurements is None or measurements.traffic else measurements)
-    if spec.sizes.policy is Policy.MEASURED:
-        assert measurements is not None
-        measured = _measure(spec, roles, measurements)
+        working.choose_ladders(load)
+    measured = choose(resolved, roles, load) if load is not None and spec.sizes.policy is Policy.MEASURED else None
+    if measured is None:
+        _fit_bounds(resolved, roles)
     else:
-        measured = None
-        for working in roles:
-            working.fit_backend()
-        _fit_budget(spec, roles)
-    has_graphs = any(ladder.sizes for working in roles for ladder in working.ladders)
-    for working in roles:
-        # A target without graphs next to a drafter with some keeps its mode: a drafter's is never above its target's.
-        if working.role.is_drafter or not has_graphs:
-            working.settle_mode()
+        _take(roles, measured.ladders, measured.decisions)
+    _settle_modes(roles)
     _refuse_excess(roles)
-    if spec.capture.policy is CapturePolicy.LAZY:
-        leave_to_first_use(spec, roles, measurements)
+    if resolved.capture.policy is CapturePolicy.LAZY:
+        leave_to_first_use(resolved, roles, load)
+    written = tuple(map(_written, roles))
     forecast = None
-    if measured is not None:
-        assert measurements is not None
-        assert given is not None
-        modes = {working.role: working.mode for working in roles}
-        answer, costs = LadderAnswers(measured.ladders, spec), Costs(measurements.profile)
-        forecast = forecast_of(spec, measured, judge(answer, measured.steps, costs, spec, modes), given)
-    made = Plan.of(wanted, environment, tuple(map(_written, roles)), forecast=forecast, speculative=spec.speculative)
+    if measured is not None and measurements is not None:
+        forecast = measured.forecast(_modes(roles), measurements)
+    made = Plan.of(spec, environment, written, forecast=forecast, speculative=resolved.speculative)
     _refuse_unreadable(made)
     return made
 
 
-def _measure(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measurements) -> SizeChoice:
-    """Give the roles' ladders the sizes that cost least, with the decisions, and return the choice."""
-    measured = measured_sizes(spec, roles, Costs(measurements.profile), measurements)
-    ladders, sentences = iter(measured.ladders), iter(measured.sentences)
-    for working in roles:
-        count = len(working.ladders)
-        working.measured([next(ladders) for _ in range(count)], [next(sentences) for _ in range(count)])
-    for note in measured.notes:
-        roles[0].decide("sizes-measured", "traffic and profile", "sizes", note)
-    if measured.warning is not None:
-        roles[0].decide("budget-too-small", "graphs", "none", measured.warning)
-    return measured
+def _refuse_unmeasured(spec: Spec, measurements: Measurements | None) -> None:
+    if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
+        message = "the policy measured needs a traffic and a profile"
+        remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
+        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
 
 
 def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple[Spec, list[RoleInProgress]]:
@@ -125,95 +92,80 @@ def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple
 
     The spec is returned as it was resolved: with the roles whose decodes can vary in length.
     """
-    found: list[tuple[Role, tuple[Group, ...], GraphMode, ResolvedMode]] = []
-    for role in spec.active_roles:
-        groups = ask_backends(spec, role, environment, registry)
-        requested, resolved = _resolve(spec, role, groups, found[0][-1].mode if found else None)
-        found.append((role, groups, requested, resolved))
-    spec, uniform = _varying(spec, {role: (groups, resolved.mode) for role, groups, _, resolved in found})
-    roles = [RoleInProgress(spec, environment, *each) for each in found]
+    groups = {role: ask_backends(spec, role, environment, registry) for role in spec.active_roles}
+    supports = {role: [group.for_resolution for group in each] for role, each in groups.items()}
+    spec, modes = resolve_roles(spec, supports)
+    return spec, [RoleInProgress(spec, environment, role, groups[role], *modes[role]) for role in groups]
+
+
+def _modes(roles: Iterable[RoleInProgress]) -> dict[Role, GraphMode]:
+    return {working.role: working.mode for working in roles}
+
+
+def _take(roles: Sequence[RoleInProgress], ladders: Iterable[Ladder], decisions: Sequence[Decision]) -> None:
+    """Give each role its measured ladders and the decisions about them."""
+    sized = iter(ladders)
     for working in roles:
-        working.decisions += [decision for decision in uniform if decision.role is working.role]
-    return spec, roles
+        working.ladders = tuple(next(sized) for _ in working.ladders)
+        working.decisions += [decision for decision in decisions if decision.role is working.role]
 
 
-def _varying(
-    spec: Spec, roles: Mapping[Role, tuple[tuple[Group, ...], GraphMode]]
-) -> tuple[Spec, tuple[Decision, ...]]:
-    """Return the spec with the roles whose decodes can vary in length, and a decision for each that cannot."""
-    if spec.speculative is None or not spec.speculative.varying_decodes:
-        return spec, ()
-    kept: list[Role] = []
-    decisions = []
-    for role in spec.speculative.varying_decodes:
-        groups, mode = roles[role]
-        decision = resolve_varying(role, mode, [group.for_resolution for group in groups])
-        if decision is None and Role.TARGET not in (role, *kept):
-            message = "the draft prefill follows the target's batch, whose decodes do not vary"
-            decision = Decision(
-                rule="varying-decode-target", before="varying", after="uniform", role=role, message=message
-            )
-        if decision is None:
-            kept.append(role)
-        else:
-            decisions.append(decision)
-    resolved = replace(spec.speculative, varying_decodes=tuple(kept))
-    return replace(spec, speculative=resolved), tuple(decisions)
+def _fit_bounds(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
+    """Drop graphs beyond what backends hold and the budget allows, of one kind and of all.
 
-
-def _resolve(
-    spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
-) -> tuple[GraphMode, ResolvedMode]:
-    """Return the requested mode of a role (a drafter's is its target's), and its resolution."""
-    supports = [group.for_resolution for group in groups]
-    wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
-    if target is None:
-        requested = wanted or spec.mode
-        return requested, resolve(role, requested, supports, max_query_len=query_len, piecewise=spec.piecewise)
-    if spec.speculative is not None and (reason := spec.speculative.model.eager_because) is not None:
-        return target, resolve_eager_drafter(role, target, reason)
-    if role is Role.DRAFT_PREFILL:
-        return target, resolve_draft_prefill(
-            target,
-            wanted,
-            supports,
-            max_query_len=query_len,
-            piecewise=spec.piecewise,
-            modules=spec.speculative is not None and spec.speculative.is_modules,
-        )
-    return target, resolve_draft_decode(target, wanted, supports)
-
-
-def _fit_budget(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
-    """Drop graphs beyond the budget; one decision of the first role says what that costs the plan."""
-    wanted = [ladder for working in roles for ladder in working.ladders]
-    _fit_kinds(spec, roles)
+    One decision of the first role says what the budget costs the plan.
+    """
+    for working in roles:
+        group = fewest_graphs(working.groups)
+        if group is not None:
+            most, name = group.support.max_graphs, group.registered.name
+            full = [ladder for ladder in working.ladders if ladder.mode is GraphMode.FULL]
+            why = f"{name} can hold {most} full graphs"
+            _fit([working], full, most, Reason.BACKEND_CAP, "backend-max-graphs", why, name)
+    wanted = _ladders(roles)
+    for kind in Kind:
+        alike = [ladder for ladder in _ladders(roles) if ladder.kind is kind]
+        _fit(roles, alike, spec.budget.allowed_of(kind), Reason.BUDGET, "budget")
     bound = spec.budget.allowed_graphs()
-    ladders = [ladder for working in roles for ladder in working.ladders]
-    if bound is not None and total(ladders) > bound[0]:
-        fitted = iter(fit(ladders, bound[0], Reason.BUDGET))
-        for working in roles:
-            working.refit([next(fitted) for _ in working.ladders], "budget")
-    left = [ladder for working in roles for ladder in working.ladders]
+    _fit(roles, _ladders(roles), None if bound is None else bound[0], Reason.BUDGET, "budget")
+    left = _ladders(roles)
     if left != wanted:
         before, after = (counted(total(each), "graph") for each in (wanted, left))
-        roles[0].decide(price.RULE, before, after, price.price_of(spec.budget, wanted, left))
+        roles[0].decide(PRICE_RULE, before, after, price_of(spec.budget, wanted, left))
 
 
-def _fit_kinds(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
-    for kind in Kind:
-        alike = [ladder for working in roles for ladder in working.ladders if ladder.kind is kind]
-        most = spec.budget.allowed_of(kind)
-        if most is not None and total(alike) > most:
-            rest = iter(fit(alike, most, Reason.BUDGET))
-            for working in roles:
-                kept = [next(rest) if ladder.kind is kind else ladder for ladder in working.ladders]
-                working.refit(kept, "budget")
+def _fit(
+    roles: Sequence[RoleInProgress],
+    ladders: Sequence[Ladder],
+    allowed: int | None,
+    reason: Reason,
+    rule: str,
+    why: str = "",
+    backend: str | None = None,
+) -> None:
+    """Thin some ladders of the roles until they have at most ``allowed`` graphs together; None: no bound."""
+    if allowed is not None and total(ladders) > allowed:
+        fitted = dict(zip(ladders, fit(ladders, allowed, reason), strict=True))
+        for working in roles:
+            working.refit([fitted.get(ladder, ladder) for ladder in working.ladders], rule, why, backend)
+
+
+def _ladders(roles: Iterable[RoleInProgress]) -> list[Ladder]:
+    return [ladder for working in roles for ladder in working.ladders]
+
+
+def _settle_modes(roles: Sequence[RoleInProgress]) -> None:
+    """Resolve roles without graphs to NONE."""
+    has_graphs = any(ladder.sizes for ladder in _ladders(roles))
+    for working in roles:
+        # A target without graphs next to a drafter with some keeps its mode: a drafter's is never above its target's.
+        if working.role.is_drafter or not has_graphs:
+            working.settle_mode()
 
 
 def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:
     """Refuse far more graphs than any engine captures: neither the plan's file nor the capture would be usable."""
-    ladders = [ladder for working in roles for ladder in working.ladders]
+    ladders = _ladders(roles)
     sizes, graphs = sum(len(ladder.sizes) for ladder in ladders), total(ladders)
     if sizes > MAX_SIZES or graphs > MAX_GRAPHS:
         message = f"{sizes} sizes and {graphs} graphs; a plan has at most {MAX_SIZES} and {MAX_GRAPHS}"
@@ -240,23 +192,7 @@ _SURELY_READABLE = 8_000
 
 
 def _written(working: RoleInProgress) -> RolePlan:
-    entries = tuple(entry for ladder in working.ladders for entry in _entries(ladder))
-    inputs: tuple[MetadataField, ...] = COMMON_FIELDS
-    if working.role is Role.TARGET and working.spec.speculative is not None:
-        inputs += SPECULATIVE_FIELDS
-    speculative = working.spec.speculative
-    if working.role is Role.DRAFT_PREFILL and speculative is not None and speculative.parallel_drafting:
-        inputs += () if speculative.method is Method.DRAFT_MODEL else PARALLEL_FIELDS
-    if working.role is Role.TARGET and working.spec.model.mrope:
-        inputs += MROPE_FIELDS
-    if working.role is Role.TARGET and working.spec.model.recurrent is not None:
-        inputs += STATE_FIELDS
-    if working.role is Role.TARGET and working.spec.lora is not None:
-        inputs += LORA_FIELDS
-    if working.spec.parallel.data > 1:
-        inputs += data_parallel_fields(working.spec.parallel.data)
-    if working.spec.parallel.decode_context > 1:
-        inputs += DECODE_CONTEXT_FIELDS
+    entries = tuple(entry for ladder in working.ladders for entry in ladder.entries())
     return RolePlan(
         role=working.role,
         requested=working.requested,
@@ -266,14 +202,25 @@ def _written(working: RoleInProgress) -> RolePlan:
         entries=entries,
         lazy=working.lazy,
         waivers=waivers(working),
-        inputs=inputs,
+        inputs=tuple(_inputs(working)),
     )
 
 
-def _entries(ladder: Ladder) -> Iterator[Entry]:
-    for size in ladder.sizes:
-        for case in ladder.served(size):
-            yield entry_of(ladder, size, case)
+def _inputs(working: RoleInProgress) -> Iterator[MetadataField]:
+    """Yield the inputs of a role's graphs besides those of its backends."""
+    spec, speculative, parallel = working.spec, working.spec.speculative, working.spec.parallel
+    yield from COMMON_FIELDS
+    if working.role is Role.TARGET:
+        yield from () if speculative is None else SPECULATIVE_FIELDS
+        yield from MROPE_FIELDS if spec.model.mrope else ()
+        yield from () if spec.model.recurrent is None else STATE_FIELDS
+        yield from () if spec.lora is None else LORA_FIELDS
+    elif working.role is Role.DRAFT_PREFILL and speculative is not None and speculative.parallel_drafting:
+        yield from () if speculative.method is Method.DRAFT_MODEL else PARALLEL_FIELDS
+    if parallel.data > 1:
+        yield from data_parallel_fields(parallel.data)
+    if parallel.decode_context > 1:
+        yield from DECODE_CONTEXT_FIELDS
 
 
 def _group(working: RoleInProgress, group: Group, entries: tuple[Entry, ...]) -> GroupPlan:

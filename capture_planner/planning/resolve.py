@@ -6,15 +6,17 @@ EAGLE speculator for drafters. Each downgrade is a Decision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
+from capture_planner.records.batch_space import max_query_len
 from capture_planner.records.plan import Decision
-from capture_planner.records.spec import Piecewise
+from capture_planner.records.spec import Piecewise, Spec
 from capture_planner.records.text import counted
 
 _FULL, _NONE, _PIECEWISE = GraphMode.FULL, GraphMode.NONE, GraphMode.PIECEWISE
@@ -22,7 +24,7 @@ _FULL, _NONE, _PIECEWISE = GraphMode.FULL, GraphMode.NONE, GraphMode.PIECEWISE
 
 @attrs.frozen(kw_only=True)
 class GroupSupport:
-    """What one attention group of a role supports, according to which backend."""
+    """The support of one attention group of a role, according to its backend."""
 
     group: str
     backend: str
@@ -35,6 +37,56 @@ class ResolvedMode:
 
     mode: GraphMode
     decisions: tuple[Decision, ...] = ()
+
+
+def resolve_roles(
+    spec: Spec, supports: Mapping[Role, Sequence[GroupSupport]]
+) -> tuple[Spec, dict[Role, tuple[GraphMode, ResolvedMode]]]:
+    """Return the requested mode of each role (a drafter's is its target's), and its resolution.
+
+    The spec is returned with the roles whose decodes can vary in length.
+
+    :param supports: the attention groups of each role, the target's first.
+    :raises PlanningError: as ``resolve``.
+    """
+    found: dict[Role, tuple[GraphMode, ResolvedMode]] = {}
+    for role, groups in supports.items():
+        found[role] = _resolve(spec, role, groups, found[Role.TARGET][1].mode if found else None)
+    if spec.speculative is None or not spec.speculative.varying_decodes:
+        return spec, found
+    varying: list[Role] = []
+    for role in spec.speculative.varying_decodes:
+        requested, resolved = found[role]
+        decision = resolve_varying(role, resolved.mode, supports[role])
+        if decision is None and Role.TARGET not in (role, *varying):
+            message = "the draft prefill follows the target's batch, whose decodes do not vary"
+            decision = Decision(
+                rule="varying-decode-target", before="varying", after="uniform", role=role, message=message
+            )
+        if decision is None:
+            varying.append(role)
+        else:
+            found[role] = requested, attrs.evolve(resolved, decisions=(*resolved.decisions, decision))
+    return replace(spec, speculative=replace(spec.speculative, varying_decodes=tuple(varying))), found
+
+
+def _resolve(
+    spec: Spec, role: Role, groups: Sequence[GroupSupport], target: GraphMode | None
+) -> tuple[GraphMode, ResolvedMode]:
+    wanted, query_len = spec.roles.of(role).mode, max_query_len(role, spec)
+    if target is None:
+        # The spec's mode is the target's; drafters start from what became of it.
+        requested = wanted or spec.mode
+        return requested, resolve(role, requested, groups, max_query_len=query_len, piecewise=spec.piecewise)
+    assert spec.speculative is not None, "a drafter's role is active"
+    if (reason := spec.speculative.model.eager_because) is not None:
+        return target, resolve_eager_drafter(role, target, reason)
+    if role is Role.DRAFT_DECODE:
+        return target, resolve_draft_decode(target, wanted, groups)
+    modules = spec.speculative.is_modules
+    return target, resolve_draft_prefill(
+        target, wanted, groups, max_query_len=query_len, piecewise=spec.piecewise, modules=modules
+    )
 
 
 def weakest(groups: Sequence[GroupSupport]) -> GroupSupport:

@@ -11,7 +11,7 @@ from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.groups import Group
 from capture_planner.planning.resolve import ResolvedMode
-from capture_planner.planning.sizing import Context, Ladder, decode_sizes, fit, mixed_sizes, total
+from capture_planner.planning.sizing import Context, Ladder, decode_sizes, mixed_sizes
 from capture_planner.planning.sizing.policies import Choice
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import (
@@ -80,13 +80,15 @@ class RoleInProgress:
             parallel=self.spec.parallel,
             environment=self.environment,
         )
-        costs = None if measurements is None else Costs(measurements.profile)
-        source = "" if measurements is None else measurements.source or f"by a profile of {measurements.profile.source}"
 
         def timed(mode: GraphMode, query_len: int | None, steps: int | None) -> Context:
-            curve = None if costs is None else costs.known((self.role, mode, query_len, steps))
+            # With a traffic, measurements are for a measured choice; without, the policy default goes by the times.
+            if measurements is None or measurements.traffic is not None:
+                return context
+            curve = Costs(measurements.profile).known((self.role, mode, query_len, steps))
             if curve is None:
                 return context
+            source = measurements.source or f"by a profile of {measurements.profile.source}"
             return attrs.evolve(context, time=lambda size: curve(size * (query_len or 1)), source=source)
 
         ladders = []
@@ -187,6 +189,7 @@ class RoleInProgress:
     def _mixed_ladder(self, sizes: Sizes, context: Context) -> Ladder:
         domain = mixed_tokens(self.role, self.spec)
         anchors: tuple[int, ...] = ()
+        # Decodes then run on these graphs, so their largest numbers of tokens are sizes.
         if not self.mode.is_separate:
             anchors = tuple(sorted({f.requests.ceiling * f.query_len for f in self.families}))
         choice = mixed_sizes(sizes, domain, anchors, context)
@@ -221,13 +224,6 @@ class RoleInProgress:
         self.decide(f"sizes-{policy}", f"1..{last}", counted(len(choice.sizes), "size"), f"{ladder}: {choice.message}")
         return ladder
 
-    def measured(self, ladders: Sequence[Ladder], sentences: Sequence[str]) -> None:
-        """Take the measured sizes of the ladders, each with a sentence that says what they cost."""
-        for before, after, sentence in zip(self.ladders, ladders, sentences, strict=True):
-            last = before.domain.intervals[-1][1] if before.domain else 0
-            self.decide("sizes-measured", f"1..{last}", counted(len(after.sizes), "size"), f"{after}: {sentence}")
-        self.ladders = tuple(ladders)
-
     def wait_for_use(self, entries: Iterable[Entry], why: str) -> None:
         """Leave graphs to their first use."""
         self.lazy, capture, total = tuple(entries), self.spec.capture, sum(each.num_graphs for each in self.ladders)
@@ -240,26 +236,11 @@ class RoleInProgress:
 
     def settle_mode(self) -> None:
         """Resolve to NONE where no ladder has a size left, so that nothing is captured (vLLM's ``needs_capture``)."""
+        # A role without ladders resolved to a mode without graphs, or has no decodes to run.
         if self.ladders and self.mode is not GraphMode.NONE and not any(ladder.sizes for ladder in self.ladders):
             message = "no size is left for any kind of batch, so there is nothing to capture and everything runs eager"
             self.decide("nothing-to-capture", self.mode.value, GraphMode.NONE.value, message)
             self.resolved = attrs.evolve(self.resolved, mode=GraphMode.NONE)
-
-    def fit_backend(self) -> None:
-        """Drop full graphs beyond what the backends can hold."""
-        capped = [group for group in self.groups if group.support.max_graphs is not None]
-        if not capped:
-            return
-        group = min(capped, key=lambda g: g.support.max_graphs or 0)
-        allowed = group.support.max_graphs or 0
-        full = [ladder for ladder in self.ladders if ladder.mode is GraphMode.FULL]
-        if total(full) <= allowed:
-            return
-        name = group.registered.name
-        why = f"{name} can hold {allowed} full graphs"
-        fitted = iter(fit(full, allowed, Reason.BACKEND_CAP))
-        ladders = [next(fitted) if ladder.mode is GraphMode.FULL else ladder for ladder in self.ladders]
-        self.refit(ladders, "backend-max-graphs", why, name)
 
     def refit(self, fitted: Sequence[Ladder], rule: str, why: str = "", backend: str | None = None) -> None:
         """Replace the ladders, with a decision for each that changed.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import attrs
+
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
@@ -28,51 +30,75 @@ _OF_MOST_TOKENS = "decodes of {} to {} requests that no graph of mixed batches h
 """Varying decodes: those of few tokens may fit where the largest do not."""
 
 
+@attrs.frozen(kw_only=True)
+class _Tail:
+    """Batches that no entry serves: decodes by their requests, or mixed batches by their tokens."""
+
+    kind: Kind
+    query_len: int | None = None
+    varies: bool = False
+    """True for decodes of 1 to ``query_len`` tokens each."""
+    first: int
+    last: int
+    reason: Reason
+    price: str = ""
+    """The loss without a graph, in words."""
+
+
 def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     """Return the waivers of a role whose ladders are final."""
-    tails = _decode_tails(working)
+    tails = list(_decode_tails(working))
     if working.role is not Role.DRAFT_DECODE:
         tails += _mixed_tails(working)
     loras = lora_cases(working.role, working.spec)[-1]
-    return tuple(
-        Waiver(
-            kind=kind,
-            query_len=None if varies else query_len,
-            max_query_len=query_len if varies else None,
-            first=first,
-            last=last,
-            max_loras=loras,
-            reason=reason,
-            message="; ".join(filter(None, (f"{name.format(first, last)} run eager: {_WHY[reason]}", price))),
-        )
-        for kind, query_len, varies, first, last, reason, price in tails
-        for name in (_OF_MOST_TOKENS if varies and working.mixed_ladder is not None else _NAMES[kind],)
+    return tuple(_waiver(tail, loras, has_mixed=working.mixed_ladder is not None) for tail in tails)
+
+
+def _waiver(tail: _Tail, loras: int, *, has_mixed: bool) -> Waiver:
+    name = _OF_MOST_TOKENS if tail.varies and has_mixed else _NAMES[tail.kind]
+    message = f"{name.format(tail.first, tail.last)} run eager: {_WHY[tail.reason]}"
+    return Waiver(
+        kind=tail.kind,
+        query_len=None if tail.varies else tail.query_len,
+        max_query_len=tail.query_len if tail.varies else None,
+        first=tail.first,
+        last=tail.last,
+        max_loras=loras,
+        reason=tail.reason,
+        message="; ".join(filter(None, (message, tail.price))),
     )
 
 
-Tail = tuple[Kind, int | None, bool, int, int, Reason, str]
-"""Kind, query length, whether it varies up to that, first and last extent, reason, and its price in words."""
-
-
-def _decode_tails(working: RoleInProgress) -> list[Tail]:
-    """Return the decodes that no entry serves, adjacent ranges with the same reason merged."""
-    tails: list[Tail] = []
+def _decode_tails(working: RoleInProgress) -> Iterator[_Tail]:
+    """Yield the decodes that no entry serves, adjacent ranges with the same reason merged."""
+    tails = []
     for family in working.families:
         reach, reason, price = _decode_reach(working, family)
         for first, last in family.requests.above(reach).intervals:
-            tails.append((Kind.DECODE, family.query_len, family.varies, first, last, reason, price))
+            tails.append(
+                _Tail(
+                    kind=Kind.DECODE,
+                    query_len=family.query_len,
+                    varies=family.varies,
+                    first=first,
+                    last=last,
+                    reason=reason,
+                    price=price,
+                )
+            )
 
-    def apart(before: Tail, after: Tail) -> bool:
-        return (*before[1:3], before[4] + 1, *before[5:]) != (*after[1:4], *after[5:])
+    def apart(before: _Tail, after: _Tail) -> bool:
+        return attrs.evolve(before, first=before.last + 1, last=after.last) != after
 
-    runs = split_when(apart, sorted(tails, key=lambda tail: (tail[1] or 0, tail[3])))
-    return [(*run[0][:4], run[-1][4], *run[0][5:]) for run in runs]
+    for run in split_when(apart, sorted(tails, key=lambda tail: (tail.query_len or 0, tail.first))):
+        yield attrs.evolve(run[0], last=run[-1].last)
 
 
 def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason, str]:
     """Return the most requests that an entry serves, why none serves more, and the price of that."""
     mixed, own = working.mixed_ladder, _ladder_of(working, family)
     reach = own.sizes[-1] if own is not None and own.sizes else 0
+    # Graphs of mixed batches serve decodes too; FULL ones hold no more requests than they were captured with.
     if mixed is not None and mixed.sizes:
         tokens = mixed.sizes[-1] // family.query_len
         reach = max(reach, min(tokens, mixed.max_num_reqs) if mixed.mode is GraphMode.FULL else tokens)
@@ -89,15 +115,17 @@ def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
     return max(serving, key=lambda ladder: ladder.sizes[-1:], default=None)
 
 
-def _mixed_tails(working: RoleInProgress) -> Iterator[Tail]:
+def _mixed_tails(working: RoleInProgress) -> Iterator[_Tail]:
     ladder, limits = working.mixed_ladder, working.spec.limits
     last = most_tokens(working.role, working.spec)
     if ladder is None:
-        yield Kind.MIXED, None, False, 1, last, Reason.MODE, ""
+        yield _Tail(kind=Kind.MIXED, first=1, last=last, reason=Reason.MODE)
         return
     top = ladder.sizes[-1] if ladder.sizes else 0
     most = ladder.max_num_reqs
+    # A batch of few tokens may have more requests than a graph of its size holds.
     if most < min(top, limits.max_num_reqs):
-        yield Kind.MIXED, None, False, most + 1, min(top, last), Reason.BACKEND_CAP, ""
+        yield _Tail(kind=Kind.MIXED, first=most + 1, last=min(top, last), reason=Reason.BACKEND_CAP)
     if top < last:
-        yield Kind.MIXED, None, False, top + 1, last, ladder.cut or Reason.SIZES, ladder.price
+        reason = ladder.cut or Reason.SIZES
+        yield _Tail(kind=Kind.MIXED, first=top + 1, last=last, reason=reason, price=ladder.price)

@@ -16,11 +16,18 @@ import pluggy
 from capture_planner.errors import CapturePlannerError, PluginWarning
 
 PROJECT = "capture_planner"
-"""The pluggy project name, and the entry-point group of plugin distributions."""
+"""The pluggy project name, and the entry-point group of backends and engines."""
 
+COMMANDS = "capture_planner.commands"
+"""The entry-point group of what the command line asks for at every start, so that it loads no backend and no engine."""
 
-HOOKS = ("capture_planner_backends", "capture_planner_engines")
-"""The hooks that a plugin can implement, here or in ``capture_planner.engines``."""
+HOOKS = {
+    "capture_planner_backends": PROJECT,
+    "capture_planner_engines": PROJECT,
+    "capture_planner_commands": COMMANDS,
+    "capture_planner_profilers": COMMANDS,
+}
+"""The hooks that a plugin can implement, here or in ``capture_planner.engines``, with their entry-point groups."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,7 +38,7 @@ class Implementation:
     distribution: str
     version: str
     installed: bool = True
-    """Whether it is from an entry point, not from an object in the program."""
+    """True for an entry point, False for an object in the program."""
 
 
 @attrs.frozen
@@ -66,7 +73,8 @@ def implementations(
     for plugin in plugins:
         with guarded(f"the plugin {_unpackaged(plugin)}", error):
             manager.register(plugin)
-    for entry_point in metadata.entry_points(group=PROJECT) if installed else ():
+    group = HOOKS[hook]
+    for entry_point in metadata.entry_points(group=group) if installed else ():
         dist = entry_point.dist
         origin = _Origin(dist.name, dist.version, True) if dist else _Origin(entry_point.value, installed=True)
         with left_out(error), guarded(f"the plugin {origin.distribution} ({entry_point.value})", error):
@@ -74,7 +82,7 @@ def implementations(
             if not manager.is_registered(plugin):
                 manager.register(plugin)
                 origins[id(plugin)] = origin
-                _name_other_hooks(manager, plugin, origin.distribution)
+                _name_other_hooks(manager, plugin, origin.distribution, group)
     results: list[Implementation] = []
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         plugin = implementation.plugin
@@ -102,16 +110,18 @@ def warn(message: str) -> None:
     warnings.warn(message, PluginWarning, stacklevel=1)
 
 
-def _name_other_hooks(manager: pluggy.PluginManager, plugin: object, distribution: str) -> None:
-    """Warn where an installed plugin implements no hook of ours, or one that does not exist."""
+def _name_other_hooks(manager: pluggy.PluginManager, plugin: object, distribution: str, group: str) -> None:
+    """Warn where an installed plugin implements no hook of its entry-point group, or one that does not exist."""
     marked = [name for name in dir(plugin) if manager.parse_hookimpl_opts(plugin, name) is not None]
-    for name in marked:
-        if name not in HOOKS:
-            near = difflib.get_close_matches(name, HOOKS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"hooks are {' and '.join(HOOKS)}"
-            warn(f"the plugin {distribution} implements {name}, which is no hook; {hint}")
-    if not marked:
-        warn(f"the plugin {distribution} implements no hook; mark {' or '.join(HOOKS)} with hookimpl")
+    hooks = [name for name, of in HOOKS.items() if of == group]
+    misspelled = [name for name in marked if name not in HOOKS]
+    for name in misspelled:
+        near = difflib.get_close_matches(name, HOOKS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"hooks are {', '.join(HOOKS)}"
+        warn(f"the plugin {distribution} implements {name}, which is no hook; {hint}")
+    if not misspelled and not set(marked) & set(hooks):
+        listed = " or ".join(hooks)
+        warn(f"the plugin {distribution} implements no hook of the group {group}; mark {listed} with hookimpl")
 
 
 def _unpackaged(plugin: object) -> str:

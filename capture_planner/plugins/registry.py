@@ -1,4 +1,4 @@
-"""The registry: finds the backends that are installed. The only plugin loader."""
+"""The registry: finds the backends that are installed, and what measures a profile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import TypeVar
 
 import attrs
 
-from capture_planner.errors import BackendError
+from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Refresh, Role
 from capture_planner.plugins import hookspecs
+from capture_planner.plugins.backend import Backend
 from capture_planner.plugins.discovery import duplicate, guarded, implementations, left_out, unknown
+from capture_planner.plugins.profiler import Profiler
 from capture_planner.records._base import Name, constraints
-from capture_planner.records.backend import Attention, Backend, PaddingContract, Support, Workspace
+from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
@@ -112,10 +114,24 @@ def _registered(backend: object, distribution: str, version: str) -> RegisteredB
         if not isinstance(backend, Backend):
             raise BackendError(
                 f"{distribution}: {backend!r} is not a backend; it needs name, support, padding, refresh and "
-                "workspace (see capture_planner.records.backend.Backend)"
+                "workspace (see capture_planner.plugins.backend.Backend)"
             )
         registered = RegisteredBackend(backend=backend, distribution=distribution, version=version)
     for rule in constraints(Name):
         if (wrong := rule.problem(registered.name)) is not None:
             raise BackendError(f"{distribution}: the name of a backend {wrong}")
     return registered
+
+
+def find_profiler(*plugins: object, installed: bool = True) -> Profiler | None:
+    """Return the first profiler of ``plugins`` and of the installed distributions; None: nothing here can measure.
+
+    A broken installed plugin is left out with a ``PluginWarning``. Raises ``RunError`` where one of ``plugins`` is
+    broken.
+    """
+    for item in implementations(hookspecs, "capture_planner_profilers", RunError, plugins, installed=installed):
+        with left_out(RunError, item.installed):
+            if not isinstance(item.value, Profiler):
+                raise RunError(f"{item.distribution}: {item.value!r} is no capture_planner.plugins.profiler.Profiler")
+            return item.value
+    return None

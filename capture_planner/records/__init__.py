@@ -8,7 +8,6 @@ from capture_planner.records.backend import (
     COMMON_FIELDS,
     Attention,
     Axis,
-    Backend,
     Bound,
     Fill,
     Lifetime,
@@ -19,7 +18,6 @@ from capture_planner.records.backend import (
     Workspace,
 )
 from capture_planner.records.batch import Batch, Entry, Kind, Rejection
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import DataType, DraftModel, Latent, Method, Model, ScheduleSource, Speculative
@@ -33,8 +31,11 @@ from capture_planner.records.observation import (
     ObservedRole,
 )
 from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
+from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.spec import (
     Budget,
+    CapturePolicy,
+    CaptureTiming,
     GroupSpec,
     KindGraphs,
     Limits,
@@ -52,7 +53,6 @@ __all__ = [
     "COMMON_FIELDS",
     "Attention",
     "Axis",
-    "Backend",
     "Batch",
     "BatchCount",
     "Bound",
@@ -69,6 +69,7 @@ __all__ = [
     "EagerCost",
     "Entry",
     "Environment",
+    "ExpectedSteps",
     "Fill",
     "Forecast",
     "GroupPlan",
@@ -91,6 +92,8 @@ __all__ = [
     "Piecewise",
     "Plan",
     "Policy",
+    "Promise",
+    "PromisedSteps",
     "Rejection",
     "RolePlan",
     "RoleSpec",

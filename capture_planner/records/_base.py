@@ -32,7 +32,7 @@ class Interval:
     ge: int
     le: int | None = None
     instead: str = ""
-    """What to do instead of giving less than ``ge``."""
+    """Remedy for a value below ``ge``."""
 
     def problem(self, value: Any) -> str | None:
         if type(value) is not int:  # a bool is no integer here
@@ -47,49 +47,26 @@ class Interval:
         return {"minimum": self.ge} if self.le is None else {"minimum": self.ge, "maximum": self.le}
 
 
-@attrs.frozen
-class Gt:
-    """A finite number, whole or not, greater than ``gt``."""
+@attrs.frozen(kw_only=True)
+class Number:
+    """A finite number, whole or not: ``ge`` or more, more than ``gt``, and ``le`` or less."""
 
-    gt: float
-
-    def problem(self, value: Any) -> str | None:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            return f"expected a number, got {value!r}"
-        return None if value > self.gt else f"must be more than {self.gt:g}, got {value}"
-
-    def schema(self) -> dict[str, Any]:
-        return {"exclusiveMinimum": self.gt}
-
-
-@attrs.frozen
-class AtLeast:
-    """A finite number, whole or not, that is ``ge`` or more."""
-
-    ge: float
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
 
     def problem(self, value: Any) -> str | None:
         if type(value) not in (int, float) or not math.isfinite(value):
             return f"expected a number, got {value!r}"
-        return None if value >= self.ge else f"must be at least {self.ge:g}, got {value}"
+        if self.ge is not None and value < self.ge:
+            return f"must be at least {self.ge:g}, got {value}"
+        if self.gt is not None and value <= self.gt:
+            return f"must be more than {self.gt:g}, got {value}"
+        return None if self.le is None or value <= self.le else f"must be at most {self.le:g}, got {value}"
 
     def schema(self) -> dict[str, Any]:
-        return {"minimum": self.ge}
-
-
-@attrs.frozen
-class AtMost:
-    """A finite number, whole or not, that is ``le`` or less."""
-
-    le: float
-
-    def problem(self, value: Any) -> str | None:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            return f"expected a number, got {value!r}"
-        return None if value <= self.le else f"must be at most {self.le:g}, got {value}"
-
-    def schema(self) -> dict[str, Any]:
-        return {"maximum": self.le}
+        bounds = {"minimum": self.ge, "exclusiveMinimum": self.gt, "maximum": self.le}
+        return {keyword: bound for keyword, bound in bounds.items() if bound is not None}
 
 
 @attrs.frozen
@@ -108,7 +85,7 @@ class Pattern:
         return {"pattern": f"^(?:{self.regex})$"}
 
 
-Constraint = Interval | Gt | AtLeast | AtMost | Pattern
+Constraint = Interval | Number | Pattern
 """A rule for one field: ``problem`` returns what is wrong with a value, ``schema`` the rule in JSON Schema keywords."""
 
 
@@ -126,7 +103,10 @@ BYTES = Unit("bytes")
 Count = Annotated[int, Interval(1, 1 << 20)]
 NonNegative = Annotated[int, Interval(0, 1 << 20)]
 ByteCount = Annotated[int, Interval(0, 1 << 60), BYTES]
-Seconds = Annotated[float, Gt(0)]
+Tally = Annotated[int, Interval(0)]
+Amount = Annotated[float, Number(ge=0)]
+Positive = Annotated[float, Number(gt=0)]
+Share = Annotated[float, Number(ge=0, le=1)]
 Name = Annotated[
     str, Pattern(r"[A-Za-z0-9][A-Za-z0-9._/+ -]{0,127}", "a name of up to 128 letters, digits, spaces and ._/+-")
 ]

@@ -1,15 +1,14 @@
-"""What an attention backend declares, without torch: support, padding, workspace, refresh.
+"""What an attention backend declares: support, padding, workspace.
 
-``Backend`` documents for implementers when each method is called, how often, and what it may rely on. The declarations
-are data: they are written into the plan, they drive the padding, and the conformance kit attacks them.
+The declarations are data: they are written into the plan, they drive the padding, and the conformance kit attacks them.
+``capture_planner.plugins.backend`` has the contract that they belong to.
 """
 
 import enum
-from collections.abc import Sequence
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Protocol
 
 from capture_planner.errors import Problem
-from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.modes import GraphSupport, Role
 from capture_planner.records._base import (
     ByteCount,
     Count,
@@ -20,11 +19,8 @@ from capture_planner.records._base import (
     record,
     refuse_duplicates,
 )
-from capture_planner.records.batch import Entry
 from capture_planner.records.batch_space import Deployment, max_query_len
-from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType, Latent, Model
-from capture_planner.records.spec import Limits
 
 FieldName = Annotated[str, Pattern(r"[a-z][a-z0-9_]{0,63}", "a lower-case identifier")]
 Constant = Annotated[int, Interval(-(1 << 31), (1 << 31) - 1)]
@@ -104,10 +100,10 @@ class MetadataField:
     dtype: Annotated[str, Pattern("int32|int64|uint8|bool|float32", "a torch dtype")] = field(
         "element type", default="int32"
     )
-    fill: Fill = field("what the padded tail holds")
+    fill: Fill = field("content of the padded tail")
     value: Constant | None = field("the constant, where fill is constant", default=None)
-    lifetime: Lifetime = field("how long a value holds", default=Lifetime.EVERY_STEP)
-    indexes: Bound | None = field("what it indexes; None: not an index", default=None)
+    lifetime: Lifetime = field("time for which a value holds", default=Lifetime.EVERY_STEP)
+    indexes: Bound | None = field("target of the index; None: not an index", default=None)
     where: Where = field("where it is read", default=Where.DEVICE)
     offset: Annotated[int, Interval(0, 4096)] = field("constant part of its length", default=0)
     scale: Annotated[int, Interval(1, 4096)] = field("elements per step of the axis", default=1)
@@ -147,7 +143,7 @@ class Workspace:
 
     device: ByteCount = field("bytes on the device", default=0)
     pinned: ByteCount = field("bytes of pinned host memory", default=0)
-    formula: str = field("how the figures come about", default="")
+    formula: str = field("formula of the figures", default="")
 
 
 class ModelDeployment(Deployment, Protocol):
@@ -168,11 +164,11 @@ class Attention:
     max_model_len: int = field("longest sequence, in tokens")
     max_query_len: Count = field("longest uniform query: 1 + K, or 1")
     window: Count | None = field("sliding window; None: full", default=None)
-    causal: bool = field("whether attention is causal", default=True)
+    causal: bool = field("causal attention", default=True)
     dtype: DataType = field("element type of activations", default=DataType.BFLOAT16)
     kv_dtype: DataType = field("element type of the KV cache", default=DataType.BFLOAT16)
     latent: Latent | None = field("latent attention; None: ordinary heads", default=None)
-    sinks: bool = field("whether attention has learned sinks (gpt-oss)", default=False)
+    sinks: bool = field("learned attention sinks (gpt-oss)", default=False)
     decode_context: Count = field("decode-context-parallel ranks", default=1)
 
     @classmethod
@@ -199,50 +195,6 @@ class Attention:
             sinks=draft.sinks if draft else model.sinks,
             decode_context=deployment.parallel.decode_context,
         )
-
-
-@runtime_checkable
-class Backend(Protocol):
-    """An attention backend, as the planner sees it. No method may import torch or touch a device.
-
-    All methods are pure: the same arguments give the same answer, in any order, any number of
-    times. The planner calls each at most once per attention group of each role.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name that specs use: unique among the installed backends."""
-
-    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
-        """Return how far this backend goes inside a full graph, for one group.
-
-        Called first, once per group. Raise nothing for a missing kernel library or GPU: return ``GraphSupport.NEVER``
-        and name what is missing. Eager and piecewise execution do not depend on the answer.
-        """
-
-    def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
-        """Declare the metadata fields that a graph of this group reads.
-
-        Called after ``support``, whatever that returned. Declare the runner's common fields
-        (``COMMON_FIELDS``) again only where this backend needs another fill.
-        """
-
-    def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """Return whether the metadata can be refreshed inside a graph.
-
-        The planner calls this for draft decodes only: a chain of draft steps becomes one graph where
-        every group of the role returns ``IN_GRAPH``. The runner calls it for every role: decodes of such
-        a role continue without the host, which may know upper bounds of lengths alone.
-        """
-
-    def workspace(
-        self, role: Role, model: Attention, environment: Environment, entries: Sequence[Entry], limits: Limits
-    ) -> Workspace:
-        """Return the memory needed before capture, for exactly these entries.
-
-        Called last, once per group, when the entries are final. Size for the largest padded
-        extents: the runner allocates this once and never grows it.
-        """
 
 
 def _field(name: str, axis: Axis, fill: Fill, **options: object) -> MetadataField:

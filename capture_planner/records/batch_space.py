@@ -120,7 +120,7 @@ class DecodeFamily:
 
     query_len: int
     varies: bool = False
-    """Whether each request has 1 to ``query_len`` tokens, rather than exactly so many."""
+    """True where each request has 1 to ``query_len`` tokens, rather than exactly so many."""
     draft_steps: int | None
     """Length of the chain of draft decodes at these batch sizes; None for other roles."""
     requests: Domain

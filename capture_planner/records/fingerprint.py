@@ -11,13 +11,12 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import Interval, NonNegative, Pattern, field, raise_any, record
+from capture_planner.records._base import NonNegative, Pattern, Tally, field, raise_any, record
 
 LONGEST = 160
 """Characters of a kernel's name that are kept; a digest stands for the rest."""
 
 Topology = Annotated[str, Pattern(r"[0-9a-f]{16}", "16 hexadecimal digits")]
-Amount = Annotated[int, Interval(0)]
 KernelCounts = Annotated[
     str,
     Pattern(r"([1-9][0-9]{0,8}\*[0-9]{1,6}( [1-9][0-9]{0,8}\*[0-9]{1,6})*)?", "counts and indexes such as 28*0 1*4"),
@@ -27,12 +26,12 @@ KernelCounts = Annotated[
 
 @attrs.frozen(kw_only=True)
 class Fingerprint:
-    """What one graph is made of. No address is part of it."""
+    """Kernels and structure of one graph, without addresses."""
 
     nodes: int
     """Nodes of a CUDA graph, of all pieces together; operators of a recorded graph."""
     kernels: Mapping[str, int]
-    """How often each kernel, or operator, is in it."""
+    """Number of times that each kernel, or operator, is in it."""
     topology: str
     """A digest of all nodes with their dimensions and of the edges between them."""
 
@@ -60,9 +59,9 @@ class GraphFingerprint:
 
     role: Role = field("the role")
     graph: NonNegative = field("index into the role's graphs, in capture order")
-    nodes: Amount = field("nodes of the graph, of all pieces together")
+    nodes: Tally = field("nodes of the graph, of all pieces together")
     topology: Topology = field("digest of the nodes, their dimensions and their edges")
-    kernels: KernelCounts = field("how often each kernel is in it: count*index into the names", default="")
+    kernels: KernelCounts = field("number of times that each kernel is in it: count*index into the names", default="")
 
     @property
     def counts(self) -> dict[int, int]:

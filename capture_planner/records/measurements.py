@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import attrs
 
+from capture_planner.modes import Role
+from capture_planner.records.batch import Entry
 from capture_planner.records.profile import Profile
 from capture_planner.records.traffic import Traffic
+
+Graphs = tuple[tuple[Role, Entry], ...]
+"""Graphs of a deployment, each with its role."""
 
 
 @attrs.frozen(kw_only=True)
@@ -14,6 +19,8 @@ class Measurements:
 
     profile: Profile
     traffic: Traffic | None = None
-    """None: not known; the policy default then goes by times alone."""
+    """Load; None: not known, and the policy default goes by times alone."""
     source: str = ""
     """Where the profile comes from, in words, with how near it is; for decisions."""
+    today: Graphs = ()
+    """Graphs that there are: measured sizes are theirs where that costs nearly nothing. Empty: round sizes."""

@@ -8,24 +8,12 @@ from typing import Annotated
 
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.modes import Chain, Role
-from capture_planner.records._base import (
-    AtLeast,
-    AtMost,
-    Count,
-    Interval,
-    Name,
-    Path,
-    Pattern,
-    field,
-    raise_any,
-    record,
-)
+from capture_planner.records._base import Count, Interval, Name, Path, Pattern, Share, field, raise_any, record
 from capture_planner.records.text import counted
 
 DraftTokens = Annotated[int, Interval(0, 255)]
 Tier = tuple[Count, Count, DraftTokens]
 EagerReason = Annotated[str, Pattern(r"[\s\S]{1,400}", "a sentence of at most 400 characters")]
-Share = Annotated[float, AtLeast(0), AtMost(1)]
 
 MAX_TIERS = 64
 """Most ranges in a schedule: many more than any load needs."""
@@ -58,7 +46,7 @@ class ScheduleSource(enum.Enum):
     """Where a schedule comes from, if the spec does not list its ranges."""
 
     MEASURED = "measured"
-    """The planner chooses it, from traffic and a profile (``planning.draft_lengths``)."""
+    """The planner chooses it, from traffic and a profile (``planning.measured``)."""
 
 
 def refuse(*path: str | int, message: str, remedy: str = "") -> InvalidValue:
@@ -78,7 +66,7 @@ class Latent:
 class Recurrent:
     """Layers with a state of fixed size in place of a KV cache, as Mamba and gated delta nets have."""
 
-    layers: Count = field("how many of the model's layers are recurrent")
+    layers: Count = field("number of the model's layers that are recurrent")
     state: Count = field("bytes of the state of one layer and one request, over all tensor-parallel ranks")
 
 
@@ -108,11 +96,11 @@ class Model:
     vocab_size: Count | None = field("size of the vocabulary", default=None)
     dtype: DataType = field("element type of activations", default=DataType.BFLOAT16)
     kv_dtype: DataType | None = field("element type of the KV cache; None: as dtype", default=None)
-    causal: bool = field("whether attention is causal", default=True)
+    causal: bool = field("causal attention", default=True)
     latent: Latent | None = field("latent attention (DeepSeek), None: ordinary heads", default=None)
-    sinks: bool = field("whether attention has learned sinks (gpt-oss)", default=False)
-    mrope: bool = field("whether positions have three sections (Qwen2-VL's rope)", default=False)
-    embeddings: bool = field("whether graphs take embeddings in place of token ids", default=False)
+    sinks: bool = field("learned attention sinks (gpt-oss)", default=False)
+    mrope: bool = field("positions of three sections (Qwen2-VL's rope)", default=False)
+    embeddings: bool = field("graphs take embeddings in place of token ids", default=False)
     recurrent: Recurrent | None = field("layers with a state per request; None: all layers attend", default=None)
 
     def __attrs_post_init__(self) -> None:
@@ -137,7 +125,7 @@ class DraftModel:
     num_kv_heads: Count | None = field("key/value heads; None: the target's", default=None)
     head_dim: Count | None = field("width of one head; None: the target's", default=None)
     latent: Latent | None = field("latent attention; None: ordinary heads", default=None)
-    sinks: bool = field("whether its attention has learned sinks", default=False)
+    sinks: bool = field("learned attention sinks", default=False)
     vocab_size: Count | None = field("reduced draft vocabulary; None: the target's", default=None)
     eager_because: EagerReason | None = field(
         "why no graph can hold its forwards (vLLM: supports_sd_full_graph is false); None: graphs can", default=None
@@ -172,7 +160,7 @@ class Speculative:
     1 + k tokens, as vLLM 0.33's do with adaptive verification. Their backends must support any batch (ALWAYS).
     """
 
-    method: Method = field("how the drafter works")
+    method: Method = field("kind of drafter")
     num_tokens: Annotated[int, Interval(1, 255, _NO_DRAFTS)] = field("K, the most tokens drafted a step")
     schedule: tuple[Tier, ...] | ScheduleSource = field(
         "[first, last, k] by batch size, for a K that changes with the load; measured: the planner chooses", default=()

@@ -1,7 +1,7 @@
 """Observation: what an engine really captured, dispatched and took, as one process saw it.
 
 Written while the engine serves (``capture_planner.measuring.recorder``), and read wherever a plan is. Its four
-tables, of graphs, answers, batches and costs, are compact in files: rows of columns (``codec.observation_rows``).
+tables, of graphs, answers, batches and costs, are compact in files: rows of columns (``codec.rows``).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import attrs
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import (
-    AtLeast,
+    Amount,
     Count,
-    Interval,
     Name,
     NonNegative,
     Pattern,
+    Tally,
     field,
     raise_any,
     record,
@@ -36,8 +36,6 @@ MAX_BATCHES = 512
 MAX_VECTORS = 32
 """Most vectors of data-parallel ranks of one role in an observation; steps of others are only counted."""
 
-Amount = Annotated[float, AtLeast(0)]
-Tally = Annotated[int, Interval(0)]
 Moment = Annotated[
     str,
     Pattern(
@@ -53,17 +51,17 @@ class ObservedGraph:
 
     entry: Entry
     max_query_len: int | None = None
-    """Set where it serves any mix of decodes up to so many tokens each: vLLM's varlen graphs."""
+    """Most tokens of each request, where it serves any mix of decodes: vLLM's varlen graphs."""
     prompts_only: bool = False
-    """Whether decodes never run on it: SGLang's graphs of prefills."""
+    """True where decodes never run on it: SGLang's graphs of prefills."""
     seconds: float | None = None
-    """Time of its capture."""
+    """Seconds of its capture."""
     mib: float | None = None
-    """Memory that its capture took."""
+    """MiB that its capture took."""
     milliseconds: float | None = None
-    """Median time of a replay right after capture, where the engine was profiled."""
+    """Milliseconds of a replay right after capture, the least or the median of a few; None: not profiled."""
     replays: int = 0
-    """How many steps ran on it."""
+    """Number of steps on it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -77,10 +75,10 @@ class DispatchRun:
 
     query_len: int | None = None
     past_prompt: bool = True
-    """Whether every request is past its prompt; False: some are not."""
+    """True where every request is past its prompt."""
     min_reqs: int = 1
     max_reqs: int | None = None
-    """None: any number of requests."""
+    """Most requests; None: any number."""
     min_loras: int = 0
     max_loras: int = 0
     first: int
@@ -88,7 +86,7 @@ class DispatchRun:
     graph: int | None = None
     """Index into the role's graphs; None: eager."""
     reason: Reason | None = None
-    """Why there is no graph; None with one."""
+    """Reason for no graph; None with one."""
 
     @property
     def kind(self) -> Kind:
@@ -106,18 +104,22 @@ class BatchCount:
     past_prompt: bool = True
     active_loras: int = 0
     steps: int
-    """How often it ran."""
+    """Number of steps of this shape."""
     graph: int | None = None
     """Index into the role's graphs; None: eager."""
     reason: Reason | None = None
-    """Why there was no graph; None with one."""
+    """Reason for no graph; None with one."""
     milliseconds: float | None = None
-    """Median of the sampled steps."""
+    """Median of the sampled steps, in milliseconds."""
     samples: int = 0
-    """How many steps were timed."""
+    """Number of steps that were timed."""
     interval: float | None = None
-    """Median milliseconds from the start of such a step to the start of the next, where the engine did not wait for a
-    request in between: of the target's batches, where the engine's observer measures it."""
+    """Mean milliseconds by which such a step puts off the next, the host's work included: of the target's batches,
+    where the engine's observer measures it. Stalls are left out. In files without ``intervals`` it is a median."""
+    intervals: int = 0
+    """Number of steps in the mean."""
+    interval_error: float | None = None
+    """Standard error of that mean, in milliseconds; None: of fewer than two steps."""
 
     def batch(self, role: Role) -> Batch:
         """Return the batch that was counted."""
@@ -133,9 +135,10 @@ class BatchCount:
 
 def _most_frequent_first(counts: tuple[BatchCount, ...]) -> tuple[BatchCount, ...]:
     def place(count: BatchCount) -> tuple[object, ...]:
-        numbers = (count.query_len, count.graph, count.milliseconds, count.interval)
+        numbers = (count.query_len, count.graph, count.milliseconds, count.interval, count.interval_error)
         return (
             *(-count.steps, count.num_reqs, count.num_tokens, count.past_prompt, count.active_loras, count.samples),
+            count.intervals,
             *(-1 if number is None else number for number in numbers),
             count.reason or "",
         )
@@ -154,11 +157,11 @@ class ObservedVector:
     num_reqs: tuple[Tally, ...] = field("requests of each rank, without padding")
     num_tokens: tuple[Tally, ...] = field("tokens of each rank, without padding")
     query_len: tuple[Tally | None, ...] = field("tokens of every request of a rank; null where they differ")
-    past_prompt: tuple[bool, ...] = field("whether every request of a rank is past its prompt")
+    past_prompt: tuple[bool, ...] = field("every request of a rank is past its prompt")
     modes: tuple[GraphMode, ...] = field("the kind of graph that each rank would replay by itself; NONE: eager")
-    steps: Tally = field("how often it occurred while the observed rank had work")
+    steps: Tally = field("number of times that it occurred while the observed rank had work")
     graph: Tally | None = field("index of the graph that the observed rank ran; omitted where eager", default=None)
-    reason: Reason | None = field("why there was no graph", default=None)
+    reason: Reason | None = field("reason for no graph", default=None)
 
     def __attrs_post_init__(self) -> None:
         names = ("num_reqs", "num_tokens", "query_len", "past_prompt", "modes")
@@ -218,17 +221,23 @@ class ObservedRole:
     role: Role = field("the role")
     mode: GraphMode = field("the mode that the engine resolved")
     graphs: tuple[ObservedGraph, ...] = field("graphs, in capture order", default=())
+    trials: tuple[ObservedGraph, ...] = field(
+        "graphs that the engine captured, timed and dropped before it served: each in a pool of its own", default=()
+    )
     answers: tuple[DispatchRun, ...] = field(
-        "what the engine's dispatcher answers, for every batch that it was asked about after capture", default=()
+        "answers of the engine's dispatcher to every batch that it was asked about after capture", default=()
     )
     batches: tuple[BatchCount, ...] = field(
         "batch shapes that ran, the most frequent first", default=(), converter=_most_frequent_first
     )
-    rounded_batches: Tally = field("of the steps, those of rare shapes that are listed as larger ones", default=0)
+    rounded_batches: Tally = field("steps of rare shapes that are listed as larger ones", default=0)
     other_batches: Tally = field("steps of batch shapes that are not listed", default=0)
-    eager: tuple[EagerCost, ...] = field("what eager steps take, where the engine was profiled", default=())
+    stalls: Tally = field(
+        "steps left out of mean intervals: they took ten times as long as steps of their kind", default=0
+    )
+    eager: tuple[EagerCost, ...] = field("times of eager steps, where the engine was profiled", default=())
     vectors: tuple[ObservedVector, ...] = field(
-        "what data-parallel ranks brought to the role's steps, the most frequent first",
+        "batches of the data-parallel ranks by step, the most frequent first",
         default=(),
         converter=_most_frequent_vectors,
     )
@@ -269,36 +278,43 @@ class Observation:
     driver: str | None = field("version of the device driver", default=None)
     torch: str | None = field("version of torch", default=None)
     rank: NonNegative = field("the rank of the process", default=0)
-    world_size: Count = field("how many ranks there are", default=1)
-    replica: NonNegative = field("which of the engines that serve side by side and share nothing", default=0)
-    started: Moment = field("when counting began, in UTC")
+    world_size: Count = field("number of ranks", default=1)
+    replica: NonNegative = field(
+        "number of the engine among those that serve side by side and share nothing", default=0
+    )
+    started: Moment = field("start of counting, in UTC")
     seconds: Amount = field("time that the counts cover", default=0.0)
     plan: Digest | None = field("digest of the plan that was applied; None: the engine by itself", default=None)
     model: str = field("the served model's name")
     limits: Limits = field("the scheduler's limits")
     whole_prompts: bool = field(
-        "whether one prompt by itself may be longer than max_num_tokens (SGLang without chunks)", default=False
+        "one prompt by itself may be longer than max_num_tokens (SGLang without chunks)", default=False
     )
     speculative: Speculative | None = field("speculative decoding; None: off", default=None)
     drafts: tuple[DraftPass, ...] | None = field(
         "passes of draft decodes, where they are not one token of each request, k - 1 times", default=None
     )
     lora: Lora | None = field("LoRA adapters; None: off", default=None)
-    parallel: Parallel = field("how the model is spread over devices", factory=Parallel)
+    parallel: Parallel = field("placement of the model on devices", factory=Parallel)
     sizes: tuple[Count, ...] = field("the engine's list of capture sizes, in its own unit", default=())
     settings: tuple[tuple[str, str], ...] = field("resolved facts that matter for graphs: [name, value]", default=())
-    decisions: tuple[Decision, ...] = field("what the engine's rules changed, in order", default=())
+    decisions: tuple[Decision, ...] = field("changes by the engine's rules, in order", default=())
     kv_blocks: Tally | None = field("KV-cache blocks that were left", default=None)
+    kv_token_bytes: Amount | None = field("bytes of the KV cache that a token takes on one device", default=None)
     capture_seconds: Amount | None = field("time of the whole capture", default=None)
     graph_mib: Amount | None = field("memory of all graphs, in MiB", default=None)
     roles: tuple[ObservedRole, ...] = field("the roles, target first")
     drafted: tuple[Tally, ...] = field("drafts proposed, by position", default=())
     accepted: tuple[Tally, ...] = field("drafts accepted, by position", default=())
     idle_steps: Tally = field("steps in which the rank had no work and ran a dummy batch along", default=0)
-    notes: tuple[str, ...] = field("what else matters, in sentences", default=())
+    notes: tuple[str, ...] = field("further facts, in sentences", default=())
 
     def __attrs_post_init__(self) -> None:
         refuse_duplicates([role.role for role in self.roles], "the role {} is listed twice", "roles", "role")
+
+    def kv_tokens(self, mib: float) -> int | None:
+        """Return how many tokens of the KV cache so many MiB of one device would hold; None where that is not known."""
+        return int(mib * (1 << 20) / self.kv_token_bytes) if self.kv_token_bytes else None
 
     @property
     def num_graphs(self) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated
 from capture_planner.errors import DispatchError, InvalidValue, Problem
 from capture_planner.modes import GraphMode, Pool, Reason, Role
 from capture_planner.records._base import (
-    AtLeast,
+    Amount,
     ByteCount,
     Count,
     Name,
@@ -25,13 +25,15 @@ from capture_planner.records._base import (
 )
 from capture_planner.records.backend import MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Environment
 from capture_planner.records.fingerprint import Fingerprint, Fingerprints
 from capture_planner.records.model import Model, Speculative
+from capture_planner.records.promise import Promise
 from capture_planner.records.spec import (
     SCHEMA_VERSION,
     Budget,
+    CapturePolicy,
+    CaptureTiming,
     Limits,
     Lora,
     Objective,
@@ -51,7 +53,6 @@ MAX_SIZES = 1 << 12
 SPEC_FIELDS = ("model", "limits", "speculative", "lora", "parallel", "piecewise", "budget", "pool", "capture", "ignore")
 """Fields that a plan takes over from its spec."""
 
-Amount = Annotated[float, AtLeast(0)]
 Digest = Annotated[str, Pattern(r"sha256:[0-9a-f]{64}", "a sha256 digest")]
 Rule = Annotated[str, Pattern(r"[a-z][a-z0-9-]{0,63}", "a rule's name")]
 
@@ -105,12 +106,12 @@ class GroupPlan:
     """One attention group of a role: its backend, and what the backend declared."""
 
     name: Name = field("the group's name")
-    layers: NonNegative = field("how many layers are in it")
+    layers: NonNegative = field("number of layers in it")
     window: NonNegative | None = field("sliding window, in tokens; None: full attention", default=None)
     backend: Name = field("the attention backend's name")
     distribution: Name = field("the distribution that brought the backend")
     version: str = field("the distribution's version")
-    support: Support = field("how far the backend goes inside a full graph")
+    support: Support = field("backend's support inside a full graph")
     workspace: Workspace = field("memory it needs before capture", factory=Workspace)
     padding: PaddingContract = field("the metadata fields it reads", factory=PaddingContract)
 
@@ -127,12 +128,12 @@ class RolePlan:
     requested: GraphMode = field("the requested mode")
     mode: GraphMode = field("the resolved mode")
     groups: tuple[GroupPlan, ...] = field("attention groups")
-    decisions: tuple[Decision, ...] = field("how it came about, in order", default=())
+    decisions: tuple[Decision, ...] = field("decisions behind it, in order", default=())
     entries: tuple[Entry, ...] = field("graphs, in capture order", default=(), converter=_in_capture_order)
     lazy: tuple[Entry, ...] = field(
         "of the graphs, those captured on first use", default=(), converter=_in_capture_order
     )
-    waivers: tuple[Waiver, ...] = field("what is left eager on purpose", default=())
+    waivers: tuple[Waiver, ...] = field("batches left eager on purpose", default=())
     inputs: tuple[MetadataField, ...] = field("fields that the runner owns and pads", default=())
 
     @property
@@ -173,15 +174,19 @@ class Forecast:
 
     traffic: Digest | None = field("digest of the traffic; None: flat, where none was given", default=None)
     profile: Digest = field("digest of the profile")
-    objective: Objective = field("what was made least: mean, a percentile, or regret", default="mean")
+    objective: Objective = field("minimized figure: mean, token, a percentile, or regret", default="mean")
     expected: Amount = field("value of the objective: milliseconds, or the worst ratio for regret")
     mean_step_ms: Amount = field("mean time of a step of the traffic, in milliseconds")
-    regret: float = field("how much longer the mean step takes than with every size captured, as a share")
+    regret: float = field("excess of the mean step over that with every size captured, as a share")
     eager_share: Amount = field("share of steps in which a pass runs eager")
     graphs: NonNegative = field("graphs captured")
     mib: Amount = field("device memory of the graphs, in MiB")
     seconds: Amount = field("time to capture, in seconds")
-    next_graph_ms: Amount = field("what one more graph takes off the mean step, in milliseconds", default=0.0)
+    next_graph_ms: Amount = field("saving of one more graph on the mean step, in milliseconds", default=0.0)
+    slowdown: Amount = field(
+        "most excess of a step over that on a graph of its own size, as a share; 0 for regret", default=0.0
+    )
+    max_slowdown: Amount = field("bound on that excess; 0 for regret", default=0.0)
     prior: Amount = field("weight of the flat prior and of smoothing against the counts of the traffic, as a share")
 
 
@@ -196,17 +201,20 @@ class Plan:
     limits: Limits = field("the scheduler's limits")
     speculative: Speculative | None = field("speculative decoding; None: off", default=None)
     lora: Lora | None = field("LoRA adapters; None: off", default=None)
-    parallel: Parallel = field("how the model is spread over devices", factory=Parallel)
-    piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
-    budget: Budget = field("what graphs may cost", factory=Budget)
+    parallel: Parallel = field("placement of the model on devices", factory=Parallel)
+    piecewise: Piecewise = field("limits of the model's compilation", factory=Piecewise)
+    budget: Budget = field("bounds on graphs, memory and time", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
-    capture: CaptureTiming = field("when graphs are captured", factory=CaptureTiming)
+    capture: CaptureTiming = field("time of captures", factory=CaptureTiming)
     ignore: tuple[RuleCode, ...] = field("codes of notes and warnings that check leaves out", default=())
-    forecast: Forecast | None = field("what measured sizes are expected to cost; None: not measured", default=None)
+    forecast: Forecast | None = field("expected costs of measured sizes; None: not measured", default=None)
+    promise: Promise | None = field(
+        "promise of when it was proposed; None: nothing was measured on the engine itself", default=None
+    )
     states: StatePool | None = field("the pool of recurrent states; None: no layer is recurrent", default=None)
     roles: tuple[RolePlan, ...] = field("the roles, target first")
     fingerprints: Fingerprints | None = field(
-        "what the graphs were made of when the plan ran; None: not recorded", default=None
+        "fingerprints of the graphs of the plan's last run; None: not recorded", default=None
     )
 
     @classmethod
@@ -268,6 +276,12 @@ class Plan:
             for index, entry in enumerate(role.entries):
                 if (role.role, index) in found:
                     yield (role.role, entry), found[role.role, index]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no step takes longer than the bound of measured sizes allows; True of other sizes."""
+        forecast = self.forecast
+        return forecast is None or forecast.slowdown <= forecast.max_slowdown * (1 + 1e-5)
 
     @property
     def planned(self) -> tuple[Role, ...]:

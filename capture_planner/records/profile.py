@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated
+
+import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import GraphMode, Pool, Role
-from capture_planner.records._base import AtLeast, Count, Gt, Name, field, raise_any, record, refuse_duplicates
+from capture_planner.records._base import Amount, Count, Name, Positive, field, raise_any, record, refuse_duplicates
 from capture_planner.records.environment import Device, Version, by_name
 from capture_planner.records.model import Model, Speculative
 from capture_planner.records.observation import Moment
 from capture_planner.records.spec import SCHEMA_VERSION, Parallel, QueryLength, SchemaVersion
-
-Amount = Annotated[float, AtLeast(0)]
-Milliseconds = Annotated[float, Gt(0)]
 
 
 @record
@@ -30,7 +28,7 @@ class CostCurve:
     query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
     draft_steps: Count | None = field("draft decodes in one pass; None: one", default=None)
     tokens: tuple[Count, ...] = field("measured sizes, in tokens, ascending")
-    milliseconds: tuple[Milliseconds, ...] = field("median time of a pass at each size")
+    milliseconds: tuple[Positive, ...] = field("median time of a pass at each size")
 
     def __attrs_post_init__(self) -> None:
         raise_any(self._wrong())
@@ -69,8 +67,8 @@ class GraphCost:
     seconds: Amount = field("time to capture a graph, apart from its tokens")
     seconds_per_token: Amount = field("time to capture a graph for each of its tokens", default=0.0)
     largest_mib: Amount = field("memory of the pool for the largest graph, apart from its tokens, in MiB", default=0.0)
-    mib_error: Amount = field("by how much memory is off for a graph that was not fitted, in MiB", default=0.0)
-    seconds_error: Amount = field("by how much the time is off for a graph that was not fitted", default=0.0)
+    mib_error: Amount = field("error of the memory of a graph that was not fitted, in MiB", default=0.0)
+    seconds_error: Amount = field("error of the time of a graph that was not fitted, in seconds", default=0.0)
 
     @property
     def key(self) -> tuple[Role, GraphMode, int | None, int | None]:
@@ -79,13 +77,41 @@ class GraphCost:
 
 
 @record
+class Overhead:
+    """What a step takes until the next one besides its passes: the host's work, by how the target's pass ran.
+
+    A pass that is not in one graph is launched by the host, which then has less time for everything else.
+    """
+
+    mode: GraphMode = field("graphs of the target's pass: FULL or PIECEWISE; NONE: eager")
+    query_len: QueryLength | None = field("tokens of each request of a decode; None: mixed batches", default=None)
+    milliseconds: Amount = field("mean time besides the passes, apart from that for each request")
+    error: Amount = field("standard error of that time, in milliseconds", default=0.0)
+    steps: Count = field("number of measured steps")
+
+    @property
+    def key(self) -> tuple[GraphMode, int | None]:
+        """Mode and query length: one overhead of a profile has them."""
+        return self.mode, self.query_len
+
+
+@attrs.frozen
+class PassTime:
+    """What the passes of one role take in a step."""
+
+    milliseconds: float
+    is_eager: bool = False
+    """True without a graph, where the host launches them kernel by kernel."""
+
+
+@record
 class Profile:
     """What sizes cost on one machine, as measured there."""
 
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
-    source: Name = field("what ran the passes, with its version: capture-planner 0.1.0, vllm 0.33.0")
+    source: Name = field("program that ran the passes, with its version: capture-planner 0.1.0, vllm 0.33.0")
     command: str = field("the command that measured", default="")
-    date: Moment = field("when it was measured, in UTC")
+    date: Moment = field("time of the measurement, in UTC")
     device: Device = field("the device")
     driver: str | None = field("version of the device driver", default=None)
     torch: str | None = field("version of torch", default=None)
@@ -94,7 +120,7 @@ class Profile:
     )
     model: Model = field("the model that was measured")
     speculative: Speculative | None = field("its speculative decoding; None: off", default=None)
-    parallel: Parallel = field("how the model was spread over devices", factory=Parallel)
+    parallel: Parallel = field("placement of the model on devices", factory=Parallel)
     context: Count | None = field("tokens in the KV cache of each request in the measured passes", default=None)
     curves: tuple[CostCurve, ...] = field("times by size")
     graphs: tuple[GraphCost, ...] = field("costs of a graph, by family", default=())
@@ -105,27 +131,59 @@ class Profile:
         "time of a step apart from its passes: scheduling, sampling, copies; 0 if unknown", default=0.0
     )
     step_milliseconds_per_request: Amount = field("such time for each request of the step", default=0.0)
+    overheads: tuple[Overhead, ...] = field(
+        "time of a step besides its passes, by how the target's pass ran, in place of step_milliseconds", default=()
+    )
     drafts_overlap: bool = field(
         "whether drafting is within that time: the host waits for the target's tokens and prepares the next step "
         "while the drafter runs, as vLLM's does",
         default=False,
     )
     spread: Amount | None = field("largest relative spread of a measured size over its repeats", default=None)
-    notes: tuple[str, ...] = field("what could not be measured, in sentences", default=())
+    notes: tuple[str, ...] = field("sentences about figures that could not be measured", default=())
 
     def __attrs_post_init__(self) -> None:
         for items, listed in (("curves", self.curves), ("graphs", self.graphs)):
             refuse_duplicates([family_name(*each.key) for each in listed], "{} is listed twice", items, "role")
+        refuse_duplicates([each.key for each in self.overheads], "{} is listed twice", "overheads", "mode")
 
-    def step(self, num_reqs: int, target: float, *drafting: float) -> float:
-        """Return the milliseconds of a step of ``num_reqs`` requests.
+    def overhead(self, mode: GraphMode, query_len: int | None) -> float:
+        """Return the milliseconds of a step besides its passes, apart from those for each request.
 
-        :param target: milliseconds of the target's pass.
-        :param drafting: milliseconds of each of the drafter's passes.
+        What was not measured counts as the most that was measured of the same mode, else of the next faster mode. Where
+        neither was measured, it counts as the least of all.
+
+        :param mode: how the target's pass runs: FULL, PIECEWISE, or NONE for eager.
+        :param query_len: tokens of each request of a decode; None: mixed batches.
         """
-        drafts = sum(drafting, 0.0)
-        apart = self.step_milliseconds + self.step_milliseconds_per_request * num_reqs
-        return target + (max(apart, drafts) if self.drafts_overlap else apart + drafts)
+        known = {each.key: each.milliseconds for each in self.overheads}
+        if (mode, query_len) in known:
+            return known[mode, query_len]
+        order = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
+        for slower in order[order.index(mode) :]:
+            alike = [milliseconds for (other, _), milliseconds in known.items() if other is slower]
+            if alike:
+                return max(alike)
+        return self.base_overhead
+
+    @property
+    def base_overhead(self) -> float:
+        """The milliseconds that any step takes besides its passes: the least overhead."""
+        return min((each.milliseconds for each in self.overheads), default=self.step_milliseconds)
+
+    def step(self, num_reqs: int, target: float, *drafting: PassTime) -> float:
+        """Return the milliseconds from the start of a step of ``num_reqs`` requests to the start of the next.
+
+        The drafter's graphs run while the host waits for the target's tokens and prepares the next step, where
+        ``drafts_overlap``; eager passes of a drafter are the host's own work, and add up with the rest of it.
+
+        :param target: milliseconds of the target's pass, with what its mode adds to the base overhead (``Costs``).
+        :param drafting: the passes of each of the drafter's roles.
+        """
+        graphs = sum((each.milliseconds for each in drafting if not each.is_eager), 0.0)
+        eager = sum((each.milliseconds for each in drafting if each.is_eager), 0.0)
+        apart = self.base_overhead + self.step_milliseconds_per_request * num_reqs
+        return target + eager + (max(apart, graphs) if self.drafts_overlap else apart + graphs)
 
 
 def family_name(role: Role, mode: GraphMode, query_len: int | None, draft_steps: int | None) -> str:

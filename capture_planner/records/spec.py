@@ -9,18 +9,16 @@ from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import (
     ByteCount,
     Count,
-    Gt,
     Interval,
     Name,
     Pattern,
-    Seconds,
+    Positive,
     field,
     raise_any,
     record,
     refuse_duplicates,
 )
 from capture_planner.records.batch import Kind
-from capture_planner.records.capture import CaptureTiming
 from capture_planner.records.model import Method, Model, Speculative, head_problems
 from capture_planner.records.text import counted, format_bytes
 
@@ -28,13 +26,14 @@ SCHEMA_VERSION = 1
 """The version of the spec, plan and environment files. A newer one is an error."""
 
 SchemaVersion = Annotated[int, Interval(1)]
-Amount = Annotated[float, Gt(0)]
 Requests = Annotated[int, Interval(1, 1 << 16)]
 QueryLength = Annotated[int, Interval(1, 512)]
 """Up to 511: a parallel pass of a draft model with K = 255 has 1 + K rows of the target, K - 1 masks and one more."""
 FileName = Annotated[str, Pattern(r"[^\x00-\x1f]{1,1024}", "the path of a file")]
 RuleCode = Annotated[str, Pattern(r"CP[0-9]{3}", "the code of a lint rule, such as CP012")]
-Objective = Annotated[str, Pattern(r"mean|regret|p[1-9][0-9]?(\.[0-9]{1,3})?", "mean, regret, or a percentile as p99")]
+Objective = Annotated[
+    str, Pattern(r"mean|token|regret|p[1-9][0-9]?(\.[0-9]{1,3})?", "mean, token, regret, or a percentile as p99")
+]
 
 
 class Policy(enum.Enum):
@@ -74,6 +73,7 @@ _OPTIONS = {
     "traffic": {Policy.MEASURED},
     "profile": {Policy.MEASURED},
     "objective": {Policy.MEASURED},
+    "max_slowdown": {Policy.MEASURED},
 }
 
 
@@ -81,7 +81,7 @@ _OPTIONS = {
 class Sizes:
     """Which capture sizes, for mixed batches (in tokens) and uniform decodes (in requests)."""
 
-    policy: Policy = field("how sizes are chosen", default=Policy.DEFAULT)
+    policy: Policy = field("rule that chooses the sizes", default=Policy.DEFAULT)
     graphs: Annotated[int, Interval(1, 4096)] | None = field("minimax: sizes in each ladder", default=None)
     num_tokens: tuple[Count, ...] | None = field(
         "explicit: token counts for mixed batches; vllm: cudagraph_capture_sizes", default=None
@@ -95,7 +95,14 @@ class Sizes:
     traffic: FileName | None = field("measured: the file of the traffic, relative to the spec", default=None)
     profile: FileName | None = field("measured: the file of the profile, relative to the spec", default=None)
     objective: Objective | None = field(
-        "measured: what is least, the mean time of a step, a percentile as p99, or the worst regret; None: mean",
+        "measured: what is least: the mean time of a step, the same weighted by requests (token), a percentile as p99, "
+        "or the worst regret; None: mean",
+        default=None,
+    )
+
+    max_slowdown: Positive | None = field(
+        "measured: by how much longer a step may take than on a graph of its own size, whatever the traffic, as a "
+        "share; None: 0.15",
         default=None,
     )
 
@@ -122,7 +129,7 @@ class GroupSpec:
     """Layers of one role that share a KV layout and a backend."""
 
     name: Name = field("the group's name")
-    layers: Count = field("how many of the role's layers are in it")
+    layers: Count = field("number of the role's layers in it")
     backend: Name | None = field("attention backend; None: the role's", default=None)
     window: Count | None = field("sliding window, in tokens; None: full attention", default=None)
 
@@ -192,16 +199,16 @@ class Lora:
 class Piecewise:
     """What the model's compilation allows; it decides how modes are lowered."""
 
-    split_attention: bool = field("whether attention can be split out of the graph", default=True)
-    capturable: bool = field("whether the pieces between attention can be captured", default=True)
+    split_attention: bool = field("attention can be split out of the graph", default=True)
+    capturable: bool = field("pieces between attention can be captured", default=True)
 
 
 @record
 class KindGraphs:
     """Graphs by kind of batch: a whole number of them, or below 1 a share of max_graphs."""
 
-    decode: Amount | None = field("most graphs of uniform decodes, over all roles; None: no bound", default=None)
-    mixed: Amount | None = field("most graphs of mixed batches, over all roles; None: no bound", default=None)
+    decode: Positive | None = field("most graphs of uniform decodes, over all roles; None: no bound", default=None)
+    mixed: Positive | None = field("most graphs of mixed batches, over all roles; None: no bound", default=None)
 
     def __attrs_post_init__(self) -> None:
         raise_any(
@@ -218,9 +225,9 @@ class Budget:
     max_graphs: Count | None = field("most graphs over all roles; None: no bound", default=None)
     graphs: KindGraphs = field("most graphs by kind of batch", factory=KindGraphs)
     memory: ByteCount | None = field("most device memory for graphs, as in 2GiB", default=None)
-    seconds: Seconds | None = field("most time to capture, in seconds", default=None)
+    seconds: Positive | None = field("most time to capture, in seconds", default=None)
     memory_per_graph: ByteCount = field("memory of one graph (reports: 7 to 25 MiB)", default=25 << 20)
-    seconds_per_graph: Seconds = field("time to capture one graph (reports: 0.05 to 0.25 s)", default=0.25)
+    seconds_per_graph: Positive = field("time to capture one graph (reports: 0.05 to 0.25 s)", default=0.25)
 
     def __attrs_post_init__(self) -> None:
         shares = [share for share in (self.graphs.decode, self.graphs.mixed) if share is not None and share < 1]
@@ -256,6 +263,41 @@ class Budget:
         return tuple(bounds)
 
 
+LAZY_EXAMPLE = "write capture: {policy: lazy, memory: 512MiB, seconds_per_minute: 1.0}"
+"""What a spec says for lazy capture, budget included."""
+
+
+class CapturePolicy(enum.Enum):
+    """When graphs are captured."""
+
+    START = "start"
+    """All of them before the first request."""
+    LAZY = "lazy"
+    """At start those that are worth it, each of the others on first use, within a budget."""
+
+
+@record
+class CaptureTiming:
+    """When graphs are captured, and what captures between the steps of requests may cost."""
+
+    policy: CapturePolicy = field("start, or lazy: some graphs on first use", default=CapturePolicy.START)
+    memory: ByteCount | None = field(
+        "lazy: device memory that is reserved for graphs captured on first use", default=None
+    )
+    seconds_per_minute: Positive | None = field("lazy: time of a minute in which graphs may be captured", default=None)
+
+    def __attrs_post_init__(self) -> None:
+        budget = {"memory": self.memory, "seconds_per_minute": self.seconds_per_minute}
+        lazy = self.policy is CapturePolicy.LAZY
+        raise_any(
+            Problem(path=(name,), message="lazy capture needs a budget", remedy=LAZY_EXAMPLE)
+            if lazy
+            else Problem(path=(name,), message=f"the policy start takes no {name}", remedy="only lazy does")
+            for name, given in budget.items()
+            if (given is None) is lazy
+        )
+
+
 @record
 class Spec:
     """A deployment: its model, its limits, and the graphs that are wanted for it."""
@@ -268,12 +310,12 @@ class Spec:
     speculative: Speculative | None = field("speculative decoding; None: off", default=None)
     sizes: Sizes = field("capture sizes of every role that names no other", factory=Sizes)
     roles: Roles = field("differences by role", factory=Roles)
-    parallel: Parallel = field("how the model is spread over devices", factory=Parallel)
+    parallel: Parallel = field("placement of the model on devices", factory=Parallel)
     lora: Lora | None = field("LoRA adapters; None: off", default=None)
-    piecewise: Piecewise = field("what the model's compilation allows", factory=Piecewise)
-    budget: Budget = field("what graphs may cost", factory=Budget)
+    piecewise: Piecewise = field("limits of the model's compilation", factory=Piecewise)
+    budget: Budget = field("bounds on graphs, memory and time", factory=Budget)
     pool: Pool = field("one memory pool for all roles, or one each", default=Pool.SHARED)
-    capture: CaptureTiming = field("when graphs are captured; a word is the policy", factory=CaptureTiming)
+    capture: CaptureTiming = field("time of captures; a word is the policy", factory=CaptureTiming)
     ignore: tuple[RuleCode, ...] = field("codes of notes and warnings that check leaves out", default=())
 
     def __attrs_post_init__(self) -> None:
@@ -330,7 +372,7 @@ class Spec:
                 remedy = "give the policy measured in sizes, and at most max_tokens and max_reqs here"
                 yield Problem(path=(*path, "policy"), message=message, remedy=remedy)
             elif sizes.policy is Policy.MEASURED:
-                for name in ("traffic", "profile", "objective"):
+                for name in ("traffic", "profile", "objective", "max_slowdown"):
                     if getattr(sizes, name) is not None:
                         message = f"the {name} counts for all roles"
                         yield Problem(path=(*path, name), message=message, remedy="give it in sizes")

@@ -1,6 +1,6 @@
 """Traffic: how often each batch shape ran, by role, as logs, metrics, observations or traces show it.
 
-Its table of batches is compact in files: rows of columns (``codec.traffic_rows``). What a source does not say is
+Its table of batches is compact in files: rows of columns (``codec.rows``). What a source does not say is
 None, never a guess.
 """
 
@@ -13,17 +13,15 @@ import attrs
 
 from capture_planner.errors import Problem
 from capture_planner.modes import Role
-from capture_planner.records._base import AtLeast, Interval, field, raise_any, record
+from capture_planner.records._base import Amount, Interval, Tally, field, raise_any, record
 from capture_planner.records.spec import SCHEMA_VERSION, SchemaVersion
 
-Amount = Annotated[float, AtLeast(0)]
-Tally = Annotated[int, Interval(0)]
 Steps = Annotated[int, Interval(1)]
 
 
 @attrs.frozen(kw_only=True)
 class TrafficCount:
-    """How often batches of one shape ran. None: the source does not say."""
+    """Number of steps of one batch shape. None: the source does not say."""
 
     role: Role
     num_reqs: int | None = None
@@ -31,10 +29,10 @@ class TrafficCount:
     query_len: int | None = None
     """Tokens of each request of a decode, where all have the same number; None also where they differ."""
     past_prompt: bool | None = None
-    """Whether every request is past its prompt: True is a decode, False has prompts in it."""
+    """True: a decode, every request past its prompt; False: prompts among the requests."""
     active_loras: int = 0
     count: int
-    """How many steps."""
+    """Number of steps."""
 
     @property
     def shape(self) -> tuple[Role, bool | None, int | None, int, int | None, int | None]:
@@ -58,13 +56,17 @@ class Traffic:
     """The batches that an engine ran, or would have run, over a time."""
 
     version: SchemaVersion = field("version of this file's schema", default=SCHEMA_VERSION)
-    sources: tuple[str, ...] = field("what it was read from: names of files, each with its format")
+    sources: tuple[str, ...] = field("names of the files that it was read from, each with its format")
     seconds: Amount | None = field("time that the counts cover; None: the source does not say", default=None)
     batches: tuple[TrafficCount, ...] = field("batch shapes with their counts, by role", converter=_ordered)
+    lines: Tally | None = field(
+        "observations that the target's steps rest on, where a log shows one of several; None: each step is one",
+        default=None,
+    )
     skipped: Tally = field("lines of the sources that could not be read", default=0)
     drafted: tuple[Tally, ...] = field("drafts proposed, by position", default=())
     accepted: tuple[Tally, ...] = field("drafts accepted, by position", default=())
-    notes: tuple[str, ...] = field("what the sources do not say, in sentences", default=())
+    notes: tuple[str, ...] = field("sentences about facts that the sources lack", default=())
 
     def __attrs_post_init__(self) -> None:
         raise_any(self._impossible())
@@ -85,3 +87,8 @@ class Traffic:
     def steps(self) -> int:
         """How many steps it counts, over all roles."""
         return sum(batch.count for batch in self.batches)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some batch of the target has prompts, or may have some; without, it says nothing of mixed batches."""
+        return any(batch.role is Role.TARGET and batch.past_prompt is not True for batch in self.batches)

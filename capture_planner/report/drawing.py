@@ -25,7 +25,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 
 from capture_planner.report.plots import COLORS, Color, Mark, Plot, PlotAxis, Series
-from capture_planner.report.writing import printable
+from capture_planner.report.printable import printable
 
 # Stand-ins that no drawing has by chance; ``svg`` puts the page's variables in their place.
 _LINE = "#d3c4b5"

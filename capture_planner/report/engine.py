@@ -1,47 +1,54 @@
-"""Emulated engines as rich tables."""
+"""Reports of engines: what one captures and serves, what to fix, what an export loses, and two side by side."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
+from capture_planner.codec import json_fields
+from capture_planner.engines.auto.decisions import StartDecision, short
 from capture_planner.engines.check import EngineFinding
-from capture_planner.engines.emulation import CapturedGraph, Emulation, Manager
-from capture_planner.engines.encoders import EncoderGraphs
+from capture_planner.engines.emulation import CapturedGraph, Emulation, EncoderGraphs, Manager
+from capture_planner.engines.export import DRAFT_MODEL, Effect, Export, Proof
+from capture_planner.engines.parsing import as_words
+from capture_planner.engines.side_by_side import BatchClass, Hole, Service, SideBySide
 from capture_planner.engines.verdict import ranges, verdict
 from capture_planner.engines.walk import BatchAnswer, walk
+from capture_planner.measuring.promises import ClassCheck, PromiseCheck, SideCheck
 from capture_planner.modes import GraphMode
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
+from capture_planner.records.journal import Event, JournalRecord, PromiseVerdict
+from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner.report.terminal import mode_text, ran_text, table_of
+from capture_planner.report.writing import Cell, Grid, Part, Report, Section, Tone, TonedText, mode_cell
+
+# What an engine captures -------------------------------------------------------------------------
 
 
-def emulation_table(emulation: Emulation) -> RenderableType:
-    """The whole emulation: the verdict, modes, graphs by kind, what serves which batches, and what decided it."""
+def emulation_report(emulation: Emulation) -> Report:
+    """Return the verdict, modes, graphs by kind, what serves which batches, and what decided it."""
     answers = walk(emulation)
-    parts: list[RenderableType] = [
-        *map(Text, verdict(emulation, answers).lines),
-        Text(),
-        Text(f"{emulation.engine} {emulation.version}: {_graphs(emulation)}", style="bold"),
-        Text(shlex.join(emulation.command) or "(no flags: all as by default)", style="dim"),
-        Text(f"sizes: {sizes_text(emulation.sizes)}"),
+    name = f"{emulation.engine} {emulation.version}"
+    parts: list[Part] = [
+        *verdict(emulation, answers).lines,
+        "",
+        TonedText(f"{name}: {_graphs(emulation)}", "strong"),
+        TonedText(shlex.join(emulation.command) or "(no flags: all as by default)", "note"),
+        f"sizes: {sizes_text(emulation.sizes)}",
     ]
     for alike in grouped(emulation.managers, lambda manager: _facts(manager, answers)).values():
-        parts += [Text(), *_roles(alike, answers)]
+        parts += ["", *_roles(alike, answers)]
     for encoder in emulation.encoders:
-        parts += [Text(), *_encoder(encoder)]
+        parts += ["", *_encoder(encoder)]
     if emulation.decisions:
         rows = ((each.role, each.rule, each.before, each.after, each.message) for each in emulation.decisions)
-        table = table_of("role", "rule", "before", "after", "because", rows=rows)
-        parts += [Text(), Text("decisions", style="bold"), table]
+        parts += ["", TonedText("decisions", "strong"), Grid.of(("role", "rule", "before", "after", "because"), rows)]
     settings = ((each.name, _value(each.value), each.source) for each in emulation.settings)
-    parts += [Text(), Text("settings", style="bold"), table_of("setting", "value", "from", rows=settings)]
-    return Group(*parts)
+    parts += ["", TonedText("settings", "strong"), Grid.of(("setting", "value", "from"), settings)]
+    return Report(kind="engine", title=name, sections=(Section(name="engine", title="", parts=parts),))
 
 
 def _facts(manager: Manager, answers: Sequence[BatchAnswer]) -> tuple[object, ...]:
@@ -49,18 +56,13 @@ def _facts(manager: Manager, answers: Sequence[BatchAnswer]) -> tuple[object, ..
     return (manager.mode, tuple(_graph_rows(manager)), tuple(_batch_rows(manager, answers)))
 
 
-def _roles(alike: Sequence[Manager], answers: Sequence[BatchAnswer]) -> Iterator[RenderableType]:
+def _roles(alike: Sequence[Manager], answers: Sequence[BatchAnswer]) -> Iterator[Part]:
     first, names = alike[0], " and ".join(manager.role for manager in alike)
     each = " each" if len(alike) > 1 else ""
-    yield Text.assemble((f"{names} ", "bold"), mode_text(first.mode), f", {counted(len(first.graphs), 'graph')}{each}")
-    if first.graphs:
-        yield table_of("graphs", "of", "LoRA", "tokens", right=("LoRA",), rows=_graph_rows(first))
-    titles = ("batches", "run", "requests or tokens", "LoRA", "padding", "why")
-    rows = (
-        (batches, ran_text(mode), extents, loras, padding, why)
-        for batches, mode, extents, loras, padding, why in _batch_rows(first, answers)
-    )
-    yield table_of(*titles, right=("padding",), rows=rows)
+    yield TonedText(f"{names} {first.mode.value}, {counted(len(first.graphs), 'graph')}{each}", "strong")
+    yield Grid.of(("graphs", "of", "LoRA", "tokens"), _graph_rows(first), right=("LoRA",))
+    columns = ("batches", "run", "requests or tokens", "LoRA", "padding", "why")
+    yield Grid.of(columns, _batch_rows(first, answers), right=("padding",))
 
 
 def _graph_rows(manager: Manager) -> Iterator[tuple[str, str, str, str]]:
@@ -75,12 +77,12 @@ def _graphs(emulation: Emulation) -> str:
     return counted(len(emulation.graphs), "graph") + (f", and {encoder} of the encoder" if encoder else "")
 
 
-def _encoder(encoder: EncoderGraphs) -> Iterator[RenderableType]:
+def _encoder(encoder: EncoderGraphs) -> Iterator[Part]:
     largest = encoder.budgets[-1]
     beyond = f"; images of {largest + 1} to {encoder.reach} tokens run eager" if largest < encoder.reach else ""
-    yield Text.assemble(("encoder ", "bold"), mode_text(GraphMode.FULL), f", {counted(len(encoder.budgets), 'graph')}")
+    yield TonedText(f"encoder {GraphMode.FULL.value}, {counted(len(encoder.budgets), 'graph')}", "strong")
     items = f"up to {counted(encoder.max_items, 'image')} or videos in one, together up to its budget{beyond}"
-    yield Text(f"budgets, in tokens of the language model: {sizes_text(encoder.budgets)}; {items}")
+    yield f"budgets, in tokens of the language model: {sizes_text(encoder.budgets)}; {items}"
 
 
 def _of(graph: CapturedGraph) -> str:
@@ -140,6 +142,7 @@ def sizes_text(sizes: Sequence[int]) -> str:
         end = at + 1
         while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[at + 1] - sizes[at]:
             end += 1
+        # A step is shorter to read than the sizes only from four of them on.
         if end - at < 3:
             parts.append(str(sizes[at]))
             at += 1
@@ -149,16 +152,18 @@ def sizes_text(sizes: Sequence[int]) -> str:
     return " ".join(parts) or "none"
 
 
-def findings_text(emulation: Emulation, findings: Sequence[EngineFinding]) -> RenderableType:
-    """One finding a paragraph: what, which flag fixes it, and where it was seen; the same of several roles once."""
-    parts: list[RenderableType] = []
+def findings_report(emulation: Emulation, findings: Sequence[EngineFinding]) -> Report:
+    """Return one finding a paragraph: what, its fix, and where it was seen; the same finding of several roles once."""
+    parts: list[Part] = []
     for (title, text, fix, seen), alike in grouped(findings, _paragraph).items():
         message = alike[0].diagnosis.message
+        # Several roles, or one whose name its message begins with: name them once, in front.
         if message != text:
             message = f"{' and '.join(each.diagnosis.role for each in alike)}: {text}"
-        parts += [Text.assemble((title, "bold"), f": {message}"), Text(f"  fix: {fix}"), Text(f"  seen: {seen}")]
+        parts += [f"{title}: {message}", f"  fix: {fix}", f"  seen: {seen}"]
     total = counted(len(findings), "finding") if findings else "nothing to report"
-    return Group(*parts, Text(f"{emulation.engine} {emulation.version}: {total}"))
+    title = f"{emulation.engine} {emulation.version}: {total}"
+    return Report(kind="check", title=title, sections=(Section(name="check", title="", parts=(*parts, title)),))
 
 
 def _paragraph(finding: EngineFinding) -> tuple[str, str, str, str]:
@@ -170,3 +175,275 @@ def _paragraph(finding: EngineFinding) -> tuple[str, str, str, str]:
 
 def _unnamed(finding: EngineFinding) -> str:
     return finding.diagnosis.message.removeprefix(f"{finding.diagnosis.role}: ")
+
+
+# What an export loses ---------------------------------------------------------------------------
+
+MOST_DIFFERENCES = 12
+"""Ranges of batches that are shown; ``--format json`` has all of them."""
+
+
+def export_command(export: Export, output: Path | None) -> str:
+    """Return the flags as a shell takes them, on one line, which a table would break."""
+    return shlex.join(export.command(str(output or export.file_name)))
+
+
+def launch_command(export: Export, plan_file: str, program: str) -> str:
+    """Return the command that starts the engine under the plan itself: with its model, and the drafter to be named."""
+    settings = {name: value for name, value in export.settings.items() if "model" in name or DRAFT_MODEL in str(value)}
+    # vLLM's server takes the model without a flag.
+    model = [str(settings.pop("model"))] if "model" in settings else []
+    return shlex.join(["capture-planner", "launch", plan_file, "--", *program.split(), *model, *as_words(settings)])
+
+
+def export_report(export: Export, output: Path | None, launch: str | None) -> Report:
+    """Return the flags, what they lose, with what it costs, and what the engine makes of them.
+
+    :param output: where the engine's configuration file is written.
+    :param launch: the command that runs the plan itself; None if the engine has no plugin for it.
+    """
+    parts: list[Part] = [TonedText(export_command(export, output), "verbatim"), ""]
+    if launch is not None:
+        parts += [TonedText(f"to run the plan itself: {launch}", "verbatim"), ""]
+    # Such an engine takes a file, which does not exist unless it is printed here.
+    if export.by_file and output is None:
+        parts += [TonedText(f"{export.file_name}:", "strong"), *export.file.rstrip().split("\n"), ""]
+    parts += _losses(export)
+    if export.proof is not None:
+        parts += ["", *_proof(export.proof)]
+    else:
+        parts += ["", TonedText(f"not proved: {export.unproved}", "bad")]
+    section = Section(name="export", title="", parts=parts)
+    return Report(kind="export", title=f"A plan as flags of {export.engine}", sections=(section,))
+
+
+def _losses(export: Export) -> Iterator[Part]:
+    if not export.losses:
+        if export.proof is not None and export.proof.loss is None:
+            yield TonedText("nothing of the plan is lost", "good")
+        elif export.proof is not None:
+            yield TonedText(f"lost, though the engine's plugin names no loss: {export.proof.loss}", "bad")
+        return
+    rows = ((loss.name, loss.says, "" if loss.cost is None else str(loss.cost)) for loss in export.losses)
+    yield Grid.of(("lost", "meaning", "cost"), rows)
+
+
+def _proof(proof: Proof) -> Iterator[Part]:
+    yield TonedText("as the engine reads it", "strong")
+    yield (
+        f"{counted(len(proof.same), 'graph')} as planned, {len(proof.lacks)} of the plan missing, "
+        f"{len(proof.adds)} added; of {proof.batches} batches, "
+        f"{sum(each.batches for each in proof.differences)} are answered differently"
+    )
+    if proof.unrun:
+        yield f"run as no forward of their own: {', '.join(proof.unrun)}"
+    counts = ((effect, proof.count(effect)) for effect in Effect)
+    if proof.differences:
+        yield "; ".join(f"{count} {effect.value}" for effect, count in counts if count)
+        yield Grid.of(("role", "batches", "planned", "engine", "effect"), _differences(proof))
+    more = len(proof.differences) - MOST_DIFFERENCES
+    if more > 0:
+        yield f"and {more} more ranges; --format json has them"
+
+
+def _differences(proof: Proof) -> Iterator[tuple[str, ...]]:
+    # Of many ranges only some are shown: first those that lose a graph.
+    worst_first = sorted(proof.differences, key=lambda each: list(Effect).index(each.effect))
+    for each in worst_first[:MOST_DIFFERENCES]:
+        span = f"{each.first}" if each.first == each.last else f"{each.first}..{each.last}"
+        tokens = "token" if span == "1" else "tokens"
+        unit = f"decodes of {each.query_len}: {span}" if each.kind is Kind.DECODE else f"mixed: {span} {tokens}"
+        yield each.role, unit, str(each.planned or "eager"), str(each.emulated or "eager"), each.effect.value
+
+
+# Two side by side -------------------------------------------------------------------------------
+
+MAX_HOLES = 20
+"""Holes that are shown; the rest is counted. ``--format json`` has them all."""
+
+
+def side_by_side_report(compared: SideBySide, promise: tuple[PromiseCheck, str] | None = None) -> Report:
+    """Return what each captures, what each serves, and what one alone runs eager.
+
+    :param promise: what became of the promise of B's plan, and what the plan is called: it comes first.
+    """
+    parts: list[Part] = [] if promise is None else [*_promise(*promise), ""]
+    parts += [TonedText(f"{letter}: {name}", "strong") for letter, name in (("A", compared.a), ("B", compared.b))]
+    parts += ["", _side_graphs(compared), "", _families(compared)]
+    for side, other in (("a", "b"), ("b", "a")):
+        holes = [hole for hole in compared.holes if hole.eager == side]
+        parts += ["", *_holes(holes, side.upper(), other.upper(), often=compared.from_traffic)]
+    if compared.unknown:
+        unknown = f"{compared.unknown:,} batches are not counted: the engine that was observed was not asked about them"
+        parts += ["", TonedText(unknown, "warning")]
+    title = f"{compared.a} and {compared.b}, side by side"
+    return Report(kind="comparison", title=title, sections=(Section(name="comparison", title="", parts=parts),))
+
+
+def _side_graphs(compared: SideBySide) -> Grid:
+    rows: list[tuple[Cell, ...]] = []
+    for modes in compared.modes:
+        rows.append((modes.role, "mode", *("does not run" if m is None else mode_cell(m) for m in (modes.a, modes.b))))
+        rows += (
+            ("", captured.mode.value, str(captured.a), str(captured.b))
+            for captured in compared.graphs
+            if captured.role is modes.role
+        )
+    return Grid.of(("role", "graphs", "A", "B"), rows, text=2)
+
+
+def _families(compared: SideBySide) -> Grid:
+    unit = "steps of the traffic" if compared.from_traffic else "batches"
+    rows = []
+    for pair in compared.families:
+        rows.append((pair.family.role.value, _kind(pair.family), "A", *_figures(pair.a)))
+        rows.append(("", "", "B", *_figures(pair.b)))
+    return Grid.of(("role", "kind", "", unit, "with a graph", "mean", "worst"), rows, text=3)
+
+
+def _kind(family: BatchClass) -> str:
+    return "mixed" if family.kind is Kind.MIXED else f"decodes of {family.query_len}"
+
+
+def _figures(service: Service | None) -> tuple[str, ...]:
+    if service is None:
+        return ("none", "", "", "")
+    share = f"{100 * service.coverage:.1f}%"
+    padding = (f"{service.mean:.3f}x", f"{service.worst:.2f}x") if service.graphed else ("", "")
+    return (f"{service.batches:,}", share, *padding)
+
+
+def _holes(holes: list[Hole], eager: str, other: str, *, often: bool) -> Iterator[Part]:
+    if not holes:
+        yield TonedText(f"nothing is eager in {eager} that has a graph in {other}", "good")
+        return
+    total = sum(hole.batches for hole in holes)
+    unit = "step of the traffic" if often else "batch"
+    many = f"1 {unit}" if total == 1 else f"{total:,} {'steps of the traffic' if often else 'batches'}"
+    yield TonedText(f"{many} eager in {eager} and not in {other}", "warning")
+    rows = (
+        (
+            hole.family.role,
+            _kind(hole.family),
+            str(hole.first),
+            counted(hole.last, "token" if hole.family.kind is Kind.MIXED else "request"),
+            str(hole.active_loras) if hole.active_loras else "",
+            mode_cell(hole.mode),
+            "" if hole.reason is None else hole.reason.value,
+        )
+        for hole in holes[:MAX_HOLES]
+    )
+    yield Grid.of(("role", "kind", "from", "to", "LoRA", f"{other} runs", f"{eager} has none for"), rows)
+    if len(holes) > MAX_HOLES:
+        yield TonedText(f"and {len(holes) - MAX_HOLES} more", "note")
+
+
+# What became of a promise -----------------------------------------------------------------------
+
+MAX_CLASSES = 16
+"""Classes that are shown: those with the most steps. ``--format json`` has them all."""
+
+_TONES: dict[PromiseVerdict, Tone] = {
+    PromiseVerdict.KEPT: "good",
+    PromiseVerdict.BROKEN: "bad",
+    PromiseVerdict.TOO_LITTLE_DATA: "warning",
+}
+
+json_fields(SideCheck, "off")
+json_fields(ClassCheck, "name", "excess_ms")
+
+
+def _promise(checked: PromiseCheck, plan: str) -> Iterator[Part]:
+    """Yield the verdict on a plan's promise, both sides of it, and the classes of steps."""
+    yield TonedText(f"promise {checked.verdict.value.replace('_', ' ')}: {plan}", _TONES[checked.verdict])
+    yield f"  {checked.reason}"
+    if checked.after is not None:
+        yield from ("", _promised_sides(checked))
+    if checked.classes:
+        yield from ("", _classes(checked))
+    if (left := len(checked.classes) - MAX_CLASSES) > 0:
+        yield TonedText(f"and {left} more", "note")
+
+
+def _promised_sides(checked: PromiseCheck) -> Grid:
+    rows = [
+        (name, *_side(side))
+        for name, side in (("B, under the plan", checked.after), ("A, without it", checked.before))
+        if side is not None
+    ]
+    if checked.without_ms is not None:
+        rows.append(("B's load without the plan", f"{checked.without_ms:.2f} ms"))
+    numbers = ("promised", "measured", "off", "error", "steps", "timed")
+    return Grid.of(("mean step, for the load of each", *numbers), rows, text=1)
+
+
+def _side(side: SideCheck) -> Iterator[str]:
+    yield from (f"{side.expected_ms:.2f} ms", f"{side.measured_ms:.2f} ms", f"{side.off:+.1%}")
+    yield from (f"{side.error_ms:.2f} ms", f"{side.steps:,}", f"{side.timed:,}")
+
+
+def _classes(checked: PromiseCheck) -> Grid:
+    least = sorted((each.steps for each in checked.classes), reverse=True)[:MAX_CLASSES][-1]
+    rows = [
+        (
+            each.name,
+            each.mode,
+            f"{each.promised_ms:.2f} ms",
+            "" if each.measured_ms is None else f"{each.measured_ms:.2f} ms",
+            f"{each.steps:,}",
+            f"{each.other_mode:,}" if each.other_mode else "",
+        )
+        for each in checked.classes
+        if each.steps >= least
+    ]
+    columns = ("steps, under the plan", "runs", "promised", "measured", "steps", "in another mode")
+    return Grid.of(columns, rows[:MAX_CLASSES], text=2)
+
+
+# The journal ------------------------------------------------------------------------------------
+
+
+def start_lines(decision: StartDecision, plan: Plan | None, observed_into: Path | None) -> Iterator[str]:
+    """Yield what a start of ``launch --auto`` prints: what was observed, what was decided, and what runs.
+
+    :param plan: that of the decision, which runs.
+    """
+    yield f"observed: {decision.observed}"
+    yield f"decided: {decision.event.value}: {decision.says}"
+    runs = "the engine by itself"
+    if plan is not None and decision.plan is not None:
+        runs = f"{short(decision.plan)}, {counted(plan.num_graphs, 'graph')}"
+        if plan.promise is not None:
+            after, before = plan.promise.after.mean_step_ms, plan.promise.before.mean_step_ms
+            runs += f"; {after:.2f} ms a step promised, {before:.2f} without it"
+    yield f"runs: {runs}" + ("" if observed_into is None else f", observed into {observed_into}")
+
+
+_EVENT_TONES: dict[Event, Tone] = {Event.APPLY: "good", Event.KEEP: "good", Event.PUT_ASIDE: "bad"}
+
+
+def journal_report(records: Sequence[JournalRecord]) -> Report:
+    """Return the records of ``launch --auto`` in their order; without any, a sentence."""
+    rows: list[tuple[str, ...]] = []
+    for record in records:
+        plan = "by itself" if record.plan is None else short(record.plan).removeprefix("plan ")
+        decision = record.decision.value.replace("_", " ")
+        tone = _EVENT_TONES.get(record.decision)
+        decision = decision if tone is None else TonedText(decision, tone)
+        rows.append((str(record.run), record.time, decision, plan, "; ".join(_reasons(record))))
+    grid = Grid.of(("run", "time", "decision", "plan", "why"), rows, right=("run",))
+    parts = (grid,) if rows else ("the journal is empty: nothing was started",)
+    section = Section(name="journal", title="", parts=parts)
+    return Report(kind="journal", title="The journal of launch --auto", sections=(section,))
+
+
+def _reasons(record: JournalRecord) -> Iterator[str]:
+    if record.verdict is not None:
+        yield f"promise {record.verdict.value.replace('_', ' ')}"
+    if record.reason:
+        yield record.reason
+    if record.after_ms is not None and record.before_ms is not None:
+        yield f"promised {record.after_ms:.2f} ms a step, {record.before_ms:.2f} without it"
+    if record.decision is Event.END:
+        yield "it had captured its graphs" if record.captured else "before it had captured its graphs"
+        yield "ended by a signal" if record.interrupted else f"exit code {record.exit_code}"

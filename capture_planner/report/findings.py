@@ -1,4 +1,4 @@
-"""Findings as text, JSON, GitHub annotations and SARIF."""
+"""Findings and differences: a line each, as JSON, GitHub annotations and SARIF."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import attrs
 from capture_planner.analysis.lint import RULES, Finding, Severity
 from capture_planner.codec import json_of, plain
 from capture_planner.codec.plain import plain_some
-from capture_planner.engines.check import ENGINE_RULES
-from capture_planner.engines.observed_check import OBSERVED_RULES, ObservedFinding
+from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, ObservedFinding
 from capture_planner.records._base import grouped
+from capture_planner.records.text import counted
 from capture_planner.report.plain import finding_json
+from capture_planner.report.writing import Report, Section, toned
 
 DRIFT_CODE = "CP099"
 """A plan is not what its spec gives, or not what an engine did; found by comparison, not by a rule."""
@@ -44,10 +45,28 @@ class Drift:
     column: int = 1
 
 
-def as_text(placed: Sequence[FileFinding], drift: Sequence[Drift]) -> str:
-    """One finding a line, as compilers write them."""
+def check_report(
+    placed: Sequence[FileFinding], drift: Sequence[Drift], budgets: Sequence[str], files: int, other: str
+) -> Report:
+    """Return one finding a line, as compilers write them, what budgets cost, and how many findings there are.
+
+    :param other: what a drift is a difference from, in words.
+    """
+    counts = {severity: sum(p.severity is severity for p in placed) for severity in Severity}
+    found = [counted(count, severity.value) for severity, count in counts.items() if count]
+    found += [f"{counted(len(drift), 'difference')} {other}"] if drift else []
+    total = f"{counted(files, 'file')} checked: {', '.join(found) or 'nothing to report'}"
     lines = [f"{p.file}:{p.line}:{p.column}: {p.severity.value}: {p.finding}" for p in placed]
-    return "\n".join(lines + [f"{d.file}:{d.line}:{d.column}: error: {DRIFT_CODE} drift: {d.message}" for d in drift])
+    lines += [f"{d.file}:{d.line}:{d.column}: error: {DRIFT_CODE} drift: {d.message}" for d in drift]
+    parts = toned([*lines, *budgets, total], "verbatim")
+    return Report(kind="check", title=total, sections=(Section(name="check", title="", parts=parts),))
+
+
+def changes_report(changes: Sequence[str], same: str, notes: Sequence[str] = ()) -> Report:
+    """Return one difference a line, then the notes; ``same``: what to say where there is no difference."""
+    parts = toned([*(changes or [same]), *(f"note: {note}" for note in notes)], "verbatim")
+    title = counted(len(changes), "difference") if changes else same
+    return Report(kind="comparison", title=title, sections=(Section(name="changes", title="", parts=parts),))
 
 
 @json_of(FileFinding)

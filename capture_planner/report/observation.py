@@ -1,42 +1,44 @@
-"""Observations as rich tables: what was captured, what ran on it, and what that took."""
+"""Reports of observations: what was captured, what ran on it, what that took, and what data-parallel ranks brought."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
-
-from capture_planner.engines.observed_check import counted_steps, shape
-from capture_planner.engines.observed_diff import ObservedDiff
-from capture_planner.modes import GraphMode, Reason
-from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole
+from capture_planner.analysis.data_parallel import explain_share, shape_text
+from capture_planner.codec import plain
+from capture_planner.engines.check import counted_steps, shape
+from capture_planner.errors import CapturePlannerError
+from capture_planner.measuring.steps import step_times
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import grouped
+from capture_planner.records.batch import Entry
+from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole, ObservedVector
 from capture_planner.records.text import counted
-from capture_planner.report.terminal import mode_text, ran_text, table_of
+from capture_planner.report.writing import Grid, Part, Report, Section, TonedText, warned
 
 MAX_ROWS = 20
 """Graphs and batches that a table lists, the most frequent first; ``--format json`` has all."""
 
 
-def observation_tables(observation: Observation) -> RenderableType:
-    """The whole observation: the process, then each role with its graphs, its steps and what they took."""
-    parts: list[RenderableType] = [
-        Text(f"{observation.engine} {observation.engine_version}: {_summary(observation)}", style="bold"),
-        Padding(table_of("", "", rows=_facts(observation)), (0, 0, 0, 2)),
-    ]
+def observation_report(observation: Observation) -> Report:
+    """Return the report: the process, then each role with its graphs, its steps and what they took."""
+    title = f"{observation.engine} {observation.engine_version}: {_summary(observation)}"
+    sections = [Section(name="engine", title=title, parts=(Grid.facts(_facts(observation)),))]
     for role in observation.roles:
-        title = Text.assemble((f"{role.role} ", "bold underline"), mode_text(role.mode))
-        title.append(f", {counted(len(role.graphs), 'graph')}, {counted_steps(role.steps)}")
-        parts += [Text(""), title, *(Padding(part, (0, 0, 0, 2)) for part in _role(role))]
-    if observation.decisions:
-        rows = ((each.role, each.rule, each.before, each.after, each.message) for each in observation.decisions)
-        table = table_of("role", "rule", "before", "after", "because", rows=rows)
-        parts += [Text(""), Text("decisions", style="bold"), table]
-    if observation.settings:
-        parts += [Text(""), Text("settings", style="bold"), table_of("setting", "value", rows=observation.settings)]
-    return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in observation.notes))
+        heading = f"{role.role} {role.mode.value}, {counted(len(role.graphs), 'graph')}, {counted_steps(role.steps)}"
+        sections.append(Section(name=role.role, title=heading, parts=_role(role)))
+    rows = ((each.role, each.rule, each.before, each.after, each.message) for each in observation.decisions)
+    rest: list[Part] = []
+    for name, grid in (
+        ("decisions", Grid.of(("role", "rule", "before", "after", "because"), rows)),
+        ("settings", Grid.of(("setting", "value"), observation.settings)),
+    ):
+        rest += ("", TonedText(name, "strong"), grid) if grid.rows else ()
+    rest += warned(*(f"note: {note}" for note in observation.notes))
+    sections.append(Section(name="rest", title="", parts=rest))
+    return Report(kind="observation", title=title, sections=tuple(sections))
 
 
 def _summary(observation: Observation) -> str:
@@ -59,12 +61,27 @@ def _facts(observation: Observation) -> Iterator[tuple[str, str]]:
     yield "counted", f"{observation.seconds:,.0f} s from {observation.started}"
     capture = [(observation.capture_seconds, "s", 1), (observation.graph_mib, "MiB of graphs", 0)]
     costs = [f"{value:,.{digits}f} {unit}" for value, unit, digits in capture if value is not None]
+    tokens = observation.kv_tokens(observation.graph_mib or 0.0)
     if costs:
-        yield "capture", ", ".join(costs)
+        yield "capture", ", ".join(costs) + (f", the room of {tokens:,} KV-cache tokens" if tokens else "")
     if observation.kv_blocks is not None:
         yield "KV cache", counted(observation.kv_blocks, "block")
+    if (mean := _mean_step(observation)) is not None:
+        yield "mean step", mean
     if sum(observation.drafted):
         yield "accepted", ", ".join(_accepted(observation))
+
+
+def _mean_step(observation: Observation) -> str | None:
+    """Return what the target's steps took until the next ones; None where they were not measured."""
+    try:
+        times = step_times(observation)
+    except CapturePlannerError:
+        # Its steps were not timed: the report goes on without it.
+        return None
+    stalls = sum(role.stalls for role in observation.roles)
+    apart = f"; {counted(stalls, 'stall')} apart" if stalls else ""
+    return f"{times.mean_ms:.3f} ms, standard error {times.error_ms:.2g} ms, of {counted_steps(times.steps)}{apart}"
 
 
 def _accepted(observation: Observation) -> Iterator[str]:
@@ -77,47 +94,62 @@ def _accepted(observation: Observation) -> Iterator[str]:
         yield f"{1 + sum(accepted) / drafted[0]:.2f} tokens per request and step"
 
 
-def _role(role: ObservedRole) -> Iterator[RenderableType]:
-    if role.graphs:
-        yield _kinds(role)
+def _role(role: ObservedRole) -> Iterator[Part]:
+    """Yield the tables of a role, a blank line before each but the first."""
+    yield _kinds(role)
     if role.steps:
-        yield from (Text(""), _reasons(role), Text(""), _batches(role))
+        yield from ("", _reasons(role), "", _batches(role))
     if role.graphs and role.steps:
-        yield from (Text(""), _graphs(role))
+        yield from ("", _graphs(role))
+    if role.trials:
+        yield from ("", "captured for a moment, timed and given back", _trials(role))
     if role.eager:
         rows = (
-            (
-                str(cost.num_reqs),
-                str(cost.num_tokens),
-                "" if cost.query_len is None else str(cost.query_len),
-                f"{cost.milliseconds:.3f}",
-            )
+            (str(cost.num_reqs), str(cost.num_tokens), _figure(cost.query_len, ""), _figure(cost.milliseconds, ".3f"))
             for cost in role.eager
         )
-        columns = ("requests", "tokens", "each", "ms")
-        yield from (Text(""), Text("eager steps, measured after capture"), table_of(*columns, right=columns, rows=rows))
+        yield from ("", "eager steps, measured after capture")
+        yield Grid.of(("requests", "tokens", "each", "ms"), rows, text=0)
 
 
-def _kinds(role: ObservedRole) -> RenderableType:
-    """A row for each kind of graph: what was captured, and what it cost."""
-    kinds: dict[tuple[str, str], list[ObservedGraph]] = {}
-    for graph in role.graphs:
-        kinds.setdefault((graph.entry.mode.value, _of(graph)), []).append(graph)
-    figures = ("graphs", "tokens", "s", "MiB", "replay ms", "steps")
-    table = table_of("captured", "of", *figures, right=figures)
-    for (mode, of), graphs in kinds.items():
-        tokens = [graph.entry.num_tokens for graph in graphs]
-        table.add_row(
-            mode,
-            of,
-            str(len(graphs)),
-            f"{min(tokens)} to {max(tokens)}",
-            _total((graph.seconds for graph in graphs), 2),
-            _total((graph.mib for graph in graphs), 0),
-            _span([graph.milliseconds for graph in graphs if graph.milliseconds is not None]),
-            f"{sum(graph.replays for graph in graphs):,}",
+def _figure(value: float | None, form: str) -> str:
+    """Write a figure; nothing where it was not measured."""
+    return "" if value is None else format(value, form)
+
+
+def _trials(role: ObservedRole) -> Grid:
+    rows = (
+        (
+            graph.entry.mode.value,
+            _of(graph),
+            str(graph.entry.num_tokens),
+            _figure(graph.milliseconds, ".3f"),
+            _figure(graph.mib, ",.1f"),
         )
-    return table
+        for graph in role.trials
+    )
+    return Grid.of(("mode", "of", "tokens", "replay ms", "MiB alone"), rows, text=2)
+
+
+def _kinds(role: ObservedRole) -> Grid:
+    """Return a row for each kind of graph: what was captured, and what it cost."""
+    rows = []
+    for (mode, of), graphs in grouped(role.graphs, lambda graph: (graph.entry.mode.value, _of(graph))).items():
+        tokens = [graph.entry.num_tokens for graph in graphs]
+        times = [graph.milliseconds for graph in graphs if graph.milliseconds is not None]
+        rows.append(
+            (
+                mode,
+                of,
+                str(len(graphs)),
+                f"{min(tokens)} to {max(tokens)}",
+                _total((graph.seconds for graph in graphs), 2),
+                _total((graph.mib for graph in graphs), 0),
+                f"{min(times):.3f} to {max(times):.3f}" if times else "",
+                f"{sum(graph.replays for graph in graphs):,}",
+            )
+        )
+    return Grid.of(("captured", "of", "graphs", "tokens", "s", "MiB", "replay ms", "steps"), rows, text=2)
 
 
 def _of(graph: ObservedGraph) -> str:
@@ -134,59 +166,128 @@ def _total(values: Iterable[float | None], digits: int) -> str:
     return f"{sum(known):,.{digits}f}" if known else ""
 
 
-def _span(values: Sequence[float]) -> str:
-    return f"{min(values):.3f} to {max(values):.3f}" if values else ""
+def _share(steps: int, role: ObservedRole) -> tuple[str, str]:
+    return f"{steps:,}", f"{steps / role.steps:.1%}"
 
 
-def _reasons(role: ObservedRole) -> RenderableType:
-    """How steps ran: by mode, and eager ones by reason."""
-    ran: Counter[tuple[GraphMode, Reason | None]] = Counter()
+def _reasons(role: ObservedRole) -> Grid:
+    """Return how steps ran: by mode, and eager ones by reason."""
+    counts: Counter[tuple[GraphMode, Reason | None]] = Counter()
     for graph in role.graphs:
-        ran[graph.entry.mode, None] += graph.replays
+        counts[graph.entry.mode, None] += graph.replays
     for count in role.batches:
         if count.graph is None:
-            ran[GraphMode.NONE, count.reason] += count.steps
-    table = table_of("ran", "steps", "share", "why", right=("steps", "share"))
-    for (mode, reason), steps in ran.most_common():
-        if steps:
-            table.add_row(ran_text(mode), f"{steps:,}", f"{steps / role.steps:.1%}", reason or "")
-    rest = role.steps - ran.total()
+            counts[GraphMode.NONE, count.reason] += count.steps
+    rows = [(mode, *_share(steps, role), reason or "") for (mode, reason), steps in counts.most_common() if steps]
+    # An observer lists the most frequent shapes alone, so counts may not add up to all steps.
+    rest = role.steps - counts.total()
     if rest > 0:
-        table.add_row(ran_text(GraphMode.NONE), f"{rest:,}", f"{rest / role.steps:.1%}", "shapes that are not listed")
-    return table
+        rows.append((GraphMode.NONE, *_share(rest, role), "shapes that are not listed"))
+    return Grid.of(("ran", "steps", "share", "why"), rows, right=("steps", "share"))
 
 
-def _batches(role: ObservedRole) -> RenderableType:
-    """The most frequent batches: the graph of each, and the time of a step."""
-    table = table_of("batch", "steps", "share", "ran on", "ms", right=("steps", "share", "ms"))
-    for count in role.batches[:MAX_ROWS]:
-        ran_on = f"eager ({count.reason})" if count.graph is None else str(role.graphs[count.graph].entry)
-        milliseconds = "" if count.milliseconds is None else f"{count.milliseconds:.3f}"
-        table.add_row(shape(count), f"{count.steps:,}", f"{count.steps / role.steps:.1%}", ran_on, milliseconds)
+def _batches(role: ObservedRole) -> Grid:
+    """Return the most frequent batches: the graph of each, and the time of a step."""
+    rows = [
+        (
+            shape(count),
+            *_share(count.steps, role),
+            f"eager ({count.reason})" if count.graph is None else str(role.graphs[count.graph].entry),
+            _figure(count.milliseconds, ".3f"),
+        )
+        for count in role.batches[:MAX_ROWS]
+    ]
     others = role.steps - sum(count.steps for count in role.batches[:MAX_ROWS])
     if others:
-        table.add_row("other batches", f"{others:,}", f"{others / role.steps:.1%}", "", "")
-    return table
+        rows.append(("other batches", *_share(others, role), "", ""))
+    return Grid.of(("batch", "steps", "share", "ran on", "ms"), rows, right=("steps", "share", "ms"))
 
 
-def _graphs(role: ObservedRole) -> RenderableType:
-    """The graphs with the most steps."""
-    figures = ("steps", "share", "replay ms", "capture s", "MiB")
-    table = table_of("graph", *figures, right=figures)
+def _graphs(role: ObservedRole) -> Grid:
+    """Return the graphs with the most steps."""
     by_steps = sorted(role.graphs, key=lambda graph: -graph.replays)
-    for graph in by_steps[:MAX_ROWS]:
-        costs = ((graph.milliseconds, 3), (graph.seconds, 3), (graph.mib, 2))
-        figures_of = ("" if value is None else f"{value:.{digits}f}" for value, digits in costs)
-        table.add_row(str(graph.entry), f"{graph.replays:,}", f"{graph.replays / role.steps:.1%}", *figures_of)
-    more = by_steps[MAX_ROWS:]
-    if more:
+    rows = [
+        (
+            str(graph.entry),
+            *_share(graph.replays, role),
+            *(_figure(getattr(graph, name), form) for name, form in _COSTS.items()),
+        )
+        for graph in by_steps[:MAX_ROWS]
+    ]
+    if more := by_steps[MAX_ROWS:]:
         rest = sum(graph.replays for graph in more)
-        name = f"{counted(len(more), 'other graph')}"
-        table.add_row(name, f"{rest:,}", f"{rest / role.steps:.1%}", "", "", "")
-    return table
+        rows.append((counted(len(more), "other graph"), *_share(rest, role), "", "", ""))
+    return Grid.of(("graph", "steps", "share", "replay ms", "capture s", "MiB"), rows, text=1)
 
 
-def diff_text(diff: ObservedDiff) -> str:
-    """One difference a line, then the notes."""
-    changes = [change.message for change in diff.changes] or ["no differences"]
-    return "\n".join([*changes, *(f"note: {note}" for note in diff.notes)])
+_COSTS = {"milliseconds": ".3f", "seconds": ".3f", "mib": ".2f"}
+
+
+# Data-parallel ranks -----------------------------------------------------------------------------
+
+NO_VECTORS = "no vector of several ranks is in this observation: one rank ran, or the engine's observer records none"
+
+
+def _listed(observation: Observation, role: Role | None) -> Iterator[tuple[ObservedRole, ObservedVector, Entry | None]]:
+    for each in observation.roles:
+        for vector in each.vectors if role in (None, each.role) else ():
+            yield each, vector, None if vector.graph is None else each.graphs[vector.graph].entry
+
+
+def _other_steps(observation: Observation, role: Role | None) -> int:
+    return sum(each.other_vectors for each in observation.roles if role in (None, each.role))
+
+
+def vectors_json(observation: Observation, role: Role | None = None) -> dict[str, Any]:
+    """Return each vector with what all ranks ran and why, by rank; of one role, or of all."""
+    vectors = [
+        {
+            "role": seen.role.value,
+            "steps": vector.steps,
+            "mode": (GraphMode.NONE if entry is None else entry.mode).value,
+            "entry": plain(entry),
+            "reason": plain(vector.reason),
+            "ranks": [
+                {
+                    "num_reqs": vector.num_reqs[rank],
+                    "num_tokens": vector.num_tokens[rank],
+                    "query_len": vector.query_len[rank],
+                    "past_prompt": vector.past_prompt[rank],
+                    "alone": vector.modes[rank].value,
+                    "message": explain_share(seen.role, vector, rank, entry),
+                }
+                for rank in range(vector.num_ranks)
+            ],
+        }
+        for seen, vector, entry in _listed(observation, role)
+    ]
+    others = _other_steps(observation, role)
+    return {"vectors": vectors, "other_steps": others, "idle_steps": observation.idle_steps}
+
+
+def vectors_report(observation: Observation, role: Role | None = None) -> Report:
+    """Return each vector as a table by rank, the most frequent first; and how many steps are of others."""
+    sections = []
+    for number, (seen, vector, entry) in enumerate(_listed(observation, role)):
+        batches = [vector.batch(seen.role, rank) for rank in range(vector.num_ranks)]
+        rows = (
+            (
+                str(rank),
+                "idle" if batch is None else shape_text(batch),
+                vector.modes[rank],
+                explain_share(seen.role, vector, rank, entry),
+            )
+            for rank, batch in enumerate(batches)
+        )
+        title = f"{seen.role}, {counted(vector.steps, 'step')} -> {'eager' if entry is None else entry}"
+        grid = Grid.of(("rank", "brings", "alone", "because"), rows)
+        sections.append(Section(name=f"vector-{number}", title=title, parts=(grid,)))
+    others, rest = _other_steps(observation, role), []
+    if not sections:
+        rest.append(NO_VECTORS)
+    elif others:
+        rest.append(f"and {counted(others, 'step')} of vectors that are not listed")
+    if sections and observation.idle_steps:
+        rest.append(f"{counted(observation.idle_steps, 'step')} without work: a dummy batch ran along")
+    sections.append(Section(name="rest", title="", parts=rest))
+    return Report(kind="observation of ranks", title="What data-parallel ranks ran", sections=tuple(sections))

@@ -11,15 +11,14 @@ from typing import Any
 
 from capture_planner.analysis.coverage import Cell, Coverage
 from capture_planner.analysis.diff import Change
-from capture_planner.analysis.explain import Explanation, NearMiss
+from capture_planner.analysis.explain import Explanation
 from capture_planner.analysis.lint import Diagnostic, Finding
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.plain import json_some, plain_some
-from capture_planner.engines.check import Diagnosis, EngineFinding
+from capture_planner.engines.check import Diagnosis, EngineFinding, ObservedFinding
+from capture_planner.engines.deployments import ObservedCoverage
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
-from capture_planner.engines.observed import ObservedCoverage
-from capture_planner.engines.observed_check import ObservedFinding
 from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
 from capture_planner.engines.verdict import verdict
 from capture_planner.engines.walk import runs, walk
@@ -28,10 +27,9 @@ from capture_planner.records._base import grouped
 __all__ = ["plain"]
 
 
-json_fields(Change, subject="what", message="says")
-json_fields(NearMiss, message="says")
+json_fields(Change, subject="what")
 json_fields(Service, "coverage")
-json_fields(Loss, omit={"scope"})
+json_fields(Loss, omit={"scope"}, says="message")
 json_some(Coverage, "covered", "cells")
 json_some(ObservedCoverage, "covered", "cells")
 json_some(Export, "engine", "flags", "file", "sizes", "losses", "proof", "unproved")
@@ -42,7 +40,7 @@ def _explanation(explained: Explanation) -> dict[str, Any]:
     return {
         "batch": plain(explained.batch),
         **plain_some(explained.answer, "mode", "entry", "padded_tokens", "padded_reqs", "reason"),
-        "says": explained.message,
+        "message": explained.message,
         "rejected": plain(explained.near_misses),
     }
 
@@ -80,8 +78,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
         "graphs": plain(emulation.graphs),
         "mode": plain(emulation.modes),
         "decisions": [
-            {name: fields[name] for name in ("rule", "role", "before", "after", "says")}
-            for fields in map(plain_fields, emulation.decisions)
+            plain_some(decision, "rule", "role", "before", "after", "message") for decision in emulation.decisions
         ],
         "settings": {s.name: {"value": plain(s.value), "source": s.source} for s in emulation.settings},
         "batches": [

@@ -164,6 +164,7 @@ class Plot:
     @property
     def colors(self) -> tuple[Color, ...]:
         """The colour of each series: its own, or the first that no other has; they repeat when all are taken."""
+        # A chosen colour means something on the page, such as a mode: no other series may look like it.
         free = [color for color in COLORS if color not in {one.color for one in self.series}] or list(COLORS)
         found, number = [], 0
         for one in self.series:

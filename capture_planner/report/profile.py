@@ -1,42 +1,35 @@
-"""Profiles as rich tables: what passes and graphs cost on a machine, and what was not measured."""
+"""Reports of profiles: what passes and graphs cost on a machine, and what was not measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
-
-from capture_planner.modes import GraphMode
 from capture_planner.records.profile import CostCurve, GraphCost, Profile, family_name
 from capture_planner.records.text import counted
-from capture_planner.report.terminal import mode_text, table_of
+from capture_planner.report.writing import Grid, Report, Section, ran, warned
 
 FLAT = 1.02
 """Sizes whose times differ by no more are one step of a staircase in the tables; ``--format json`` has all."""
 
 
-def profile_tables(profile: Profile) -> RenderableType:
-    """The whole profile: the machine, the staircase of each curve, and the costs of graphs."""
+def profile_report(profile: Profile) -> Report:
+    """Return the report: the machine, the staircase of each curve, and the costs of graphs."""
     sizes = sum(len(curve.tokens) for curve in profile.curves)
     title = f"{profile.source}: {counted(sizes, 'size')} of {profile.model.name} on {profile.device.name}"
-    parts: list[RenderableType] = [
-        Text(title, style="bold"),
-        Padding(table_of("", "", rows=_facts(profile)), (0, 0, 0, 2)),
-    ]
-    for curve in profile.curves:
-        mode = Text("eager", style="yellow") if curve.mode is GraphMode.NONE else mode_text(curve.mode)
+    sections = [Section(name="profile", title=title, parts=(Grid.facts(_facts(profile)),))]
+    for number, curve in enumerate(profile.curves):
         kind = family_name(*curve.key).partition(" (")[2].rstrip(")")
-        heading = Text.assemble((f"{curve.role.value} ", "bold underline"), mode, f", {kind}")
-        table = table_of("tokens", "ms", right=("tokens", "ms"), rows=staircase(curve))
-        parts += [Text(""), heading, Padding(table, (0, 0, 0, 2))]
+        heading = f"{curve.role.value} {ran(curve.mode)}, {kind}"
+        grid = Grid.of(("tokens", "ms"), staircase(curve), text=0)
+        sections.append(Section(name=f"curve-{number}", title=heading, parts=(grid,)))
     if profile.graphs:
-        columns = ("of", "MiB each", "driver", "largest", "per token", "s each", "MiB off by", "s off by")
-        table = table_of("graphs", *columns[1:], right=columns[1:], rows=map(_cost, profile.graphs))
-        parts += [Text(""), Text("what graphs cost", style="bold underline"), Padding(table, (0, 0, 0, 2))]
-    return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in profile.notes))
+        columns = ("graphs", "MiB each", "driver", "largest", "per token", "s each", "MiB off by", "s off by")
+        grid = Grid.of(columns, map(_cost, profile.graphs), text=1)
+        sections.append(Section(name="graphs", title="what graphs cost", parts=(grid,)))
+    notes = warned(*(f"note: {note}" for note in profile.notes))
+    sections.append(Section(name="notes", title="", parts=notes))
+    return Report(kind="profile", title=title, sections=tuple(sections))
 
 
 def _facts(profile: Profile) -> Iterator[tuple[str, str]]:

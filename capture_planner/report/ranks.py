@@ -1,4 +1,4 @@
-"""What data-parallel ranks run, as tables and as JSON; and the vectors to show of a plan."""
+"""Reports of what data-parallel ranks run, as a plan has it; and the vectors to show of a plan."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from itertools import groupby
 from typing import Any
 
 import attrs
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
 
 from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree, explain_rank
 from capture_planner.codec import json_of, plain
@@ -18,7 +15,7 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_families, most_tokens
 from capture_planner.records.text import counted
-from capture_planner.report.terminal import ran_text, table_of
+from capture_planner.report.writing import Grid, Report, Section, ran
 
 NEVER_RUNS = "never runs; the schedule drafts too few tokens"
 
@@ -59,7 +56,7 @@ def _json(report: RankReport) -> dict[str, Any]:
                 "runs": plain(answer.batch),
                 "padded_tokens": answer.dispatch.padded_tokens,
                 "padded_reqs": answer.dispatch.padded_reqs,
-                "says": reason,
+                "message": reason,
             }
             for submitted, answer, reason in ranks
         ],
@@ -102,6 +99,7 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
     if len({family.query_len for family in families}) > 1:
         last = max(lengths, key=lambda count: (lengths[count] != lengths[middle], -count))
         vectors.append(("the schedule gives one rank another number of draft tokens", (decode(last), *others)))
+    # A draft decode never has prompts: they are with the draft prefill.
     if role is not Role.DRAFT_DECODE:
         vectors += [
             ("one rank has a short prompt", (prompt(middle * lengths[middle] + 1), *others)),
@@ -118,25 +116,25 @@ def cases(dispatcher: Dispatcher, role: Role, num_ranks: int) -> tuple[RankRepor
     return tuple(rank_report(dispatcher, Vector(role=role, ranks=ranks), title) for title, ranks in vectors)
 
 
-def cases_table(reports: Sequence[RankReport], role: Role) -> RenderableType:
-    """Each case as a table by rank; neighbours that run the same for the same reason share a line."""
-    if not reports:
-        return Text(f"{role}: {NEVER_RUNS}")
-    parts: list[RenderableType] = []
-    for report in reports:
-        agreement, ranks = report.agreement, report.agreement.vector.ranks
-        mode = agreement.answers[0].dispatch.mode
-        runs: Text = Text("nothing") if agreement.joint is None else ran_text(mode)
-        if agreement.entry is not None:
-            runs = Text(str(agreement.entry), style=runs.style)
-        table = table_of("rank", "submits", "padded by", "because")
-        for _, group in groupby(range(len(ranks)), key=lambda rank: (ranks[rank], report.reasons[rank])):
-            first, *others = group
-            span = f"{first} to {others[-1]}" if others else str(first)
-            table.add_row(span, _submits(ranks[first]), _padding(agreement, first), report.reasons[first])
-        parts += [Text("")] if parts else []
-        parts += [Text.assemble(f"{role}, {report.title} -> ", runs), Padding(table, (0, 0, 0, 2))]
-    return Group(*parts)
+def cases_report(reports: Sequence[RankReport], role: Role) -> Report:
+    """Return each case as a table by rank; neighbours that run the same for the same reason share a line."""
+    title = f"What data-parallel ranks run: {role}"
+    sections = [_case(report, role, number) for number, report in enumerate(reports)]
+    if not sections:
+        sections.append(Section(name="none", title="", parts=(f"{role}: {NEVER_RUNS}",)))
+    return Report(kind="vector of ranks", title=title, sections=tuple(sections))
+
+
+def _case(report: RankReport, role: Role, number: int) -> Section:
+    agreement, ranks = report.agreement, report.agreement.vector.ranks
+    runs = "nothing" if agreement.joint is None else agreement.entry or ran(agreement.answers[0].dispatch.mode)
+    rows = []
+    for _, group in groupby(range(len(ranks)), key=lambda rank: (ranks[rank], report.reasons[rank])):
+        first, *others = group
+        span = f"{first} to {others[-1]}" if others else str(first)
+        rows.append((span, _submits(ranks[first]), _padding(agreement, first), report.reasons[first]))
+    grid = Grid.of(("rank", "submits", "padded by", "because"), rows)
+    return Section(name=f"case-{number}", title=f"{role}, {report.title} -> {runs}", parts=(grid,))
 
 
 def _submits(submitted: Submission) -> str:

@@ -1,4 +1,4 @@
-"""Traffic as tables: which batches ran, how often, and what its sources do not say."""
+"""Reports of traffic: which batches ran, how often, and what its sources do not say."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.text import Text
-
 from capture_planner.modes import Role
 from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner.report.terminal import table_of
+from capture_planner.report.writing import Grid, Report, Section, warned
 
 MAX_ROWS = 12
 """Shapes that a table lists, the most frequent first; ``--format json`` has all."""
@@ -34,6 +30,7 @@ def traffic_json(traffic: Traffic, unreadable: Sequence[str] = (), notes: Sequen
     names = ("role", "num_reqs", "num_tokens", "query_len")
     return {
         "steps": traffic.steps,
+        "lines": traffic.lines,
         "seconds": traffic.seconds,
         "skipped": traffic.skipped,
         "batches": [dict(zip(names, shape, strict=True)) | {"count": count} for shape, count in counts.items()],
@@ -43,28 +40,29 @@ def traffic_json(traffic: Traffic, unreadable: Sequence[str] = (), notes: Sequen
     }
 
 
-def traffic_tables(traffic: Traffic) -> RenderableType:
-    """The whole traffic: a summary by role, the most frequent shapes of each, and notes."""
+def traffic_report(traffic: Traffic) -> Report:
+    """Return the report: a summary by role, the most frequent shapes of each, and notes."""
     roles = grouped(traffic.batches, lambda batch: batch.role)
     assumed = next((note for note in traffic.notes if note.startswith("assumed ")), None)
     title = counted(traffic.steps, "step") if assumed is None else f"{counted(traffic.steps, 'step')} ({assumed})"
     rows = [_summary(role, batches) for role, batches in roles.items()]
     columns = ("role", "steps", "shapes", "decodes", "with prompts", "not known", "most requests", "most tokens")
-    parts: list[RenderableType] = [
-        Text(title, style="bold"),
-        Padding(table_of("", "", rows=_facts(traffic)), (0, 0, 0, 2)),
-        Text(""),
-        Padding(table_of(*columns, right=columns[1:], rows=rows), (0, 0, 0, 2)),
-    ]
-    for role, batches in roles.items():
-        parts += [Text(""), Text(f"{role.value}: most frequent shapes", style="bold underline")]
-        parts.append(Padding(_shapes(batches), (0, 0, 0, 2)))
-    return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in traffic.notes))
+    first = Section(
+        name="traffic", title=title, parts=(Grid.facts(_facts(traffic)), "", Grid.of(columns, rows, text=1))
+    )
+    shapes = (
+        Section(name=role.value, title=f"{role.value}: most frequent shapes", parts=(_shapes(batches),))
+        for role, batches in roles.items()
+    )
+    notes = Section(name="notes", title="", parts=warned(*(f"note: {note}" for note in traffic.notes)))
+    return Report(kind="traffic file", title=title, sections=(first, *shapes, notes))
 
 
 def _facts(traffic: Traffic) -> Iterator[tuple[str, str]]:
     for source in traffic.sources:
         yield "source", source
+    if traffic.lines is not None:
+        yield "lines", f"{traffic.lines:,}: what the target's steps rest on"
     yield "time", "not known" if traffic.seconds is None else f"{traffic.seconds:,.1f} s"
     if traffic.skipped:
         yield "skipped", f"{counted(traffic.skipped, 'line')} that could not be read"
@@ -83,7 +81,7 @@ def _summary(role: Role, batches: Sequence[TrafficCount]) -> tuple[str, ...]:
     return role.value, f"{steps:,}", f"{len(batches):,}", *shares, *(str(most) if most else "-" for most in largest)
 
 
-def _shapes(batches: Sequence[TrafficCount]) -> RenderableType:
+def _shapes(batches: Sequence[TrafficCount]) -> Grid:
     steps = sum(batch.count for batch in batches)
     frequent = sorted(batches, key=lambda batch: -batch.count)[:MAX_ROWS]
     rows = [
@@ -95,9 +93,10 @@ def _shapes(batches: Sequence[TrafficCount]) -> RenderableType:
         )
         for batch in frequent
     ]
+    # The last row makes the shares add up to all steps.
     if len(batches) > len(rows):
         others = steps - sum(batch.count for batch in frequent)
         others_text = f"{len(batches) - len(rows):,} others"
         rows.append((others_text, "", "", "", f"{others:,}", f"{others / steps:.1%}"))
     columns = ("batch", "requests", "tokens each", "tokens", "steps", "share")
-    return table_of(*columns, right=columns[1:], rows=rows)
+    return Grid.of(columns, rows, text=1)

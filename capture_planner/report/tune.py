@@ -1,39 +1,38 @@
-"""The report of a tuning: for a terminal, for a page, and as JSON."""
+"""The report of a tuning: what a change gains, what it costs and what more would buy; its charts and its JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import attrs
 
+from capture_planner.analysis.arrivals import ServingLatency
 from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
-from capture_planner.engines.tuning.judgement import SideFigures
-from capture_planner.engines.tuning.tune import ParetoPoint, Tuning
-from capture_planner.engines.tuning.verdict import LEAST_STEPS, TuneVerdict, subject_of
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.tuning.guards import EVERY, lost_graphs, slower_batches
+from capture_planner.engines.tuning.judgement import LEAST_STEPS, SideFigures, TuneVerdict, subject_of
+from capture_planner.engines.tuning.session import Churn
+from capture_planner.engines.tuning.tune import Beyond, ParetoPoint, Tuning
 from capture_planner.modes import Role
-from capture_planner.report.tune_charts import tune_charts
-from capture_planner.report.writing import Grid, Report, Section, percent
+from capture_planner.planning.measured.steps import PassCost
+from capture_planner.records._base import grouped
+from capture_planner.records.batch import Kind
+from capture_planner.records.batch_space import kind_of
+from capture_planner.records.text import counted
+from capture_planner.report.engine import sizes_text
+from capture_planner.report.plots import MAX_POINTS, Chart, Color, Mark, Plot, PlotAxis, Point, Series, drawn
+from capture_planner.report.writing import Grid, Report, Section, TonedText, noted, percent, warned
 
-ADVICE = {
-    TuneVerdict.CHANGE: "change",
-    TuneVerdict.KEEP: "keep what you have",
-    TuneVerdict.TOO_LITTLE_DATA: "too little data",
-}
+Group = tuple[Role, int | None]
+"""A role and the query length of its decodes; None: its mixed batches."""
 
-_JUDGED = (
-    "graphs",
-    "objective",
-    "mean_step_ms",
-    "token_ms",
-    "eager_share",
-    "memory_mib",
-    "seconds",
-    "regret",
-    "worst_regret",
-)
+MANY_EAGER = 0.1
+"""Share of a role's steps without a graph from which the first lines say what more graphs buy."""
 
 
 @attrs.frozen(kw_only=True)
@@ -58,24 +57,168 @@ class TuneReport:
     today: str
     """What today is: an engine with its release, or a file."""
     steps: StepCount
+    first: str | None = None
+    """What has to be known before any figure."""
     assumptions: tuple[str, ...] = ()
-    """What the figures rest on and is not known."""
+    """What the figures rest on and is not known, first what could change them most."""
     notes: tuple[str, ...] = ()
+    churn: Churn | None = None
+    latencies: tuple[ServingLatency, ServingLatency] | None = None
+    """What requests of a trace wait, today and under the plan."""
+    kv_token_mib: float | None = None
+    """MiB of the KV cache for each token; None: not known."""
     written: tuple[str, ...] = ()
     """The files that were written."""
     commands: tuple[str, ...] = ()
     """What to run next."""
 
 
+def figures_of(tuning: Tuning) -> Iterator[str]:
+    """Yield the figures of a change: the time, its range under other traffic, and the steps without a graph."""
+    today, proposed, noise = tuning.today, tuning.proposed, tuning.noise
+    if tuning.verdict is not TuneVerdict.CHANGE or today is None or proposed is None:
+        return
+    gap = f"time between two outputs {_change(today.gap_ms, proposed.gap_ms)} in the mean"
+    text = f"{gap} and {_change(today.gap_p99_ms, proposed.gap_p99_ms)} at p99"
+    if today.gap_p99_eager and proposed.gap_p99_eager:
+        text += ", a step without a graph on both sides"
+    if noise is not None and noise.low is not None and noise.high is not None:
+        drawn = f"{noise.blocks} blocks of it" if noise.blocks else "it, step by step"
+        text += f"; drawing the traffic anew from {drawn}, the gain is {noise.low:.1%} to {noise.high:.1%}"
+    yield f"{text}."
+    eager = [
+        f"{role.value} {percent(today.eager_share[role])} to {percent(proposed.eager_share.get(role, 0.0))}"
+        for role in today.eager_share
+        if max(today.eager_share[role], proposed.eager_share.get(role, 0.0)) > 0
+    ]
+    if eager:
+        yield f"steps without a graph: {', '.join(eager)}."
+
+
+def _change(before: float, after: float) -> str:
+    return (
+        f"{milliseconds(before)} to {milliseconds(after)}"
+        if round(before, 3) != round(after, 3)
+        else milliseconds(before)
+    )
+
+
+def price_of(report: TuneReport) -> Iterator[str]:
+    """Yield what a change costs, or saves: graphs, memory, tokens of the KV cache, and start-up."""
+    tuning = report.tuning
+    today, proposed = tuning.today, tuning.proposed
+    if tuning.verdict is not TuneVerdict.CHANGE or today is None or proposed is None:
+        return
+    mib = proposed.memory_mib - today.memory_mib
+    memory = f"{proposed.memory_mib:,.0f} MiB ({_than(mib, '{:,.0f} MiB')})"
+    memory += _room(report, mib)
+    graphs = f"{counted(proposed.graphs, 'graph')} ({_than(proposed.graphs - today.graphs, '{:,.0f}', 'fewer')})"
+    start_up = f"{proposed.seconds:.1f} s of start-up ({_than(proposed.seconds - today.seconds, '{:.1f} s')})"
+    yield f"price: {graphs}, {memory}, and {start_up}."
+
+
+def _room(report: TuneReport, mib: float) -> str:
+    """Write how many tokens of the KV cache memory is room for; nothing where that is not known."""
+    # Below one MiB the figure is noise of the estimate.
+    if not report.kv_token_mib or abs(mib) < 1:
+        return ""
+    tokens = f"{abs(mib) / report.kv_token_mib:,.0f} tokens {'less' if mib > 0 else 'more'}"
+    return f", which is room for {tokens} in the KV cache"
+
+
+def _than(change: float, form: str, less: str = "less") -> str:
+    text = form.format(abs(change))
+    if text == form.format(0):
+        return "as today"
+    return f"{text} {'more' if change > 0 else less}"
+
+
+def beyond_of(report: TuneReport) -> Iterator[str]:
+    """Yield what more buys, or that it buys nothing where many steps are left without a graph."""
+    tuning = report.tuning
+    beyond, proposed = tuning.beyond, tuning.proposed
+    if beyond is not None:
+        room = _room(report, beyond.memory_mib)
+        than = "" if tuning.plan is None else " than the proposal"
+        yield (
+            f"with {beyond.memory_mib:,.0f} MiB more{room} the {subject_of(tuning.objective)} takes {beyond.gain:.0%} "
+            f"less{than}, with {_than(beyond.graphs, '{:,.0f} graphs', 'fewer')} and "
+            f"{_than(beyond.seconds, '{:.1f} s')} of start-up; give {' '.join(flags_of(beyond))}."
+        )
+    elif (
+        proposed is not None
+        and tuning.plan is not None
+        and any(share > MANY_EAGER for share in proposed.eager_share.values())
+    ):
+        yield "more graphs or memory would take less than 1% off a step, by these costs."
+
+
+def flags_of(beyond: Beyond) -> Iterator[str]:
+    bounds = beyond.bounds
+    if bounds.graphs is not None:
+        yield f"--max-graphs {bounds.graphs}"
+    if bounds.memory_mib is not None:
+        yield f"--memory {-(-bounds.memory_mib // 1):.0f}MiB"
+    if bounds.seconds is not None:
+        yield f"--seconds {-(-bounds.seconds * 10 // 1) / 10:g}"
+
+
+def milliseconds(value: float) -> str:
+    """Write a time of a step: ``2.113 ms``."""
+    return f"{value:,.3f} ms"
+
+
+# JSON and sections ------------------------------------------------------------------------------
+
+ADVICE = {
+    TuneVerdict.CHANGE: "change",
+    TuneVerdict.KEEP: "keep what you have",
+    TuneVerdict.TOO_LITTLE_DATA: "too little data",
+}
+
+_JUDGED = (
+    "graphs",
+    "objective",
+    "mean_step_ms",
+    "token_ms",
+    "gap_ms",
+    "gap_p99_ms",
+    "prompt_step_ms",
+    "eager_share",
+    "memory_mib",
+    "seconds",
+    "regret",
+    "worst_regret",
+)
+
+
 @json_of(TuneReport)
 def _json(report: TuneReport) -> dict[str, Any]:
     tuning = report.tuning
+    noise, shift = tuning.noise, tuning.shift
     return {
         "verdict": plain(tuning.verdict),
         "reason": tuning.reason,
+        "estimate": tuning.is_estimate,
+        "needed": report.first,
         "objective": tuning.objective,
         "today": plain(tuning.today),
         "proposed": plain(tuning.proposed),
+        "gain": None
+        if noise is None
+        else _digits({"error_ms": noise.total, "low": noise.low, "high": noise.high, "blocks": noise.blocks}),
+        "beyond": None if tuning.beyond is None else plain(tuning.beyond),
+        "doubled_load": None
+        if shift is None
+        else _digits({"today": shift.today, "proposed": shift.proposed, "gain": shift.gain}),
+        "churn": None if report.churn is None else plain_some(report.churn, "graphs", "kept", "new"),
+        "latency": None
+        if report.latencies is None
+        else {
+            name: _digits(attrs.asdict(side))
+            for name, side in zip(("today", "proposed"), report.latencies, strict=True)
+        },
+        "worse": list(_worse_lines(tuning)),
         "pareto": plain(tuning.pareto),
         "steps": plain_some(report.steps, "chosen", "judged", "held_out") | {"least": LEAST_STEPS},
         "assumptions": list(report.assumptions),
@@ -96,6 +239,13 @@ def _point(point: ParetoPoint) -> dict[str, Any]:
     return {name: _digits(value) for name, value in plain_some(point, *names).items()}
 
 
+@json_of(Beyond)
+def _more(beyond: Beyond) -> dict[str, Any]:
+    names = ("gain", "graphs", "memory_mib", "seconds")
+    figures = {name: _digits(value) for name, value in plain_some(beyond, *names).items()}
+    return figures | {"flags": list(flags_of(beyond))}
+
+
 def _digits(value: Any) -> Any:
     """Return a figure with six digits, which is more than any is known to."""
     if isinstance(value, dict):
@@ -105,15 +255,18 @@ def _digits(value: Any) -> Any:
 
 def tune_report(report: TuneReport) -> Report:
     """Return the report of a tuning for ``terminal.tables`` and ``page.page``."""
-    parts = (_verdict, _sides, _pareto, _next)
+    parts = (_verdict, _sides, _sizes, _worse, _pareto, _assumed, _next)
     return Report(
         kind="tuning",
-        title=f"Capture sizes of {report.model} on {report.machine}: {ADVICE[report.tuning.verdict]}",
-        alert=None,
-        sections=tuple(section for part in parts if (section := part(report)) is not None),
+        title=f"Capture sizes of {report.model} on {report.machine}: {_advice(report.tuning)}",
+        sections=tuple(section for part in parts if (section := part(report)) and section.parts),
         charts=partial(tune_charts, report.tuning),
         spec=None if report.tuning.plan is None else report.tuning.plan.spec_digest,
     )
+
+
+def _advice(tuning: Tuning) -> str:
+    return ADVICE[tuning.verdict] + (" (an estimate)" if tuning.is_estimate else "")
 
 
 def _verdict(report: TuneReport) -> Section:
@@ -123,10 +276,16 @@ def _verdict(report: TuneReport) -> Section:
         judged = f"chosen by and judged on the same {steps.judged:,} steps: nothing is held out"
     return Section(
         name="verdict",
-        title=f"{report.model} on {report.machine}, {report.today}: {ADVICE[tuning.verdict]}",
-        warnings=tuple(f"assumed: {each}" for each in report.assumptions),
-        lines=(f"{tuning.reason}.", f"{judged}."),
-        notes=tuple(f"note: {each}" for each in report.notes),
+        title=f"{report.model} on {report.machine}, {report.today}: {_advice(tuning)}",
+        parts=(
+            *warned(None if report.first is None else f"{report.first}."),
+            f"{tuning.reason}.",
+            *figures_of(tuning),
+            *price_of(report),
+            *beyond_of(report),
+            f"{judged}.",
+            *noted(*(f"note: {each}" for each in report.notes)),
+        ),
     )
 
 
@@ -140,9 +299,12 @@ def _sides(report: TuneReport) -> Section | None:
     objective = report.tuning.objective
     roles = [role for role in Role if role in today.eager_share or role in proposed.eager_share]
     rows: list[Row] = [
-        ("time per token", lambda side: _ms(side.token_ms)),
-        *([(subject_of(objective), lambda side: _ms(side.objective))] if objective.startswith("p") else []),
-        ("mean step", lambda side: _ms(side.mean_step_ms)),
+        ("time per token", lambda side: milliseconds(side.token_ms)),
+        *([(subject_of(objective), lambda side: milliseconds(side.objective))] if objective.startswith("p") else []),
+        ("mean step", lambda side: milliseconds(side.mean_step_ms)),
+        ("between two outputs, mean", lambda side: milliseconds(side.gap_ms)),
+        ("between two outputs, p99", lambda side: milliseconds(side.gap_p99_ms)),
+        ("step with prompts", lambda side: "" if side.prompt_step_ms is None else milliseconds(side.prompt_step_ms)),
         ("slower than with every size", lambda side: percent(max(side.regret, 0.0))),
         ("at worst", lambda side: percent(max(side.worst_regret, 0.0))),
         ("graphs", lambda side: f"{side.graphs:,}"),
@@ -150,57 +312,300 @@ def _sides(report: TuneReport) -> Section | None:
         ("start-up for them", lambda side: f"{side.seconds:.1f} s"),
         *((f"eager steps, {role}", partial(_eager, role)) for role in roles),
     ]
-    grid = Grid.of(("", "today", "proposed"), [(name, write(today), write(proposed)) for name, write in rows], text=1)
-    return Section(name="sides", title="Today and proposed", grid=grid, notes=_noise(report.tuning))
+    cells = [(name, write(today), write(proposed)) for name, write in rows]
+    shift = report.tuning.shift
+    if shift is not None:
+        both = (percent(max(regret, 0.0)) for regret in (shift.today, shift.proposed))
+        cells.insert(len(cells) - 3 - len(roles), ("with twice the load", *both))  # type: ignore[arg-type]
+    if report.latencies is not None:
+        cells[5:5] = list(_waits(*report.latencies))
+    grid = Grid.of(("", "today", "proposed"), cells, text=1)
+    return Section(name="sides", title="Today and proposed", parts=(grid, *_noise(report.tuning)))
+
+
+def _waits(today: ServingLatency, proposed: ServingLatency) -> Iterator[tuple[str, str, str]]:
+    for text, name in (("p50", "first_token_p50"), ("p99", "first_token_p99")):
+        yield (
+            f"wait for a first token, {text}",
+            milliseconds(getattr(today, name)),
+            milliseconds(getattr(proposed, name)),
+        )
 
 
 def _eager(role: Role, side: SideFigures) -> str:
     return percent(side.eager_share[role]) if role in side.eager_share else ""
 
 
-def _noise(tuning: Tuning) -> tuple[str, ...]:
-    if tuning.noise is None or tuning.objective != "mean":
-        return ()
+def _noise(tuning: Tuning) -> Iterator[TonedText]:
     noise = tuning.noise
-    return (
-        f"the difference of two mean steps is known to {_ms(noise.total)}: {_ms(noise.measuring)} from the spread of "
-        f"the profile where the two run other graphs, {_ms(noise.sampling)} from the number of steps (95 %).",
+    if noise is not None and noise.low is not None:
+        yield TonedText(
+            f"the gain is known to {milliseconds(noise.total)}: {milliseconds(noise.measuring)} from the profile, "
+            "over the classes of graphs on which the two differ, and "
+            f"{milliseconds(noise.sampling)} from the traffic (95 %).",
+            "note",
+        )
+
+
+def _sizes(report: TuneReport) -> Section | None:
+    """List the sizes of both sides, by role and kind of batch."""
+    if report.tuning.pricings is None:
+        return None
+    sides = [_sizes_of(pricing.deployment) for pricing in report.tuning.pricings]
+    roles = list(Role)
+    rows = [
+        (
+            role.value,
+            "mixed batches, tokens" if width is None else f"decodes of {width}, requests",
+            *(_listed([size // (width or 1) for size in side.get((role, width), ())]) for side in sides),
+        )
+        for role, width in sorted(
+            {group for side in sides for group in side}, key=lambda g: (roles.index(g[0]), g[1] is None, g[1] or 0)
+        )
+    ]
+    return Section(name="sizes", parts=(Grid.of(("role", "batches", "today", "proposed"), rows),))
+
+
+def _sizes_of(side: Emulation) -> dict[Group, tuple[int, ...]]:
+    """Return the tokens of the graphs of a side, ascending, by role and query length."""
+    graphs = grouped(side.graphs, lambda graph: (graph.role, graph.entry.query_len))
+    return {group: tuple(sorted({graph.entry.num_tokens for graph in alike})) for group, alike in graphs.items()}
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    """Write ascending sizes with their number: ``1 2 4 8..256 by 8 (35)``."""
+    return f"{sizes_text(sizes)} ({len(sizes)})" if sizes else "none"
+
+
+def _worse(report: TuneReport) -> Section:
+    """Say what is worse for some batch that may come, whether it came or not."""
+    return Section(
+        name="worse", title="Worse than today", parts=tuple(f"{each}." for each in _worse_lines(report.tuning))
     )
+
+
+def _worse_lines(tuning: Tuning) -> Iterator[str]:
+    if tuning.pricings is None:
+        return
+    today, proposed = (pricing.deployment for pricing in tuning.pricings)
+    yield from lost_graphs(today, proposed, EVERY)
+    yield from slower_batches(*tuning.pricings)
 
 
 def _pareto(report: TuneReport) -> Section | None:
     points = report.tuning.pareto
     if not points:
         return None
-    proposed, objective = report.tuning.proposed, report.tuning.objective
+    objective = report.tuning.objective
     rows = [
         (
             f"{point.graphs:,}",
             *_objective(point, objective),
-            _ms(point.mean_step_ms),
+            milliseconds(point.mean_step_ms),
             f"{point.memory_mib:,.0f}",
             f"{point.seconds:.1f}",
-            "proposed" if proposed and point.graphs == proposed.graphs else "" if point.within else "beyond the bounds",
+            "proposed" if _is_proposed(point, report.tuning) else "" if point.within else "beyond the bounds",
         )
         for point in points
     ]
-    own = () if objective == "mean" else ("at worst" if objective == "regret" else subject_of(objective),)
+    own = {"mean": (), "token": ("between outputs",), "regret": ("at worst",)}.get(objective, (subject_of(objective),))
     columns = ("graphs", *own, "mean step", "MiB", "s", "")
     grid = Grid(columns=columns, right=frozenset(columns[:-1]), rows=tuple(rows))
-    return Section(name="pareto", title="What graphs buy", grid=grid)
+    return Section(name="pareto", title="What graphs buy", parts=(grid,))
+
+
+def _is_proposed(point: ParetoPoint, tuning: Tuning) -> bool:
+    proposed = tuning.proposed
+    if proposed is None or tuning.plan is None:
+        return False
+    return (point.graphs, point.memory_mib) == (proposed.graphs, proposed.memory_mib)
 
 
 def _objective(point: ParetoPoint, objective: str) -> tuple[str, ...]:
     """Return the cell of an objective that has a column of its own."""
     if objective == "mean":
         return ()
-    return (percent(max(point.objective - 1, 0.0)) if objective == "regret" else _ms(point.objective),)
+    return (percent(max(point.objective - 1, 0.0)) if objective == "regret" else milliseconds(point.objective),)
 
 
-def _next(report: TuneReport) -> Section | None:
-    lines = (*(f"written to {file}" for file in report.written), *report.commands)
-    return Section(name="next", title="Next", lines=lines) if lines else None
+def _assumed(report: TuneReport) -> Section:
+    """List what the figures rest on, first what could change them most."""
+    return Section(name="assumptions", parts=warned(*(f"assumed: {each}" for each in report.assumptions)))
 
 
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:,.3f} ms"
+def _next(report: TuneReport) -> Section:
+    return Section(name="next", parts=(*(f"written to {file}" for file in report.written), *report.commands))
+
+
+# Charts -----------------------------------------------------------------------------------------
+
+TODAY: Color = "none"
+PROPOSED: Color = "full"
+LOAD: Color = "ink"
+
+
+def tune_charts(tuning: Tuning) -> tuple[Chart, ...]:
+    """Return the charts of a tuning; those that would be empty are left out."""
+    return drawn(tuning, (_eager_chart, _classes_chart, _pareto_chart))
+
+
+def _pareto_chart(tuning: Tuning) -> Chart | None:
+    if tuning.today is None or tuning.proposed is None or not tuning.pareto:
+        return None
+    plots = []
+    own = {
+        "mean": [],
+        "token": [("Time between outputs by graphs", "objective", PlotAxis("between outputs", "s"), 1e-3)],
+        "regret": [("Worst step by graphs", "objective", PlotAxis("times its own size", "ratio"), 1.0)],
+    }
+    chosen = tuning.objective
+    for title, name, axis, scale in (
+        *own.get(chosen, [(f"{chosen} step by graphs", "objective", PlotAxis(f"{chosen} step", "s"), 1e-3)]),
+        ("Mean step by graphs", "mean_step_ms", PlotAxis("mean step", "s"), 1e-3),
+        ("Memory by graphs", "memory_mib", PlotAxis("memory", "B", from_zero=True), float(1 << 20)),
+        ("Start-up by graphs", "seconds", PlotAxis("capture", "s", from_zero=True), 1.0),
+    ):
+        table = [(point.graphs, getattr(point, name) * scale) for point in tuning.pareto]
+        sides = ((tuning.today, "today", TODAY), (tuning.proposed, "proposed", PROPOSED))
+        marks = [
+            Series(label, Mark.POINTS, [(side.graphs, getattr(side, name) * scale)], labels=(label,), color=color)
+            for side, label, color in sides
+        ]
+        line = Series("best tables", Mark.LINE, table, color=LOAD)
+        plots.append(Plot(title=title, x=PlotAxis("graphs", "graphs", log=True), y=axis, series=(line, *marks)))
+    return Chart(
+        name="pareto",
+        plots=plots,
+        caption="The line has the best table of each number of graphs. Where it is flat, more graphs buy nothing. "
+        "Today's graphs lie above it where they are spent on sizes that seldom run, or that cost the same.",
+    )
+
+
+def _eager_chart(tuning: Tuning) -> Chart | None:
+    if tuning.today is None or tuning.proposed is None:
+        return None
+    sides = ((tuning.today, "today", TODAY), (tuning.proposed, "proposed", PROPOSED))
+    roles = [role for role in Role if any(role in side.eager_share for side, _, _ in sides)]
+    if not any(side.eager_share.get(role) for side, _, _ in sides for role in roles):
+        return None
+    series = [
+        Series(label, Mark.BARS, [(role.value, side.eager_share.get(role)) for role in roles], color=color)
+        for side, label, color in sides
+    ]
+    plot = Plot(title="Eager steps", x=PlotAxis("role", "name"), y=PlotAxis("share of steps", "%"), series=series)
+    return Chart(
+        name="eager",
+        section="sides",
+        plots=(plot,),
+        caption="Steps that a role runs without a graph: above its largest size, or where its mode has none.",
+    )
+
+
+@attrs.frozen
+class _Load:
+    """The passes of one kind, by tokens: how many, and one of them on both sides."""
+
+    group: Group
+    counts: Counter[int]
+    sides: tuple[dict[int, PassCost], dict[int, PassCost]]
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    """The sizes of both sides, in tokens, ascending."""
+
+    @property
+    def name(self) -> str:
+        role, width = self.group
+        return f"{role.value}, mixed batches" if width is None else f"{role.value}, decodes of {width}"
+
+    @property
+    def tokens(self) -> list[int]:
+        """The sizes that ran, ascending: at most ``MAX_POINTS``, the largest among them."""
+        return _few(sorted(self.counts))
+
+
+def _few(values: Sequence[int]) -> list[int]:
+    """Return at most ``MAX_POINTS`` of ascending values, evenly, the first and the last among them."""
+    last = len(values) - 1
+    return [values[index] for index in sorted({round(last * at / (MAX_POINTS - 1)) for at in range(MAX_POINTS)})]
+
+
+def _loads(tuning: Tuning) -> Iterator[_Load]:
+    """Yield what ran, target first, decodes before mixed batches.
+
+    The draft prefill, which runs on the target's batches, is left out where it has the target's sizes.
+    """
+    if tuning.pricings is None:
+        return
+    deployment = tuning.pricings[0].deployment
+    families = {role: deployment.families(role) for role in deployment.modes}
+    sizes = [_sizes_of(pricing.deployment) for pricing in tuning.pricings]
+    loads: dict[Group, _Load] = {}
+    for batch, count in tuning.judging.items():
+        today, proposed = (pricing.step(batch).passes for pricing in tuning.pricings)
+        for before, after in zip(today, proposed, strict=True):
+            own = before.batch
+            decode = kind_of(own, families[own.role]) is Kind.DECODE
+            group = (own.role, own.query_len if decode else None)
+            if group not in loads:
+                loads[group] = _Load(group, Counter(), ({}, {}), (sizes[0].get(group, ()), sizes[1].get(group, ())))
+            load = loads[group]
+            load.counts[own.num_tokens] += count
+            for side, each in zip(load.sides, (before, after), strict=True):
+                side[own.num_tokens] = each
+    roles = list(Role)
+    for load in sorted(loads.values(), key=lambda load: (roles.index(load.group[0]), load.group[1] is None)):
+        target = loads.get((Role.TARGET, load.group[1]))
+        # It runs on the target's batches: with the target's sizes too, its picture would be the target's again.
+        followed = target is not None and target.counts == load.counts and target.sizes == load.sizes
+        if load.group[0] is not Role.DRAFT_PREFILL or not followed:
+            yield load
+
+
+def _loaded(load: _Load) -> Plot:
+    """Draw the share of steps up to each size, with both sides' sizes on the curve."""
+    total, below = load.counts.total(), dict[int, float]()
+    ran = sorted(load.counts)
+    for tokens, sum_of in zip(ran, accumulate(load.counts[each] for each in ran), strict=True):
+        below[tokens] = sum_of / total
+
+    def share(size: int) -> float:
+        return max((below[tokens] for tokens in ran if tokens <= size), default=0.0)
+
+    series = [Series("steps", Mark.STEP, [(tokens, below[tokens]) for tokens in load.tokens], color=LOAD)]
+    for sizes, label, color in zip(load.sizes, ("today", "proposed"), (TODAY, PROPOSED), strict=True):
+        if sizes:
+            points: list[Point] = [(size, share(size)) for size in _few(sizes)]
+            series.append(Series(f"{label}: {len(sizes)} sizes", Mark.POINTS, points, color=color))
+        else:
+            # A side without a size of this kind is named in the key, at the foot of the axis.
+            series.append(Series(f"{label}: no size", Mark.POINTS, [(load.tokens[0], 0.0)], color=color))
+    title, y = f"Steps up to a size: {load.name}", PlotAxis("share of steps", "%")
+    return Plot(title=title, x=PlotAxis("batch", "tokens", log=True), y=y, series=series)
+
+
+def _timed(load: _Load) -> Plot:
+    """Draw what a pass takes by its tokens, on both sides and with every size."""
+    today, proposed = load.sides
+    tokens = load.tokens
+    series = [
+        Series("every size", Mark.LINE, [(n, today[n].every_size.milliseconds / 1e3) for n in tokens], color=LOAD),
+        Series("today", Mark.STAIRS, [(n, today[n].milliseconds / 1e3) for n in tokens], color=TODAY),
+        Series("proposed", Mark.STAIRS, [(n, proposed[n].milliseconds / 1e3) for n in tokens], color=PROPOSED),
+    ]
+    x, y = PlotAxis("batch", "tokens", log=True), PlotAxis("time", "s")
+    return Plot(title=f"Time of a pass: {load.name}", x=x, y=y, series=series)
+
+
+def _classes_chart(tuning: Tuning) -> Chart | None:
+    """Draw each class of batches by its load and by what a pass takes, side by side."""
+    plots = [plot for load in _loads(tuning) for plot in (_loaded(load), _timed(load))]
+    if not plots:
+        return None
+    return Chart(
+        name="classes",
+        section="sizes",
+        plots=plots,
+        caption="Of each kind of batch: how many steps have at most so many tokens, with the sizes that have a graph, "
+        "which belong where the curve rises; and what a batch takes on the graph that it gets, by the profile. A side "
+        "far above the others pads far, or runs eager. Graphs of mixed batches serve decodes too, and are not drawn "
+        "there. The draft prefill has the target's sizes where it is not drawn.",
+    )

@@ -1,8 +1,12 @@
-"""How reports are written: sections of sentences and grids, and numbers for people."""
+"""What a report is: sections of sentences and tables, which ``terminal`` and ``page`` show; and numbers for people.
+
+A report is data: it imports neither rich nor jinja2. Its JSON is that of the value it is about (``plain``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import attrs
 
@@ -10,14 +14,30 @@ from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Entry
 from capture_planner.report.plots import Chart
 
-Cell = str | GraphMode
-"""Text, or the mode that a forward ran in."""
+Tone = Literal["good", "bad", "warning", "note", "strong", "verbatim"] | GraphMode
+"""What a text is, which decides how it looks: a verdict; a warning; a remark below a table; a heading; a line for a
+shell or a program, which is never broken; or the colour of a mode."""
 
 MODES = (GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE)
 """What serves a forward, best first."""
 
 CAPTURED_MODES = MODES[:-1]
 """The modes of a captured graph."""
+
+
+class TonedText(str):
+    """Text with a tone; it says the same where there are no colours."""
+
+    tone: Tone
+
+    def __new__(cls, text: str, tone: Tone) -> TonedText:
+        toned = super().__new__(cls, text)
+        toned.tone = tone
+        return toned
+
+
+Cell = str | GraphMode
+"""Text, or the mode that a forward ran in, which is written as ``ran`` writes it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -29,10 +49,21 @@ class Grid:
     rows: tuple[tuple[Cell, ...], ...]
 
     @classmethod
-    def of(cls, columns: Sequence[str], rows: Iterable[tuple[Cell, ...]], *, text: int | None = None) -> Grid:
-        """Return a table whose columns after the first ``text`` are numbers; None: no column is."""
+    def of(
+        cls,
+        columns: Sequence[str],
+        rows: Iterable[Iterable[Cell]],
+        *,
+        text: int | None = None,
+        right: Iterable[str] = (),
+    ) -> Grid:
+        """Return a table.
+
+        :param text: how many columns are text: those after them are numbers. None: ``right`` names the numbers.
+        """
         columns = tuple(columns)
-        return cls(columns=columns, right=frozenset() if text is None else frozenset(columns[text:]), rows=tuple(rows))
+        numbers = frozenset(right if text is None else columns[text:])
+        return cls(columns=columns, right=numbers, rows=tuple(map(tuple, rows)))
 
     @classmethod
     def facts(cls, facts: Iterable[tuple[str, str]]) -> Grid:
@@ -40,34 +71,77 @@ class Grid:
         return cls.of(("", ""), facts)
 
 
+Part = str | Grid
+"""A sentence or a table; an empty sentence is a blank line on a terminal."""
+
+
+def _shown(parts: Iterable[Part | None]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if part is not None and (isinstance(part, str) or part.rows))
+
+
 @attrs.frozen(kw_only=True)
 class Section:
-    """One part of the report: sentences that warn, sentences, a table, and sentences below it."""
+    """A part of a report. One without a title goes on with the section before it."""
 
     name: str
+    """An identifier, unique in the report."""
     title: str = attrs.field(default=attrs.Factory(lambda self: self.name.capitalize(), takes_self=True))
-    warnings: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    grid: Grid | None = None
-    notes: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = attrs.field(converter=_shown, default=())
+    """Without tables that have no row."""
+
+    def texts(self, *tones: Tone | None) -> tuple[str, ...]:
+        """Return the sentences of these tones; None: those without one."""
+        return tuple(part for part in self.parts if isinstance(part, str) and tone_of(part) in tones)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The tables."""
+        return tuple(part for part in self.parts if isinstance(part, Grid))
 
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """What a terminal (``terminal.tables``) and a page (``page.page``) show of a run, bench or suite."""
+    """What a terminal (``terminal.tables``) and a page (``page.page``) show."""
 
     kind: str
     """As in "report of a run"."""
     title: str
-    alert: str | None
+    sections: tuple[Section, ...]
+    alert: str | None = None
     """What must not be overlooked, such as an interruption."""
     alert_in_tables: bool = False
     """Whether a terminal shows the alert too: False where a section warns of the same."""
-    sections: tuple[Section, ...]
-    charts: Callable[[], tuple[Chart, ...]]
+    assumptions: tuple[str, ...] = ()
+    """What the answer rests on; it comes first."""
+    charts: Callable[[], tuple[Chart, ...]] = tuple
     """Called for a page only."""
     spec: str | None = None
     """Digest of the spec; None where the report is not of one plan."""
+
+
+def tone_of(shown: Cell | Part) -> Tone | None:
+    """Return the tone of a text or a cell; None: it has none."""
+    return shown if isinstance(shown, GraphMode) else shown.tone if isinstance(shown, TonedText) else None
+
+
+def toned(texts: Iterable[str], tone: Tone) -> tuple[TonedText, ...]:
+    """Return texts with a tone."""
+    return tuple(TonedText(text, tone) for text in texts)
+
+
+def warned(*texts: str | None) -> tuple[TonedText, ...]:
+    """Return texts as warnings; None: there is nothing to warn of."""
+    return toned(filter(None, texts), "warning")
+
+
+def noted(*texts: str | None) -> tuple[TonedText, ...]:
+    """Return texts as remarks; None: there is nothing to say."""
+    return toned(filter(None, texts), "note")
+
+
+def mode_cell(mode: GraphMode) -> TonedText:
+    """Write the mode of a role in the colour of its decodes."""
+    return TonedText(mode.value, mode.decode_mode)
 
 
 def ran(mode: GraphMode) -> str:
@@ -97,16 +171,6 @@ def size(value: int) -> str:
         if abs(value) >= 1 << shift:
             return f"{value / (1 << shift):,.{digits}f} {unit}"
     return f"{value} B" if value else "0"
-
-
-def printable(text: str) -> str:
-    """Write a name or sentence on one line, whatever is in it: no control character reaches a terminal."""
-    return "".join(char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text)
-
-
-def printable_lines(text: str) -> str:
-    """Write text of several lines, each as ``printable`` does."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def percent(share: float) -> str:

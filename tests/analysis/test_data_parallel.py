@@ -18,7 +18,7 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import Method, Model, Speculative
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.records.spec import Limits, Lora
-from capture_planner.report.ranks import cases, cases_table
+from capture_planner.report.ranks import cases, cases_report
 from capture_planner.testing import arbitrary_plans, plans, vectors
 
 LOCKED = Path(__file__).parent.parent.parent / "plans" / "locked"
@@ -267,7 +267,7 @@ def test_cases_are_admissible(plan, num_ranks, role):
         for submitted in case.agreement.vector.ranks:
             if submitted.batch is not None:
                 assert dispatcher.dispatch(submitted.batch).reason is not Reason.NOT_ADMISSIBLE
-    cases_table(shown, role)
+    cases_report(shown, role)
 
 
 def test_cases_of_a_schedule_have_different_k():

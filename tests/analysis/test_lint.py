@@ -15,11 +15,20 @@ from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.batch import Entry, Kind
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import Method, Model, Recurrent, Speculative
 from capture_planner.records.plan import Decision, Forecast, Plan, Waiver
-from capture_planner.records.spec import Budget, Limits, Lora, Parallel, Policy, Sizes, Spec
+from capture_planner.records.spec import (
+    Budget,
+    CapturePolicy,
+    CaptureTiming,
+    Limits,
+    Lora,
+    Parallel,
+    Policy,
+    Sizes,
+    Spec,
+)
 from capture_planner.testing import FakeBackend, plans
 
 GPU = Device(kind=DeviceKind.CUDA, name="H100", capability="9.0", memory=80 << 30, multiprocessors=132)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner.analysis.rank_vectors import explain_share
+from capture_planner.analysis.data_parallel import explain_share
 from capture_planner.cli.ranks import ranks
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
@@ -88,7 +88,7 @@ def test_observed_vectors_are_shown_by_rank(observed):
     assert ran.exit_code == 0
     shown = CliRunner().invoke(ranks, [observed, "--format", "json"])
     data = json.loads(shown.stdout)
-    says = [[each["says"] for each in vector["ranks"]] for vector in data["vectors"]]
+    says = [[each["message"] for each in vector["ranks"]] for vector in data["vectors"]]
     assert says == [
         ["rank 1 has 28 tokens", "the graph of its own batch"],
         ["all ran eager: rank 1 has no graph for 1 request, 5 tokens, mixed", "all ran eager: this rank has no graph"],

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.plugins.backend import LayerCache, Metadata, Reservation, Scoring
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
 from capture_planner_flash_attention import FlashAttention, libraries
 from capture_planner_flash_attention.libraries import num_splits
 from capture_planner_reference import Reference

@@ -11,9 +11,9 @@ import torch
 
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import GraphMode
+from capture_planner.plugins.backend import LayerCache, Scoring
 from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType, Latent
-from capture_planner.runtime.executor import LayerCache, Scoring
 from capture_planner_flashinfer import FlashInfer
 from capture_planner_flashinfer.selection import KernelFamily
 from support import flashinfer_rig as checks

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_planner.modes import GraphMode
+from capture_planner.plugins.backend import LayerCache
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.executor import LayerCache
 from capture_planner_reference import Reference, executor
 from support.attention_cases import LAYER, Rig, assert_close, cases
 

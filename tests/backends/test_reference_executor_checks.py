@@ -12,9 +12,9 @@ import torch
 
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
+from capture_planner.plugins.backend import LayerCache, Metadata, Reservation, RunnableBackend, Scoring
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, RunnableBackend, Scoring
 from capture_planner_reference import Reference
 
 LENGTHS = [5, 2, 0]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import GraphMode, Role
+from capture_planner.plugins.backend import LayerCache, Metadata, Scoring
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Latent
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
 from capture_planner_triton import Triton, geometry
 from support import attention_cases, triton_rig
 

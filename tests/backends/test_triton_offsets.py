@@ -4,8 +4,8 @@ import attrs
 import pytest
 import torch
 
+from capture_planner.plugins.backend import LayerCache, Metadata, Scoring
 from capture_planner.records.model import DataType
-from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
 from capture_planner_triton.geometry import entry_geometry, partial_bytes
 from support import triton_rig
 

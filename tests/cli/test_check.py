@@ -9,8 +9,7 @@ import pytest
 
 from capture_planner.analysis import lint
 from capture_planner.codec import dumps, load_plan
-from capture_planner.engines.check import ENGINE_RULES
-from capture_planner.engines.observed_check import OBSERVED_RULES
+from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Forecast
 from capture_planner.records.spec import Budget
@@ -176,7 +175,7 @@ def test_diff_is_the_other_way_round(run: Run, drifted: str) -> None:
 def test_diff_as_json(run: Run, drifted: str) -> None:
     changes = run("diff", TINY_PLAN, drifted, "-e", "cpu", "--format", "json").document(2)["changes"]
     for change in changes:
-        assert set(change) == {"role", "what", "says", "entries", "fields"}
+        assert set(change) == {"role", "what", "message", "entries", "fields"}
     (added,) = [c for c in changes if c["what"] == "added" and c["role"] == "target"]
     assert [entry["num_reqs"] for entry in added["entries"]] == [12, 10]
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import cli
+from capture_planner.cli.commands import CORE, installed_commands
 from capture_planner.codec.shipped import shipped_environments
 from support.commands import PLAN, SPEC, TINY, TINY_PLAN, Run, edited
 
@@ -386,7 +387,8 @@ def test_problems_of_standard_input_have_a_place_in_it(call: Run) -> None:
 
 
 def test_the_command_list_has_whole_phrases(run: Run) -> None:
-    for command in cli.cli.commands.values():
-        text = command.get_short_help_str(200)
-        assert text.endswith("."), command.name
-        assert f"{text}\n" in run("--help").out
+    shown = run("--help").out
+    for command in (CORE | dict(installed_commands())).values():
+        assert command.help.endswith("."), command.name
+        assert f"{command.help}\n" in shown
+        assert command.load().name == command.name

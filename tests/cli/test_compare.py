@@ -1,4 +1,4 @@
-"""``run --compare``: what it says where nothing differs, and where something does."""
+"""``run --check tensors``: what it says where nothing differs, and where something does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ backend: reference
 speculative: {method: eagle, num_tokens: 2}
 sizes: {policy: explicit, num_tokens: [4, 12], num_reqs: [2, 3]}
 """
-FEW = ("plan.yaml", "--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6", "--compare")
+FEW = ("plan.yaml", "--requests", "3", "--prompt-tokens", "1:9", "--output-tokens", "2:6", "--check", "tensors")
 
 
 @attrs.frozen
@@ -93,7 +93,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("drafter", ["copy", "random"])
 def test_a_run_without_a_difference_counts_what_was_compared(run: Run, drafter: str) -> None:
     """All graphs agree: exit code 0, the errors by kind of tensor, and what no graph served."""
-    ran = run(*FEW, "--drafter", drafter, "--verify", "--format", "json")
+    ran = run(*FEW[:-1], "tensors,tokens", "--drafter", drafter, "--format", "json")
     assert ran.code == 0, ran.err
     data = json.loads(ran.out)
     found = data["comparison"]
@@ -112,9 +112,9 @@ def test_a_run_without_a_difference_counts_what_was_compared(run: Run, drafter: 
 
 def test_without_compare_there_is_no_comparison(run: Run) -> None:
     """Nothing is said of it."""
-    ran = run(*FEW[:-1], "--format", "json")
+    ran = run(*FEW[:-2], "--format", "json")
     assert json.loads(ran.out)["comparison"] is None
-    assert "Comparison" not in run(*FEW[:-1]).out
+    assert "Comparison" not in run(*FEW[:-2]).out
 
 
 def test_a_difference_stops_the_run_with_its_place(run: Run, broken: None) -> None:
@@ -158,7 +158,7 @@ def test_a_comparison_needs_graphs(run: Run) -> None:
     """Eager has nothing to be compared with."""
     ran = run(*FEW, "--eager")
     assert (ran.code, ran.out) == (1, "")
-    assert "--compare goes with graphs, so without --eager" in " ".join(ran.err.split())
+    assert "--check tensors goes with graphs, so without --eager" in " ".join(ran.err.split())
 
 
 def test_where_no_graph_fits_all_is_counted_as_eager(run: Run) -> None:

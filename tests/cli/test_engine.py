@@ -13,6 +13,7 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
+from support import log_lines
 from support.commands import Run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -51,7 +52,7 @@ def test_the_document_has_what_it_promises(call: Run, name: str) -> None:
     keys = {"role", "mode", "num_tokens", "num_reqs", "query_len", "active_loras"}
     assert all(keys <= set(graph) for graph in data["graphs"])
     assert data["mode"] == {role.value: mode.value for role, mode in emulated.modes.items()}
-    assert all({"rule", "before", "after", "says"} <= set(decision) for decision in data["decisions"])
+    assert all({"rule", "before", "after", "message"} <= set(decision) for decision in data["decisions"])
 
 
 @pytest.mark.parametrize("name", engines())
@@ -199,7 +200,7 @@ def test_a_backend_that_the_machine_cannot_run_is_not_exported(call: Run, name: 
     """The flags are without it, are proved, and are those that the engine takes on that machine."""
     data = call("export", T4, "--to", name, "--format", "json").data
     assert "--attention-backend" not in data["flags"]
-    assert reason in {loss["name"]: loss["says"] for loss in data["losses"]}["backend"]
+    assert reason in {loss["name"]: loss["message"] for loss in data["losses"]}["backend"]
     assert data["proof"]["batches"] > 0
     assert data["unproved"] is None
     assert call("engine", name, *data["flags"], "--environment", "t4").code == 0
@@ -271,6 +272,26 @@ def test_deployments_are_put_side_by_side(call: Run) -> None:
     assert data == call("compare", SPEC, "tensorrt-llm --max_batch_size 64", *H100, "--format", "json").data
     same = call("compare", PLAN, PLAN, "--format", "json").data
     assert not same["holes"]
+
+
+def test_deployments_are_compared_by_what_tune_reads(call: Run, tmp_path: Path) -> None:
+    """A log counts alike on both sides; a trace runs through the scheduler of each."""
+    sides = ("vllm m --max-num-seqs 256 --max-num-batched-tokens 512", "vllm m --max-num-seqs 2")
+    log, trace = tmp_path / "vllm.log", tmp_path / "trace.csv"
+    log.write_text("".join(log_lines.vllm_iteration(0, n, (0, 0), (2, 2)) + "\n" for n in range(30)))
+    trace.write_text("t,in_len,out_len\n" + "0,600,40\n" * 5)
+
+    def steps(*sources: str) -> list[int]:
+        data = call("compare", *sides, *H100, *(f"--traffic={each}" for each in sources), "--format", "json").data
+        assert data["batches"] == "traffic"
+        assert data["assumptions"]
+        return [sum(pair[side]["batches"] for pair in data["families"] if pair[side]) for side in "ab"]
+
+    assert steps(str(log)) == [30, 30]
+    assert steps(str(log), str(log)) == [60, 60]
+    one, other = steps(str(trace))
+    assert one < other
+    assert steps(str(log), str(trace)) == [30 + one, 30 + other]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_explain_a_batch(run: Run) -> None:
 
 def test_explain_as_json(run: Run) -> None:
     data = run("explain", PLAN, "--num-reqs", "100", "--query-len", "4", "--format", "json").data
-    own = {"batch", "mode", "entry", "padded_tokens", "padded_reqs", "reason", "says", "rejected"}
+    own = {"batch", "mode", "entry", "padded_tokens", "padded_reqs", "reason", "message", "rejected"}
     assert set(data) == {"assumptions", *own}
     assert data["batch"]["num_tokens"] == 400
     assert data["mode"] == "FULL"
@@ -29,7 +29,7 @@ def test_explain_as_json(run: Run) -> None:
     assert data["reason"] is None
     assert data["rejected"]
     for rejected in data["rejected"]:
-        assert set(rejected) == {"entry", "rejection", "says"}
+        assert set(rejected) == {"entry", "rejection", "message"}
 
 
 @pytest.mark.parametrize(

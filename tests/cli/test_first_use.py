@@ -81,7 +81,7 @@ def test_export_keeps_the_drafter_s_backend(run: Run, small: str) -> None:
     assert data["flags"][data["flags"].index("--speculative-draft-attention-backend") + 1] == "fa3"
     assert "drafter-backend" not in {loss["name"] for loss in data["losses"]}
     losses = run("export", small, "--to", "tensorrt-llm", "-e", "h200", "--format", "json").data["losses"]
-    assert "flash_attention" in next(loss["says"] for loss in losses if loss["name"] == "backend")
+    assert "flash_attention" in next(loss["message"] for loss in losses if loss["name"] == "backend")
 
 
 def test_export_of_a_private_drafter_backend_is_a_loss(run: Run, folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_export_keeps_the_budget(run: Run, small: str) -> None:
     captured = emulate("vllm", data["flags"], find_environment("h200")).graphs
     assert len(captured) <= 60
     (loss,) = (loss for loss in data["losses"] if loss["name"] == "budget")
-    assert re.search(r"max_graphs 60 allows 60 graphs, and vllm would capture \d+ with", loss["says"])
+    assert re.search(r"max_graphs 60 allows 60 graphs, and vllm would capture \d+ with", loss["message"])
     assert loss["cost"]["padded"] > 0
     roomy = edited("roomy.yaml", small, ("max_graphs: 60, memory: 3GiB", "max_graphs: 4000"))
     losses = run("export", roomy, "--to", "vllm", "-e", "h200", "--format", "json").data["losses"]
@@ -165,7 +165,8 @@ def test_the_price_of_a_budget_is_shown(run: Run, deployment: str, words: tuple[
     assert "max_graphs 80 allows 80 of 223 graphs, memory 3GiB at 25MiB a graph would allow 122" in out
     assert "worst padding of decodes 12.3% becomes 52.9%" in out
     if words[0] == "plan":
-        assert "77 graphs take 1.9 GiB and 19 s to capture" in out
+        assert "estimate: 77 graphs take" in out
+        assert "to capture, between those measured on an H200 and the most reported" in out
         assert "workspaces of the backends, 33 MiB, are not counted" in out
     assert "bytes" not in out
 

@@ -1,14 +1,18 @@
-"""launch: what it adds and prints, what it refuses, and that the engine's process takes its place."""
+"""launch: what it adds and prints, what it refuses, and how it runs the engine."""
 
-import os
+import importlib
 import shlex
 from pathlib import Path
 
 import pytest
 
-from capture_planner.engines.launch import leading_variables, started
+from capture_planner.engines import child
+from capture_planner.engines.command_line import started
+from capture_planner.engines.launch import STARTED, mark_started
+from capture_planner.engines.shell import split_variables
 from support.commands import SPEC, Run, edited
 
+launch = importlib.import_module("capture_planner.cli.launch")
 ROOT = Path(__file__).parent.parent.parent
 PLAN = str(ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 DENSE = str(ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml")
@@ -18,7 +22,7 @@ DRAFTER = '{"method": "eagle3", "model": "x/y", "num_speculative_tokens": 3}'
 
 def test_dry_run_prints_variables_and_command_and_runs_nothing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """One per line, quoted as a shell takes them; the variables of the command itself stay."""
-    monkeypatch.setattr(os, "execvpe", lambda *words: pytest.fail("it ran"))
+    monkeypatch.setattr(child, "run_engine", lambda *words: pytest.fail("it ran"))
     ran = call("launch", DENSE, "--observe", "a b", "--profile", "--strict", "--dry-run", "--", "X=1", *SERVE)
     assert (ran.code, ran.err) == (0, "")
     *variables, command = ran.out.splitlines()
@@ -37,16 +41,39 @@ def test_dry_run_prints_variables_and_command_and_runs_nothing(call: Run, monkey
     ]
 
 
-def test_process_becomes_the_engine(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the words that were printed, and the variables on top of the environment."""
-    started_with = []
+@pytest.mark.parametrize("code", [0, 3])
+def test_engine_runs_with_what_was_printed(call: Run, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """The words, and the variables on top of the environment; its exit code is that of the command."""
+    ran_with = []
+
+    def run_engine(words: list[str], environment: dict[str, str], received: object) -> int:
+        ran_with.append((words, environment))
+        Path(environment[STARTED]).touch()
+        return code
+
     monkeypatch.setenv("KEPT", "1")
-    monkeypatch.setattr(os, "execvpe", lambda *words: started_with.append(words))
+    monkeypatch.setattr(child, "run_engine", run_engine)
     ran = call("launch", DENSE, "--", *SERVE)
-    ((program, words, environment),) = started_with
-    assert program == "vllm"
+    ((words, environment),) = ran_with
+    assert (ran.code, ran.err) == (code, "")
     assert words == shlex.split(ran.out.splitlines()[-1])
     assert (environment["KEPT"], environment["CAPTURE_PLANNER_PLAN"]) == ("1", DENSE)
+
+
+@pytest.mark.parametrize(("code", "explained"), [(1, True), (137, True), (0, False), (130, False), (143, False)])
+def test_engine_that_fails_early_is_explained(
+    call: Run, monkeypatch: pytest.MonkeyPatch, code: int, explained: bool
+) -> None:
+    """With its plan, and the command that starts it without; one that was told to end needs no advice."""
+    monkeypatch.setattr(child, "run_engine", lambda words, environment, received: code)
+    ran = call("launch", DENSE, "--", "X=a b", *SERVE)
+    assert ran.code == code
+    lines = ran.err.splitlines()
+    assert bool(lines) is explained
+    if explained:
+        assert lines[0] == f"vllm ended with exit code {code} before it had captured its graphs."
+        assert lines[1].startswith(f"It ran under the plan {DENSE} (sha256:")
+        assert lines[2] == f"To start it without the plan: X='a b' {shlex.join(SERVE)}"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +98,7 @@ def test_missing_program_is_an_error(call: Run) -> None:
     """As a shell would say, and what to do."""
     ran = call("launch", DENSE, "--", "/nowhere/vllm", "serve")
     assert ran.code == 1
-    assert "/nowhere/vllm: No such file or directory; activate its environment first." in ran.err
+    assert "/nowhere/vllm: No such file or directory; activate its environment first\n" in ran.err
 
 
 def test_flags_that_agree_are_not_repeated(call: Run) -> None:
@@ -136,6 +163,22 @@ def test_other_model_is_a_note(call: Run) -> None:
     assert "--model meta-llama/Llama-3.1-8B-Instruct" in call("launch", DENSE, "--dry-run", "--", "vllm", "serve").out
 
 
+def test_the_line_of_a_shell_script_is_run(call: Run, tmp_path: Path) -> None:
+    """With the variables that it exports, by itself or behind its shell; what only a shell can expand is refused."""
+    script = tmp_path / "serve.sh"
+    line = "vllm serve meta-llama/Llama-3.1-8B-Instruct --port 1"
+    script.write_text(f"#!/bin/bash\nexport NAME=7\ncd /tmp\n{line}\n", "utf-8")
+    plain = call("launch", DENSE, "--dry-run", "--", "NAME=7", *line.split()).out
+    for words in (("bash", str(script)), (str(script),)):
+        ran = call("launch", DENSE, "--dry-run", "--", *words)
+        assert ran.code == 0, ran.err
+        assert ran.out == plain
+        assert "only the line of vllm is run" in ran.err
+    script.write_text("vllm serve $MODEL --port $(free)\n", "utf-8")
+    ran = call("launch", DENSE, "--dry-run", "--", "bash", str(script))
+    assert (ran.code, "the variable MODEL, which a shell expands" in ran.err) == (1, True)
+
+
 def test_script_gets_the_environment_and_notes(call: Run) -> None:
     """Its flags are not known, so that nothing is added; what it must set is said, drafter included."""
     ran = call("launch", PLAN, "--dry-run", "--", "python3.12", "serve.py", "--port", "1")
@@ -195,5 +238,16 @@ def test_programs_are_recognized_with_folder_and_version() -> None:
     assert started(["/usr/bin/python3.12", "-m", "vllm.server", "--x"], [server]) == (server, 3)
     assert started(["serve", "m"], [server]) is None
     assert started([], [server]) is None
-    assert leading_variables(["A=1", "B=x=y", "vllm", "C=2"]) == 2
-    assert leading_variables(["A=1"]) == 1
+    assert split_variables(["A=1", "B=x=y", "vllm", "C=2"]) == ({"A": "1", "B": "x=y"}, ("vllm", "C=2"))
+    assert split_variables(["A=1"]) == ({"A": "1"}, ())
+
+
+def test_file_is_made_where_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing otherwise; a folder that is not there, as on another host, is no error of the engine's."""
+    monkeypatch.delenv(STARTED, raising=False)
+    mark_started()
+    monkeypatch.setenv(STARTED, str(tmp_path / "nowhere" / "file"))
+    mark_started()
+    monkeypatch.setenv(STARTED, str(tmp_path / "file"))
+    mark_started()
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]

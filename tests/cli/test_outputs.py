@@ -13,7 +13,7 @@ from rich.console import Console
 
 from capture_planner import codec
 from capture_planner.cli.common import show_text
-from capture_planner.report.terminal import table_of
+from capture_planner.report.writing import Grid, Report, Section
 from support.commands import PLAN, SPEC, Run
 
 COMMAND = f"'{sys.executable}' -m capture_planner.cli"
@@ -121,5 +121,6 @@ def test_narrow_terminal_breaks_no_words(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
     words = ("FULL_AND_PIECEWISE", "flash_attention", "uncovered")
-    show_text(table_of("one", "two", "three", rows=[words]))
+    section = Section(name="table", parts=(Grid.of(("one", "two", "three"), [words]),))
+    show_text(Report(kind="test", title="A table", sections=(section,)))
     assert all(word in capsys.readouterr().out for word in words[:1])

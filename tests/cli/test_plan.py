@@ -145,7 +145,7 @@ def test_a_name_for_another_machine_is_noted(run: Run) -> None:
 def test_a_folder_that_is_not_there(run: Run) -> None:
     ran = run("plan", SPEC, "-o", "nowhere/mine.h100.yaml")
     assert ran.code == 1
-    assert "nowhere/mine.h100.yaml: cannot be written: No such file or directory" in ran.err
+    assert "nowhere/mine.h100.yaml: no such folder" in ran.err
 
 
 # show --------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import pytest
 from capture_planner import codec
 from capture_planner.codec.shipped import find_environment, find_profile
 from capture_planner.errors import RunError
-from capture_planner.measuring import staircase
 from capture_planner.measuring.fits import predict
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.environment import DeviceKind
 from capture_planner.records.observation import EagerCost
+from capture_planner_runner.bench import staircase
 from support.commands import PLAN, SPEC, Run, spec_for
 from support.observing import observation_of
 
@@ -39,7 +39,7 @@ def test_a_plan_is_profiled_shown_and_written(run: Run, monkeypatch: pytest.Monk
     The time to load and to compile the model is not in ``--seconds``.
     """
     monkeypatch.setattr(staircase, "MOST", 1)  # a busy machine never settles, and the search has to end
-    profiling = importlib.import_module("capture_planner.bench.profiling")
+    profiling = importlib.import_module("capture_planner_runner.bench.profiling")
     assembled, runner = [], profiling.Rig.runner
     monkeypatch.setattr(profiling.Rig, "runner", lambda rig, plan: assembled.append(plan) or runner(rig, plan))
     monkeypatch.setattr(profiling, "monotonic", lambda: monotonic() + 1000.0 * bool(assembled))
@@ -72,7 +72,7 @@ def test_a_spec_is_profiled_up_to_its_limits(run: Run) -> None:
 
 def test_an_interruption_keeps_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends with exit code 130 and a file of the sizes so far, whose notes say that it was interrupted."""
-    profiling = importlib.import_module("capture_planner.bench.profiling")
+    profiling = importlib.import_module("capture_planner_runner.bench.profiling")
     real, calls = profiling.steady, []
 
     def steady(*arguments: object) -> object:
@@ -91,7 +91,7 @@ def test_an_interruption_keeps_what_was_measured(run: Run, monkeypatch: pytest.M
 
 def test_a_graph_that_breaks_costs_no_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where sizes cannot be captured together, each is by itself, and the notes have the reason."""
-    profiling = importlib.import_module("capture_planner.bench.profiling")
+    profiling = importlib.import_module("capture_planner_runner.bench.profiling")
     real = profiling.plan_with
 
     def alone(plan: object, backends: object, graphs: list[object]) -> object:

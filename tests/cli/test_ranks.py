@@ -67,7 +67,7 @@ def test_a_line_is_answered_with_a_line(run, written):
         "role": "target", "num_reqs": 5, "num_tokens": 100, "query_len": None, "past_prompt": False,
         "active_loras": 0, "max_query_len": None,
     }  # fmt: skip
-    assert [rank["says"] for rank in third["ranks"]] == [
+    assert [rank["message"] for rank in third["ranks"]] == [
         "all run eager: this rank has no graphs",
         "all run eager: rank 0 has no graphs",
     ]
@@ -136,8 +136,8 @@ def test_a_rank_can_lose_the_graph_that_all_would_replay(run, written, own):
     assert lost["entry"] != whole["entry"]
     assert lost["entry"]["num_tokens"] > whole["entry"]["num_tokens"]
     assert [rank["idle"] for rank in lost["ranks"]] == [False, not own]
-    assert "this rank has not captured FULL" in lost["ranks"][1]["says"]
-    assert "rank 1 has not captured FULL" in lost["ranks"][0]["says"]
+    assert "this rank has not captured FULL" in lost["ranks"][1]["message"]
+    assert "rank 1 has not captured FULL" in lost["ranks"][0]["message"]
 
 
 def test_losing_a_graph_where_there_is_none_changes_nothing(run, written):

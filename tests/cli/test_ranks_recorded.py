@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner.cli.recorded import recorded_vectors
+from capture_planner.cli.ranks import recorded_vectors
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import InvalidDocument
 from capture_planner.modes import GraphMode, Role
@@ -32,7 +32,7 @@ def write(file: Path, text: str) -> str:
 def test_vectors_of_a_report_are_read_as_they_were_submitted(tmp_path_factory, plan, data):
     """What a run writes of its replicas is what ``ranks`` explains, most frequent first."""
     pytest.importorskip("torch")
-    from capture_planner.report.run_ranks import RankRecord, VectorCount
+    from capture_planner_runner.report.sections import RankRecord, VectorCount
 
     drawn = data.draw(st.lists(vectors(plan, max_ranks=4), min_size=1, max_size=4))
     # A run has no graph that only one rank lacks: that is dropped on all.
@@ -89,7 +89,7 @@ def test_vectors_of_an_observation_are_explained(run: Run, observed: str):
     (case,) = run("ranks", TINY_PLAN, "--recorded", observed, "--format", "json").data["cases"]
     assert case["title"] == "in 5 steps, in which rank 0 of the engine replayed FULL 4 tokens, 4 requests of 1"
     assert [rank["runs"]["num_reqs"] for rank in case["ranks"]] == [1, 3]
-    assert "rank 1 has 3 requests" in case["ranks"][0]["says"]
+    assert "rank 1 has 3 requests" in case["ranks"][0]["message"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from capture_planner import codec
 from support import log_lines
 from support.commands import SPEC, Run
+from support.tuning import profile
 
 LINES = [
     log_lines.vllm_iteration(0, 1, (1, 512), (12, 48)),
@@ -90,7 +91,7 @@ def test_options_that_do_not_go_together_are_refused(
 def test_the_output_is_no_source(run: Run, log: str) -> None:
     """It would be lost."""
     result = run("traffic", log, "-o", log)
-    assert (result.code, "is also the file of a source" in result.err) == (1, True)
+    assert (result.code, "is also the file of SOURCE" in result.err) == (1, True)
 
 
 def test_a_file_of_no_known_format_is_an_error_with_the_formats(run: Run, tmp_path: Path) -> None:
@@ -132,3 +133,45 @@ def test_a_pipe_is_read_as_the_file_is(run: Run, log: str, tmp_path: Path, zippe
     writer.join(10)
     same = run("traffic", log, "--format", "json").data
     assert all(data[key] == same[key] for key in ("steps", "skipped", "batches"))
+
+
+TRACE = "t,in_len,out_len\n0,600,40\n0.2,90,60\n0.4,700,30\n"
+
+
+def test_a_trace_runs_by_a_profile(run: Run, tmp_path: Path) -> None:
+    """By default at its times, which change the batches; with a constant where it is given."""
+    trace, costs = tmp_path / "trace.csv", tmp_path / "profile.yaml"
+    trace.write_text(TRACE)
+    costs.write_text(codec.dumps(profile()), "utf-8")
+    limits = ("--max-num-reqs", "8", "--max-num-tokens", "512")
+    by_profile = run("traffic", str(trace), *limits, "--profile", str(costs), "--format", "json").data
+    given = run("traffic", str(trace), *limits, "--profile", str(costs), "--step-ms", "7", "--format", "json").data
+    plain = run("traffic", str(trace), *limits, "--format", "json").data
+    assert any(f"each step takes what {costs} says of graphs of every size" in note for note in by_profile["notes"])
+    assert any("every step takes 7 ms" in note for note in given["notes"])
+    assert any("every step takes 20 ms" in note for note in plain["notes"])
+    assert by_profile["batches"] != plain["batches"]
+    assert by_profile["seconds"] < plain["seconds"]
+
+
+def test_accepted_drafts_shorten_a_trace(run: Run, tmp_path: Path) -> None:
+    """K is 3 in the spec, which says nothing of acceptance."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    none, some = (
+        run("traffic", str(trace), "--spec", SPEC, *more, "--format", "json").data
+        for more in ((), ("--acceptance", "0.8,0.6,0.4"))
+    )
+    steps = [sum(b["count"] for b in data["batches"] if b["role"] == "target") for data in (none, some)]
+    assert steps[1] < 0.6 * steps[0]
+    assert any("no draft is accepted" in note for note in none["notes"])
+
+
+def test_lines_are_shown_where_they_are_not_steps(run: Run, tmp_path: Path) -> None:
+    """As JSON, and as a row."""
+    path = tmp_path / "sglang.log"
+    path.write_text(log_lines.sglang_decode(3, "") + "\n")
+    assert run("traffic", str(path), "--format", "json").data["lines"] == 1
+    ran = run("traffic", str(path))
+    assert "1: what the target's steps rest on" in ran.out
+    assert "note: the traffic has no prompts" in ran.out

@@ -19,12 +19,11 @@ from capture_planner import codec
 from capture_planner.codec.json_schema import SCHEMAS, json_schema
 from capture_planner.errors import InvalidDocument
 from capture_planner.records._base import replace
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
-from capture_planner.records.spec import Spec
+from capture_planner.records.spec import CapturePolicy, CaptureTiming, Spec
 from capture_planner.records.traffic import Traffic
 from capture_planner.testing import environments, observations, plans, profiles, specs, traffics
 

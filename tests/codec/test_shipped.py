@@ -87,14 +87,20 @@ def test_another_gpu_is_never_offered_a_near_one(spelled: Callable[[str], str]) 
     assert offered == dict.fromkeys(OTHERS)
 
 
+def slips(name: str) -> list[str]:
+    """Return a name with one character left out, doubled, or swapped with the next."""
+    ends = [(name[:at], name[at:]) for at in range(len(name))]
+    return [start + typed for start, rest in ends for typed in (rest[1:], rest[0] + rest, rest[1::-1] + rest[2:])]
+
+
 @given(st.sampled_from(SHIPPED), st.data())
 def test_a_slip_of_the_fingers_is_offered_the_name_and_nothing_else(name: str, data: st.DataObject) -> None:
-    at = data.draw(st.integers(0, len(name) - 1))
-    rest = name[at:]
-    typed = name[:at] + data.draw(st.sampled_from([rest[1:], rest[0] + rest, rest[1::-1] + rest[2:]]))
+    typed = data.draw(st.sampled_from(slips(name)))
     near = {each.lower().replace("-", "") for each in (*SHIPPED, *OTHERS)}
     assume(typed.replace("-", "") not in near and len(typed) > 1)
-    assert suggested(typed) == name
+    # 100 is a slip of both a100 and h100, so neither is offered.
+    names = [each for each in SHIPPED if typed in slips(each)]
+    assert suggested(typed) == (name if names == [name] else None)
 
 
 @given(st.sampled_from((*SHIPPED, *OTHERS)), st.data())

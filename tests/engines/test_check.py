@@ -21,8 +21,8 @@ from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.records.spec import Limits
-from capture_planner_vllm.schedule import draft_tokens, normalized, query_lens
-from capture_planner_vllm.table import TableManager
+from capture_planner_vllm.emulation.schedule import draft_tokens, normalized, query_lens
+from capture_planner_vllm.emulation.table import TableManager
 from engines.generators.vllm_managers import misses
 
 H100 = find_environment("h100")

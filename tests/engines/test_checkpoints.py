@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from importlib import resources
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,9 @@ from capture_planner.codec import hub
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines import checkpoints, emulate
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner_vllm.attention import AttentionChoice
-from capture_planner_vllm.engine import resolve
-from capture_planner_vllm.model import ASSUMED_LENGTH, read_model
+from capture_planner_vllm.emulation.attention import AttentionChoice
+from capture_planner_vllm.emulation.engine import resolve
+from capture_planner_vllm.emulation.model import ASSUMED_LENGTH, read_model
 
 KNOWN = sorted(checkpoints.known())
 DECODERS = {
@@ -59,7 +60,7 @@ def problem(engine, name, *flags):
 
 def test_known_models_have_sources_and_facts():
     """Names are a hub's, in order, each once; numbers are whole; where they were found is named."""
-    entries = json.loads((checkpoints.resources.files("capture_planner.engines") / "known_models.json").read_text())
+    entries = json.loads((resources.files("capture_planner.engines") / "known_models.json").read_text())
     assert list(entries) == sorted(entries)
     names = [each for name, entry in entries.items() for each in (name, *entry.get("also", ()))]
     assert len(names) == len(set(names)) == len(KNOWN)

@@ -10,32 +10,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from capture_planner.analysis import arrivals as traffic
+from capture_planner.analysis.arrivals import for_role, simulate
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
-from capture_planner.engines.side_by_side import compare, emulation_of_plan
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.side_by_side import compare
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, decode_families, is_admissible
-from capture_planner.records.model import Method, Speculative
-from capture_planner.records.spec import Limits, Parallel
+from capture_planner.report.engine import MAX_HOLES, side_by_side_report
 from capture_planner.report.plain import plain
-from capture_planner.report.side_by_side import MAX_HOLES, side_by_side_table
+from capture_planner.report.terminal import tables
 from capture_planner.testing import arbitrary_plans, plans
 
 SMALL = {"max_reqs": 16, "max_tokens": 64}
-
-
-@attrs.frozen
-class TraceLimits:
-    """What batches come from, and nothing else."""
-
-    limits: Limits
-    speculative: Speculative | None = None
-    lora: None = None
-    parallel: Parallel = attrs.Factory(Parallel)
 
 
 @attrs.frozen
@@ -69,7 +59,7 @@ def swapped(data):
 def text_of(compared):
     """The tables as plain text."""
     out = io.StringIO()
-    Console(file=out, width=160).print(side_by_side_table(compared))
+    Console(file=out, width=160).print(tables(side_by_side_report(compared)))
     return out.getvalue()
 
 
@@ -81,7 +71,7 @@ def test_plan_compared_with_itself_has_no_difference(plan):
     assert all(pair.a == pair.b for pair in compared.families)
     assert all(captured.a == captured.b for captured in compared.graphs)
     assert all(modes.a is modes.b for modes in compared.modes)
-    emulated = compare(emulation_of_plan(plan), plan)
+    emulated = compare(emulation_of(plan), plan)
     assert attrs.evolve(emulated, a=compared.a) == compared
     assert emulated.a == "capture-planner"
 
@@ -168,107 +158,25 @@ def traces():
     return st.lists(request, min_size=1, max_size=12)
 
 
-@st.composite
-def deployed(draw):
-    """Limits and speculation."""
-    speculative = None
-    if draw(st.booleans()):
-        last = draw(st.integers(1, 6))
-        schedule = draw(st.sampled_from(((), ((1, last, 3), (last + 1, 99, 1)))))
-        speculative = Speculative(method=Method.EAGLE, num_tokens=3, schedule=schedule)
-    most = draw(st.integers(1, 8))
-    return TraceLimits(Limits(max_num_reqs=most, max_num_tokens=draw(st.integers(most, 48))), speculative)
-
-
-def step_by_step(requests, deployment, seconds):
-    """The same scheduler without a jump: one step at a time, in lists."""
-    limits = deployment.limits
-
-    def width(count):
-        return 1 + (0 if deployment.speculative is None else deployment.speculative.draft_tokens(count))
-
-    queue = sorted(requests, key=lambda request: request.arrival)
-    running, met, clock = [], Counter(), 0.0
-    while queue or running:
-        if not running:
-            clock = max(clock, queue[0].arrival)
-        while queue and queue[0].arrival <= clock and len(running) < limits.max_num_reqs:
-            first = queue.pop(0)
-            running.append([first.prompt, first.output])
-        decoding = [live for live in running if live[0] == 0]
-        chunks = []
-        left = limits.max_num_tokens - len(decoding) * width(len(running))
-        if left > 0:
-            each = width(len(running))
-            for live in running:
-                if live[0] and left:
-                    chunks.append(min(left, live[0]))
-                    left -= chunks[-1]
-                    live[0] -= chunks[-1]
-                    live[1] -= live[0] == 0
-        if not chunks:
-            while len(decoding) > 1 and len(decoding) * width(len(decoding)) > limits.max_num_tokens:
-                decoding.pop()
-            each = min(width(len(decoding)), limits.max_num_tokens)
-            if len(decoding) < len(running):
-                running = [live for live in running if not any(live is d for d in decoding)] + decoding
-        counts = [each] * len(decoding) + chunks
-        for live in decoding:
-            live[1] -= 1
-        met[traffic._batch(counts, prompts=bool(chunks))] += 1
-        clock += seconds
-        running = [live for live in running if live[0] or live[1] > 0]
-    return met
-
-
-@given(traces(), deployed(), st.sampled_from((0.0625, 0.25)))
-def test_traffic_batches_equal_single_steps(requests, deployment, seconds):
-    """Jumping over steps that are alike changes nothing. Times are binary fractions: sums are exact."""
-    requests = [attrs.evolve(each, arrival=round(each.arrival * 16) / 16) for each in requests]
-    met = traffic.batches_of(requests, deployment, step_seconds=seconds)
-    assert met == step_by_step(requests, deployment, seconds)
-
-
-@given(traces(), deployed())
-def test_traffic_batches_compute_every_token(requests, deployment):
-    """Prompts whole, and each output but its last token, by batches that the limits admit."""
-    met = traffic.batches_of(requests, deployment)
-    limits = deployment.limits
-    assert all(batch.num_reqs <= limits.max_num_reqs for batch in met)
-    assert all(batch.num_reqs <= batch.num_tokens <= limits.max_num_tokens for batch in met)
-    if deployment.speculative is None:
-        tokens = sum(batch.num_tokens * times for batch, times in met.items())
-        assert tokens == sum(each.prompt + each.output - 1 for each in requests)
-
-
-@given(traces(), deployed())
-def test_traffic_has_draft_batches_after_the_targets(requests, deployment):
-    """Draft prefill on the same batches, and k - 1 decodes of one token after each."""
-    met = traffic.batches_of(requests, deployment)
-    prefill = traffic.for_role(met, Role.DRAFT_PREFILL, ())
-    assert {attrs.evolve(batch, role=Role.TARGET): times for batch, times in prefill.items()} == met
-    decodes = traffic.for_role(met, Role.DRAFT_DECODE, decode_families(Role.DRAFT_DECODE, deployment))
-    wanted = Counter()
-    for batch, times in met.items() if deployment.speculative is not None else ():
-        wanted[batch.num_reqs] += times * max(deployment.speculative.draft_tokens(batch.num_reqs) - 1, 0)
-    assert Counter({batch.num_reqs: times for batch, times in decodes.items()}) == +wanted
+def steps_of(requests, deployment):
+    """How often each batch of the target runs."""
+    return simulate(requests, deployment.limits, deployment.speculative, lambda batch: 20.0).counts
 
 
 @given(plans(**SMALL), plans(**SMALL), traces())
 def test_comparison_over_a_trace_counts_steps(one, other, requests):
     """Figures count steps; holes are among the batches that both meet, and the side that is eager counts them."""
-    compared = compare(one, other, requests)
+    compared = compare(one, other, (steps_of(requests, one), steps_of(requests, other)))
     assert compared.from_traffic
-    met = traffic.batches_of(requests, one)
+    met = steps_of(requests, one)
     target = [pair.a for pair in compared.families if pair.family.role is Role.TARGET and pair.a is not None]
     assert sum(served.batches for served in target) == sum(met.values())
     for hole in compared.holes:
         side = one if hole.eager == "a" else other
-        of_role = traffic.for_role(
-            traffic.batches_of(requests, side), hole.family.role, decode_families(hole.family.role, side)
-        )
+        families = decode_families(hole.family.role, side)
+        of_role = for_role(steps_of(requests, side), hole.family.role, families)
         assert 1 <= hole.batches <= sum(of_role.values())
-    assert "steps of the trace" in text_of(compared)
+    assert "steps of the traffic" in text_of(compared)
     assert json.dumps(plain(compared))
 
 
@@ -277,7 +185,8 @@ def test_comparison_over_a_trace_has_no_worse_ratio_than_all_batches(plan, reque
     """What traffic meets of decodes is admissible: its worst ratio is none that the space does not have."""
     assume(plan.parallel.tensor == 1)
     whole = {pair.family: pair.a for pair in compare(plan, plan).families}
-    for pair in compare(plan, plan, requests).families:
+    steps = steps_of(requests, plan)
+    for pair in compare(plan, plan, (steps, steps)).families:
         if pair.family.kind is Kind.DECODE:
             assert pair.a.worst <= whole[pair.family].worst
             assert pair.a.coverage == 1 or whole[pair.family].coverage < 1

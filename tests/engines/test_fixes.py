@@ -15,7 +15,7 @@ from capture_planner.analysis.lint import Severity
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.check import NOTHING, check
-from capture_planner.engines.remedies import FlagChange
+from capture_planner.engines.engine import FlagChange
 from capture_planner.errors import FlagError
 from capture_planner_tensorrt_llm.flags import read_flags
 from capture_planner_tensorrt_llm.values import Problems

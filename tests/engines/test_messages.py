@@ -12,10 +12,10 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, engines, find_engine
 from capture_planner.engines.parsing import near
 from capture_planner.errors import FlagError
-from capture_planner_sglang import flags as sglang
+from capture_planner_sglang.emulation import flags as sglang
 from capture_planner_tensorrt_llm import flags as tensorrt_llm
-from capture_planner_vllm import flags as vllm
-from capture_planner_vllm.tables import flag_table
+from capture_planner_vllm.emulation import flags as vllm
+from capture_planner_vllm.emulation.tables import flag_table
 
 H100 = find_environment("h100")
 SCHEDULE = "num_speculative_tokens_per_batch_size"

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines.observed import emulation_of
+from capture_planner.engines.deployments import emulation_of
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import batches as admissible_batches

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
-from capture_planner.engines.check import check
+from capture_planner.engines.check import OBSERVED_RULES, check, check_observation
+from capture_planner.engines.deployments import coverage_of, emulation_of
 from capture_planner.engines.export import compared
-from capture_planner.engines.observed import coverage_of, emulation_of
-from capture_planner.engines.observed_check import OBSERVED_RULES, check_observation
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.engines.side_by_side import compare
 from capture_planner.engines.walk import walk
@@ -230,11 +229,14 @@ def test_engine_without_a_distribution_is_checked_without_fixes() -> None:
     assert "no rules of unheard-of's flags" in found["EN001"].fix
 
 
-def test_engine_under_a_plan_is_fixed_by_its_spec() -> None:
-    """Its flags do not give its sizes."""
-    emulation = emulate("vllm", COMMANDS["vllm-small"], H100)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_engine_under_a_plan_is_fixed_by_its_spec(name: str) -> None:
+    """Its flags do not give its sizes: no advice names one."""
+    emulation = emulate("vllm" if name.startswith("vllm") else name, COMMANDS[name], H100)
     observation = replace(observation_of(emulation), plan="sha256:" + "0" * 64)
-    assert {"spec" in each.fix for each in check_observation(observation) if each.rule.code == "EN001"} == {True}
+    found = check_observation(observation)
+    assert {"spec" in each.fix for each in found if each.rule.code in ("EN001", "OB001")} <= {True}
+    assert not [each.fix for each in found if "--" in each.fix or "cuda_graph" in each.fix]
 
 
 @pytest.mark.parametrize("code", OBSERVED_RULES)

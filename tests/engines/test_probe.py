@@ -6,7 +6,8 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.engines.probe import captured, why_eager
+from capture_planner.engines.emulation import CapturedGraph
+from capture_planner.engines.probe import why_eager
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.observation import ObservedGraph
@@ -67,7 +68,7 @@ def test_reason_for_eager_is_one_that_the_graphs_show(
     ]
 
     def serves(some: Batch) -> bool:
-        return any(captured(some.role, graph).rejection(some, steps) is None for graph in own)
+        return any(CapturedGraph.of(some.role, graph).rejection(some, steps) is None for graph in own)
 
     half = mode.mixed_mode if batch.uniform_query_len is None else mode.decode_mode
     if serves(batch):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner.analysis.arrivals import simulate
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.side_by_side import compare
@@ -78,9 +79,10 @@ REQUESTS = [Request(arrival=n / 50, prompt=5 * n + 1, output=8) for n in range(3
 @pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda each: each.engine)
 def test_trace_has_admissible_decodes_only(emulation):
     """Each role's decodes over a trace are among those of the whole space."""
+    counts = simulate(REQUESTS, emulation.limits, emulation.speculative, lambda batch: 20.0).counts
     families = [
-        {pair.family for pair in compare(emulation, emulation, requests).families if pair.a is not None}
-        for requests in (None, REQUESTS)
+        {pair.family for pair in compare(emulation, emulation, steps).families if pair.a is not None}
+        for steps in (None, (counts, counts))
     ]
     assert {family for family in families[1] if family.kind is Kind.DECODE} <= families[0]
     drafted = [{f.role for f in each if f.role is Role.DRAFT_DECODE} for each in families]

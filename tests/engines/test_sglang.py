@@ -14,9 +14,9 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.errors import DispatchError, FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_sglang.engine import ENGINE, emulate
-from capture_planner_sglang.flags import TABLE
-from capture_planner_sglang.managers import decode_sizes, prefill_sizes, ranks_bucket
+from capture_planner_sglang.emulation.engine import ENGINE, emulate
+from capture_planner_sglang.emulation.flags import TABLE
+from capture_planner_sglang.emulation.managers import decode_sizes, prefill_sizes, ranks_bucket
 from engines.generators import sglang as drawing
 
 H100 = drawing.environment("h100")

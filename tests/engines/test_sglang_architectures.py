@@ -11,8 +11,8 @@ import pytest
 
 from capture_planner.engines import checkpoints
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner_sglang.engine import emulate
-from capture_planner_sglang.resolution import architectures
+from capture_planner_sglang.emulation.engine import emulate
+from capture_planner_sglang.emulation.resolution import architectures
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
 from engines.generators.sglang_families import HYBRID, SPARSE, VISION

@@ -1,16 +1,15 @@
-"""The benchmark of SGLang under a plan: the stand-in for CUTLASS, the order of its steps, and what stops them."""
+"""The benchmark of SGLang under a plan: the stand-ins for libraries that are not installed."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 
 import pytest
-import sglang_in_process
 from _standins import InertName, write_standins
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_arriving import libraries
 
 KERNELS = """
 import cutlass
@@ -86,26 +85,6 @@ def test_calls_other_than_a_decorators_raise(values, named):
         InertName("cutlass.cute").copy(*values, **named)
 
 
-@pytest.fixture
-def tried(tmp_path, monkeypatch, capsys):
-    """Return a function that runs ``try``, with the given outcome of the started steps, and returns the lines."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("PYTHONPATH", "plugin")
-
-    def called(outcomes, seconds="570"):
-        def run(name, options, folder, output, limit):
-            kept = {key: options[key] for key in ("drafts", "attention")} | {"plan": bool(options["plan"])}
-            return {"step": name, "ok": name not in outcomes, **kept, **outcomes.get(name, {})}
-
-        monkeypatch.setattr(sglang_in_process, "run", run)
-        folders = ["--output", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-        monkeypatch.setattr(sys, "argv", ["x", "--steps", "try", "--seconds", seconds, *folders])
-        sglang_in_process.main()
-        return {line["step"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
-
-    return called
-
-
 def test_every_library_is_replaced_by_itself(child):
     """As SGLang's module for latent attention imports it, next to the other stand-in."""
     code = (
@@ -114,40 +93,10 @@ def test_every_library_is_replaced_by_itself(child):
     assert "LibraryAbsentError: flash_mla.mega was called, but flash_mla is a stand-in" in child(code).stderr
 
 
-def test_first_line_says_what_is_replaced_and_children_can_import_it(tried, tmp_path):
-    lines = tried({})
-    assert lines["installed"]["libraries"] == {"cutlass": "absent, replaced", "flash_mla": "absent, replaced"}
-    assert all(line["ok"] for name, line in lines.items() if name != "installed"), lines
-    assert os.environ["PYTHONPATH"].split(os.pathsep) == ["plugin", str(tmp_path / "work" / "standins")]
-    assert {path.name for path in (tmp_path / "work" / "standins").iterdir()} == {"cutlass", "flash_mla"}
-
-
-def test_steps_start_with_what_a_plan_changes_and_end_with_fa3(tried):
-    assert list(tried({}))[1:6] == [
-        "graphs-triton", "plan-triton", "eagle3-triton", "plan-eagle3-triton", "observed-eagle3-triton"
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("outcome", "started"),
-    [
-        ({"error": -9, "weights_loaded": False}, {"graphs-triton"}),
-        ({"error": -9, "weights_loaded": True}, {"graphs-triton", "graphs-fa3", "plan-eagle3-fa3", "eagle3-fa3"}),
-        ({"error": "stopped after 240 s", "weights_loaded": True}, None),
-    ],
-)
-def test_step_that_includes_a_failed_one_is_not_started(tried, outcome, started):
-    """Before the weights are loaded all starts are the same, after them those with one attention backend."""
-    lines = tried({"graphs-triton": outcome})
-    skipped = {name for name, line in lines.items() if str(line.get("error")).startswith("not started: graphs-triton")}
-    assert set(lines) - skipped - {"installed"} == (started or set(lines) - {"installed"})
-
-
-def test_failed_plan_stops_no_other_step(tried):
-    lines = tried({"plan-triton": {"error": 1, "weights_loaded": True}})
-    assert [name for name, line in lines.items() if not line["ok"]] in (["plan-triton"], ["installed", "plan-triton"])
-
-
-def test_steps_without_time_left_are_listed(tried):
-    lines = tried({}, seconds="0")
-    assert all("s are left" in line["error"] for name, line in lines.items() if name != "installed")
+def test_absent_libraries_are_replaced_for_children(monkeypatch, tmp_path):
+    """What is said to be replaced is what children can import."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PYTHONPATH", "plugin")
+    assert libraries(tmp_path) == {"cutlass": "absent, replaced", "flash_mla": "absent, replaced"}
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == ["plugin", str(tmp_path / "standins")]
+    assert {path.name for path in (tmp_path / "standins").iterdir()} == {"cutlass", "flash_mla"}

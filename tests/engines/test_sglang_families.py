@@ -13,7 +13,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_sglang.engine import emulate
+from capture_planner_sglang.emulation.engine import emulate
 from engines.generators import sglang as drawing
 
 H100 = drawing.environment("h100")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from capture_planner import load_backends, load_spec, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
-from capture_planner.engines.spec_of import DerivedSpec, spec_of
-from capture_planner.engines.spec_sizes import graphs_of, with_sizes
+from capture_planner.engines.spec_of import DerivedSpec, graphs_of, spec_of, with_sizes
 from capture_planner.records.plan import Plan
 from support.commands import Run
 from support.tuning import MODEL

@@ -10,12 +10,14 @@ import attrs
 import pytest
 
 from capture_planner import codec
+from capture_planner.engines.inside import seam
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
-from capture_planner_vllm import hooks, seam, vllm_plugin
-from capture_planner_vllm.agreement import plan_sizes
+from capture_planner_vllm import vllm_plugin
+from capture_planner_vllm.emulation.export import plan_sizes
+from capture_planner_vllm.inside import hooks, log
 from support.vllm_module import (
     CONFIG,
     DRAFTERS,
@@ -38,7 +40,7 @@ def modules(monkeypatch, caplog):
     monkeypatch.setattr(seam, "_logged", set())
     monkeypatch.setattr(seam, "_callbacks", {})
     monkeypatch.setattr(hooks, "decisions", {})
-    monkeypatch.setattr(hooks, "_reasons", seam.ModeReasons())
+    monkeypatch.setattr(hooks, "_reasons", log.ModeReasons())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setenv(vllm_plugin.PLAN, str(FILE))
     for name in (vllm_plugin.APPLY, vllm_plugin.OBSERVE, vllm_plugin.PROFILE, seam.STRICT):
@@ -374,24 +376,9 @@ def test_observer_attaches_after_the_plan(modules, monkeypatch):
     """With the plan, or without one where none is named."""
     attached = []
     observer = SimpleNamespace(attach=lambda module, plan, decisions: attached.append((module, plan, decisions)))
-    monkeypatch.setitem(sys.modules, "capture_planner_vllm.observe", observer)
+    monkeypatch.setitem(sys.modules, "capture_planner_vllm.inside.observe", observer)
     monkeypatch.setenv(vllm_plugin.OBSERVE, "folder")
     vllm_plugin.register()
     monkeypatch.delenv(vllm_plugin.PLAN)
     vllm_plugin.register()
     assert attached == [(modules[MANAGERS], PLAN, hooks.decisions), (modules[MANAGERS], None, hooks.decisions)]
-
-
-def test_lines_reach_the_handlers_of_the_engine(monkeypatch):
-    """VLLM configures its own logger alone."""
-    ours, engine = logging.getLogger("capture_planner"), logging.getLogger("vllm")
-    handler = logging.NullHandler()
-    monkeypatch.setattr(engine, "handlers", [handler])
-    monkeypatch.setattr(ours, "handlers", [])
-    monkeypatch.setattr(ours, "propagate", False)
-    level = ours.level
-    seam.share_handlers("vllm")
-    seam.share_handlers("vllm")
-    assert ours.handlers == [handler]
-    assert ours.level == logging.INFO
-    ours.setLevel(level)

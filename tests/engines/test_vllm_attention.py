@@ -9,9 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.conformance.scene import Arrive, Case, RunBatch, Scene, Serve, Shape, dumps
-from capture_planner.conformance.subject import under_test
-from capture_planner.conformance.suite import replay
 from capture_planner.errors import BackendError
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
 from capture_planner.plugins.registry import load_backends
@@ -19,7 +16,10 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention, Support
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Latent
-from capture_planner_vllm.attention_backend import VllmAttention
+from capture_planner_runner.conformance.scene import Arrive, Case, RunBatch, Scene, Serve, Shape, dumps
+from capture_planner_runner.conformance.stage import under_test
+from capture_planner_runner.conformance.suite import replay
+from capture_planner_vllm.attention.backend import VllmAttention
 from support import vllm_attention
 
 ENGINES = ("FLASH_ATTN", "TRITON_ATTN")
@@ -201,7 +201,7 @@ def test_lengths_of_a_capture_are_the_runners():
 def test_scoring_of_a_model_reaches_the_implementation():
     """A layer is made with the usual scale; a model with another, a cap or sinks gets an implementation of its own."""
     with vllm_attention.stand_in():
-        from capture_planner_vllm.attention_executor import VllmExecutor
+        from capture_planner_vllm.attention.executor import VllmExecutor
 
         made = vllm_attention.Implementation(4, 64, 0.125, 2, None, 7, "auto")
         executor = SimpleNamespace(_layers={0: SimpleNamespace(impl=made)}, _attention=replace(LAYERS, window=7))

@@ -10,12 +10,12 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
-from capture_planner_vllm.attention import EMULATED, AttentionChoice
-from capture_planner_vllm.engine import FLAGS, emulate, resolve
-from capture_planner_vllm.flags import read, short_number
-from capture_planner_vllm.model import ModelFacts
-from capture_planner_vllm.resolution import resolve_mode
-from capture_planner_vllm.tables import flag_table
+from capture_planner_vllm.emulation.attention import EMULATED, AttentionChoice
+from capture_planner_vllm.emulation.engine import FLAGS, emulate, resolve
+from capture_planner_vllm.emulation.flags import read, short_number
+from capture_planner_vllm.emulation.model import ModelFacts
+from capture_planner_vllm.emulation.resolution import resolve_mode
+from capture_planner_vllm.emulation.tables import flag_table
 from engines.generators.vllm import Case, cases, write_models
 
 H100, A100 = find_environment("h100"), find_environment("a100")

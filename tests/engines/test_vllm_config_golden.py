@@ -7,9 +7,9 @@ import pytest
 
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner_vllm.engine import FLAGS, resolve
-from capture_planner_vllm.releases import following, releases
-from capture_planner_vllm.tables import flag_table, rules
+from capture_planner_vllm.emulation.engine import FLAGS, resolve
+from capture_planner_vllm.emulation.releases import following, releases
+from capture_planner_vllm.emulation.tables import flag_table, rules
 from engines.generators.vllm import Case, answer_of, write_models
 
 FILES = Path(__file__).parent / "golden"

@@ -5,7 +5,7 @@ import pytest
 from capture_planner import engines
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner_vllm.engine import emulate, resolve
+from capture_planner_vllm.emulation.engine import emulate, resolve
 from engines.generators.vllm import answer_of, write_models
 from engines.generators.vllm_directed import IGNORED, REFUSED, directed
 from engines.generators.vllm_ignored import IGNORED as IGNORED_FLAGS

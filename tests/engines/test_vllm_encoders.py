@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.check import check
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner_vllm.encoder_budgets import LEAST, encoders
-from capture_planner_vllm.engine import emulate
-from capture_planner_vllm.tables import names
+from capture_planner_vllm.emulation.encoder_budgets import LEAST, encoders
+from capture_planner_vllm.emulation.engine import emulate
+from capture_planner_vllm.emulation.tables import names
 
 H100 = find_environment("h100")
 VISION, TEXT = "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-8B"

@@ -8,15 +8,14 @@ from hypothesis import assume, given
 
 from capture_planner import codec
 from capture_planner.codec import shipped as catalog
-from capture_planner.engines.export.export import DRAFT_MODEL
+from capture_planner.engines.export import DRAFT_MODEL
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.model import Method
-from capture_planner_vllm.agreement import plan_sizes
-from capture_planner_vllm.engine import resolve
-from capture_planner_vllm.export import export_vllm
-from capture_planner_vllm.flags import read
-from capture_planner_vllm.launch import launch_vllm
+from capture_planner_vllm.emulation.engine import resolve
+from capture_planner_vllm.emulation.export import export_vllm, plan_sizes
+from capture_planner_vllm.emulation.flags import read
+from capture_planner_vllm.emulation.launch import launch_vllm
 from engines.generators.vllm_plans import vllm_plans
 
 PLANS = sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))

@@ -11,11 +11,11 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Role
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch, Entry
-from capture_planner_vllm import legacy, schedule
-from capture_planner_vllm.drafter import DraftDecode, DraftPrefill, draft_modes
-from capture_planner_vllm.managers import managers
-from capture_planner_vllm.settings import DrafterKind, RunnerVersion
-from capture_planner_vllm.table import TableManager
+from capture_planner_vllm.emulation import legacy, schedule
+from capture_planner_vllm.emulation.drafter import DraftDecode, DraftPrefill, draft_modes
+from capture_planner_vllm.emulation.managers import managers
+from capture_planner_vllm.emulation.settings import DrafterKind, RunnerVersion
+from capture_planner_vllm.emulation.table import TableManager
 from engines.generators import vllm_managers as cases
 from engines.generators import vllm_ranks
 

@@ -12,11 +12,11 @@ from capture_planner.engines.walk import walk
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.batch import Kind
-from capture_planner_vllm.attention import EMULATED, AttentionChoice
-from capture_planner_vllm.engine import emulate, resolve
-from capture_planner_vllm.model import ModelFacts
-from capture_planner_vllm.settings import DrafterKind
-from capture_planner_vllm.tables import flag_table, names, rules
+from capture_planner_vllm.emulation.attention import EMULATED, AttentionChoice
+from capture_planner_vllm.emulation.engine import emulate, resolve
+from capture_planner_vllm.emulation.model import ModelFacts
+from capture_planner_vllm.emulation.settings import DrafterKind
+from capture_planner_vllm.emulation.tables import flag_table, names, rules
 from engines.generators.vllm_models import MODELS, write_models
 
 H100, H200 = find_environment("h100"), find_environment("h200")

@@ -7,17 +7,17 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
-import _observations
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.engines.observed import emulation_of
+from capture_planner.engines.deployments import emulation_of
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Decision
-from capture_planner_vllm import observe, steps, watch
-from capture_planner_vllm import observe_seams as seams
+from capture_planner_vllm.inside import observe, steps, watch
+from capture_planner_vllm.inside import observe_seams as seams
 from support.vllm_observed import MODES, PLAN, STEPS, Event, counted, observed, process, run, started, step, summary
 
 
@@ -176,7 +176,14 @@ def test_steps_read_late_are_what_they_are_read_at_once(taken, fused, mode, data
         return (
             seen.drafted,
             seen.accepted,
-            [(role.batches, [each.replays for each in role.graphs]) for role in seen.roles],
+            [
+                # Intervals are of the host's clock, and of some steps it makes stalls.
+                (
+                    {evolve(each, interval=None, intervals=0, interval_error=None) for each in role.batches},
+                    [each.replays for each in role.graphs],
+                )
+                for role in seen.roles
+            ],
         )
 
     assert written(lambda: True, 1) == written(lambda: data.draw(st.booleans()), 3) == written(lambda: False, 1024)
@@ -267,24 +274,6 @@ def test_only_sampled_steps_are_timed_and_never_waited_for():
             assert (batch.steps, batch.samples, batch.milliseconds) == (2 * watch.EVERY, 2, 1.0 / passes)
 
 
-@pytest.mark.parametrize("prompts", [0, 1])
-def test_interval_of_a_timed_step_ends_where_the_next_one_begins(monkeypatch, prompts):
-    """Of the target alone, and not where a request is new in the next step: the engine may have waited for it."""
-    clock = SimpleNamespace(now=0.0)
-    fake = SimpleNamespace(perf_counter=lambda: clock.now, sleep=time.sleep)
-    with process() as folder:
-        runner = started()
-        monkeypatch.setattr(watch, "time", fake)
-        for number in range(2 * watch.EVERY + 1):
-            clock.now += 0.25 if number % watch.EVERY == 0 else 1.0
-            run(runner, step(4, 4, prompts if number % watch.EVERY == 0 else 0))
-        runner.shutdown()
-        target, *drafts = observed(folder).roles
-    (batch,) = (each for each in target.batches if each.past_prompt)
-    assert (batch.samples, batch.interval) == (2, None if prompts else 250.0)
-    assert all(each.interval is None for role in drafts for each in role.batches)
-
-
 def test_file_has_what_ran_before_the_engine_ends():
     """Every so many seconds, so that a killed process loses no more: counts and drafts."""
     with process(**{observe.SECONDS: "0.05"}) as folder:
@@ -328,10 +317,13 @@ def test_engine_without_graphs_is_observed_from_its_first_step():
 
 @pytest.mark.parametrize("applied", [True, False])
 def test_plan_is_named_where_it_was_applied(applied):
-    """By its digest, with the decisions where vLLM could not follow."""
+    """By its digest, with the decisions where vLLM could not follow, which are known when managers are made."""
     decision = Decision(rule="any", before="1", after="2", role=Role.TARGET, message="A sentence.")
+    decisions = {}
     with process() as folder:
-        decisions = {Role.TARGET: (decision,)} if applied else {}
+        observe.attach(importlib.import_module(seams.MANAGERS), PLAN, decisions)
+        if applied:
+            decisions[Role.TARGET] = (decision,)
         started(plan=PLAN, decisions=decisions).shutdown()
         seen = observed(folder)
     assert seen.plan == (digest(PLAN) if applied else None)
@@ -371,7 +363,7 @@ def test_model_runner_v1_is_not_observed_and_says_so(caplog):
 
 
 @given(steps=STEPS, mode=st.sampled_from(MODES), data=st.data())
-def test_figures_of_a_benchmark_are_those_of_the_engine(steps, mode, data):
+def test_observed_shares_and_acceptance_are_those_of_the_engine(steps, mode, data):
     """Graphs, the share of eager steps and the tokens of a verification, against the engine's own log."""
     verified, tokens = 0, 0
     with process() as folder:
@@ -382,11 +374,13 @@ def test_figures_of_a_benchmark_are_those_of_the_engine(steps, mode, data):
             verified += num_reqs * (query_len > 1)
             tokens += sum(counts) * (query_len > 1)
         runner.shutdown()
-        (seen,) = _observations.newest(folder)
-    figures = _observations.figures(seen)
-    assert figures["tokens_per_step"] == (pytest.approx(tokens / verified) if verified else None)
+        seen = observed(folder)
+    assert (seen.drafted[0] if seen.drafted else 0) == verified
+    assert verified + sum(seen.accepted) == tokens
     for role in Role:
         answers = [answer[role.value] for _, answer in runner.answers if role.value in answer]
-        share = sum(not desc.cg_mode for desc in answers) / len(answers) if answers else None
-        assert figures["eager_share"][role.value] == share
-        assert sum(figures["eager_reasons"][role.value].values()) == sum(not desc.cg_mode for desc in answers)
+        eager = sum(not desc.cg_mode for desc in answers)
+        roles = [each for each in seen.roles if each.role is role]
+        assert sum(each.steps for each in roles) == len(answers)
+        assert sum(each.eager_steps for each in roles) == eager
+        assert sum(count.steps for each in roles for count in each.batches if count.reason is not None) == eager

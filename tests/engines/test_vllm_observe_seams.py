@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 
+from capture_planner.engines.inside import seam
 from capture_planner.errors import RunError
-from capture_planner_vllm import observe_seams as seams
-from capture_planner_vllm import seam
+from capture_planner_vllm.inside import observe_seams as seams
 from support.vllm_observed import observed, process, run, started, step
 
 NEEDED = {seams.INIT, seams.CAPTURE_MODEL, seams.CAPTURE, seams.SPECIALIZE}

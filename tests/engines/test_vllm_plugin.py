@@ -16,14 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.engines.inside import seam
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.model import Method
 from capture_planner.testing import plans
-from capture_planner_vllm import hooks, seam, vllm_plugin
-from capture_planner_vllm.agreement import differences
-from capture_planner_vllm.export import export_vllm
+from capture_planner_vllm import vllm_plugin
+from capture_planner_vllm.emulation.export import export_vllm
+from capture_planner_vllm.inside import hooks
+from capture_planner_vllm.inside.agreement import differences
 
 Mode = Enum("Mode", [mode.name for mode in GraphMode])
 
@@ -137,7 +139,7 @@ def test_register_with_a_plan_imports_nothing_heavy():
     """Neither torch nor vLLM; calling it again installs no second finder."""
     code = (
         f"import os, sys; from capture_planner_vllm import vllm_plugin as v; os.environ[v.PLAN] = {str(FILE)!r}; "
-        "v.register(); v.register(); from capture_planner_vllm import seam; "
+        "v.register(); v.register(); from capture_planner.engines.inside import seam; "
         "print(sum(isinstance(f, seam._Finder) for f in sys.meta_path), *sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,10 +10,10 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.check import check
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
-from capture_planner_vllm.engine import emulate, resolve
-from capture_planner_vllm.legacy import PaddedManager
-from capture_planner_vllm.managers import managers
-from capture_planner_vllm.settings import DrafterKind, RunnerVersion
+from capture_planner_vllm.emulation.engine import emulate, resolve
+from capture_planner_vllm.emulation.legacy import PaddedManager
+from capture_planner_vllm.emulation.managers import managers
+from capture_planner_vllm.emulation.settings import DrafterKind, RunnerVersion
 from engines.generators import vllm_managers as cases
 from engines.generators import vllm_ranks
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-import capture_planner_vllm
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
 from capture_planner.errors import EngineError, FlagError
-from capture_planner_vllm.releases import NEWEST, differences, followed, following, has, releases
-from capture_planner_vllm.tables import flag_table, names
+from capture_planner_vllm import emulation
+from capture_planner_vllm.emulation.releases import NEWEST, differences, followed, following, has, releases
+from capture_planner_vllm.emulation.tables import flag_table, names
 from support.commands import Run
 
 H100 = find_environment("h100")
-SOURCES = [Path(capture_planner_vllm.__file__).parent, Path(__file__).parent / "generators"]
+SOURCES = [Path(emulation.__file__).parent, Path(__file__).parent / "generators"]
 
 
 def test_every_rule_that_a_release_lacks_is_asked_for():

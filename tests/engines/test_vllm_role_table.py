@@ -16,8 +16,8 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
 from capture_planner.records.spec import Lora
 from capture_planner.testing import deployments
-from capture_planner_vllm.agreement import roles_without_graphs
-from capture_planner_vllm.apply import ManagerFacts, role_table
+from capture_planner_vllm.inside.agreement import roles_without_graphs
+from capture_planner_vllm.inside.apply import ManagerFacts, role_table
 
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 

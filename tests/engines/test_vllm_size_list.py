@@ -11,7 +11,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, Domain
-from capture_planner_vllm.size_list import examine, full_graphs, nearest, size_list
+from capture_planner_vllm.emulation.size_list import examine, full_graphs, nearest, size_list
 from support.small_engines import vllm_table
 
 SCHEDULES = {

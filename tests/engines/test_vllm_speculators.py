@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
 from capture_planner.errors import FlagError, NotEmulated
-from capture_planner_vllm.engine import emulate
+from capture_planner_vllm.emulation.engine import emulate
 
 H100 = find_environment("h100")
 TARGET = "meta-llama/Llama-3.1-8B-Instruct"

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner_vllm import steps, watch
+from capture_planner_vllm.inside import steps, watch
 
 
 @given(

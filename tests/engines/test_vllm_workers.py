@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.errors import RunError
-from capture_planner_vllm import workers
+from capture_planner_vllm.inside import workers
 
 dist = pytest.importorskip("torch.distributed", reason="needs torch with torch.distributed")
 ANSWERS = st.lists(

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 import gallery
-from capture_planner.conformance import DEFAULT, THOROUGH
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
+from capture_planner_runner.conformance import DEFAULT, THOROUGH
 from gallery import campaign
 from support.files import module_at
 

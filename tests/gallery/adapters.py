@@ -6,13 +6,14 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance.adapter_rows import check_adapters
-from capture_planner.runtime.execution.inputs import StepInputs
-from capture_planner.runtime.execution.padding import Write
-from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.serving import batches
+from capture_planner_runner.execution.inputs import Array, StepInputs
+from capture_planner_runner.execution.padding import Write
+from capture_planner_runner.execution.role import RoleRun
+from capture_planner_runner.serving import steps
+from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
+from support.runner_conformance.adapter_rows import check_adapters
 
 Writes = Callable[[RoleRun, StepInputs], list[Write]]
 
@@ -44,8 +45,8 @@ def _stale(original: Writes) -> Writes:
     return writes
 
 
-def _one_at_most(original: Callable[[StepInputs], int]) -> Callable[[StepInputs], int]:
-    return lambda inputs: min(original(inputs), 1)
+def _one_at_most(original: Callable[[ScheduledBatch, RequestStates], Array]) -> Callable[..., Array]:
+    return lambda scheduled, states: original(scheduled, states)[:1]
 
 
 def _mutant(name: str, thread: str, bug_class: BugClass, says: str, patch: Patch) -> Mutant:
@@ -76,6 +77,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "sglang#28371",
         BugClass.C,
         "A batch of several adapters replays a graph that was captured for one, and the others are skipped",
-        patched((batches, "active_loras", _one_at_most)),
+        patched((steps, "active_adapters", _one_at_most)),
     ),
 )

@@ -8,8 +8,8 @@ import attrs
 import torch
 
 from capture_planner.analysis.lint.core import BugClass
+from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
 from gallery.core import Mutant, with_field
 from gallery.padding import RenamedReference

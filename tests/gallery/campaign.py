@@ -22,12 +22,13 @@ from capture_planner import codec
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import link
-from capture_planner.conformance import SearchProfile, SuiteOptions, conform, loads, under_test
-from capture_planner.conformance.rank_agreement import check_agreement
-from capture_planner.records.backend import Backend
+from capture_planner.plugins.backend import Backend
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
+from capture_planner_runner.conformance import SearchProfile, SuiteOptions, conform, loads
 from gallery.core import Detection, Mutant
+from support.runner_conformance import RunnerScene, runner_under_test
+from support.runner_conformance.rank_agreement import check_agreement
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,7 +169,7 @@ def _case_summary(detection: Detection) -> str:
         return inside[1] if inside else detection.says.partition(": ")[2].partition(";")[0]
     words = [str(finding.role or ""), str(finding.entry or "eager"), finding.batch]
     if detection.case:
-        words.append(f"after {counted(len(loads(detection.case).steps), 'step')}")
+        words.append(f"after {counted(len(loads(detection.case, RunnerScene).steps), 'step')}")
     return "; ".join(word for word in words if word)
 
 
@@ -200,7 +201,7 @@ def _search_healthy(search: Search) -> dict[str, str]:
 
 def _conformance_fault(backend: Backend | str, search: Search) -> str | None:
     outcome = conform(
-        under_test(backend),
+        runner_under_test(backend),
         SuiteOptions(profile=search.profile, seed=search.seed, shrink=False, blame=False, audits=False),
     )
     return None if outcome.passed else str(outcome.failures[0])

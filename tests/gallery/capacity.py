@@ -9,12 +9,12 @@ import torch
 
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import Role
+from capture_planner.plugins.backend import Metadata, Reservation
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Metadata, Reservation
 from gallery.core import Mutant
 from gallery.paged import PagedBackend, PagedExecutor, Sizes, Work
 

@@ -12,10 +12,10 @@ import torch
 
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance import DEFAULT, Failure, SearchProfile, SuiteOptions, conform, under_test
-from capture_planner.records.backend import Backend
+from capture_planner.plugins.backend import Backend, Metadata
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.executor import Metadata
+from capture_planner_runner.conformance import DEFAULT, Failure, SearchProfile, SuiteOptions, conform, under_test
+from support.runner_conformance import runner_under_test
 
 
 @attrs.frozen(kw_only=True)
@@ -117,6 +117,8 @@ def detect(
 ) -> Detection | None:
     """Let the suite, or the lint, look for the mutant; None where nothing is found.
 
+    Backends are searched as their authors search them; the runner, with its own checks too.
+
     ``minimize``: minimize the failing case, and say which garbage it needs.
     """
     if mutant.plan is not None:
@@ -131,8 +133,9 @@ def detect(
     patch = mutant.patch() if mutant.patch is not None else nullcontext()
     with patch:
         brought = mutant.backend or mutant.base
+        tested = "reference" if brought is None else brought()
         outcome = conform(
-            under_test("reference" if brought is None else brought()),
+            under_test(tested) if mutant.backend is not None else runner_under_test(tested),
             SuiteOptions(profile=profile, seed=seed, shrink=minimize, blame=minimize, audits=False),
         )
     if outcome.passed:

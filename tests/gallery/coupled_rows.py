@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance import probe
-from capture_planner.runtime.execution.calls import LayerCalls
-from capture_planner.runtime.executor import Metadata, Scoring
+from capture_planner.plugins.backend import Metadata, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
+from capture_planner_runner.execution.calls import LayerCalls
 from gallery.core import Mutant
 from gallery.padding import RenamedReference
 from gallery.patching import patched
+from support.runner_conformance import models
 
 _LEVELS = float(1 << 36)
 """Of a quantized query: so many that rounding is far below any tolerance, where the scale is right."""
@@ -60,7 +60,7 @@ COUPLED_RUNNERS: tuple[Mutant, ...] = (
         bug_class=BugClass.L,
         says="Rows of padding are cleared, and the router counts them all the same, so that experts seem to have more "
         "load",
-        patch=patched((probe, "coupled", _padding_counted)),
+        patch=patched((models, "coupled", _padding_counted)),
     ),
 )
 

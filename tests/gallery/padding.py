@@ -10,11 +10,11 @@ import torch
 
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import Refresh, Role
+from capture_planner.plugins.backend import Executor, Metadata, Reservation, Scoring
 from capture_planner.records.backend import Attention, Axis, Bound, Fill, MetadataField, PaddingContract, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Executor, Metadata, Reservation, Scoring
 from capture_planner_reference.backend import Reference
 from capture_planner_reference.executor import ReferenceExecutor
 from gallery.core import Mutant, with_field

@@ -17,6 +17,7 @@ import torch
 
 from capture_planner.errors import BackendError
 from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.backend import (
     Attention,
     Axis,
@@ -33,7 +34,6 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 
 Array = np.ndarray[Any, Any]
 

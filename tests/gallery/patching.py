@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from capture_planner.runtime.execution.role import RoleRun
+from capture_planner_runner.execution.role import RoleRun
 from gallery.core import replaced
 
 Change = tuple[object, str, Callable[[Any], Any]]

@@ -8,10 +8,9 @@ import attrs
 
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import GraphMode, Role
-from capture_planner.planning import planner
-from capture_planner.planning.groups import Group, ask_backends
-from capture_planner.planning.resolve import ResolvedMode
-from capture_planner.planning.role import RoleInProgress
+from capture_planner.planning import planner, resolve
+from capture_planner.planning.groups import ask_backends
+from capture_planner.planning.resolve import GroupSupport, ResolvedMode
 from capture_planner.planning.sizing.policies import Context
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
@@ -51,18 +50,18 @@ def _weakest_of_all_models(recorded: bool) -> Plan:
     """The mode is resolved over every attention group, the drafter's with the target's."""
     drafter = ask_backends(_FIVE_LAYERS.spec, Role.DRAFT_PREFILL, _FIVE_LAYERS.environment, _FIVE_LAYERS.registry)
 
-    def over_all(resolve: Callable[..., tuple[GraphMode, ResolvedMode]]) -> Callable[..., object]:
+    def over_all(own: Callable[..., tuple[GraphMode, ResolvedMode]]) -> Callable[..., object]:
         def resolved(
-            spec: Spec, role: Role, groups: Sequence[Group], target: GraphMode | None
+            spec: Spec, role: Role, groups: Sequence[GroupSupport], target: GraphMode | None
         ) -> tuple[GraphMode, ResolvedMode]:
-            every = (*groups, *drafter) if role is Role.TARGET else groups
-            requested, resolution = resolve(spec, role, every, target)
+            every = (*groups, *(each.for_resolution for each in drafter)) if role is Role.TARGET else groups
+            requested, resolution = own(spec, role, every, target)
             quiet = role is Role.TARGET and not recorded
             return requested, attrs.evolve(resolution, decisions=()) if quiet else resolution
 
         return resolved
 
-    with replaced(planner, "_resolve", over_all):
+    with replaced(resolve, "_resolve", over_all):
         return _FIVE_LAYERS.plan()
 
 
@@ -139,7 +138,7 @@ _LIMITED = deployed(reqs=64, tokens=512, max_graphs=8)
 
 
 def _platform_limit_forgotten() -> Plan:
-    with replaced(RoleInProgress, "fit_backend", lambda _: lambda self: None):
+    with replaced(planner, "fewest_graphs", lambda _: lambda groups: None):
         return _LIMITED.plan()
 
 

@@ -12,11 +12,11 @@ import attrs
 
 from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance.rank_agreement import Agree, check_agreement
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch
 from gallery.core import Mutant
+from support.runner_conformance.rank_agreement import Agree, check_agreement
 
 
 def each_for_itself(dispatcher: Dispatcher, vector: Vector) -> Agreement:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from capture_planner.analysis.lint.core import BugClass
+from capture_planner.plugins.backend import NULL_STATE
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
-from capture_planner.runtime.execution import recurrent
-from capture_planner.runtime.execution.inputs import StepInputs
-from capture_planner.runtime.execution.recurrent import Segments, StateCache
-from capture_planner.runtime.executor import NULL_STATE
-from capture_planner.runtime.serving import kv, launching
-from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
+from capture_planner_runner.execution import recurrent
+from capture_planner_runner.execution.inputs import StepInputs
+from capture_planner_runner.execution.recurrent import Segments, StateCache
+from capture_planner_runner.serving import kv, launching
+from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 from gallery.runner_padding import filled, tail_left

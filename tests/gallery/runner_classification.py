@@ -9,15 +9,15 @@ import attrs
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner.runtime.execution.inputs import StepInputs
-from capture_planner.runtime.serving import launching as launching_module
-from capture_planner.runtime.serving.scheduler import Scheduler
-from capture_planner.runtime.serving.states import AdmittedRequest, ScheduledBatch
+from capture_planner_runner.serving import agreement
+from capture_planner_runner.serving.inputs import DraftRows
+from capture_planner_runner.serving.scheduler import Scheduler
+from capture_planner_runner.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import patched
 
 Rows = Sequence[tuple[AdmittedRequest, int, int]]
-MakesBatch = Callable[[Role, ScheduledBatch, StepInputs], Batch]
+MakesBatch = Callable[[Role, ScheduledBatch, RequestStates, DraftRows | None], Batch]
 
 
 def _by_shape(original: Callable[..., ScheduledBatch]) -> Callable[..., ScheduledBatch]:
@@ -40,9 +40,10 @@ def _by_first_row(original: Callable[..., ScheduledBatch]) -> Callable[..., Sche
 
 
 def _rounded(original: MakesBatch) -> MakesBatch:
-    def batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Batch:
-        made, query_len = original(role, scheduled, inputs), 1 + scheduled.draft_tokens
-        if not made.past_prompt or -(-made.num_tokens // query_len) != made.num_reqs:
+    def batch(role: Role, scheduled: ScheduledBatch, states: RequestStates, draft: DraftRows | None) -> Batch:
+        made, query_len = original(role, scheduled, states, draft), 1 + scheduled.draft_tokens
+        is_draft = role is Role.DRAFT_DECODE  # of one token each: engines round verifications
+        if is_draft or not made.past_prompt or -(-made.num_tokens // query_len) != made.num_reqs:
             return made
         return attrs.evolve(made, query_len=query_len, num_tokens=made.num_reqs * query_len)
 
@@ -50,8 +51,8 @@ def _rounded(original: MakesBatch) -> MakesBatch:
 
 
 def _mean_length(original: MakesBatch) -> MakesBatch:
-    def batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Batch:
-        made = original(role, scheduled, inputs)
+    def batch(role: Role, scheduled: ScheduledBatch, states: RequestStates, draft: DraftRows | None) -> Batch:
+        made = original(role, scheduled, states, draft)
         length, rest = divmod(made.num_tokens, made.num_reqs)
         return made if rest else attrs.evolve(made, query_len=length)
 
@@ -59,9 +60,9 @@ def _mean_length(original: MakesBatch) -> MakesBatch:
 
 
 def _longest_of_the_first(original: MakesBatch) -> MakesBatch:
-    def batch(role: Role, scheduled: ScheduledBatch, inputs: StepInputs) -> Batch:
-        made = original(role, scheduled, inputs)
-        first = int(inputs.query_start_loc[1])
+    def batch(role: Role, scheduled: ScheduledBatch, states: RequestStates, draft: DraftRows | None) -> Batch:
+        made = original(role, scheduled, states, draft)
+        first = int(scheduled.counts[0])
         return made if made.max_query_len is None else attrs.evolve(made, max_query_len=first)
 
     return batch
@@ -89,20 +90,20 @@ CLASSIFICATION_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.B,
         says="A batch whose last request is short is taken for a uniform decode, because its tokens, rounded "
         "up to a multiple of 1 + K, give its number of requests",
-        patch=patched((launching_module, "step_batch", _rounded)),
+        patch=patched((agreement, "batch_of", _rounded)),
     ),
     Mutant(
         name="query-length-of-the-mean",
         threads=("vllm#28207",),
         bug_class=BugClass.B,
         says="A batch is taken for uniform where its tokens divide by its requests",
-        patch=patched((launching_module, "step_batch", _mean_length)),
+        patch=patched((agreement, "batch_of", _mean_length)),
     ),
     Mutant(
         name="longest-of-the-first-request",
         threads=("vllm#52988",),
         bug_class=BugClass.B,
         says="The tokens of the first request stand for those of the longest in a decode whose requests differ",
-        patch=patched((launching_module, "step_batch", _longest_of_the_first)),
+        patch=patched((agreement, "batch_of", _longest_of_the_first)),
     ),
 )

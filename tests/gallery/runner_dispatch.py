@@ -11,9 +11,9 @@ from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import draft_steps
-from capture_planner.runtime.execution.fields import Extents
-from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
-from capture_planner.runtime.serving.launching import StepLauncher
+from capture_planner_runner.execution.fields import Extents
+from capture_planner_runner.execution.role import ForwardTimes, RoleRun
+from capture_planner_runner.serving.launching import StepLauncher
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 
@@ -128,11 +128,9 @@ def _never_for_drafts(dispatcher: Dispatcher, batch: Batch, serving: list[Entry]
 
 
 def _graphs_noted(original: Callable[..., None]) -> Callable[..., None]:
-    def note(
-        launcher: StepLauncher, index: int, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1
-    ) -> None:
+    def note(launcher: StepLauncher, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
         if dispatch.entry is not None:
-            original(launcher, index, batch, dispatch, times, repeats)
+            original(launcher, batch, dispatch, times, repeats)
 
     return note
 

@@ -13,18 +13,19 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan, RolePlan
-from capture_planner.runtime.execution import role as role_module
-from capture_planner.runtime.execution import updates as updates_module
-from capture_planner.runtime.execution.fields import SAMPLED_COUNTS
-from capture_planner.runtime.execution.inputs import Array, ForwardStep, StepInputs
-from capture_planner.runtime.execution.padding import Write
-from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving import serving as serving_module
-from capture_planner.runtime.serving.launching import StepLauncher
-from capture_planner.runtime.serving.speculative import Verification, sampled_counts
-from capture_planner.runtime.serving.states import RequestStates, ScheduledBatch
+from capture_planner_runner.execution import role as role_module
+from capture_planner_runner.execution import updates as updates_module
+from capture_planner_runner.execution.fields import SAMPLED_COUNTS
+from capture_planner_runner.execution.inputs import Array, ForwardStep, StepInputs
+from capture_planner_runner.execution.padding import Write
+from capture_planner_runner.execution.role import RoleRun
+from capture_planner_runner.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving import serving as serving_module
+from capture_planner_runner.serving.drafting import DraftPasses
+from capture_planner_runner.serving.inputs import sampled_counts
+from capture_planner_runner.serving.speculative import Verification
+from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, nothing, patched
 
@@ -109,27 +110,27 @@ def _all_moved(original: Callable[..., None]) -> Callable[..., None]:
     return advance
 
 
-def _all_verified(original: object) -> Callable[[StepLauncher, ScheduledBatch], None]:
+def _all_verified(original: object) -> Callable[..., None]:
     """Verify as many rows as the fields have room for."""
 
-    def prepare_drafts(launcher: StepLauncher, scheduled: ScheduledBatch) -> None:
-        parts = launcher._parts
-        target = parts.roles[Role.TARGET].fields
+    def verify(
+        drafting: DraftPasses, num_reqs: int, num_tokens: int, most: int, *, is_synthetic: bool, has_decodes: bool
+    ) -> None:
         verified = VerificationInputs(
-            fields=parts.token_fields[Role.TARGET],
-            starts=target["query_start_loc"],
-            counts=target[SAMPLED_COUNTS],
-            answers=parts.target.tokens,
-            most=1 + int(scheduled.drafts.max()),
+            fields=drafting.token_fields[Role.TARGET],
+            starts=drafting.target.fields["query_start_loc"],
+            counts=drafting.target.fields[SAMPLED_COUNTS],
+            answers=drafting.target.tokens,
+            most=most,
         )
-        parts.updates.prepare_drafts(
+        drafting.updates.prepare_drafts(
             verified,
-            parts.token_fields[Role.DRAFT_PREFILL],
-            parts.roles[Role.DRAFT_PREFILL].fields["last_token_indices"],
-            parts.token_fields[Role.DRAFT_DECODE] if scheduled.draft_tokens > 1 else None,
+            drafting.token_fields[Role.DRAFT_PREFILL],
+            drafting.prefill["last_token_indices"],
+            drafting.token_fields[Role.DRAFT_DECODE] if has_decodes else None,
         )
 
-    return prepare_drafts
+    return verify
 
 
 def _first_unverified(original: Callable[..., Verification]) -> Callable[..., Verification]:
@@ -216,7 +217,7 @@ PADDING_MUTANTS: tuple[Mutant, ...] = (
         threads=("vllm#39773",),
         bug_class=BugClass.D,
         says="Verification on the device counts all rows that its fields have room for, not those of the batch",
-        patch=patched((StepLauncher, "_prepare_drafts", _all_verified)),
+        patch=patched((DraftPasses, "verify", _all_verified)),
     ),
     Mutant(
         name="first-draft-unverified",

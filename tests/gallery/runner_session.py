@@ -7,19 +7,23 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import attrs
+
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
-from capture_planner.runtime import capture as capture_module
-from capture_planner.runtime.execution.bodies import DraftDecodeBody, DraftPrefillBody, TargetBody
-from capture_planner.runtime.execution.fields import Extents
-from capture_planner.runtime.execution.inputs import ForwardStep
-from capture_planner.runtime.execution.role import ForwardTimes, RoleRun
-from capture_planner.runtime.execution.updates import DraftState
-from capture_planner.runtime.graphs.graph import Graph
-from capture_planner.runtime.ledger import GraphCapture
-from capture_planner.runtime.serving.launching import StepLauncher
+from capture_planner_runner import capture as capture_module
+from capture_planner_runner.execution.bodies import DraftDecodeBody, DraftPrefillBody, TargetBody
+from capture_planner_runner.execution.fields import Extents
+from capture_planner_runner.execution.inputs import ForwardStep
+from capture_planner_runner.execution.role import ForwardTimes, RoleRun
+from capture_planner_runner.execution.role_graphs import RoleGraphs
+from capture_planner_runner.execution.updates import DraftState
+from capture_planner_runner.graphs.graph import Graph
+from capture_planner_runner.ledger import GraphCapture
+from capture_planner_runner.serving.serving import Serving
+from capture_planner_runner.serving.steps import PlannedStep
 from gallery.core import Mutant
 from gallery.patching import Change, patched
 
@@ -74,11 +78,11 @@ def _swallowed(original: Callable[..., GraphCapture]) -> Callable[..., GraphCapt
     return capture
 
 
-def _registered_as_far_as_it_came(original: Callable[[RoleRun], None]) -> Callable[[RoleRun], None]:
-    def abandon_capture(run: RoleRun) -> None:
-        run.end_capture()
+def _registered_as_far_as_it_came(original: Callable[[RoleGraphs], None]) -> Callable[[RoleGraphs], None]:
+    def abandon(graphs: RoleGraphs) -> None:
+        graphs.end()
 
-    return abandon_capture
+    return abandon
 
 
 def _splitting_after_an_error(original: Callable[..., Graph]) -> Callable[..., Graph]:
@@ -86,7 +90,7 @@ def _splitting_after_an_error(original: Callable[..., Graph]) -> Callable[..., G
         try:
             return original(run, entry)
         except RuntimeError:
-            run._is_splitting = entry.mode is GraphMode.PIECEWISE
+            run.graphs._is_splitting = entry.mode is GraphMode.PIECEWISE
             raise
 
     return capture
@@ -104,26 +108,20 @@ def _replayed_at_once(original: Callable[..., Graph]) -> Callable[..., Graph]:
 # Q: what padding needs.
 
 
-class _Eager:
-    """Dispatches nothing, for want of a dummy request."""
+def _dummy_on_demand(original: Callable[..., PlannedStep]) -> Callable[..., PlannedStep]:
+    def plan(serving: Serving) -> PlannedStep:
+        planned = original(serving)
+        if serving.scheduler._pool.free:
+            return planned
+        entries = {role.role: role.entries for role in serving._planner._dispatcher.plan.roles}
+        dispatches = dict(planned.dispatches)
+        for role, batch in planned.batches.items():
+            is_exact = any(entry.num_reqs == batch.num_reqs for entry in entries[role])
+            if role is not Role.DRAFT_DECODE and not is_exact:
+                dispatches[role] = Dispatch(None, reason=Reason.MEMORY)
+        return attrs.evolve(planned, dispatches=dispatches)
 
-    def dispatch(self, batch: object) -> Dispatch:
-        return Dispatch(None, reason=Reason.MEMORY)
-
-
-def _dummy_on_demand(original: Callable[..., Dispatch]) -> Callable[..., Dispatch]:
-    def run(launcher: Any, role: Role, *given: Any, **named: Any) -> Dispatch:
-        dispatcher, scheduled = launcher._dispatcher, given[1]
-        entries = launcher._parts.roles[role].plan.entries
-        is_exact = any(entry.num_reqs == scheduled.num_reqs for entry in entries)
-        if not is_exact and not launcher._scheduler._pool.free:
-            launcher._dispatcher = _Eager()
-        try:
-            return original(launcher, role, *given, **named)
-        finally:
-            launcher._dispatcher = dispatcher
-
-    return run
+    return plan
 
 
 # R: the key.
@@ -133,9 +131,10 @@ def _looked_up_by_number(original: Callable[..., ForwardTimes]) -> Callable[...,
     def execute(run: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
         if step.entry is None or step.real != step.extents:
             return original(run, step, started)
-        run._forward(step.extents, step.entry)
-        if not step.is_full:
-            run.body.per_request(step.extents, None)
+        with run._observer.forward(run, step):
+            run._forward(step.extents, step.entry)
+            if not step.is_full:
+                run.body.per_request(step.extents, None)
         seconds = perf_counter() - started
         return ForwardTimes(seconds, seconds, seconds)
 
@@ -169,7 +168,7 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
         threads=("sglang#11275",),
         bug_class=BugClass.P,
         says="After an error inside the capture session the graphs of before it stay registered",
-        patch=patched((RoleRun, "abandon_capture", _registered_as_far_as_it_came)),
+        patch=patched((RoleGraphs, "abandon", _registered_as_far_as_it_came)),
     ),
     Mutant(
         name="splits-after-an-error",
@@ -190,7 +189,7 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
         threads=("TRT-LLM#16072",),
         bug_class=BugClass.Q,
         says="Padding needs a free page, and while the cache is full padded batches run eager",
-        patch=patched((StepLauncher, "_run", _dummy_on_demand)),
+        patch=patched((Serving, "_plan", _dummy_on_demand)),
     ),
     Mutant(
         name="exact-sizes-looked-up-by-number",

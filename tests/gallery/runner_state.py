@@ -11,22 +11,22 @@ import numpy as np
 import torch
 
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance.probe import Tables
 from capture_planner.modes import Refresh, Role
+from capture_planner.plugins.backend import Executor, Metadata, Reservation, RunnableBackend, Scoring
 from capture_planner.plugins.registry import load_backends
 from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.execution.attention import RoleAttention
-from capture_planner.runtime.execution.bodies import TargetBody
-from capture_planner.runtime.execution.fields import Extents
-from capture_planner.runtime.execution.inputs import ForwardStep, StepInputs
-from capture_planner.runtime.execution.role import RoleRun
-from capture_planner.runtime.execution.updates import TokenFields, Updates
-from capture_planner.runtime.executor import Executor, Metadata, Reservation, RunnableBackend, Scoring
-from capture_planner.runtime.graphs import pool as pool_module
-from capture_planner.runtime.graphs.pool import Block, Layout
+from capture_planner_runner.conformance.probe import Tables
+from capture_planner_runner.execution.attention import RoleAttention
+from capture_planner_runner.execution.bodies import TargetBody
+from capture_planner_runner.execution.fields import Extents
+from capture_planner_runner.execution.inputs import ForwardStep, StepInputs
+from capture_planner_runner.execution.role import RoleRun
+from capture_planner_runner.execution.updates import TokenFields, Updates
+from capture_planner_runner.graphs import pool as pool_module
+from capture_planner_runner.graphs.pool import Block, Layout
 from gallery.core import Mutant, with_field
 from gallery.patching import GUARDS_OFF, patched
 

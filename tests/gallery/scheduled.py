@@ -13,11 +13,11 @@ import attrs
 import torch
 
 from capture_planner.modes import GraphSupport, Refresh, Role
+from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.backend import Attention, Axis, Fill, MetadataField, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
 
 METADATA = MetadataField(

@@ -9,13 +9,15 @@ import attrs
 import pytest
 
 import capture_planner
+import capture_planner_runner
 import gallery
 from capture_planner.analysis.lint import RULES, BugClass, Severity, lint
 from capture_planner.analysis.lint.core import REPOSITORIES, link
-from capture_planner.conformance import Check, SearchProfile
 from capture_planner.errors import RunError
+from capture_planner_runner.conformance import Check, SearchProfile
 from gallery import MUTANTS, detect, named
 from gallery.core import replaced
+from support.runner_conformance import RunnerCheck
 
 ROOT = Path(capture_planner.__file__).parent
 TRIED = SearchProfile(name="tried", examples=1, steps=2)
@@ -84,8 +86,9 @@ def test_every_rule_of_the_lint_is_a_law():
 def test_no_check_knows_a_mutant():
     """Neither suite nor lint names the gallery, or has the name of a mutant in a string."""
     names = {mutant.name for mutant in MUTANTS}
-    for folder in ("analysis", "conformance", "dispatch", "runtime", "testing"):
-        paths = sorted((ROOT / folder).rglob("*.py"))
+    runner = Path(capture_planner_runner.__file__).parent
+    for folder in (*(ROOT / name for name in ("analysis", "dispatch", "testing")), runner):
+        paths = sorted(folder.rglob("*.py"))
         assert paths, folder
         for path in paths:
             text = path.read_text("utf-8")
@@ -111,7 +114,7 @@ def test_catch_says_what_was_found():
     assert (caught.by, caught.case, caught.finding) == ("CP045", "", None)
     assert caught.says.startswith("CP045 coarse-decode-sizes: ")
     caught = detect(named("own-adapters-count"), seed=3)
-    assert caught.by == Check.AGREED.value
+    assert caught.by == RunnerCheck.AGREED.value
     noted = next(make for make in gallery.HEALTHY.values() if lint(make()))
     assert {found.rule.severity for found in lint(noted())} == {Severity.NOTE}
     assert detect(attrs.evolve(named("doubling-sizes"), plan=noted)) is None

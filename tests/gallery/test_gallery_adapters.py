@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from capture_planner.conformance.adapter_rows import check_adapters
 from gallery.adapters import MUTANTS
 from gallery.core import Mutant, detect
+from support.runner_conformance.adapter_rows import check_adapters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

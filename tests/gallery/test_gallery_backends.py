@@ -5,14 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from capture_planner import conformance
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.conformance import Case, Check, Scene, Shape
-from capture_planner.conformance.capture_attack import CaptureAttack
-from capture_planner.conformance.draft_scheme import DraftScheme
-from capture_planner.conformance.scene import Arrive, Reload, RunBatch, Step
 from capture_planner.modes import GraphMode
-from capture_planner.records.backend import Backend
+from capture_planner.plugins.backend import Backend
+from capture_planner_runner import conformance
+from capture_planner_runner.conformance import Case, Check, Scene, Shape
+from capture_planner_runner.conformance.scene import Arrive, CaptureAttack, DraftScheme, Reload, RunBatch, Step
 from gallery.backends import MUTANTS
 from gallery.core import LATE, Mutant, detect
 from gallery.padding import CopiesTable, RenamedReference

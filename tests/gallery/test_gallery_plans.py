@@ -4,9 +4,9 @@ import pytest
 
 from capture_planner.analysis.data_parallel import agree
 from capture_planner.analysis.lint import RULES, Severity, lint
-from capture_planner.conformance.rank_agreement import check_agreement
 from gallery import plans as planned
 from gallery import ranks
+from support.runner_conformance.rank_agreement import check_agreement
 
 FOUND_BY = {
     "list-ends-below-the-ceiling": "CP002",

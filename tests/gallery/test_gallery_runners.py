@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from capture_planner.conformance import (
+from capture_planner.modes import GraphMode
+from capture_planner_runner.conformance import (
     Case,
     Check,
-    Scene,
     SearchProfile,
     Shape,
     SuiteOptions,
@@ -20,14 +20,12 @@ from capture_planner.conformance import (
     play,
     under_test,
 )
-from capture_planner.conformance.capture_attack import CaptureAttack
-from capture_planner.conformance.draft_scheme import DraftScheme
-from capture_planner.conformance.scene import Arrive, RunBatch, Serve, Step
-from capture_planner.modes import GraphMode
+from capture_planner_runner.conformance.scene import Arrive, CaptureAttack, DraftScheme, RunBatch, Serve, Step
 from gallery import patching
 from gallery.core import LATE, Mutant, detect
 from gallery.runner_state import Planning
 from gallery.runners import MUTANTS
+from support.runner_conformance import RunnerCheck, RunnerScene, runner_under_test
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +35,7 @@ PAST = Arrive(prompt=4, computed=4)
 
 def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
     """Requests that are past their prompt, and what is done with them."""
-    return Case(scene=Scene(shape=SHAPE, **scene), steps=(*(PAST,) * requests, *steps))  # type: ignore[arg-type]
+    return Case(scene=RunnerScene(shape=SHAPE, **scene), steps=(*(PAST,) * requests, *steps))  # type: ignore[arg-type]
 
 
 ALONE = RunBatch(rows=((0, 4, 0),))
@@ -120,16 +118,16 @@ CHECKS = {
     "draft-decode-piecewise": Check.BOUNDED,
     "drafts-past-the-model": Check.BOUNDED,
     "states-without-padding": Check.BOUNDED,
-    "prompt-taken-for-a-decode": Check.CLASSIFIED,
-    "prompts-behind-a-decode": Check.CLASSIFIED,
-    "query-length-of-the-mean": Check.CLASSIFIED,
-    "longest-of-the-first-request": Check.CLASSIFIED,
-    "requests-from-rounded-tokens": Check.CLASSIFIED,
-    "adapters-not-in-the-key": Check.DISPATCHED,
-    "dummy-request-on-demand": Check.DISPATCHED,
-    "full-shadowed-by-piecewise": Check.DISPATCHED,
-    "targets-formula-for-the-drafter": Check.DISPATCHED,
-    "tiers-shadow-each-other": Check.DISPATCHED,
+    "prompt-taken-for-a-decode": RunnerCheck.CLASSIFIED,
+    "prompts-behind-a-decode": RunnerCheck.CLASSIFIED,
+    "query-length-of-the-mean": RunnerCheck.CLASSIFIED,
+    "longest-of-the-first-request": RunnerCheck.CLASSIFIED,
+    "requests-from-rounded-tokens": RunnerCheck.CLASSIFIED,
+    "adapters-not-in-the-key": RunnerCheck.DISPATCHED,
+    "dummy-request-on-demand": RunnerCheck.DISPATCHED,
+    "full-shadowed-by-piecewise": RunnerCheck.DISPATCHED,
+    "targets-formula-for-the-drafter": RunnerCheck.DISPATCHED,
+    "tiers-shadow-each-other": RunnerCheck.DISPATCHED,
     "state-not-reset": Check.EAGER,
     "idx-mapping-padded-with-zero": Check.FILLED,
     "last-token-indices-stale": Check.FILLED,
@@ -137,12 +135,12 @@ CHECKS = {
     "padded-rows-verified": Check.FILLED,
     "requests-not-padded": Check.FILLED,
     "state-indices-stale": Check.FILLED,
-    "state-rows-of-the-last-batch": Check.PLACED,
+    "state-rows-of-the-last-batch": RunnerCheck.PLACED,
     "splits-after-an-error": Check.RAN,
     "capture-errors-swallowed": Check.RECOVERED,
     "graphs-of-a-broken-session": Check.RECOVERED,
-    "exact-sizes-looked-up-by-number": Check.REPLAYED,
-    "replayed-inside-the-session": Check.REPLAYED,
+    "exact-sizes-looked-up-by-number": RunnerCheck.REPLAYED,
+    "replayed-inside-the-session": RunnerCheck.REPLAYED,
     "padding-in-the-load": Check.ROWS,
     "padding-in-the-scale": Check.ROWS,
     "first-state-lost": Check.STORED,
@@ -179,7 +177,7 @@ def test_it_is_caught(mutant: Mutant) -> None:
 def test_it_is_caught_in_its_case(mutant: Mutant) -> None:
     """The case is caught with the bug, and it is in order without."""
     assert mutant.patch is not None
-    there = under_test("reference")
+    there = runner_under_test()
     with mutant.patch():
         failure = play(there, CASES[mutant.name]).failure
     assert failure is not None

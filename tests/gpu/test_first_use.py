@@ -9,19 +9,18 @@ from capture_planner import load_backends
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.ledger import GraphCapture
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import all_at_start
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import generated
+from capture_planner.records.spec import CapturePolicy, CaptureTiming, Limits, Policy, Sizes, Spec
+from capture_planner_runner.host import this_environment
+from capture_planner_runner.ledger import GraphCapture
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.options import Options
+from capture_planner_runner.plan_variants import all_at_start
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import generated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -55,7 +54,7 @@ def plan_of(k: int, timing: CaptureTiming, pool: Pool) -> Plan:
 
 def served(plan: Plan, rounds: int = 2) -> tuple[list[dict[str, tuple[int, ...]]], list[GraphCapture]]:
     """Serve the same requests so often; return their tokens, and what was captured."""
-    from capture_planner.runtime.graphs.cuda import CudaGraphs
+    from capture_planner_runner.graphs.cuda import CudaGraphs
 
     device, stream = torch.device("cuda:0"), torch.cuda.current_stream()
     target = load_target(None, plan.model, device=device, dtype=torch.float64, seed=1)

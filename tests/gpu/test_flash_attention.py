@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphSupport
-from capture_planner.runtime.executor import Scoring
+from capture_planner.plugins.backend import Scoring
 from capture_planner_flash_attention import libraries
 from support.flash_attention_rig import (
     DTYPE,

@@ -19,13 +19,13 @@ from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.host import this_environment
-from capture_planner.runtime.ledger import Accounts, GraphCapture
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
+from capture_planner_runner.graphs.graph import Grapher
+from capture_planner_runner.host import this_environment
+from capture_planner_runner.ledger import Accounts, GraphCapture
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -37,7 +37,7 @@ SLACK = 1 << 16
 @pytest.fixture(scope="module")
 def grapher() -> Iterator[Grapher]:
     """CUDA graphs; the stream that is current is put back."""
-    from capture_planner.runtime.graphs.cuda import CudaGraphs
+    from capture_planner_runner.graphs.cuda import CudaGraphs
 
     stream = torch.cuda.current_stream()
     yield CudaGraphs(torch.device("cuda:0"))
@@ -87,7 +87,7 @@ def runner_of(spec: Spec, grapher: Grapher, device: str = "cuda:0") -> Iterator[
 
 def pools_of(runner: Runner) -> dict[Role, int]:
     """Return the bytes of each role's pool; roles that share one have the same."""
-    return {name: role.pool.memory for name, role in runner.parts.roles.items() if role.pool is not None}
+    return {name: role.graphs.pool.memory for name, role in runner.roles.items() if role.graphs.pool is not None}
 
 
 def check_pools(runner: Runner, pool: Pool) -> None:

@@ -15,15 +15,14 @@ import attrs
 import pytest
 import torch
 from _deployments import CASES, CYCLE, REGISTRY, deployment, missing, small, tiny
-from _equality import TOLERANCE, check, differing, faults
-from _logits import errors, in_float32
+from _equality import TOLERANCE, Watching, check, differing, errors, faults, in_float32
 
 from capture_planner.modes import Chain, Pool
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method, Speculative
-from capture_planner.runtime.graphs.choice import grapher_for
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.plan_variants import without_speculation
+from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.plan_variants import without_speculation
 
 # Kernel libraries warn while they compile.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
@@ -137,10 +136,11 @@ def test_fused_chain_proposes_the_tokens_of_single_steps(case, place, kind):
         assert bool(fused) is (chain is Chain.FUSED)
         plain = made.serve(without_speculation(made.plan, REGISTRY)).tokens
         answers = {request.name: request.prompt + plain[request.name] for request in made.requests}
-        run = made.serve(made.plan, answers, watch=True)
+        watching = Watching()
+        run = made.serve(made.plan, answers, observer=watching)
         assert run.tokens == plain
         assert kind == "random" or sum(step.accepted for step in run.session.steps)
-        found.append(run.watching.fed())
+        found.append(watching.fed())
     assert found[0] == found[1]
 
 
@@ -152,8 +152,9 @@ def test_watching_covers_every_position_of_every_answer(k):
     """The sequences are the requests with what they were given; each position stands there once or more."""
     case = CASES["reference"]
     made = made_of(case, "cpu", small(case, k), 5)
-    run = made.serve(made.plan, watch=True, run_ahead=True)
-    sequences, rows, hidden = run.watching.sequences()
+    watching = Watching()
+    run = made.serve(made.plan, observer=watching, run_ahead=True)
+    sequences, rows, hidden = watching.sequences()
     assert len(rows) == len(hidden)
     for request in made.requests:
         whole = [*request.prompt, *run.tokens[request.name][:-1]]
@@ -165,10 +166,11 @@ def test_logits_check_detects_other_weights():
     """And those of the same weights are not: the error is one of the forward."""
     case, device = CASES["reference"], torch.device("cpu")
     made = made_of(case, "cpu", small(case, 2), 6)
-    run = made.serve(made.plan, watch=True)
+    watching = Watching()
+    made.serve(made.plan, observer=watching)
     other = load_target(None, made.plan.model, device=device, dtype=torch.float32, seed=made.seed + 1)
     for reference, is_near in ((made.target, True), (other, False)):
-        error, _ = errors(made.target, in_float32(reference), run.watching, device)
+        error, _ = errors(made.target, in_float32(reference), watching, device)
         assert (error.worst < TOLERANCE["float32"]) is is_near
         assert (error.median < TOLERANCE["bfloat16"]) is is_near
 

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.plugins.backend import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
 
 pytest.importorskip("triton", reason="triton is not installed")
 backend = pytest.importorskip("capture_planner_triton", reason="capture-planner-triton is not installed")

@@ -16,11 +16,11 @@ from _deployments import CASES, REGISTRY, deployment, missing, small
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.errors import GuardError, RunError
 from capture_planner.modes import Role
-from capture_planner.runtime.choices import Choices
-from capture_planner.runtime.graphs.choice import grapher_for
-from capture_planner.runtime.launch import launch
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.runner import Runner
+from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.launch import launch
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.request import RunRequest
+from capture_planner_runner.runner import Runner
 from support.by_hand import with_piecewise_draft_decode
 
 # Kernel libraries warn while they compile.
@@ -74,13 +74,13 @@ def test_unpadded_requests_are_a_lint_finding_and_not_launched(made):
     assert not [f for f in lint(made.plan) if f.rule.severity is Severity.ERROR]
     (finding,) = [f for f in lint(by_hand(made.plan)) if f.rule.code == "CP030"]
     with pytest.raises(RunError) as caught:
-        launch(by_hand(made.plan), REGISTRY, lambda _: made.requests, Choices(any_environment=True), silent)
+        launch(by_hand(made.plan), REGISTRY, lambda _: made.requests, RunRequest(any_environment=True), silent)
     assert str(finding) in str(caught.value)
 
 
 def test_unpadded_requests_forced_fail_with_the_thread_number(made):
     """Whatever the lint said: before any request is served."""
-    choices = Choices(any_environment=True, any_plan=True, page_size=made.pages.page_size)
+    choices = RunRequest(any_environment=True, any_plan=True, page_size=made.pages.page_size)
     with pytest.raises(GuardError, match=r"draft_decode: PIECEWISE .*vllm#39773"):
         launch(by_hand(made.plan), REGISTRY, lambda _: made.requests, choices, silent)
 
@@ -88,7 +88,7 @@ def test_unpadded_requests_forced_fail_with_the_thread_number(made):
 def test_unpadded_requests_are_refused_before_a_stale_index_is_read(made):
     """No forward of it runs, not even to warm up: its fields hold what was there, and it has no graph."""
     with runner_of(made, by_hand(made.plan)) as runner:
-        role = runner.parts.roles[Role.DRAFT_DECODE]
+        role = runner.roles[Role.DRAFT_DECODE]
         role.fields.poison()
         before = {buffer.key: bits(buffer.tensor) for buffer in role.fields}
         with pytest.raises(GuardError, match=r"a PIECEWISE graph pads none"):

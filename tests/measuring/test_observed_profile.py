@@ -7,10 +7,15 @@ from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
+from capture_planner.measuring.fits import entry_family, predict_graphs
 from capture_planner.measuring.observed import observed_profile
+from capture_planner.measuring.steps import decode_lengths, kind_of_step, step_times
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.costs import Costs
+from capture_planner.planning.measured import Prices, Steps, judge, passes_of
 from capture_planner.records._base import replace
-from capture_planner.records.observation import BatchCount, EagerCost
+from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.observation import BatchCount, EagerCost, ObservedGraph
 from capture_planner.records.profile import Profile
 from support.commands import PLAN
 from support.observing import observation_of
@@ -40,7 +45,9 @@ def profiled():
     )
     target, *others = observation.roles
     eager = (EagerCost(num_reqs=1, num_tokens=1024, milliseconds=40.0),)
-    return replace(observation, roles=(replace(target, eager=eager), *others), capture_seconds=9.0, graph_mib=300.0)
+    drafts = (EagerCost(num_reqs=1, num_tokens=1024, milliseconds=3.0),)
+    roles = (replace(target, eager=eager), *(replace(role, eager=drafts) for role in others))
+    return replace(observation, roles=roles, capture_seconds=9.0, graph_mib=300.0)
 
 
 def observed(observation):
@@ -67,36 +74,131 @@ def test_costs_add_up_to_what_the_engine_reported():
     graphs = sum(len(role.entries) for role in DEPLOYMENT.roles)
     assert {cost.seconds for cost in profile.graphs} == {0.05}
     assert profile.base_seconds == pytest.approx(9.0 - 0.05 * graphs, abs=1e-6)
-    assert len(DEPLOYMENT.roles) * profile.base_mib == pytest.approx(300.0 - 2.0 * graphs, abs=1e-6)
+    assert profile.base_mib == pytest.approx(300.0 - 2.0 * graphs, abs=1e-6)
+
+
+def served(observation, profile, apart, base, slope, noise=()):
+    """The observation with target batches whose intervals follow the model of a step, off by ``noise``.
+
+    :param apart: what the mode adds to the base overhead, by mode and query length.
+    """
+    target = observation.roles[0]
+    prices = Prices(Costs(profile), observation, {role.role: role.mode for role in observation.roles})
+    batches = []
+    for number, (num_reqs, num_tokens, query_len, index) in enumerate(SHAPES):
+        shape = {"num_reqs": num_reqs, "num_tokens": num_tokens, "query_len": query_len}
+        count = BatchCount(
+            **shape,
+            past_prompt=query_len is not None,
+            steps=1 + number,
+            graph=index,
+            reason=None if index else Reason.SIZES,
+        )
+        served_by = [None if index is None else target.graphs[index].entry]
+        for each, _ in [*passes_of(count.batch(Role.TARGET), observation)][1:]:
+            graphs = next(role.graphs for role in observation.roles if role.role is each.role)
+            length = draft_steps(each.role, each.num_reqs, observation.speculative)
+            served_by.append(
+                min((g.entry for g in graphs if not g.entry.rejection(each, length)), key=preferred, default=None)
+            )
+        passes = [
+            prices.of(each, entry, repeats)
+            for entry, (each, repeats) in zip(served_by, passes_of(count.batch(Role.TARGET), observation), strict=True)
+        ]
+        kind = (GraphMode.NONE, query_len) if index is None else (served_by[0].mode, served_by[0].query_len)
+        target_pass, *drafting = passes
+        graphs = sum(each.milliseconds for each in drafting if not each.is_eager)
+        eager = sum(each.milliseconds for each in drafting if each.is_eager)
+        interval = target_pass.milliseconds + apart[kind] + eager + max(base + slope * num_reqs, graphs)
+        interval *= 1 + (noise[number % len(noise)] if noise else 0.0)
+        batches.append(attrs.evolve(count, interval=interval, intervals=count.steps))
+    return replace(observation, roles=(replace(target, batches=tuple(batches)), *observation.roles[1:]))
+
+
+def preferred(entry):
+    return entry.cost
+
+
+TARGET = DEPLOYMENT.roles[0]
+DECODES = [n for n, entry in enumerate(TARGET.entries) if entry.query_len == 4]
+SHAPES = [
+    *((TARGET.entries[n].num_reqs, TARGET.entries[n].num_tokens, 4, n) for n in DECODES),
+    *((reqs, 4 * reqs, 4, None) for reqs in (3, 5, 40)),
+    *((reqs, 600 + 97 * reqs, None, None) for reqs in range(1, 9)),
+]
+KINDS = sorted({(GraphMode.NONE, 4), (GraphMode.NONE, None), *((TARGET.entries[n].mode, 4) for n in DECODES)}, key=str)
 
 
 @given(
-    once=st.floats(0, 2),
-    each=st.floats(0, 0.05),
-    requests=st.sets(st.integers(1, 64), min_size=4, max_size=12),
-    pauses=st.integers(0, 1),
+    base=st.floats(0, 20),
+    slope=st.floats(0, 0.05),
+    apart=st.lists(st.floats(0, 30), min_size=len(KINDS), max_size=len(KINDS)),
+    noise=st.lists(st.floats(0, 0.4), min_size=1, max_size=7),
 )
-def test_time_apart_from_passes_is_what_intervals_have_more_than_the_targets_graphs(once, each, requests, pauses):
-    """A line over the requests of a decode; an interval in which the host paused for long does not count.
+def test_profile_predicts_the_mean_step_that_it_was_fitted_to(base, slope, apart, noise):
+    """Of each kind, whatever the host and the drafter take, and however the steps of a kind spread."""
+    apart = dict(zip(KINDS, apart, strict=True))
+    apart[min(apart, key=apart.get)] = 0.0
+    bare = observed(profiled())
+    observation = served(profiled(), bare, apart, base, slope, noise)
+    profile = observed(observation)
+    assert not any("less than their passes" in note for note in profile.notes)
+    judged = judged_mean(profile, observation)
+    for kind, (predicted, measured) in judged.items():
+        assert predicted == pytest.approx(measured, rel=1e-3), kind
+    times = step_times(observation)
+    total = sum(count.steps for count in observation.roles[0].batches)
+    assert times.steps == total
+    assert times.mean_ms == pytest.approx(
+        sum(count.interval * count.steps for count in observation.roles[0].batches) / total
+    )
+    assert {each.key for each in profile.overheads} == {each.kind for each in times.kinds}
 
-    Drafts run in that time: the profile has the same steps, whatever drafting takes.
-    """
-    observation = profiled()
-    target, *drafts = observation.roles
-    steps = DEPLOYMENT.speculative.num_tokens
-    decodes = [(n, graph) for n, graph in enumerate(target.graphs) if graph.entry.query_len]
-    batches = []
-    for number, num_reqs in enumerate(sorted(requests)):
-        tokens = num_reqs * (1 + steps)
-        spent, graph = min((g.milliseconds, n) for n, g in decodes if g.entry.num_tokens >= tokens)
-        interval = spent + once + each * num_reqs + 500.0 * (number < pauses)
-        shape = {"num_reqs": num_reqs, "num_tokens": tokens, "query_len": 1 + steps}
-        batches.append(BatchCount(**shape, steps=9, graph=graph, interval=interval))
-    profile = observed(replace(observation, roles=(replace(target, batches=tuple(batches)), *drafts)))
-    for num_reqs in (1, 64):
-        apart = once + each * num_reqs
-        for drafting in (0.0, 0.1, 3.0):
-            assert profile.step(num_reqs, 2.0, drafting) == pytest.approx(2.0 + max(apart, drafting), abs=1e-3)
+
+@given(base=st.floats(0, 20), apart=st.lists(st.floats(0, 30), min_size=len(KINDS), max_size=len(KINDS)))
+def test_overheads_are_found_where_nothing_else_varies(base, apart):
+    """The differences between the ways that a target runs, which no curve shows."""
+    apart = dict(zip(KINDS, apart, strict=True))
+    apart[KINDS[0]] = 0.0
+    observation = served(profiled(), observed(profiled()), apart, base, 0.0)
+    profile = observed(observation)
+    for kind in KINDS:
+        more = profile.overhead(*kind) - profile.overhead(*KINDS[0])
+        assert more == pytest.approx(apart[kind] - apart[KINDS[0]], abs=2e-3)
+
+
+def judged_mean(profile, observation):
+    """Predicted and measured mean step of each kind, by judging each step by itself."""
+    target, modes = observation.roles[0], {role.role: role.mode for role in observation.roles}
+    found = {}
+    for count in target.batches:
+        batch = count.batch(Role.TARGET)
+        own = None if count.graph is None else target.graphs[count.graph].entry
+
+        def answer(each, own=own):
+            if each.role is Role.TARGET:
+                return own
+            graphs = next(role.graphs for role in observation.roles if role.role is each.role)
+            length = draft_steps(each.role, each.num_reqs, observation.speculative)
+            return min((g.entry for g in graphs if not g.entry.rejection(each, length)), key=preferred, default=None)
+
+        judged = judge(answer, Steps({batch: 1}), Costs(profile), observation, modes)
+        kind = kind_of_step(target, count, decode_lengths(observation))
+        predicted, measured, weight = found.get(kind, (0.0, 0.0, 0))
+        found[kind] = (
+            predicted + judged.mean_step_ms * count.steps,
+            measured + count.interval * count.steps,
+            weight + count.steps,
+        )
+    return {kind: (predicted / weight, measured / weight) for kind, (predicted, measured, weight) in found.items()}
+
+
+def test_steps_shorter_than_their_passes_are_said():
+    """No overhead is negative."""
+    observation = served(profiled(), observed(profiled()), dict.fromkeys(KINDS, 0.0), 0.0, 0.0, [-0.9])
+    profile = observed(observation)
+    assert {each.milliseconds for each in profile.overheads} == {0.0}
+    assert any("less than their passes" in note for note in profile.notes)
 
 
 def test_steps_stand_in_where_graphs_were_not_timed():
@@ -163,4 +265,55 @@ def test_dummy_batches_of_no_scheduled_length_are_mixed(query_len, kind):
     target, *others = observation.roles
     eager = (EagerCost(num_reqs=256, num_tokens=1536, query_len=query_len, milliseconds=13.6),)
     profile = observed(replace(observation, roles=(replace(target, eager=eager), *others)))
-    assert [curve.query_len for curve in profile.curves if curve.mode is GraphMode.NONE] == [kind]
+    eager_curves = [each for each in profile.curves if each.mode is GraphMode.NONE and each.role is Role.TARGET]
+    assert [curve.query_len for curve in eager_curves] == [kind]
+
+
+@given(
+    per_token=st.floats(0.01, 2),
+    once=st.floats(0, 30),
+    driver=st.floats(0, 5),
+    cold=st.floats(0, 500),
+    above=st.lists(st.integers(2, 9), min_size=1, max_size=4, unique=True),
+)
+def test_what_a_size_takes_alone_is_told_from_what_is_allocated_once(per_token, once, driver, cold, above):
+    """By captures into pools of their own; the costs of the captured graphs still add up, and times are points."""
+    observation, roles, total = profiled(), [], 0.0
+    for role in observation.roles:
+        graphs, trials = [], []
+        for graph in role.graphs:
+            is_first = not graphs
+            mib = driver + is_first * (cold + per_token * graph.entry.num_tokens)
+            total += mib
+            graphs.append(attrs.evolve(graph, mib=mib))
+        kinds = {(g.entry.mode, g.entry.query_len, g.entry.draft_steps): g for g in reversed(role.graphs)}
+        for largest in kinds.values():
+            for factor in above:
+                tokens, reqs = largest.entry.num_tokens * factor, largest.entry.num_reqs
+                entry = attrs.evolve(largest.entry, num_tokens=tokens, num_reqs=None if reqs is None else reqs * factor)
+                mib = driver + once + per_token * tokens
+                trials.append(ObservedGraph(entry=entry, mib=mib, seconds=0.05, milliseconds=1.0 + tokens / 64))
+        roles.append(replace(role, graphs=tuple(graphs), trials=tuple(trials)))
+    observation = replace(observation, roles=tuple(roles), graph_mib=total + 100.0)
+    profile = observed(observation)
+    single = {role.role for role in roles if len(role.graphs) < 2}
+    for cost in profile.graphs:
+        if cost.role in single or len(above) < 2:
+            continue
+        assert cost.mib_per_token == pytest.approx(per_token, rel=0.05, abs=0.01)
+    curves = {curve.key: dict(zip(curve.tokens, curve.milliseconds, strict=True)) for curve in profile.curves}
+    for role in roles:
+        for trial in role.trials:
+            assert curves[entry_family(role.role, trial.entry)][trial.entry.num_tokens] == trial.milliseconds
+    work = [(role.role, graph.entry) for role in roles for graph in role.graphs]
+    predicted = predict_graphs(profile, work).memory_mib
+    assert predicted >= total or predicted == pytest.approx(total + 100.0, rel=1e-3)
+
+
+@given(st.floats(0, 1e6), st.floats(1, 1e6))
+def test_memory_is_also_a_number_of_cached_tokens(mib, each):
+    observation = replace(profiled(), kv_token_bytes=each)
+    tokens = observation.kv_tokens(mib)
+    assert tokens * each <= mib * (1 << 20) * (1 + 1e-12)
+    assert mib * (1 << 20) < (tokens + 1) * each * (1 + 1e-12)
+    assert replace(observation, kv_token_bytes=None).kv_tokens(mib) is None

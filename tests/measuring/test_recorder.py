@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner import codec
+from capture_planner.engines.logs import read_traffic
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring import recorder as module
 from capture_planner.measuring.recorder import Recorder
-from capture_planner.measuring.traffic import read_traffic
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry

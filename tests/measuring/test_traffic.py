@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capture_planner.engines import logs as engine_logs
+from capture_planner.engines.logs import read_traffic
 from capture_planner.errors import InvalidDocument
-from capture_planner.measuring.traffic import LINE_FORMATS, SourceOptions, forward_pass, read_traffic
+from capture_planner.measuring.traffic import SourceOptions, forward_pass
 from capture_planner.measuring.traffic import source as sources
 from support import log_lines
 from support.log_steps import batches_of, batches_of_iterations, read_batches
 from support.traffic_shapes import file_of, shapes
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "log_lines.json").read_text("utf-8"))
+LINE_FORMATS = [*(each for engine in engine_logs.log_formats() for each in engine.lines), forward_pass.FORWARD_PASSES]
 ALL = SourceOptions(decode_log_interval=1)
 
 VLLM = "(APIServer pid=4242) INFO 11-22 05:51:30 [loggers.py:200] "
@@ -320,3 +323,21 @@ def test_forward_passes_as_text_are_those_of_json(given, separators):
     assert plain(forward_pass._find(block.replace(b"\n", b"\r\n"))) == plain(expected)
     broken = block + b'\n{"scheduled_requests": 5}'
     assert plain(forward_pass._find(broken)) == plain(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("vllm", "INFO 11-22 13:51:30 [loggers.py:271] Iteration(1): 0 context requests, 0 context tokens"),
+        ("sglang", "[2026-11-22 13:51:30] Decode batch, #running-req: 12, #token: 3456"),
+        ("tensorrt_llm", "[TRT-LLM] [I] iter = 41, currank_total_requests = 0/12"),
+        ("vllm", 'vllm:iteration_tokens_total_bucket{engine="0",le="8.0"} 12.0'),
+    ],
+)
+def test_log_of_an_engine_that_is_not_installed_says_what_to_install(monkeypatch, tmp_path, name, line):
+    """Another engine's distribution cannot read it."""
+    others = {each: item for each, item in engine_logs.engines().items() if each != name}
+    monkeypatch.setattr(engine_logs, "engines", lambda: others)
+    path = file_of(tmp_path, [line + "\n"])
+    with pytest.raises(InvalidDocument, match=f"no batches in a known format.*pip install engines/{name}"):
+        read_traffic([path])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
+from capture_planner.engines.logs import read_traffic
 from capture_planner.errors import InvalidDocument
-from capture_planner.measuring.traffic import SourceOptions, fitting, read_traffic
+from capture_planner.measuring.traffic import SourceOptions, fitting
 from capture_planner.measuring.traffic.fitting import rounded_up
 from capture_planner.modes import Role
 from capture_planner.records._base import replace

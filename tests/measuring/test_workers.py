@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.cli.files import show
-from capture_planner.engines.observed import emulation_of
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.logs import read_traffic
 from capture_planner.errors import InvalidDocument
-from capture_planner.measuring.traffic.reading import read_traffic
 from capture_planner.measuring.workers import as_one, read_workers
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import replace

@@ -20,11 +20,11 @@ pytest.importorskip("matplotlib", reason=NEEDS.format("matplotlib, which is not 
 
 from capture_planner.report.page import page as page_of  # noqa: E402
 from capture_planner.report.plots import Chart, Mark, Plot, PlotAxis, Series  # noqa: E402
-from capture_planner.report.run import run_report  # noqa: E402
 from capture_planner.report.writing import Report, Section  # noqa: E402
+from capture_planner_runner.report.run import run_report  # noqa: E402
 from support import ledgers  # noqa: E402
 from support.commands import Run, spec_for  # noqa: E402
-from support.pages import COMMANDS  # noqa: E402
+from support.pages import CHARTED  # noqa: E402
 from support.plots import plots  # noqa: E402
 
 CHECKS = (Path(__file__).parent / "checks.js").read_text("utf-8")
@@ -87,11 +87,10 @@ def problems_in(context: Any, url: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", CHARTED)
 def test_the_page_of_a_command_can_be_read(browser: Any, executing: Callable[[str, str], Run], command: str) -> None:
     """Written by the command itself, with a tiny model on the CPU."""
-    option, arguments = COMMANDS[command]
-    ran = executing(command, spec_for(4))(*arguments, option, "page.html")
+    ran = executing(command, spec_for(4))(*CHARTED[command], "--html", "page.html")
     assert ran.code == 0, ran.err
     assert "<svg" in Path("page.html").read_text("utf-8")
     assert problems_of(browser, Path("page.html").resolve()) == []
@@ -111,7 +110,7 @@ def report_of(drawn: list[Plot]) -> Report:
     charts = tuple(
         Chart(name=f"chart{n}", plots=(plot,), caption=plot.alt, section="all") for n, plot in enumerate(drawn)
     )
-    return Report(kind="test", title="Plots", alert=None, sections=(Section(name="all"),), charts=lambda: charts)
+    return Report(kind="test", title="Plots", sections=(Section(name="all"),), charts=lambda: charts)
 
 
 @FEW

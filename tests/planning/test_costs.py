@@ -28,26 +28,75 @@ FAMILIES = st.tuples(
 GRAPHS = FAMILIES.filter(lambda family: family[1] is not GraphMode.NONE)
 
 
-@given(st.dictionaries(st.integers(1, 12), st.integers(1, 60), min_size=1), st.sampled_from((1, 3)))
-def test_times_lie_on_the_line_between_measured_sizes(times: dict[int, int], passes: int) -> None:
-    """Never less for more; below the first its time, above the last along the last line; times the passes."""
+TIMES = st.dictionaries(st.integers(1, 12), st.integers(1, 60), min_size=1)
+
+
+def curve(times: dict[int, int], mode: GraphMode = GraphMode.FULL) -> CostCurve:
+    """Return a measured curve of the target."""
+    sizes = tuple(sorted(times))
+    return CostCurve(
+        role=Role.TARGET, mode=mode, tokens=sizes, milliseconds=tuple(float(times[each]) for each in sizes)
+    )
+
+
+def on_the_line(times: dict[int, int], tokens: int) -> Fraction:
+    """Return the time between measured sizes, below the first its own, above the last along the last line."""
     sizes = sorted(times)
     highest = {size: max(times[each] for each in sizes if each <= size) for size in sizes}
-    measured = CostCurve(
-        role=Role.TARGET,
-        mode=GraphMode.FULL,
-        tokens=tuple(sizes),
-        milliseconds=tuple(float(times[size]) for size in sizes),
-    )
+    around = [pair for pair in pairwise(sizes) if pair[0] <= tokens <= pair[1]] or list(pairwise(sizes))[-1:]
+    if tokens <= sizes[0] or not around:
+        return Fraction(highest[sizes[0]])
+    left, right = around[0]
+    return highest[left] + Fraction(highest[right] - highest[left], right - left) * (tokens - left)
+
+
+@given(TIMES, st.sampled_from((1, 3)))
+def test_times_lie_on_the_line_between_measured_sizes(times: dict[int, int], passes: int) -> None:
+    """Never less for more; below the first its time; times the passes. Beyond: eager ones along the last line."""
     for tokens in range(1, 16):
-        around = [pair for pair in pairwise(sizes) if pair[0] <= tokens <= pair[1]] or list(pairwise(sizes))[-1:]
-        if tokens <= sizes[0] or not around:
-            expected = Fraction(highest[sizes[0]])
-        else:
-            left, right = around[0]
-            rise = Fraction(highest[right] - highest[left], right - left)
-            expected = highest[left] + rise * (tokens - left)
-        assert Curve.of(measured, passes)(tokens) == pytest.approx(float(expected * passes), rel=1e-9)
+        eager = Curve.of(curve(times, GraphMode.NONE), passes)
+        assert eager(tokens) == pytest.approx(float(on_the_line(times, tokens) * passes), rel=1e-9)
+        if tokens <= max(times):
+            assert Curve.of(curve(times), passes)(tokens) == pytest.approx(eager(tokens))
+
+
+@given(TIMES, st.none() | TIMES, st.sampled_from(((GraphMode.FULL, True), (GraphMode.PIECEWISE, False))))
+def test_what_was_not_measured_is_a_bound(
+    times: dict[int, int], eager: dict[int, int] | None, asked: tuple[GraphMode, bool]
+) -> None:
+    """Beyond the largest graph its time in proportion; an assumed PIECEWISE graph takes its pieces longer; neither
+    takes longer than an eager pass that was measured at so many tokens, nor less than the graph that it is taken from.
+    """
+    mode, measured = asked
+    curves = [curve(times)] + ([curve(eager, GraphMode.NONE)] if eager else [])
+    costs = Costs(replace(profile(), curves=tuple(curves)))
+    last, found = max(times), []
+    for tokens in range(1, 30):
+        own = on_the_line(times, min(tokens, last))
+        expected = own if measured and tokens <= last else own * Fraction(max(tokens, last), last)
+        if not measured:
+            expected += Fraction(13, 10) * times[min(times)]
+        if eager and tokens <= max(eager) and (tokens > last or not measured):
+            expected = min(expected, on_the_line(eager, tokens))
+        found.append(costs.graph((Role.TARGET, mode, None, None))(tokens))
+        assert found[-1] == pytest.approx(float(max(expected, own)), rel=1e-9)
+    assert found == sorted(found)
+    assert costs.has_mode(Role.TARGET, mode) is measured
+
+
+def test_what_is_assumed_and_what_is_a_bound_is_said() -> None:
+    """The pieces of an assumed PIECEWISE graph, and where bounds begin."""
+    costs = Costs(replace(profile(), curves=(curve({1: 2, 8: 4}),)))
+    family = (Role.TARGET, GraphMode.PIECEWISE, None, None)
+    assert list(costs.assumptions([family])) == [
+        "times of target PIECEWISE (mixed batches) are taken from target FULL (mixed batches), which the profile has, "
+        "and 2.6 ms more for the pieces, up to the eager time"
+    ]
+    assert list(costs.bounds({family: 9})) == [
+        "beyond 8 tokens times of target PIECEWISE (mixed batches) are a bound: they grow in proportion to the tokens, "
+        "up to the eager time"
+    ]
+    assert list(costs.bounds({family: 8, (Role.TARGET, GraphMode.NONE, None, None): 100})) == []
 
 
 def nearest(keys: list[Family], family: Family) -> Family:
@@ -92,11 +141,15 @@ def test_the_nearest_family_stands_for_one_that_was_not_measured(known: list[Fam
             continue
         key = nearest(alike, family)
         index = known.index(key)
-        time = (1 + index) * (family[3] or 1) / (key[3] or 1)
+        time, more = (1 + index) * (family[3] or 1) / (key[3] or 1), ""
+        if (mode, key[1]) == (GraphMode.PIECEWISE, GraphMode.FULL):
+            eager = costs.known((role, GraphMode.NONE, *family[2:]))
+            time = max(time, min(2.3 * time, eager(1))) if eager else 2.3 * time
+            more = f", and {1.3 * (1 + index):.3g} ms more for the pieces, up to the eager time"
         assert costs.graph(family)(1) == pytest.approx(time)
         assert costs.known(family) == costs.graph(family)
         assert costs.reach(family) == 5 + index
-        told = [f"times of {family_name(*family)} are taken from {family_name(*key)}, which the profile has"]
+        told = [f"times of {family_name(*family)} are taken from {family_name(*key)}, which the profile has{more}"]
         assert list(costs.assumptions([family])) == (told if key != family else [])
 
 

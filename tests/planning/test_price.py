@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.planning.price import RULE, price_of
 from capture_planner.planning.sizing import Ladder, fit, total
+from capture_planner.planning.sizing.budget import PRICE_RULE, price_of
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import Domain
@@ -45,11 +45,11 @@ def test_budget_price_has_the_graphs_of_the_plan_with_and_without_the_budget(dep
         free = attrs.evolve(deployment, spec=replace(deployment.spec, budget=Budget())).plan()
     except PlanningError:
         reject()
-    stated = [(d.before, d.after) for role in found.roles for d in role.decisions if d.rule == RULE]
+    stated = [(d.before, d.after) for role in found.roles for d in role.decisions if d.rule == PRICE_RULE]
     before, after = ({role.role: role.entries for role in plan.roles} for plan in (free, found))
     counts = counted(free.num_graphs, "graph"), counted(found.num_graphs, "graph")
     assert stated == ([] if before == after else [counts])
-    assert not any(d.rule == RULE for role in found.roles[1:] for d in role.decisions)
+    assert not any(d.rule == PRICE_RULE for role in found.roles[1:] for d in role.decisions)
 
 
 @given(deployments(max_reqs=32, max_tokens=256, measured=False))

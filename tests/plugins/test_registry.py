@@ -21,7 +21,7 @@ from capture_planner.records.backend import Support
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import Model
 from capture_planner.records.spec import Limits, Spec
-from capture_planner.report.backends import backend_support
+from capture_planner.report.plans import backend_support
 from capture_planner.testing import FakeBackend
 
 TOLD = dict.fromkeys(Role, Support(level=GraphSupport.ALWAYS, reason="told"))

@@ -13,8 +13,8 @@ from capture_planner.records.batch_space import batches
 from capture_planner.records.spec import Budget, Policy, RoleSpec
 from capture_planner.testing import deployments
 
-OWN = ("backend-max-graphs",)
-"""Decisions by which one role alone loses graphs."""
+OWN = ("backend-max-graphs", "varying-decode-unsupported")
+"""Decisions by which one role alone loses graphs, or has others than the other role."""
 
 
 def same(found):

@@ -20,9 +20,9 @@ from capture_planner.records.backend import Axis, Fill, Lifetime, MetadataField,
 from capture_planner.records.batch import Batch
 from capture_planner.records.model import Method
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime.execution.fields import tensor_of
-from capture_planner.runtime.execution.guards import GraphState
-from capture_planner.runtime.options import Options
+from capture_planner_runner.execution.fields import tensor_of
+from capture_planner_runner.execution.guards import GraphState
+from capture_planner_runner.options import Options
 from support.probe import Probe
 from support.worlds import bits, persistent, requests_of, serve, spec_of, world_of
 
@@ -49,7 +49,7 @@ class Stage:
     @property
     def graphs(self):
         """Each graph with its role."""
-        return [(role, entry) for role in self.runner.parts.roles.values() for entry in role.graphs]
+        return [(role, entry) for role in self.runner.roles.values() for entry in role.graphs]
 
     def stage(self, role, entry):
         """Bring a batch of the null page to where only the replay is left; return that."""
@@ -154,7 +154,7 @@ def test_everything_that_graphs_touch_is_held(guarded):
         Role.DRAFT_PREFILL: ["hidden", *state, *(f"target.{name}" for name in of_target)],
         Role.DRAFT_DECODE: state,
     }
-    for kind, role in guarded.runner.parts.roles.items():
+    for kind, role in guarded.runner.roles.items():
         fields = [field.name for field in role.plan.inputs]
         fields += ["sampled_rows", "sampled_counts"] if kind is Role.TARGET else []
         names = [*fields, *expected[kind], "all.workspace", "keys[0]", "values[0]"]
@@ -222,7 +222,7 @@ def test_a_weight_that_moved_is_refused_by_name(guarded, data, change):
 
 def outcome(stage, role, entry, replay):
     """Replay with inputs that are no zeros; return what it leaves."""
-    body, state = stage.runner.parts.target, stage.runner.parts.state
+    body, state = stage.runner.target, stage.runner.draft_state
     kept = [tensor_of(held) for held in role.body.outputs()] or [state.token, state.hidden, state.proposed]
     for tensor in (body.embeddings, body.hidden, body.aux, state.hidden):
         tensor.copy_(torch.linspace(-1.0, 1.0, tensor.numel(), dtype=tensor.dtype).view_as(tensor))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.modes import Role
-from capture_planner.runtime.execution.fields import tensor_of
-from capture_planner.runtime.plan_variants import without_speculation
+from capture_planner_runner.execution.fields import tensor_of
+from capture_planner_runner.plan_variants import without_speculation
 from support.worlds import Watcher, bits, persistent, requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,9 +46,9 @@ def test_replay_changes_nothing_of_another_role(world, seed):
 
     def after(moment, before):
         assert kept(moment) == before, moment.entry
-        for role in moment.runner.parts.roles.values():
-            if role.pool is not None:
-                role.pool.poison()
+        for role in moment.runner.roles.values():
+            if role.graphs.pool is not None:
+                role.graphs.pool.poison()
         assert kept(moment) == before, "a persistent tensor lies in a pool"
 
     watcher = Watcher()

@@ -15,7 +15,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_families, is_admissible
 from capture_planner.testing import batches
-from capture_planner_vllm import hooks
+from capture_planner_vllm.inside import hooks
 from engines.generators.vllm_plans import next_fit, rank_answers, runnable, runnable_by_ranks, vllm_plans
 from support import reference
 from support.vllm_module import MANAGERS, CUDAGraphMode, capture, config_for, manager_for, vllm_modules

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import CaptureError, RankError, RunError
 from capture_planner.modes import GraphMode, Reason
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.runner import Runner
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.options import Options
+from capture_planner_runner.runner import Runner
 from support.rank_threads import on_ranks, replicas_of
 from support.worlds import spec_of, world_of, worlds
 
@@ -58,7 +58,7 @@ def capture(world, peers, grapher=None, order=None, **options):
             runner.capture(order=order)
         except RunError as error:
             raised = error
-        graphs = [(role.role, entry) for role in runner.parts.roles.values() for entry in role.graphs]
+        graphs = [(role.role, entry) for role in runner.roles.values() for entry in role.graphs]
     return runner, graphs, raised
 
 

@@ -11,17 +11,17 @@ from capture_planner.modes import GraphMode, Reason
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime.execution.fields import ACROSS_REPLICAS
-from capture_planner.runtime.execution.role import ForwardObserver
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.ranks.peers import ALONE
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.agreement import vectors_of
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Request
-from capture_planner.runtime.verification.rows import RowKeeper
+from capture_planner_runner.execution.fields import ACROSS_REPLICAS
+from capture_planner_runner.execution.role import ForwardObserver
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.numerics.rows import RowKeeper
+from capture_planner_runner.options import Options
+from capture_planner_runner.ranks.peers import ALONE
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.agreement import vectors_of
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import Request
 from support.rank_threads import on_ranks, replicas_of
 from support.worlds import CPU, INSTALLED, World, requests_of, spec_of, worlds
 
@@ -35,9 +35,9 @@ class AcrossWatcher(ForwardObserver):
     def __init__(self):
         self.kept = []
 
-    def forward(self, role, step, started):
+    def forward(self, role, step):
         self.kept.append((role.role, step.extents.tokens, role.fields[ACROSS_REPLICAS].tolist()))
-        return super().forward(role, step, started)
+        return super().forward(role, step)
 
 
 def served(world, requests, peers=None, *, captured=True, observer=None, **options):
@@ -89,7 +89,7 @@ def test_replicas_run_the_same_entries_and_say_what_one_model_says(world, size, 
     assert all(one == vectors[0] for one in vectors)
     idle = [[step.is_idle for step in runner.session.rank_steps] for runner in runners]
     event("idle ranks run along" if any(map(any, idle)) else "no rank is idle")
-    for forwards in zip(*(runner.parts.observer.kept for runner in runners), strict=True):
+    for forwards in zip(*(runner.observer.kept for runner in runners), strict=True):
         # The same forward on every rank, idle ones included: its field holds what each of them runs.
         assert len({role for role, _, _ in forwards}) == 1
         assert all(across == [tokens for _, tokens, _ in forwards] for _, _, across in forwards)

@@ -7,17 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.conformance import stage as stage_module
-from capture_planner.conformance import under_test
-from capture_planner.conformance.deployments import scenes
-from capture_planner.conformance.scene import Arrive, RunBatch
-from capture_planner.conformance.shapes import SMALL
-from capture_planner.conformance.stage import Stage
-from capture_planner.conformance.steps import run_step
 from capture_planner.records._base import replace
+from capture_planner_runner.conformance import stage as stage_module
+from capture_planner_runner.conformance.deployments import scenes
+from capture_planner_runner.conformance.scene import Arrive, RunBatch
+from capture_planner_runner.conformance.shapes import SMALL
+from capture_planner_runner.conformance.steps import run_step
+from support.runner_conformance import RunnerScene, RunnerStage, runner_under_test
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SCENES = scenes(SMALL[:1]).map(lambda scene: replace(scene, recurrent=True, coupled=True))
+SCENES = scenes(SMALL[:1], kind=RunnerScene).map(lambda scene: replace(scene, recurrent=True, coupled=True))
 
 
 def computed(scene, requests, garbage):
@@ -27,12 +26,12 @@ def computed(scene, requests, garbage):
     decode = RunBatch(rows=tuple((number, 1 + k, 0) for number in rows))
     mixed = RunBatch(rows=tuple((number, 1, 0) for number in rows))
     found = []
-    with mock.patch.object(stage_module, "GARBAGE", (garbage,)), Stage(under_test("reference"), scene) as stage:
+    with mock.patch.object(stage_module, "GARBAGE", (garbage,)), RunnerStage(runner_under_test(), scene) as stage:
         for step in (*arrivals, decode, mixed):
             run_step(stage, step)
             if isinstance(step, RunBatch):
                 tokens = sum(count for _, count, _ in step.rows)
-                found.append(stage.runner.parts.target.hidden[:tokens].clone())
+                found.append(stage.runner.target.hidden[:tokens].clone())
                 found += [pool.states[1:].clone() for pool in stage.world.caches[0].states]
     return found
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import without_graphs, without_speculation
+from capture_planner_runner.options import Options
+from capture_planner_runner.plan_variants import without_graphs, without_speculation
 from support.worlds import LONGEST, VOCABULARY, Watcher, bits, caches_of, requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,8 +43,8 @@ class Garbage:
         for cache in caches_of(moment.runner).values():
             cache[: moment.runner.pages.page_size] = self._floats
         self._outputs(moment)
-        if self._is_poison and moment.role.pool is not None:
-            moment.role.pool.poison()
+        if self._is_poison and moment.role.graphs.pool is not None:
+            moment.role.graphs.pool.poison()
 
     def _fields(self, moment):
         pages, table = moment.runner.pages, moment.role.fields["block_table"]
@@ -67,7 +67,7 @@ class Garbage:
             padded.copy_(self._integers_like(padded, moment.padded_tokens))
 
     def _outputs(self, moment):
-        body, state = moment.runner.parts.target, moment.runner.parts.state
+        body, state = moment.runner.target, moment.runner.draft_state
         first = moment.num_tokens
         if moment.role.role is Role.TARGET:
             first = 0
@@ -91,7 +91,7 @@ class Garbage:
 
     @staticmethod
     def _others(moment):
-        others = torch.ones(len(moment.runner.parts.state.token), dtype=torch.bool)
+        others = torch.ones(len(moment.runner.draft_state.token), dtype=torch.bool)
         others[moment.places] = False
         return others
 
@@ -160,7 +160,7 @@ def test_only_slots_and_rows_of_the_batch_are_written(world, seed, is_spoiled):
     def before(moment):
         if is_spoiled:
             garbage(moment)
-        slots, state = moment.slots(), moment.runner.parts.state
+        slots, state = moment.slots(), moment.runner.draft_state
         for name, cache in caches_of(moment.runner).items():
             if name.startswith(family_of(moment)):
                 cache[list(slots)] = CANARY
@@ -178,7 +178,7 @@ def test_only_slots_and_rows_of_the_batch_are_written(world, seed, is_spoiled):
         for name, tensor in held.items():
             mine = [] if moment.role.role is Role.TARGET else [*moment.places.tolist(), len(tensor) - 1]
             others = [row for row in range(len(tensor)) if row not in mine]
-            now = getattr(moment.runner.parts.state, name)
+            now = getattr(moment.runner.draft_state, name)
             assert bits(now[others]) == bits(tensor[others]), (name, moment.entry)
 
     watcher = Watcher()

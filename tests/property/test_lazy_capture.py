@@ -15,15 +15,15 @@ from capture_planner.errors import CaptureError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
-from capture_planner.runtime.execution.role import ForwardObserver
-from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import all_at_start, at_start, without_graphs
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.agreement import vectors_of
+from capture_planner.records.spec import CapturePolicy, CaptureTiming
 from capture_planner.testing import arbitrary_plans
+from capture_planner_runner.execution.role import ForwardObserver
+from capture_planner_runner.graphs.reading import Reading
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.options import Options
+from capture_planner_runner.plan_variants import all_at_start, at_start, without_graphs
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.agreement import vectors_of
 from support.rank_threads import on_ranks, replicas_of
 from support.worlds import bits, caches_of, requests_of, serve, worlds
 
@@ -157,7 +157,7 @@ class Hoarding(RecordedGraphs):
 
 def pool_bytes(runner):
     """Bytes that the pools of all roles hold."""
-    return sum(pool.memory for pool in {id(run.pool): run.pool for run in runner.parts.roles.values()}.values())
+    return sum(pool.memory for pool in {id(run.graphs.pool): run.graphs.pool for run in runner.roles.values()}.values())
 
 
 @given(st.data(), st.sampled_from((0, 1, 1 << 10, 1 << 14, 1 << 16)) | st.integers(0, 1 << 18), SEEDS, st.booleans())
@@ -217,7 +217,7 @@ def test_each_forward_that_runs_asks_once(world, seed, ahead, on_device):
         )
         expected += wanted(batch, done.repeats, world.plan)
     if first_use is not None:
-        assert first_use._asked == expected
+        assert first_use._requested == expected
         event(f"asked: {min(expected.total(), 3)}")
 
 
@@ -239,10 +239,10 @@ def test_a_graph_that_cannot_be_captured_is_left_out_with_the_reason_and_the_oth
     requests, grapher = requests_of(world, seed), Failing()
     with Runner(world.plan, world.target, world.drafter, world.registry, grapher, pages=world.pages) as runner:
         runner.capture()
-        graphs = {role: dict(run.graphs) for role, run in runner.parts.roles.items()}
+        graphs = {role: dict(run.graphs) for role, run in runner.roles.items()}
         grapher.error = error
         tokens = [serve(runner, requests) for _ in range(2)]
-        assert {role: dict(run.graphs) for role, run in runner.parts.roles.items()} == graphs
+        assert {role: dict(run.graphs) for role, run in runner.roles.items()} == graphs
     with world.runner(without_graphs(world.plan)) as eager:
         assert tokens == [serve(eager, requests)] * 2
     tried = [(done.role, done.entry) for done in late(runner)]
@@ -312,12 +312,12 @@ def test_replicas_ask_for_the_graphs_of_their_joint_batches_once_a_step(world, s
     assert all(not isinstance(one, Exception) for one in found), found
     runner, first_use = found[0]
     assume(first_use is not None)
-    assert all(other._asked == first_use._asked for _, other in found)
+    assert all(other._requested == first_use._requested for _, other in found)
     plan, expected = runner.plan, Counter()
     for step in runner.session.rank_steps:
         joint = agree(first_use, vectors_of([role.role for role in plan.roles], step.numbers)[Role.TARGET]).joint
         expected += wanted(joint, 1, plan)
-    assert {item: count for item, count in first_use._asked.items() if item[0] is Role.TARGET} == expected
+    assert {item: count for item, count in first_use._requested.items() if item[0] is Role.TARGET} == expected
     event(f"asked: {min(expected.total(), 3)}")
 
 
@@ -335,10 +335,10 @@ def test_ranks_capture_the_same_graphs_at_the_same_steps(world, size, seed, seco
         def __init__(self):
             self.runner, self.plans = None, []
 
-        def forward(self, role, step, started):
+        def forward(self, role, step):
             if self.runner is not None and role.role is Role.TARGET:
                 self.plans.append(self.runner.dispatcher.plan)
-            return super().forward(role, step, started)
+            return super().forward(role, step)
 
     def work(peers):
         mine, watcher = each[peers.place.rank], PlanWatcher()

@@ -11,25 +11,26 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import load_backends
-from capture_planner.conformance import Case as SuiteCase
-from capture_planner.conformance import Check, Scene, Shape, play, under_test
-from capture_planner.conformance.scene import Serve
 from capture_planner.modes import Chain, GraphMode, Refresh, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Roles, Sizes, Spec
-from capture_planner.runtime.chosen import drafter_of
-from capture_planner.runtime.execution.updates import Updates
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.options import ExecutionPolicy, Options
-from capture_planner.runtime.plan_variants import without_graphs
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.workload import Request
-from capture_planner.runtime.verification.rows import RowKeeper
+from capture_planner_runner.conformance import Case as SuiteCase
+from capture_planner_runner.conformance import Check, Shape, play
+from capture_planner_runner.conformance.scene import Serve
+from capture_planner_runner.execution.updates import Updates
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.numerics.rows import RowKeeper
+from capture_planner_runner.options import ExecutionPolicy, Options
+from capture_planner_runner.plan_variants import without_graphs
+from capture_planner_runner.request import drafter_of
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.workload import Request
 from support.probe import Probe
+from support.runner_conformance import RunnerScene, runner_under_test
 from support.runs import CPU, pages_for, planned, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,7 +151,7 @@ def test_tokens_are_those_of_steps_that_wait(data, kind, poison):
 @settings(max_examples=max(settings.default.max_examples // 2, 3))
 @given(data=st.data(), kind=st.sampled_from(("copy", "chance")))
 def test_rows_that_are_kept_belong_to_the_places_that_the_device_computed(data, kind):
-    """As ``run --verify`` compares them: the host knows the places of a step ahead only once the last one is read."""
+    """As ``run --check tokens`` compares them: the host knows places of a step ahead only once the last one is read."""
     deployment, requests, _, answers = drawn(data, kind)
     rows = []
     for ahead in (True, False):
@@ -290,11 +291,11 @@ def test_a_wrong_correction_changes_tokens(case, mistake, monkeypatch):
 def test_recurrent_states_go_on_from_what_was_kept(monkeypatch):
     """The conformance suite serves a model with recurrent layers ahead, finds nothing, and finds the mistake."""
     shape = Shape(dtype="float64", heads=2, kv_heads=1, head_dim=4, page_size=4, longest=48)
-    scene = Scene(shape=shape, drafts=2, ahead=True, recurrent=True, num_reqs=2, mode=GraphMode.FULL_DECODE_ONLY)
+    scene = RunnerScene(shape=shape, drafts=2, ahead=True, recurrent=True, num_reqs=2, mode=GraphMode.FULL_DECODE_ONLY)
     suite_case = SuiteCase(scene=scene, steps=(Serve(requests=((5, 9, 0), (3, 7, 0), (4, 6, 2))),))
-    assert play(under_test("reference"), suite_case).failure is None
+    assert play(runner_under_test(), suite_case).failure is None
     monkeypatch.setattr(Updates, "correct", _changed(MISTAKES["one too few goes back"]))
-    assert play(under_test("reference"), suite_case).failure.check is Check.TOKENS
+    assert play(runner_under_test(), suite_case).failure.check is Check.TOKENS
 
 
 def test_a_launch_that_breaks_loses_no_token(case, monkeypatch):
@@ -304,7 +305,7 @@ def test_a_launch_that_breaks_loses_no_token(case, monkeypatch):
     for _ in range(4):
         serving.step()
     with monkeypatch.context() as patch:
-        patch.setattr(case.runner.parts.roles[Role.DRAFT_PREFILL], "run", lambda *_, **__: 1 / 0)
+        patch.setattr(case.runner.roles[Role.DRAFT_PREFILL], "run", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             serving.step()
     while serving.step():

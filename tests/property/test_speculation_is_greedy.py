@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3
 from capture_planner import load_backends
 from capture_planner.errors import PlanningError
 from capture_planner.planning.planner import plan as make_plan
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.options import Options
-from capture_planner.runtime.plan_variants import without_graphs, without_speculation
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Request
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.options import Options
+from capture_planner_runner.plan_variants import without_graphs, without_speculation
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import Request
 from support.runs import CPU, VOCABULARY, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,11 +4,11 @@ import pytest
 
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import GraphSupport
+from capture_planner.plugins.backend import Backend
 from capture_planner.records.backend import (
     COMMON_FIELDS,
     SPECULATIVE_FIELDS,
     Axis,
-    Backend,
     Fill,
     MetadataField,
     PaddingContract,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from capture_planner.errors import InvalidValue
 from capture_planner.records._base import (
     Count,
-    Gt,
     Interval,
     Name,
+    Number,
     Pattern,
     canonical,
     default_of,
@@ -40,7 +40,7 @@ class Sample:
     pair: tuple[Count, Name] = field("four", default=(1, "a"))
     nested: tuple[tuple[Count, ...], ...] = field("five", default=())
     plain: tuple[int, ...] = field("six", default=())
-    share: Annotated[float, Gt(0.5)] = field("seven", default=1.0)
+    share: Annotated[float, Number(gt=0.5)] = field("seven", default=1.0)
     names: dict[str, int] = field("eight", factory=dict)
     colour: Colour = field("nine", default=Colour.RED)
 
@@ -100,5 +100,5 @@ def test_constraint_schema_agrees_with_check(value, low, high):
     schema = rule.schema()
     assert (rule.problem(value) is None) == (schema["minimum"] <= value <= schema["maximum"])
     assert Interval(low).schema() == {"minimum": low}
-    assert Gt(low).schema() == {"exclusiveMinimum": low}
+    assert Number(gt=low).schema() == {"exclusiveMinimum": low}
     assert Pattern("a|b", "a or b").schema() == {"pattern": "^(?:a|b)$"}

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner.cli.environment import environment as command
 from capture_planner.errors import InvalidValue
 from capture_planner.records.environment import Device, DeviceKind, Environment
+from capture_planner_runner.cli.environment import environment as command
 
 CPU = Device(kind=DeviceKind.CPU, name="x86", memory=1 << 30)
 
@@ -51,7 +51,7 @@ def test_environment_copies_packages():
 @pytest.fixture
 def ran(monkeypatch):
     """Run the command, in a world with some notes."""
-    host = pytest.importorskip("capture_planner.runtime.host")
+    host = pytest.importorskip("capture_planner_runner.host")
     monkeypatch.setattr(host, "notes", lambda: ("there are two", "the driver is not known"))
 
     def run(*arguments):
@@ -66,7 +66,7 @@ def ran(monkeypatch):
 
 def test_environment_command_prints_this_machine(ran):
     """The standard output is the file, and nothing else is: a plan for it is not refused here."""
-    host = pytest.importorskip("capture_planner.runtime.host")
+    host = pytest.importorskip("capture_planner_runner.host")
     here = codec.loads(ran("--name", "my box").stdout, Environment)
     assert here == host.this_environment("my box")
     assert host.differences(here) == ()

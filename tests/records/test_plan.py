@@ -8,8 +8,8 @@ from capture_planner.errors import DispatchError, InvalidValue
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
-from capture_planner.records.capture import CaptureTiming
 from capture_planner.records.plan import Waiver
+from capture_planner.records.spec import CaptureTiming
 from capture_planner.testing import arbitrary_plans
 
 

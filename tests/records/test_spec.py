@@ -10,9 +10,21 @@ from hypothesis import strategies as st
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import Role
 from capture_planner.records._base import replace
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import DraftModel, Method, Model, ScheduleSource, Speculative
-from capture_planner.records.spec import Budget, GroupSpec, Limits, Lora, Parallel, Policy, Roles, RoleSpec, Sizes, Spec
+from capture_planner.records.spec import (
+    Budget,
+    CapturePolicy,
+    CaptureTiming,
+    GroupSpec,
+    Limits,
+    Lora,
+    Parallel,
+    Policy,
+    Roles,
+    RoleSpec,
+    Sizes,
+    Spec,
+)
 from capture_planner.testing import specs
 
 MODEL = Model(name="m", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64, max_model_len=1024)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("matplotlib", reason="plots are drawn by matplotlib, which is not installed")
 
 from capture_planner.report import drawing
-from capture_planner.report.page import page
-from capture_planner.report.plot_tables import number
+from capture_planner.report.page import number, page
 from capture_planner.report.plots import Chart, Mark, Plot, PlotAxis, Series
 from capture_planner.report.writing import Report, Section
 from support.pages import check_plots
@@ -27,7 +26,7 @@ def report_of(plot: Plot) -> Report:
     """Return a report with nothing but one plot."""
     chart = Chart(name="only", plots=(plot,), caption="One plot.")
     sections = (Section(name="only"),)
-    return Report(kind="test", title="A test", alert=None, sections=sections, charts=lambda: (chart,))
+    return Report(kind="test", title="A test", sections=sections, charts=lambda: (chart,))
 
 
 @SOME

@@ -8,10 +8,10 @@ from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.spec_of import spec_of
-from capture_planner.engines.tuning.tune import tune
+from capture_planner.engines.tuning.tune import TuneCase, tune
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.steps import steps_of
+from capture_planner.planning.measured import steps_of
 from capture_planner.records._base import replace
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
@@ -52,7 +52,7 @@ def report() -> TuneReport:
         return plan(own, machine, backends, Measurements(profile=costs, traffic=load))
 
     return TuneReport(
-        tuning=tune(today, propose, Costs(costs), steps, steps),  # type: ignore[arg-type]
+        tuning=tune(TuneCase(today=today, costs=Costs(costs), chosen=steps, judging=steps), propose),  # type: ignore[arg-type]
         model="<model>",
         machine="h200",
         today="vllm",
@@ -68,9 +68,10 @@ def test_the_page_has_every_plot_with_its_numbers(report: TuneReport) -> None:
     text = page_of(shown)
     check_plots(charts, text)
     titles = {plot.title for chart in charts for plot in chart.plots}
+    assert not any(Role.DRAFT_PREFILL.value in title for title in titles)  # it has the target's sizes
     for role, kind in (
-        *((role, "mixed batches") for role in (Role.TARGET, Role.DRAFT_PREFILL)),
-        *((role, "decodes of 3") for role in (Role.TARGET, Role.DRAFT_PREFILL)),
+        (Role.TARGET, "mixed batches"),
+        (Role.TARGET, "decodes of 3"),
         (Role.DRAFT_DECODE, "decodes of 1"),
     ):
         assert f"Steps up to a size: {role.value}, {kind}" in titles
@@ -79,10 +80,14 @@ def test_the_page_has_every_plot_with_its_numbers(report: TuneReport) -> None:
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
-def test_assumptions_stand_in_the_first_section_and_are_escaped(report: TuneReport) -> None:
-    """Before any figure; text from files is no markup."""
+def test_the_verdict_stands_first_and_assumptions_last(report: TuneReport) -> None:
+    """With the gain, the price and the steps without a graph in the first section; text from files is no markup."""
     shown = tune_report(report)
-    assert shown.sections[0].warnings == ("assumed: costs are <assumed>",)
+    first, last = shown.sections[0], shown.sections[-1]
+    assert first.title.startswith("<model> on h200, vllm: ")
+    assert any(line.startswith("price: ") for line in first.texts(None))
+    assert any(line.startswith("steps without a graph: ") for line in first.texts(None))
+    assert last.texts("warning") == ("assumed: costs are <assumed>",)
     text = page_of(shown)
     assert "&lt;assumed&gt;" in text
     assert "<assumed>" not in text
@@ -91,7 +96,9 @@ def test_assumptions_stand_in_the_first_section_and_are_escaped(report: TuneRepo
 def test_curves_end_with_all_steps(report: TuneReport) -> None:
     """The share of steps up to the largest size is all of them, and never falls."""
     for chart in tune_report(report).charts():
-        for plot in chart.plots if chart.name == "sizes" else ():
+        for plot in chart.plots if chart.name == "classes" else ():
+            if not plot.title.startswith("Steps up to a size"):
+                continue
             shares = [y for _, y in plot.series[0].points]
             assert shares == sorted(shares)
             assert shares[-1] == pytest.approx(1)

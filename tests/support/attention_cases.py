@@ -12,11 +12,11 @@ import torch
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.plugins.backend import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import NULL_PAGE, LayerCache, Metadata, Reservation, Scoring
 from capture_planner_reference import Reference
 
 ENVIRONMENT = Environment(name="e", device=Device(kind=DeviceKind.CPU, name="c", memory=1))

@@ -10,9 +10,9 @@ from capture_planner.modes import GraphMode
 from capture_planner.plugins import registry
 from capture_planner.plugins.hookspecs import hookimpl
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner.runtime.eager_check.check import EagerCheck
-from capture_planner.runtime.options import Options
 from capture_planner_reference import Reference
+from capture_planner_runner.numerics.eager_check import EagerCheck
+from capture_planner_runner.options import Options
 from support.worlds import requests_of, serve, spec_of, world_of
 
 COMPARE = Options(compare=True)
@@ -78,7 +78,7 @@ def difference_of(made, plant=lambda runner: None, armed=lambda runner: None, **
         with pytest.raises(DifferenceError) as caught:
             serve(runner, requests_of(made, 1))
         diff = caught.value.difference
-        assert diff is runner.parts.comparison.report().difference
+        assert diff is runner.comparison.report().difference
         assert diff.step == len(runner.session.steps)
     assert str(diff) == str(caught.value)
     assert diff.requests

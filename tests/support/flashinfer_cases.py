@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from capture_planner.modes import Role
+from capture_planner.plugins.backend import Reservation
 from capture_planner.records.backend import Attention
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Reservation
 from capture_planner_flashinfer.selection import KernelFamily
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
 from support import flashinfer_rig as checks

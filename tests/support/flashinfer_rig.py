@@ -17,16 +17,16 @@ import torch
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
+from capture_planner.plugins.backend import LayerCache, Metadata, Reservation, Scoring
 from capture_planner.records.backend import COMMON_FIELDS, Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.execution import padding
-from capture_planner.runtime.execution.fields import Extents, Fields
-from capture_planner.runtime.execution.inputs import DERIVED, StepInputs
-from capture_planner.runtime.executor import LayerCache, Metadata, Reservation, Scoring
 from capture_planner_flashinfer import FlashInfer
 from capture_planner_flashinfer.selection import kernel_family
+from capture_planner_runner.execution import padding
+from capture_planner_runner.execution.fields import Extents, Fields
+from capture_planner_runner.execution.inputs import DERIVED, StepInputs
 
 REQS, LENGTH, TOKENS, LAYER = 8, 640, 2048, 3
 ROLE, GROUP, BACKEND = Role.TARGET, "full", FlashInfer()

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
 from capture_planner_flashinfer import kernels
 from capture_planner_flashinfer.workspace import INT_WORKSPACE
+from capture_planner_runner.graphs.recorded import RecordedGraphs
 
 CPU = torch.device("cpu")
 FENCES: list[tuple[str, int]] = []

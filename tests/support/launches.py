@@ -10,10 +10,10 @@ from capture_planner.records._base import replace
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.choices import Choices
-from capture_planner.runtime.launch import launch
-from capture_planner.runtime.serving.workload import Request, generated
 from capture_planner_reference import Reference
+from capture_planner_runner.launch import launch
+from capture_planner_runner.request import RunRequest
+from capture_planner_runner.serving.workload import Request, generated
 
 MODEL = Model(
     name="tiny",
@@ -111,7 +111,7 @@ def started(spec=SPEC, backend=None, workload=requests_of, shown=None, environme
     """Plan a spec for this machine and launch it."""
     registry = registry_of(backend or CountingReference())
     made = plan(spec, environment, registry)
-    return launch(made, registry, workload, Choices(**{"page_size": 4} | choices), shown or ProgressRecord())
+    return launch(made, registry, workload, RunRequest(**{"page_size": 4} | choices), shown or ProgressRecord())
 
 
 @cache

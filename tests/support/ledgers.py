@@ -11,14 +11,14 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Waiver
-from capture_planner.runtime.eager_check.record import Comparison, Difference, FieldSnapshot, LargestError
-from capture_planner.runtime.graphs.reading import Reading
-from capture_planner.runtime.ledger import CacheMemory, Forward, GraphCapture, RequestResult, Step, Wait, WarmUp
-from capture_planner.runtime.session import RunReport
+from capture_planner.records.spec import CapturePolicy, CaptureTiming
 from capture_planner.testing import arbitrary_plans, batches, plans
+from capture_planner_runner.graphs.reading import Reading
+from capture_planner_runner.ledger import CacheMemory, Forward, GraphCapture, RequestResult, Step, Wait, WarmUp
+from capture_planner_runner.numerics.record import Comparison, Difference, FieldSnapshot, LargestError
+from capture_planner_runner.session import RunReport
 
 LOCKED = {
     path.stem: codec.load_plan(path) for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))
@@ -279,7 +279,7 @@ def reports(draw):
         served_reading=draw(st.none() | readings()),
         comparison=draw(st.none() | comparisons()),
         acceptance=draw(st.sampled_from(((), (0.5, 0.25, 0.0)))),
-        otherwise=draw(st.sampled_from((0, 3))),
+        mismatched_requests=draw(st.sampled_from((0, 3))),
         cache_memory=draw(st.none() | cache_memories()),
         warm_up=draw(st.none() | warm_ups()),
         compiled=tuple(draw(st.lists(times, max_size=2))),

@@ -11,31 +11,43 @@ import attrs
 import pytest
 
 from capture_planner.report.plots import Chart, Plot
-from capture_planner.report.writing import printable
+from capture_planner.report.printable import printable
 from support.conformance_command import FEW
 
 HERE = Path(__file__).parent.parent / "pages"
-COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "run": ("--html", ("plan.yaml", "--requests", "12", "--drafter", "chance", "--clip", "--threads", "1")),
-    "bench": (
-        "--page",
-        ("plan.yaml", "--quick", "--load-requests", "3", "--prompt-tokens", "5", "--output-tokens", "6"),
-    ),
+LOCKED = HERE.parents[1] / "plans" / "locked"
+CHARTED: dict[str, tuple[str, ...]] = {
+    "run": ("plan.yaml", "--requests", "12", "--drafter", "chance", "--clip", "--threads", "1"),
+    "bench": ("plan.yaml", "--quick", "--load-requests", "3", "--prompt-tokens", "5", "--output-tokens", "6"),
     "tune": (
-        "--page",
-        (
-            "spec.yaml",
-            "-e",
-            "cpu",
-            "--traffic",
-            str(HERE / "tiny-traffic.yaml"),
-            "--profile",
-            str(HERE / "tiny-profile.yaml"),
-        ),
+        "spec.yaml",
+        "-e",
+        "cpu",
+        "--traffic",
+        str(HERE / "tiny-traffic.yaml"),
+        "--profile",
+        str(HERE / "tiny-profile.yaml"),
     ),
-    "conformance": ("--html", ("reference", *FEW, "--threads", "1")),
+    "conformance": ("reference", *FEW, "--threads", "1"),
 }
-"""Each command that writes a page: the option for it, and arguments for one of a tiny model on a CPU."""
+"""Each command whose report has charts, with arguments for one of a tiny model on a CPU."""
+
+PLAIN: dict[str, tuple[str, ...]] = {
+    "plan": ("spec.yaml", "-e", "cpu", "-o", "again.cpu.yaml"),
+    "show": ("plan.yaml",),
+    "explain": ("plan.yaml", "--num-reqs", "3", "--query-len", "3"),
+    "check": ("spec.yaml", "-e", "cpu", "--strict"),
+    "diff": ("plan.yaml", str(LOCKED / "tiny-reference-cpu.cpu.yaml")),
+    "backends": ("-e", "cpu"),
+    "traffic": (str(HERE / "tiny-traffic.yaml"),),
+    "profile": (str(LOCKED / "qwen3-8b-eagle3.h100.yaml"), "--from", "observation.yaml"),
+    "ranks": ("plan.yaml", "--ranks", "2"),
+    "engine": ("vllm", "--max-num-seqs", "8", "-e", "h100"),
+    "compare": ("vllm --max-num-seqs 8", "vllm --max-num-seqs 12", "-e", "h100"),
+    "export": (str(LOCKED / "qwen3-8b-eagle3.h100.yaml"), "--to", "vllm"),
+    "journal": ("journal",),
+}
+"""Every other command that prints a report, with arguments."""
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 SHOWN = {"s": 1, "ms": 1e-3, "us": 1e-6, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "%": 0.01}

@@ -14,12 +14,12 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.choices import Choices
-from capture_planner.runtime.launch import Outcome, launch
-from capture_planner.runtime.models.huggingface import HuggingFaceModel
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.workload import generated
 from capture_planner_reference import Reference
+from capture_planner_runner.launch import Outcome, launch
+from capture_planner_runner.models.huggingface import HuggingFaceModel
+from capture_planner_runner.request import RunRequest
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.workload import generated
 from support.launches import HERE, ProgressRecord, registry_of
 
 LAYERS = 4
@@ -96,7 +96,11 @@ class Deployment:
 
         with mock.patch.multiple(Runner, __enter__=entered, __exit__=left):
             return launch(
-                made, registry, workload, Choices(page_size=4, seed=self.seed, verify=True, **choices), ProgressRecord()
+                made,
+                registry,
+                workload,
+                RunRequest(page_size=4, seed=self.seed, verify=True, **choices),
+                ProgressRecord(),
             )
 
 

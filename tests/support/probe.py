@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from capture_planner.modes import Refresh, Role
+from capture_planner.plugins.backend import Backend, Executor, Metadata, Reservation, Scoring
 from capture_planner.plugins.hookspecs import hookimpl
-from capture_planner.records.backend import Attention, Backend, PaddingContract, Workspace
+from capture_planner.records.backend import Attention, PaddingContract, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import Executor, Metadata, Reservation
-from capture_planner.runtime.models.protocols import Scoring
 from capture_planner_reference import Reference
 
 

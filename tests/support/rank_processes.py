@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from capture_planner.runtime.ranks.connection import connected
-from capture_planner.runtime.ranks.forking import run_ranks
-from capture_planner.runtime.ranks.group import RankGroup
-from capture_planner.runtime.ranks.watch import WaitLimits
+from capture_planner_runner.ranks.connection import connected
+from capture_planner_runner.ranks.forking import run_ranks
+from capture_planner_runner.ranks.group import RankGroup
+from capture_planner_runner.ranks.watch import WaitLimits
 
 START = 60.0
 """Seconds for all ranks to start: a machine that runs other tests is slow."""

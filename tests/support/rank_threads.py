@@ -14,10 +14,10 @@ import torch
 from capture_planner.errors import RankError
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.ranks.collectives import Collectives
-from capture_planner.runtime.ranks.peers import Place
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.ranks.collectives import Collectives
+from capture_planner_runner.ranks.peers import Place
 from support.worlds import CPU, World
 
 PATIENCE = 30.0
@@ -117,7 +117,7 @@ def on_ranks(size: int, work: Callable[[ThreadPeers], Any], *, tensor: int = 1) 
     meeting = Meeting(size)
 
     def run(rank: int) -> Any:
-        peers = ThreadPeers(Place.of(rank, tensor_size=tensor, data_size=size // tensor, host="thread"), meeting)
+        peers = ThreadPeers(Place(rank, tensor_size=tensor, data_size=size // tensor, host="thread"), meeting)
         torch.set_num_threads(1)
         try:
             return work(peers)

@@ -2,8 +2,8 @@
 
 import torch
 
-from capture_planner.runtime.graphs.graph import Grapher
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
+from capture_planner_runner.graphs.graph import Grapher
+from capture_planner_runner.graphs.recorded import RecordedGraphs
 
 GRAPHS: Grapher = RecordedGraphs()
 

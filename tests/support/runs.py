@@ -12,13 +12,22 @@ from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins.registry import Registry
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import GroupSpec, Limits, Policy, Roles, RoleSpec, Sizes, Spec
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Request
+from capture_planner.records.spec import (
+    CapturePolicy,
+    CaptureTiming,
+    GroupSpec,
+    Limits,
+    Policy,
+    Roles,
+    RoleSpec,
+    Sizes,
+    Spec,
+)
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import Request
 
 CPU = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="x86-64", memory=1 << 36))
 """A host without a GPU, and no package that a plan of it could be refused for."""

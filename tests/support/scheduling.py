@@ -10,11 +10,11 @@ from capture_planner.modes import Role
 from capture_planner.records._base import replace
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
-from capture_planner.runtime.ledger import Wait
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.scheduler import Scheduler
-from capture_planner.runtime.serving.speculative import settle
-from capture_planner.runtime.serving.workload import Request
+from capture_planner_runner.ledger import Wait
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.scheduler import Scheduler
+from capture_planner_runner.serving.speculative import settle
+from capture_planner_runner.serving.workload import Request
 
 VOCABULARY = 3
 

@@ -98,9 +98,9 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
         return made
 
     def find(path: str) -> Any:
-        from capture_planner_sglang import seam
+        from capture_planner.engines.inside.seam import resolve
 
-        return seam.resolve(path)
+        return resolve(path)
 
     parts.registry = HookRegistry(find)
     module("sglang.version", __version__="0.5.23")
@@ -300,12 +300,22 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
             self.prefill = PrefillCudaGraphRunner(target) if prefills else None
             self.target = setup.capture_decode_graph(model_runner=target).runner
             self.worker = self.extend = self.draft = None
+            self.forward_ct, self.idled = 0, True
             if not spec.speculative_algorithm:
                 return
             self.worker = EagleDraftWorker(SimpleNamespace(is_draft_worker=True, **common))
             if spec.speculative_num_steps > 1:
                 self.draft = self.make(EAGLEDraftCudaGraphRunner)
             self.extend = self.make(EAGLEDraftExtendCudaGraphRunner)
+
+        def run_batch(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+            self.forward_ct += 1
+            batch.forward_iter = self.forward_ct
+            batch.after_idle_gap, self.idled = self.idled, False
+            return batch.run()
+
+        def process_batch_result(self, batch: Any, result: Any) -> None:
+            batch.process()
 
         def make(self, kind: type) -> Any:
             chosen = worker._select_spec_graph_runner_cls(builtin_runner_cls=lambda: kind, oot_runner_cls=lambda: None)

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from capture_planner import codec  # noqa: E402
-from capture_planner.bench.rig import QUICK, HostClock, Rig  # noqa: E402
 from capture_planner.modes import GraphMode  # noqa: E402
 from capture_planner.planning.planner import plan as make_plan  # noqa: E402
 from capture_planner.plugins import registry  # noqa: E402
@@ -20,11 +19,12 @@ from capture_planner.records._base import replace  # noqa: E402
 from capture_planner.records.model import Speculative  # noqa: E402
 from capture_planner.records.plan import Plan  # noqa: E402
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec  # noqa: E402
-from capture_planner.runtime.assembly import dtype_of  # noqa: E402
-from capture_planner.runtime.graphs.recorded import RecordedGraphs  # noqa: E402
-from capture_planner.runtime.models.auxiliary import choose_drafter  # noqa: E402
-from capture_planner.runtime.models.huggingface import load_target  # noqa: E402
-from capture_planner.runtime.serving.kv import PageFormat  # noqa: E402
+from capture_planner_runner.assembly import dtype_of  # noqa: E402
+from capture_planner_runner.bench.rig import QUICK, HostClock, Rig  # noqa: E402
+from capture_planner_runner.graphs.recorded import RecordedGraphs  # noqa: E402
+from capture_planner_runner.models.auxiliary import choose_drafter  # noqa: E402
+from capture_planner_runner.models.huggingface import load_target  # noqa: E402
+from capture_planner_runner.serving.kv import PageFormat  # noqa: E402
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
 MOST = 4

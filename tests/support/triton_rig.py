@@ -14,12 +14,12 @@ import torch
 
 import capture_planner_triton
 from capture_planner.modes import GraphMode, Role
+from capture_planner.plugins.backend import LayerCache, Reservation
 from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType
 from capture_planner.records.spec import Limits
-from capture_planner.runtime.executor import LayerCache, Reservation
 from support.files import module_at
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need triton, which is not installed")

@@ -18,7 +18,7 @@ import torch
 
 from support.recorded_kernels import recorded, schedule, varlen_attention
 
-ADAPTER = ("capture_planner_vllm.attention_config", "capture_planner_vllm.attention_executor")
+ADAPTER = ("capture_planner_vllm.attention.config", "capture_planner_vllm.attention.executor")
 CURRENT: list[Any] = []
 
 attention = recorded(varlen_attention)

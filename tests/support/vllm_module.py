@@ -7,12 +7,15 @@ classes, because the plugin wraps their methods.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
+
+import torch
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch_space import decode_tiers
@@ -69,7 +72,7 @@ def _managers() -> ModuleType:
             self._lora_dispatch_map = {
                 n: next(case for case in cases if case >= n) for n in range(1, self._max_lora_case + 1)
             }
-            self.graphs: dict[Any, object] = {}
+            self.graphs: dict[Any, Callable[[], None]] = {}
             self._graphs_captured = False
             self._candidates: dict[tuple[int, int], list[Any]] = {}
             self._capture_descs: dict[CUDAGraphMode, list[Any]] = {}
@@ -84,12 +87,21 @@ def _managers() -> ModuleType:
                 self._candidates |= {(tokens, 0): [desc] for tokens in range(1, size + 1)}
 
         def capture(self, create_forward_fn: Any, progress_bar_desc: str = "Capturing CUDA graphs") -> None:
-            """Note what would be captured, in vLLM's order: PIECEWISE before FULL."""
+            """Run each forward, as a warm-up and for the graph, in vLLM's order: PIECEWISE before FULL."""
             for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
                 for desc in self._capture_descs.get(mode, ()):
                     assert desc not in self.graphs
-                    self.graphs[desc] = object()
+                    create_forward_fn(desc, warmup=True)(CUDAGraphMode.NONE)
+                    forward = create_forward_fn(desc, warmup=False)
+                    given = CUDAGraphMode.PIECEWISE if mode is CUDAGraphMode.PIECEWISE else CUDAGraphMode.NONE
+                    forward(given)
+                    self.graphs[desc] = partial(forward, given)
             self._graphs_captured = True
+
+        def run_fullgraph(self, desc: Any) -> Any:
+            """Run a captured forward again, on the same storage."""
+            assert desc.cg_mode is CUDAGraphMode.FULL
+            self.graphs[desc]()
 
         def dispatch(
             self,
@@ -117,7 +129,47 @@ def _managers() -> ModuleType:
             return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs, num_active_loras=case)
 
     class ModelCudaGraphManager(CudaGraphManager):
-        pass
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.hidden_states: torch.Tensor | None = None
+
+        def capture(  # type: ignore[override]
+            self,
+            model: Any,
+            model_state: Any,
+            input_buffers: Any,
+            intermediate_tensors: Any,
+            block_tables: Any,
+            attn_groups: Any,
+            kv_cache_config: Any,
+            pcp_manager: Any = None,
+            has_lora: bool = False,
+            use_aux_hidden_state_outputs: bool = False,
+            lora_capture_hook: Any = None,
+            progress_bar_desc: str = "Capturing CUDA graphs",
+        ) -> None:
+            """Capture a model, whose output goes to a buffer of the size that the first forward had."""
+
+            def create_forward_fn(desc: Any, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+                tokens = desc.num_tokens
+
+                def forward(mode: CUDAGraphMode) -> None:
+                    output = model(input_ids=input_buffers.input_ids[:tokens])
+                    if mode is CUDAGraphMode.PIECEWISE:
+                        return
+                    if self.hidden_states is None:
+                        self.hidden_states = torch.empty_like(output)
+                    self.hidden_states[:tokens] = output
+
+                return forward
+
+            super().capture(create_forward_fn, progress_bar_desc)
+
+        def run_fullgraph(self, desc: Any) -> Any:
+            """Replay, and return the rows of the graph."""
+            super().run_fullgraph(desc)
+            assert self.hidden_states is not None
+            return self.hidden_states[: desc.num_tokens]
 
     return _module(MANAGERS, BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager)
 
@@ -159,7 +211,10 @@ def _drafters(managers: ModuleType) -> ModuleType:
                     ]
                     for mode, descs in self._capture_descs.items()
                 }
-            super().capture(forward_fn, progress_bar_desc)
+            super().capture(
+                lambda desc, warmup: lambda mode: forward_fn(desc.num_reqs, desc.num_tokens, None, None, None, mode),
+                progress_bar_desc,
+            )
 
     return _module(DRAFTERS, SpeculatorBatchDescriptor, SpeculatorCudaGraphManager)
 
@@ -247,5 +302,13 @@ def capture(manager: Any, *, chains: bool = False) -> list[Any]:
     if hasattr(manager, "specialize_spec_tokens"):
         manager.capture(lambda *words: None, *[None] * 5, specialize_spec_tokens=chains)
     else:
-        manager.capture(lambda *words: None)
+        tokens = manager.vllm_config.scheduler_config.max_num_batched_tokens
+        buffers = SimpleNamespace(input_ids=torch.arange(tokens))
+        manager.capture(model, None, buffers, *[None] * 4)
+        manager.input_buffers = buffers
     return list(manager.graphs)
+
+
+def model(input_ids: torch.Tensor) -> torch.Tensor:
+    """Return hidden states in which each token can be told from the others."""
+    return torch.stack([input_ids, input_ids * input_ids + 1], dim=1)

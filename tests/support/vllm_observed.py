@@ -13,12 +13,18 @@ import pytest
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner_vllm import device, observe, seam
-from capture_planner_vllm import observe_seams as seams
+from capture_planner.engines.inside import seam
+from capture_planner.engines.inside.observing import SECONDS
+from capture_planner.engines.launch import OBSERVE, PROFILE, STRICT
+from capture_planner_vllm.inside import device, observe
+from capture_planner_vllm.inside import observe_seams as seams
 
 STANDIN = Path(__file__).parents[1] / "engines" / "standin"
 PLAN = codec.load_plan(Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 
+
+MEMORY = 1 << 40
+"""Bytes of the device."""
 
 INDEX = 0
 """The index of the replica, where it is one of several that share nothing."""
@@ -40,6 +46,12 @@ class Event:
         return float(other.at - self.at)
 
 
+def _taken():
+    """The bytes of all graphs that something refers to."""
+    module = sys.modules.get("vllm.compilation.cuda_graph")
+    return 0 if module is None else sum(graph.num_tokens for graph in module.Graph.live) << 20
+
+
 def forget_vllm():
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
@@ -52,12 +64,12 @@ def process(**environment):
     forget_vllm()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.syspath_prepend(str(STANDIN))
-        for name in (seam.STRICT, observe.PROFILE, observe.SECONDS):
+        for name in (STRICT, PROFILE, SECONDS):
             patch.delenv(name, raising=False)
-        for name, value in ({observe.OBSERVE: folder} | environment).items():
+        for name, value in ({OBSERVE: folder} | environment).items():
             patch.setenv(name, value)
         patch.setattr(device, "event", Event)
-        patch.setattr(device, "free_memory", lambda: 0)
+        patch.setattr(device, "free_memory", lambda: MEMORY - _taken())
         patch.setattr(device, "settle", lambda: None)
         patch.setattr(device, "machine", lambda: device.Machine("NVIDIA H200", None, "2.13.0"))
         patch.setattr(seam, "_logged", set())
@@ -76,11 +88,14 @@ def config(
     eager=False,
     schedule=None,
     max_num_seqs=16,
+    ahead=True,
+    broken=(),
+    workspace=0,
 ):
     """What of vLLM's configuration is read."""
     module = importlib.import_module(seams.MANAGERS)
     return SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=256, async_scheduling=True),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=256, async_scheduling=ahead),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=list(sizes),
             max_cudagraph_capture_size=max(sizes, default=0),
@@ -110,6 +125,8 @@ def config(
         num_speculative_tokens=k,
         chain_lengths=lengths,
         log=[],
+        broken=broken,
+        workspace=workspace,
     )
 
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,16 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
-from capture_planner.runtime.execution.fields import tensor_of
-from capture_planner.runtime.execution.inputs import ForwardStep
-from capture_planner.runtime.execution.role import ForwardObserver, ForwardTimes, RoleRun
-from capture_planner.runtime.graphs.recorded import RecordedGraphs
-from capture_planner.runtime.models.auxiliary import choose_drafter
-from capture_planner.runtime.models.huggingface import load_target
-from capture_planner.runtime.models.protocols import Drafter, TargetModel
-from capture_planner.runtime.runner import Runner
-from capture_planner.runtime.serving.kv import PageFormat
-from capture_planner.runtime.serving.workload import Request
+from capture_planner_runner.execution.fields import tensor_of
+from capture_planner_runner.execution.inputs import ForwardStep
+from capture_planner_runner.execution.role import ForwardObserver, RoleRun
+from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.models.protocols import Drafter, TargetModel
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import Request
 from support.probe import Probe
 
 PLANS = Path(__file__).parents[2] / "plans"
@@ -248,7 +248,7 @@ def caches_of(runner: Runner) -> dict[str, torch.Tensor]:
     """Return the keys and values of every layer, ``[slots, width]``, by role family and layer."""
     return {
         f"{'draft' if role.role.is_drafter else 'target'}.{kind}[{layer}]": tensor.flatten(0, 1).flatten(1)
-        for role in runner.parts.roles.values()
+        for role in runner.roles.values()
         for group in role.groups
         for layer, cache in group.caches.items()
         for kind, tensor in (("keys", cache.keys), ("values", cache.values))
@@ -292,17 +292,17 @@ class Moment:
 
 def persistent(runner: Runner) -> dict[str, torch.Tensor]:
     """Return every persistent tensor of every role by its name."""
-    return {held[0]: tensor_of(held) for role in runner.parts.roles.values() for held in role.persistent()}
+    return {held[0]: tensor_of(held) for role in runner.roles.values() for held in role.persistent()}
 
 
 class Watcher(ForwardObserver):
     """Observes the forwards of a runner that it was handed to, while ``watching`` lasts."""
 
     def __init__(self) -> None:
-        self._around: Callable[[RoleRun, ForwardStep, float], ForwardTimes] = super().forward
+        self._around: Callable[[RoleRun, ForwardStep], AbstractContextManager[None]] = super().forward
 
-    def forward(self, role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
-        return self._around(role, step, started)
+    def forward(self, role: RoleRun, step: ForwardStep) -> AbstractContextManager[None]:
+        return self._around(role, step)
 
     @contextmanager
     def watching(
@@ -318,7 +318,8 @@ class Watcher(ForwardObserver):
         found: dict[tuple[int, Role], list[dict[str, torch.Tensor]]] = defaultdict(list)
         first, inner = len(runner.session.steps), self._around
 
-        def around(role: RoleRun, step: ForwardStep, started: float) -> ForwardTimes:
+        @contextmanager
+        def around(role: RoleRun, step: ForwardStep) -> Iterator[None]:
             extents = step.extents
             reqs = int((role.fields["idx_mapping"][: extents.reqs] >= 0).sum())
             moment = Moment(
@@ -331,10 +332,10 @@ class Watcher(ForwardObserver):
                 padded_reqs=extents.reqs,
             )
             kept = before(moment)
-            times = inner(role, step, started)
+            with inner(role, step):
+                yield
             found[len(runner.session.steps) - first, role.role].append(_real_rows(moment))
             after(moment, kept)
-            return times
 
         self._around = around
         try:
@@ -347,14 +348,14 @@ def _real_rows(moment: Moment) -> dict[str, torch.Tensor]:
     """Return copies of what a forward computed for real rows."""
     runner, rows = moment.runner, moment.num_tokens
     if moment.role.role is Role.TARGET:
-        body = runner.parts.target
+        body = runner.target
         found = {"hidden": body.hidden[:rows]}
         if body.aux is not None:
             found["aux"] = body.aux[:rows]
         if moment.entry is not None and moment.entry.query_len is not None:
             found["tokens"] = body.tokens[:rows]
     else:
-        state = runner.parts.state
+        state = runner.draft_state
         assert state is not None, "a drafter has a state"
         found = {"token": state.token[moment.places], "state": state.hidden[moment.places]}
         if moment.role.role is Role.DRAFT_PREFILL:

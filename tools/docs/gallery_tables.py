@@ -9,12 +9,8 @@ from typing import Any
 
 import results
 
-from capture_planner.analysis.lint import RULES
-from capture_planner.analysis.lint.core import link
-from capture_planner.conformance import Check
-
-SHOWN = 160
-"""Most characters of a smallest case."""
+from capture_planner.analysis.lint import RULES, BugClass
+from capture_planner_runner.conformance import Check
 
 
 def campaign() -> dict[str, Any]:
@@ -71,59 +67,35 @@ def _is_sure(mutant: dict[str, Any]) -> bool:
 
 
 def table() -> str:
-    """Return every mutant with its bug, class, place, what found it and the smallest case."""
-    descriptions = _descriptions()
-    rows = []
-    for mutant in sorted(
-        campaign()["mutants"], key=lambda mutant: (mutant["class"], mutant["planted"], mutant["name"])
-    ):
-        threads = ", ".join(f"[{thread}]({link(thread)})" for thread in mutant["threads"])
-        description = _cell(descriptions.get(mutant["name"], mutant["says"]))
-        rows.append(
-            (
-                f"`{mutant['name']}`: {description}{f' ({threads})' if threads else ''}",
-                mutant["class"],
-                mutant["planted"],
-                ", ".join(_check(by) for by in mutant["by"]) or "nothing",
-                f"{mutant['hits']} of {mutant['seeds']}",
-                _cell(_short(mutant["shown"] or results.NO_VALUE)),
-            )
+    """Return how many mutants of each class are planted where, and what found them."""
+    by_class: dict[str, list[dict[str, Any]]] = {}
+    for mutant in sorted(campaign()["mutants"], key=lambda mutant: (mutant["class"], mutant["name"])):
+        by_class.setdefault(mutant["class"], []).append(mutant)
+    names = {kind.value: kind.name for kind in BugClass}
+    rows = [
+        (
+            f"{letter}, {names.get(letter, '')}",
+            ", ".join(f"{count} {place}" for place, count in Counter(each["planted"] for each in mutants).items()),
+            str(len(mutants)),
         )
-    return results.table(("bug", "class", "planted in", "caught by", "found with", "smallest case"), rows, text=6)
-
-
-def _descriptions() -> dict[str, str]:
-    """Return what each mutant does wrong, by name: as the tree has it, because the results may be older."""
-    sys.path.append(str(results.ROOT / "tests"))
-    import gallery
-
-    return {mutant.name: mutant.says for mutant in gallery.MUTANTS}
+        for letter, mutants in by_class.items()
+    ]
+    return results.table(("class", "planted in", "mutants"), rows, text=2)
 
 
 def checks() -> str:
     """Return every check of the suite, and every rule that found a mutant, with how many it found."""
     caught = Counter(by for mutant in campaign()["mutants"] for by in mutant["by"])
-    rows = [(f"`{check.value}`", check.law, str(caught[check.value])) for check in Check]
-    rows += [
-        (_check(code), f"{rule.name}: {_first(rule.explanation)}", str(caught[code]))
-        for code, rule in RULES.items()
-        if caught[code]
-    ]
-    return results.table(("check", "law", "mutants"), rows, text=2)
+    sys.path.append(str(results.ROOT / "tests"))
+    from support.runner_conformance import RunnerCheck
+
+    found = ", ".join(f"`{check.value}` {caught[check.value]}" for check in (*Check, *RunnerCheck))
+    rules = ", ".join(f"{_check(code)} {caught[code]}" for code in RULES if caught[code])
+    return f"- Checks: {found}.\n- Lint rules: {rules}."
 
 
 def _check(by: str) -> str:
     return f"[{by}](../reference/lint.md#{by.lower()})" if by in RULES else f"`{by}`"
-
-
-def _first(explanation: str) -> str:
-    """Return the first sentence, without its full stop."""
-    return _cell(" ".join(explanation.split("\n\n")[0].split())).rstrip(".")
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4].rsplit(' ', 1)[0]} ..."
 
 
 def _cell(text: str) -> str:

@@ -9,15 +9,13 @@ import textwrap
 from collections.abc import Callable, Iterator
 from enum import Enum
 
+import arriving_tables
 import conformance_tables
 import file_reference
 import gallery_tables
 import gpu_bench_tables
 import gpu_equality_tables
 import ranks_tables
-import transformers_tables
-import vllm_attention_tables
-import vllm_tables
 from results import ROOT, table
 
 from capture_planner import codec
@@ -25,13 +23,13 @@ from capture_planner.analysis import lint
 from capture_planner.analysis.lint import core as lint_core
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines import engines
-from capture_planner.engines.check import ENGINE_RULES
-from capture_planner.engines.observed_check import OBSERVED_RULES
+from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES
 from capture_planner.planning.sizing.minimax import worst_ratio
 from capture_planner.planning.sizing.policies import Context, decode_sizes
 from capture_planner.records import backend, spec
 from capture_planner.records.batch_space import Domain
 from capture_planner.records.environment import Environment
+from capture_planner.records.journal import JournalRecord
 from capture_planner.records.model import Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
@@ -41,17 +39,17 @@ from capture_planner.report.findings import DRIFT_CODE
 
 
 def rules() -> str:
-    """Return a table of all lint rules, then a section for each."""
-    rows, sections = [], []
+    """Return all lint rules by class, then a section for each."""
+    by_class: dict[str, list[str]] = {}
+    sections = []
     for code, rule in sorted(lint.RULES.items()):
         kind = f"{rule.bug_class.name} ({rule.bug_class.value})"
-        rows.append((f"[{code}](#{code.lower()})", rule.name, rule.severity.value, kind))
+        by_class.setdefault(kind, []).append(f"[{code}](#{code.lower()}) {rule.name}")
         sections += [f"### {code}", f"**{rule.name}**: {rule.severity.value}, class {kind}.", rule.explanation]
-        sections += [f"Reported in {_links(rule.threads)}."] if rule.threads else []
-        sections += [f"Fix: {rule.remedy}."]
-        sections += [f"The part of the spec to change: `{'.'.join(rule.spec_path)}`."] if rule.spec_path else []
-    rows.append((f"[{DRIFT_CODE}](#{DRIFT_CODE.lower()})", "drift", "error", "J (observability)"))
-    return "\n\n".join([table(("code", "name", "severity", "class"), rows, text=4), *sections])
+        fix = f"Fix: {rule.remedy}." + (f" Spec: `{'.'.join(rule.spec_path)}`." if rule.spec_path else "")
+        sections += [f"Reported in {_links(rule.threads)}. {fix}" if rule.threads else fix]
+    by_class.setdefault("J (observability)", []).append(f"[{DRIFT_CODE}](#{DRIFT_CODE.lower()}) drift")
+    return "\n\n".join(["\n".join(f"- {kind}: {', '.join(codes)}" for kind, codes in by_class.items()), *sections])
 
 
 def engine_rules() -> str:
@@ -151,19 +149,23 @@ def laws() -> str:
     paths = (ROOT / "tests" / "property").glob("test_law*.py")
     for path in sorted(paths, key=lambda path: int(re.sub(r"\D", "", path.name))):
         statement = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]
-        rows.append((statement, f"[{path.name}](../../{path.relative_to(ROOT).as_posix()})"))
-    return table(("law", "tested in"), rows, text=2)
+        rows.append(f"- {statement} ([{path.stem[5:]}](../../{path.relative_to(ROOT).as_posix()}))")
+    return "\n".join(rows)
 
 
-def _reference(kind: type, *elsewhere: type) -> str:
+def _reference(kind: type, *elsewhere: type, written_by_hand: bool = False) -> str:
     """Return the reference of a file kind, without the records that another kind's reference has."""
-    known = {section for other in elsewhere for section in _sections(other)}
-    return "\n\n".join(section for section in _sections(kind) if section not in known)
+    known = {name for other in elsewhere for name in _sections(other, written_by_hand)}
+    found = _sections(kind, written_by_hand).items()
+    return "\n\n".join(section for name, section in found if name not in known)
 
 
-def _sections(kind: type) -> list[str]:
-    text = re.sub(r"``(.+?)``", r"`\1`", file_reference.reference(kind)).replace("| `` |", "| empty |")
-    return [section.strip() for section in re.split(r"^(?=### )", text, flags=re.M)[1:]]
+def _sections(kind: type, written_by_hand: bool) -> dict[str, str]:
+    """Return the section of each record of a file kind, by the record's name."""
+    text = file_reference.reference(kind, written_by_hand=written_by_hand)
+    text = re.sub(r"``(.+?)``", r"`\1`", text).replace("``", "empty")
+    sections = [section.strip() for section in re.split(r"^(?=### )", text, flags=re.M)[1:]]
+    return {section.partition("\n")[0]: section for section in sections}
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -175,18 +177,17 @@ PARTS: dict[str, Callable[[], str]] = {
     "policies": policies,
     "figures": figures,
     "environments": environments,
-    "spec": lambda: _reference(spec.Spec),
-    "environment": lambda: _reference(Environment),
+    "spec": lambda: _reference(spec.Spec, written_by_hand=True),
+    "environment": lambda: _reference(Environment, written_by_hand=True),
     "plan": lambda: _reference(Plan, spec.Spec, Environment),
     "observation": lambda: _reference(Observation, Plan, spec.Spec, Environment),
     "profile": lambda: _reference(Profile, Plan, spec.Spec, Environment),
     "traffic": lambda: _reference(Traffic),
+    "journal": lambda: _reference(JournalRecord),
     **ranks_tables.PARTS,
     **conformance_tables.PARTS,
     **gpu_bench_tables.PARTS,
     **gpu_equality_tables.PARTS,
     **gallery_tables.PARTS,
-    **vllm_tables.PARTS,
-    **vllm_attention_tables.PARTS,
-    **transformers_tables.PARTS,
+    **arriving_tables.PARTS,
 }

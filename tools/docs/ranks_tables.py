@@ -1,10 +1,10 @@
-"""The table of the newest campaign over vectors of data-parallel ranks."""
+"""The counts of the newest campaign over vectors of data-parallel ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from results import files, table
+from results import files
 
 ROWS = {
     "all ranks replay FULL": "FULL",
@@ -28,8 +28,8 @@ def vectors() -> str:
         f"{result['answers']:,} answers of single ranks; {len(result['violations'])} violations; "
         f"seed {result['seed']}, {result['provenance']['date'][:10]}."
     )
-    rows = ((name, f"{counts[key]:,}", f"{counts[key] / total:.1%}") for name, key in ROWS.items())
-    return f"{summary}\n\n{table(('vectors', 'number', 'share'), rows)}"
+    shares = "; ".join(f"{counts[key] / total:.1%} {name}" for name, key in ROWS.items())
+    return f"{summary} {shares}."
 
 
 PARTS: dict[str, Callable[[], str]] = {"ranks": vectors}

@@ -124,7 +124,7 @@ class Rule(BaseRule):
     """A rule about plans."""
 
     remedy: str
-    """How to fix the plan."""
+    """Remedy, as an imperative."""
     spec_path: tuple[str, ...]
     """The place in a spec to look at when its plan has this finding."""
     check: Callable[[Coverage], Iterator[Diagnostic]]

@@ -1,1 +1,1 @@
-"""What other sizes would gain: an engine as it is, next to the plan that measurements choose."""
+"""Tuning: an engine as it is, next to the plan that measurements choose."""

@@ -1,52 +1,27 @@
-"""What a deployment's graphs cost and its steps take: by one rule for today's engine and for a plan.
+"""Costs of a deployment's graphs and steps: by one rule for today's engine and for a plan.
 
 Each step is dispatched as the deployment dispatches, and takes the time of the graph that it gets, or of an eager pass.
+The difference of two sides may be wrong, by the profile and by the traffic; a verdict says whether a gain is more than
+that noise.
 """
 
 from __future__ import annotations
 
+import enum
+import math
+import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.measuring.fits import predict_graphs
-from capture_planner.modes import Reason, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.judging import Prices
-from capture_planner.planning.steps import passes_of
+from capture_planner.planning.measured import PassCost, Prices, StepCost, passes_of, percentile
 from capture_planner.records.batch import Batch, Entry
-
-
-@attrs.frozen
-class PassCost:
-    """What the passes of one role take in a step."""
-
-    batch: Batch
-    entry: Entry | None
-    """The graph that serves it; None: eager."""
-    milliseconds: float
-    every_size: float
-    """The same if every size had a graph, in the mode that the role runs in."""
-
-
-@attrs.frozen
-class StepCost:
-    """What one step takes."""
-
-    passes: tuple[PassCost, ...]
-    milliseconds: float
-    every_size: float
-    """The same if every size had a graph."""
-    unknown: bool = False
-    """Whether an observation has no answer for it; it counts as eager."""
-
-    @property
-    def answers(self) -> dict[Role, Entry | None]:
-        """The graph of each role that runs in it."""
-        return {each.batch.role: each.entry for each in self.passes}
+from capture_planner.records.text import counted
 
 
 @attrs.frozen(kw_only=True)
@@ -59,21 +34,29 @@ class SideFigures:
     """Start-up time that capturing takes."""
     mean_step_ms: float
     token_ms: float
-    """What a request waits for one token: the time of a step over the tokens that a request gets of it."""
+    """Milliseconds that a request waits for one token: the step's time over the tokens that a request gets of it."""
     eager_share: Mapping[Role, float]
     """Share of the steps in which a role runs that it runs eager."""
     regret: float
-    """How much longer steps take than if every size had a graph, as a share."""
+    """Extra time of steps over a graph of every size, as a share."""
     worst_regret: float
     """The same of the batch for which it is worst."""
     objective: float
-    """What was to be least: milliseconds, or of the worst regret the ratio."""
+    """Value of the objective: milliseconds, or of the worst regret the ratio."""
+    gap_ms: float
+    """Mean time between two outputs of a request, in milliseconds: of the steps, weighted by their requests."""
+    gap_p99_ms: float
+    """The same within which 99 % of them end: prompts in a batch decide it."""
+    gap_p99_eager: bool
+    """Whether the target runs that step without a graph."""
+    prompt_step_ms: float | None
+    """Mean time of a step with prompts, which a first token waits for; None: no step has any."""
     unknown: int = 0
     """Steps that an observation has no answer for; they count as eager."""
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What tables are compared by: the objective, and of equal ones the mean step."""
+        """Order of tables: by the objective, and of equal ones by the mean step."""
         return self.objective, self.mean_step_ms
 
 
@@ -91,25 +74,20 @@ class Pricing:
         Raises ``PlanningError`` for a role of which the profile has no times.
         """
         if batch not in self._known:
-            self._known[batch] = self._step(batch)
+            self._known[batch] = self._prices.cost(self._answer, batch, self._passes(batch))
         return self._known[batch]
 
-    def _step(self, batch: Batch) -> StepCost:
-        passes, unknown = [], False
-        for each, repeats in self._passes(batch):
-            answer = self.deployment.dispatch(each)
-            entry = answer.entry
-            unknown = unknown or answer.reason is Reason.UNKNOWN
-            fused = entry is not None and entry.draft_steps is not None
-            every = self._prices.with_every_size(each, repeats, fused=fused)
-            passes.append(PassCost(each, entry, self._prices.of(each, entry, repeats), every))
-        target = [cost for cost in passes if not cost.batch.role.is_drafter]
-        drafting = [cost for cost in passes if cost.batch.role.is_drafter]
-        own, best = (
-            self.costs.profile.step(batch.num_reqs, sum(map(time, target)), *map(time, drafting))
-            for time in (attrgetter("milliseconds"), attrgetter("every_size"))
-        )
-        return StepCost(tuple(passes), own, best, unknown)
+    def on(self, batch: Batch, entry: Entry) -> float:
+        """Return the milliseconds of one pass of a batch on a graph."""
+        return self._prices.of(batch, entry, 1).milliseconds
+
+    def is_unknown(self, batch: Batch) -> bool:
+        """Return whether an observation has no answer for a pass of a step; the pass counts as eager."""
+        eager = (each.batch for each in self.step(batch).passes if each.entry is None)
+        return any(self.deployment.dispatch(each).reason is Reason.UNKNOWN for each in eager)
+
+    def _answer(self, batch: Batch) -> Entry | None:
+        return self.deployment.dispatch(batch).entry
 
     def _passes(self, batch: Batch) -> Iterator[tuple[Batch, int]]:
         """Yield the passes of the roles that the engine runs: some draft without a model, or inside the target."""
@@ -121,13 +99,13 @@ def judged(
 ) -> SideFigures:
     """Return what a deployment's graphs cost, and what steps take.
 
-    :param objective: as in ``Sizes.objective``: mean, regret, or a percentile as p99.
+    :param objective: as in ``Sizes.objective``: token, mean, regret, or a percentile as p99.
     :param accepted: drafts that a request gets accepted in a step, on average.
     """
     graphs = [(graph.role, graph.entry) for graph in pricing.deployment.graphs]
     capture = predict_graphs(pricing.costs.profile, graphs)
-    spent = every = waited = worst = 0.0
-    requests = unknown = 0
+    spent = every = waited = worst = prompted = 0.0
+    requests = unknown = prompts = 0
     eager: Counter[Role] = Counter()
     run: Counter[Role] = Counter()
     for batch, count in steps.items():
@@ -137,32 +115,317 @@ def judged(
         worst = max(worst, step.milliseconds / step.every_size - 1)
         waited += step.milliseconds * batch.num_reqs * count
         requests += batch.num_reqs * count
-        unknown += step.unknown * count
+        unknown += pricing.is_unknown(batch) * count
+        if not batch.past_prompt:
+            # A first token waits for a step with prompts, so those have a mean of their own.
+            prompted += step.milliseconds * count
+            prompts += count
         for role, entry in step.answers.items():
             run[role] += count
             eager[role] += count * (entry is None)
-    mean = spent / sum(steps.values())
-    values = {"mean": mean, "regret": 1 + worst}
+    # Weighted by requests: a gap between two outputs is felt by every request of the step.
+    slow = _at(pricing, {batch: count * batch.num_reqs for batch, count in steps.items()}, 99)
+    mean, gap = spent / sum(steps.values()), waited / requests
+    values = {"mean": mean, "token": gap, "regret": 1 + worst}
     return SideFigures(
         graphs=len(graphs),
         memory_mib=capture.memory_mib,
         seconds=capture.seconds,
         mean_step_ms=mean,
-        token_ms=waited / requests / (1 + accepted),
+        token_ms=gap / (1 + accepted),
         eager_share={role: eager[role] / max(run[role], 1) for role in pricing.deployment.modes},
         regret=spent / every - 1,
         worst_regret=worst,
-        objective=values[objective] if objective in values else _percentile(pricing, steps, float(objective[1:])),
+        objective=values[objective] if objective in values else _at(pricing, steps, float(objective[1:])).milliseconds,
+        gap_ms=gap,
+        gap_p99_ms=slow.milliseconds,
+        gap_p99_eager=slow.answers.get(Role.TARGET) is None,
+        prompt_step_ms=prompted / prompts if prompts else None,
         unknown=unknown,
     )
 
 
-def _percentile(pricing: Pricing, steps: Mapping[Batch, int], percent: float) -> float:
-    """Return the milliseconds within which so many of the steps end."""
-    left = sum(steps.values()) * percent / 100
-    times = sorted((pricing.step(batch).milliseconds, count) for batch, count in steps.items())
-    for milliseconds, count in times:
-        left -= count
-        if left <= 1e-9:
-            return milliseconds
-    return times[-1][0]
+def _at(pricing: Pricing, weights: Mapping[Batch, int], percent: float) -> StepCost:
+    """Return the step within whose time so many of the steps end, each with its weight."""
+    steps = ((pricing.step(batch), weight) for batch, weight in weights.items())
+    return percentile(sorted(steps, key=lambda each: each[0].milliseconds), percent)
+
+
+SPREAD = 0.02
+"""Spread of measured times where a profile does not state its own: ``profile`` repeats until it is below that."""
+
+RESAMPLES = 200
+"""Number of times that the traffic is resampled."""
+
+_LOWEST, _HIGHEST = 0.025, 0.975
+_NORMAL = 1.96
+"""Standard errors on each side of a mean that hold 95 % of all cases."""
+
+_SUMMED = ("mean", "token")
+"""Objectives that are sums over steps; every other is one step's."""
+
+
+@attrs.frozen(kw_only=True)
+class Evidence:
+    """Reasons to trust figures less, apart from the profile's own spread."""
+
+    lines: int | None = None
+    """Number of lines, or samples, that the judged steps were read from; None: each step is one."""
+    blocks: tuple[Mapping[Batch, int], ...] = attrs.field(default=(), repr=False)
+    """The judged steps in blocks of time, in order; empty: they have no order, and count as independent."""
+    foreign: float = 0.0
+    """Error of times measured with another model or on another device, as a share."""
+    is_estimate: bool = False
+    """Whether the costs are not those of this deployment, so that nothing is promised."""
+    has_prompts: bool = True
+    """Whether any step has prompts; without one nothing is known of mixed batches."""
+
+
+@attrs.frozen(kw_only=True)
+class Noise:
+    """Error of the difference between two sides, in milliseconds of the objective."""
+
+    measuring: float
+    """From the profile, over the classes of graphs on which the two sides differ; 95 %."""
+    sampling: float
+    """From the traffic: how far the gain is above the lower end of its interval under resampling."""
+    low: float | None = None
+    """The ends of the 95 % interval of the gain under resampling, as shares; None: the objective is one step's."""
+    high: float | None = None
+    blocks: int = 0
+    """Number of blocks of time that were drawn from; 0: single steps, as if they were independent."""
+
+    @property
+    def total(self) -> float:
+        """Both: they have nothing to do with each other."""
+        return math.hypot(self.measuring, self.sampling)
+
+
+def noise_between(
+    today: Pricing,
+    proposed: Pricing,
+    steps: Mapping[Batch, int],
+    spread: float,
+    objective: str = "mean",
+    evidence: Evidence | None = None,
+) -> Noise:
+    """Return the noise in the difference between two sides that are judged on the same steps.
+
+    Where both run a batch on the same graphs, an error of the profile is in both, and cancels out. Of an objective that
+    is one step's, such as a percentile, that step may be off by the whole spread.
+    """
+    evidence = evidence or Evidence()
+    if objective not in _SUMMED:
+        # The objective is the time of one step, whose error does not average out over many.
+        off = math.hypot(spread, evidence.foreign)
+        return Noise(measuring=off * judged(today, steps, objective=objective).objective, sampling=0.0)
+    measuring = _measuring(today, proposed, steps, spread, objective, evidence.foreign)
+    blocks = [_Gain.over(today, proposed, block, objective) for block in evidence.blocks if block]
+    # Steps that are near in time are alike, so blocks are drawn where there are any: single steps would look surer.
+    gains = sorted(_resampled(blocks) if len(blocks) > 1 else _redrawn(today, proposed, steps, objective))
+    gain = _Gain.over(today, proposed, steps, objective)
+    low, high = (gains[round(share * (len(gains) - 1))] for share in (_LOWEST, _HIGHEST))
+    before = gain.before / gain.weight
+    return Noise(
+        measuring=measuring,
+        sampling=max(gain.share - low, 0.0) * before,
+        low=low,
+        high=high,
+        blocks=len(blocks) if len(blocks) > 1 else 0,
+    )
+
+
+@attrs.frozen
+class _Gain:
+    """Weighted milliseconds of some steps today, and how many of them the other side saves."""
+
+    before: float
+    saved: float
+    weight: float
+
+    @classmethod
+    def over(cls, today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], objective: str) -> _Gain:
+        before = saved = total = 0.0
+        for batch, count in steps.items():
+            weight = count * (batch.num_reqs if objective == "token" else 1)
+            own = today.step(batch).milliseconds
+            before += own * weight
+            saved += (own - proposed.step(batch).milliseconds) * weight
+            total += weight
+        return cls(before, saved, total)
+
+    @property
+    def share(self) -> float:
+        return self.saved / self.before if self.before else 0.0
+
+
+def _resampled(blocks: Sequence[_Gain]) -> Iterator[float]:
+    """Yield the gain over blocks that are drawn with replacement."""
+    draw = random.Random(0)
+    for _ in range(RESAMPLES):
+        drawn = draw.choices(blocks, k=len(blocks))
+        before = sum(each.before for each in drawn)
+        yield sum(each.saved for each in drawn) / before if before else 0.0
+
+
+def _redrawn(today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], objective: str) -> Iterator[float]:
+    """Yield the gain over as many steps, each drawn by itself: counts vary as those of independent events do."""
+    draw = random.Random(0)
+    gains = [(count, _Gain.over(today, proposed, {batch: 1}, objective)) for batch, count in steps.items()]
+    for _ in range(RESAMPLES):
+        before = saved = 0.0
+        for count, each in gains:
+            times = _poisson(draw, count)
+            before += times * each.before
+            saved += times * each.saved
+        yield saved / before if before else 0.0
+
+
+def _poisson(draw: random.Random, mean: int) -> float:
+    """Draw a count of independent events; of many the nearest normal one."""
+    # The loop below takes a turn for each event; of many a normal draw is near enough.
+    if mean > 30:
+        return max(draw.gauss(mean, math.sqrt(mean)), 0.0)
+    limit, product, times = math.exp(-mean), draw.random(), 0
+    while product > limit:
+        product *= draw.random()
+        times += 1
+    return float(times)
+
+
+CostClass = tuple[object, ...]
+
+
+def _measuring(
+    today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], spread: float, objective: str, foreign: float
+) -> float:
+    """Return the milliseconds by which the profile may mistake the difference, at 95 %.
+
+    Each class of graphs was measured by itself, so errors of classes are independent, and count as far as the sides
+    spend different times on a class. The times of another deployment may be off all in the same direction.
+    """
+    spent: Counter[CostClass] = Counter()
+    ran: Counter[tuple[GraphMode, int | None]] = Counter()
+    different = total = 0.0
+    for batch, count in steps.items():
+        weight = count * (batch.num_reqs if objective == "token" else 1)
+        total += weight
+        before, after = today.step(batch), proposed.step(batch)
+        # An error of a class is in both sides, and cancels out.
+        if _classes(before) == _classes(after):
+            continue
+        different += max(before.milliseconds, after.milliseconds) * weight
+        for sign, step in ((1, before), (-1, after)):
+            for each in step.passes:
+                spent[_class_of(each)] += sign * each.milliseconds * weight  # type: ignore[assignment]
+                # Overheads of a mode are measured per step, by how the target runs.
+                if each.batch.role is Role.TARGET:
+                    ran[_mode_of(each)] += sign * weight
+    errors = {each.key: each.error for each in today.costs.profile.overheads}
+    passes = [spread * milliseconds for milliseconds in spent.values()]
+    apart = [_NORMAL * errors.get(mode, 0.0) * weight for mode, weight in ran.items()]
+    return math.hypot(*passes, *apart, foreign * different) / total
+
+
+def _classes(step: StepCost) -> list[CostClass]:
+    return [_class_of(each) for each in step.passes]
+
+
+def _class_of(each: PassCost) -> CostClass:
+    """Return what of a pass decides its time: its graph and that one's size; eager passes of a role are one class."""
+    entry = each.entry
+    if entry is None:
+        # Eager times of a role are one curve, whatever the size: its error moves all of them together.
+        return each.batch.role, GraphMode.NONE
+    return each.batch.role, entry.mode, entry.query_len, entry.draft_steps, entry.num_tokens
+
+
+def _mode_of(each: PassCost) -> tuple[GraphMode, int | None]:
+    """Return how the target's pass ran, as ``Overhead`` has it."""
+    if each.entry is None:
+        return GraphMode.NONE, each.batch.uniform_query_len
+    return each.entry.mode, each.entry.query_len
+
+
+LEAST_STEPS = 1000
+"""Fewer steps to judge on promise nothing; nor do fewer than ``LEAST_LINES`` lines that say how many they were."""
+
+LEAST_LINES = 200
+"""Fewer lines of a log promise nothing, however many steps each of them stands for."""
+
+MEMORY_ERROR, SECONDS_ERROR = 0.10, 0.15
+"""Errors of predicted memory and capture time, as shares: smaller savings are none."""
+
+SUBJECTS = {
+    "mean": "mean step",
+    "token": "mean time between two outputs of a request",
+    "regret": "worst step, against a graph of its own size,",
+}
+"""Subject of each objective in sentences; a percentile goes by its name."""
+
+REST = "memory and start-up stay about the same"
+
+
+class TuneVerdict(enum.StrEnum):
+    """What to do."""
+
+    CHANGE = "change"
+    KEEP = "keep"
+    TOO_LITTLE_DATA = "too_little_data"
+
+
+def verdict_on(
+    today: SideFigures, proposed: SideFigures, noise: Noise, objective: str = "mean"
+) -> tuple[TuneVerdict, str]:
+    """Return the verdict, and why, in a sentence.
+
+    A change is faster by more than the noise; or it saves memory or start-up, and is no slower by any figure.
+    """
+    gain = today.objective - proposed.objective
+    share, error = gain / today.objective, noise.total / today.objective
+    savings = _savings(today, proposed)
+    parts = (noise.measuring / today.objective, noise.sampling / today.objective)
+    bound = f"noise of {error:.1%} (profile {parts[0]:.1%}, traffic {parts[1]:.1%})"
+    subject = f"the {subject_of(objective)} takes"
+    slower = proposed.mean_step_ms / today.mean_step_ms - 1
+    # First what speaks against a change: no saving makes up for slower steps.
+    if is_slower(today, proposed):
+        if gain < 0:
+            return TuneVerdict.KEEP, f"{subject.replace('takes', 'would take')} {-share:.2%} more time"
+        return TuneVerdict.KEEP, f"the mean step would take {slower:.2%} more time"
+    if gain > noise.total:
+        return TuneVerdict.CHANGE, f"{subject} {share:.1%} less time, more than the {bound}"
+    if savings:
+        same = f"{subject} the same time within the {bound}"
+        return TuneVerdict.CHANGE, f"the plan saves {', '.join(savings)}, and {same}"
+    # A smaller share is written as 0.0%.
+    if share >= 0.0005:
+        return (TuneVerdict.KEEP, f"the gain of {share:.1%} is within the {bound}; {REST}")
+    return TuneVerdict.KEEP, f"no table of sizes is faster; {REST}"
+
+
+def is_slower(today: SideFigures, proposed: SideFigures) -> bool:
+    """Return whether the objective, or the mean step, takes longer than today."""
+    same = 1 + 1e-9
+    return proposed.objective > today.objective * same or proposed.mean_step_ms > today.mean_step_ms * same
+
+
+def subject_of(objective: str) -> str:
+    """Return what an objective is about, in words."""
+    return SUBJECTS.get(objective, f"{objective} step")
+
+
+def _savings(today: SideFigures, proposed: SideFigures) -> list[str]:
+    """Return the savings that are larger than the error of their prediction, in words."""
+    words: list[str] = []
+    # The search for the fewest graphs ends at an eighth of them: within that, another search finds another number.
+    if 0 < today.graphs - proposed.graphs <= max(1, today.graphs // 8):
+        return words
+    if today.memory_mib - proposed.memory_mib > MEMORY_ERROR * today.memory_mib:
+        words.append(f"{today.memory_mib - proposed.memory_mib:,.0f} MiB")
+    if today.seconds - proposed.seconds > SECONDS_ERROR * today.seconds:
+        words.append(f"{today.seconds - proposed.seconds:.1f} s of start-up")
+    if words and today.graphs > proposed.graphs:
+        # Fewer graphs alone are no reason to change: they are named where they save something.
+        words.insert(0, counted(today.graphs - proposed.graphs, "graph"))
+    return words

@@ -1,20 +1,35 @@
-"""Tune: the plan that measurements choose, next to what a deployment captures today."""
+"""Tune: of the tables of a deployment that measurements choose, the one to propose next to what it captures today."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
+from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.side_by_side import emulation_of_plan
-from capture_planner.engines.tuning.judgement import Pricing, SideFigures, judged
-from capture_planner.engines.tuning.verdict import (
+from capture_planner.engines.tuning.guards import (
+    FindingKey,
+    GraphGuard,
+    ShiftRegret,
+    few,
+    finding_key,
+    lost_graphs,
+    shifted,
+    warnings_of,
+)
+from capture_planner.engines.tuning.judgement import (
+    LEAST_LINES,
     LEAST_STEPS,
     SPREAD,
+    Evidence,
     Noise,
+    Pricing,
+    SideFigures,
     TuneVerdict,
+    is_slower,
+    judged,
     noise_between,
     subject_of,
     verdict_on,
@@ -25,25 +40,35 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
-TOLERANCE = 0.003
+TOLERANCE = 0.01
 """Of the tables whose steps take longer by no more than this share of the best, the one with the fewest graphs."""
+
+MORE = 0.01
+"""Least gain of a step for more graphs, memory or start-up than today's, as a share."""
+
+SHIFTED = 0.01
+"""Most that a proposal may be slower than today if the load doubles, as a share."""
 
 MOST_GRAPHS = 256
 """Most graphs that are tried where no budget says how many, unless there are more today."""
 
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+_WORSE = 0.05
+"""Tables of fewer graphs are tried until they take longer by this share: they show what graphs buy."""
+
+Progress = Callable[[str], None]
+"""Called with what was done, each time that a table was planned and judged."""
 
 
 @attrs.frozen(kw_only=True)
 class TuningBounds:
-    """What a table may take; None: no bound."""
+    """Bounds of a table; None: no bound."""
 
     graphs: int | None = None
     memory_mib: float | None = None
     seconds: float | None = None
 
     def hold(self, side: SideFigures) -> bool:
-        """Say whether a side is within all bounds."""
+        """Return whether a side is within all bounds."""
         # A bound that is another side's own figure must hold for the same figure.
         return all(
             most is None or value <= most * (1 + 1e-9)
@@ -74,6 +99,298 @@ class ParetoPoint:
 
 
 @attrs.frozen(kw_only=True)
+class Beyond:
+    """The gain of a table beyond the bounds, and its price on top of the proposal, or of today's graphs."""
+
+    gain: float
+    """Share of the time that it takes less than the proposal, or than today."""
+    graphs: int
+    memory_mib: float
+    seconds: float
+    bounds: TuningBounds
+    """Its own figures, by the bounds that it exceeds: what to give."""
+
+
+@attrs.frozen
+class Candidate:
+    allowed: int
+    plan: Plan
+    pricing: Pricing
+    chosen: SideFigures
+    """On the steps that it was chosen by."""
+    kept: TuningBounds | None
+
+    @property
+    def reach(self) -> int:
+        """The least number of graphs that gives this plan, as far as that is known."""
+        return min(self.allowed, self.plan.num_graphs)
+
+
+@attrs.frozen(kw_only=True)
+class TuneCase:
+    """A deployment as it is today, with what proposals are judged by."""
+
+    today: Emulation
+    costs: Costs
+    chosen: Mapping[Batch, int] = attrs.field(repr=False)
+    """Steps by batch of the target, by which sizes are chosen."""
+    judging: Mapping[Batch, int] = attrs.field(repr=False)
+    """Steps by which both sides are judged."""
+    objective: str = "mean"
+    """As in ``Sizes.objective``."""
+    accepted: float = 0.0
+    """Drafts that a request gets accepted in a step, on average."""
+    evidence: Evidence = attrs.Factory(Evidence)
+    usual: frozenset[FindingKey] = frozenset()
+    """Findings of ``check`` that no sizes avoid."""
+
+    def judged(self, pricing: Pricing, steps: Mapping[Batch, int]) -> SideFigures:
+        """Return the figures of a side over some steps."""
+        return judged(pricing, steps, objective=self.objective, accepted=self.accepted)
+
+
+def _side(plan: Plan, today: Emulation) -> Emulation:
+    """Return the plan as a side: of the roles that run today, by the scheduler that runs today."""
+    side = emulation_of(plan)
+    managers = tuple(each for each in side.managers if each.role in today.modes)
+    return attrs.evolve(side, managers=managers, whole_prompts=today.whole_prompts)
+
+
+class TableSearch:
+    """The tables of one deployment: each is planned and judged once."""
+
+    def __init__(self, case: TuneCase, propose: Propose, progress: Progress) -> None:
+        self.case, self.propose, self.progress = case, propose, progress
+        self.present = Pricing(case.today, case.costs)
+        self.past = case.judged(self.present, case.chosen)
+        self.before = case.judged(self.present, case.judging)
+        self.doubled = shifted(case.chosen, case.today)
+        self._present_doubled = case.judged(self.present, self.doubled)
+        self._made: dict[tuple[int, TuningBounds | None], Candidate] = {}
+        self._obstacles: dict[int, tuple[str, ...]] = {}
+        self.refused: list[str] = []
+        """Reasons why faster tables are not proposed."""
+        self._too_small: dict[str, None] = {}
+        self._unjudged: dict[str, None] = {}
+
+    def judged(self, each: Candidate) -> SideFigures:
+        """Return the figures of a table over the steps that judge."""
+        return self.case.judged(each.pricing, self.case.judging)
+
+    def candidate(self, count: int, bounds: TuningBounds | None) -> Candidate:
+        """Return the best table of at most so many graphs within bounds; raises ``BudgetError``."""
+        if bounds is None:
+            return self._candidate(count, None)
+        # A table without bounds that is within them anyway is the best within them: no need to plan again.
+        free = self._made.get((count, None))
+        if free is not None and bounds.hold(free.chosen):
+            return free
+        return self._candidate(count, attrs.evolve(bounds, graphs=None))
+
+    def _candidate(self, count: int, kept: TuningBounds | None) -> Candidate:
+        if (count, kept) not in self._made:
+            plan = self.propose(count, kept)
+            # Several budgets may give one plan, and judging takes longer than comparing.
+            same = next((each for each in self._made.values() if each.plan == plan), None)
+            pricing = Pricing(_side(plan, self.case.today), self.case.costs) if same is None else same.pricing
+            chosen = self.case.judged(pricing, self.case.chosen) if same is None else same.chosen
+            self._made[count, kept] = Candidate(count, plan, pricing, chosen, kept)
+            self.progress(counted(plan.num_graphs, "graph"))
+            # A budget that leaves no graph is worth a note, since nothing can be proposed within it.
+            if not plan.num_graphs:
+                decisions = (decision for role in plan.roles for decision in role.decisions)
+                self._too_small |= {each.message: None for each in decisions if each.rule == "budget-too-small"}
+        return self._made[count, kept]
+
+    def obstacles(self, each: Candidate) -> tuple[str, ...]:
+        """Return why a table is not proposed, in sentences."""
+        key = id(each.pricing)
+        if key not in self._obstacles:
+            self._obstacles[key] = tuple(self._found(each))
+        return self._obstacles[key]
+
+    def _found(self, each: Candidate) -> Iterator[str]:
+        graphs = f"the table of {counted(each.plan.num_graphs, 'graph')}"
+        side = each.pricing.deployment
+        lost = lost_graphs(self.case.today, side, GraphGuard.of(self.case.evidence))
+        if lost:
+            yield f"{graphs} takes graphs away: {few(lost)}"
+        warnings = tuple(found for found in warnings_of(each.plan) if finding_key(found) not in self.case.usual)
+        if warnings:
+            says = tuple(f"{found.rule.code} {found.diagnostic.message}" for found in warnings)
+            yield f"check warns of {graphs}: {few(says)}"
+        regret = self.shift_of(each)
+        if regret.gain < -SHIFTED:
+            yield f"with twice the load {graphs} would take {-regret.gain:.1%} more time than today's"
+
+    def shift_of(self, each: Candidate) -> ShiftRegret:
+        """Return how both sides do if the load doubles."""
+        after, before = self.case.judged(each.pricing, self.doubled), self._present_doubled
+        return ShiftRegret(
+            today=before.regret, proposed=after.regret, gain=1 - after.mean_step_ms / before.mean_step_ms
+        )
+
+    def _is_admissible(self, each: Candidate, tier: TuningBounds) -> bool:
+        if not tier.hold(each.chosen):
+            return False
+        # Where today exceeds the bounds it is no choice, and a slower table may be the best there is.
+        if tier.hold(self.past) and (is_slower(self.past, each.chosen) or is_slower(self.before, self.judged(each))):
+            return False
+        obstacles = self.obstacles(each)
+        self.refused += [says for says in obstacles if says not in self.refused]
+        return not obstacles
+
+    def most(self, tier: TuningBounds) -> int:
+        """Return the most graphs that are tried within bounds."""
+        return tier.graphs or max(MOST_GRAPHS, len(self.case.today.graphs))
+
+    def worthwhile(self, tiers: Sequence[TuningBounds]) -> TuningBounds:
+        """Return the first bounds that no later ones improve on by ``MORE``, nor today; raises ``BudgetError``."""
+        if len(tiers) == 1:
+            return tiers[0]
+        best, least = tiers[0], self.past.objective
+        errors: list[BudgetError] = []
+        for tier in tiers:
+            try:
+                top = self.candidate(self.most(tier), tier)
+            except BudgetError as error:
+                errors.append(error)
+                continue
+            # The first bounds are today's own and need no gain; each wider ones have to pay for what they take.
+            enough = tier is tiers[0] or top.chosen.objective < least * (1 - MORE)
+            if enough and self._is_admissible(top, tier):
+                best, least = tier, min(least, top.chosen.objective)
+        # Some bounds may be too small for any table; only if all are is that the answer.
+        if len(errors) == len(tiers):
+            raise errors[-1]
+        return best
+
+    def selected(self, tier: TuningBounds) -> Candidate | None:
+        """Return the table with the fewest graphs that is nearly the best within bounds; None: none is admissible.
+
+        Of those whose objective is near, the mean step decides: a few slow steps say nothing of all others. Between the
+        numbers of graphs that were tried it searches on, down to steps of an eighth.
+        """
+        tried = list(self._halved(self.most(tier), tier))
+        good = [each for each in tried if self._is_admissible(each, tier)]
+        if not good:
+            return None
+        # A few graphs may serve this traffic, and leave other loads far from what they could be.
+        steady = any(each.plan.is_steady for each in good)
+        good = [each for each in good if each.plan.is_steady or not steady]
+        most = min(each.chosen.objective for each in good) * (1 + TOLERANCE)
+        mean = min(each.chosen.mean_step_ms for each in good if each.chosen.objective <= most) * (1 + TOLERANCE)
+
+        def is_near(each: Candidate) -> bool:
+            near = each.chosen.objective <= most and each.chosen.mean_step_ms <= mean
+            near = near and (each.plan.is_steady or not steady)
+            return near and self._is_admissible(each, tier)
+
+        selected = min(filter(is_near, good), key=lambda each: each.plan.num_graphs)
+        many = selected.reach
+        few_graphs = max((each.allowed for each in tried if each.allowed < many), default=0)
+        # Each table takes a plan and a judgement, so the search ends at an eighth.
+        while many - few_graphs > max(1, many // 8):
+            middle = (few_graphs + many) // 2
+            try:
+                between = self.candidate(middle, tier)
+            except BudgetError:
+                few_graphs = middle
+                continue
+            if is_near(between):
+                selected, many = between, between.reach
+            else:
+                few_graphs = middle
+        return selected
+
+    def _halved(self, top: int, tier: TuningBounds) -> Iterator[Candidate]:
+        """Yield tables of ever fewer graphs, until they are clearly slower than the first, or leave no table.
+
+        Too few graphs leave passes without one that the engine never runs eager, so that its profile has no times of
+        them. Raises ``BudgetError`` where the first is such a table.
+        """
+        count, best = top, math.inf
+        while count >= 1:
+            try:
+                each = self.candidate(count, tier)
+            except BudgetError as error:
+                # The largest number has to be possible; smaller ones were an offer.
+                if count == top:
+                    raise
+                says = f"tables of at most {counted(count, 'graph')} are not judged: {error.problems[0].message}"
+                self._unjudged = {says: None}
+                return
+            yield each
+            best = min(best, each.chosen.objective)
+            # Fewer graphs only get slower from here.
+            if each.chosen.objective > best * (1 + _WORSE):
+                return
+            count = each.reach // 2
+
+    def beyond(self, limits: TuningBounds, selected: Candidate | None) -> Beyond | None:
+        """Return what a table without bounds gains over the selected one, or over today's; None: less than ``MORE``."""
+        against = self.past if selected is None else selected.chosen
+        best, count = None, self.most(TuningBounds())
+        while count >= 1:
+            try:
+                free = self.candidate(count, None)
+            except BudgetError:
+                break
+            enough = free.chosen.objective < against.objective * (1 - MORE)
+            # Halved as long as the gain stays: the price of the gain should be the least one.
+            if not enough or (best is not None and free.chosen.objective > best.chosen.objective * (1 + MORE)):
+                break
+            if not self.obstacles(free):
+                best = free
+            count = free.reach // 2
+        if best is None or limits.hold(best.chosen):
+            return None
+        side = best.chosen
+        return Beyond(
+            gain=1 - side.objective / against.objective,
+            graphs=side.graphs - against.graphs,
+            memory_mib=side.memory_mib - against.memory_mib,
+            seconds=side.seconds - against.seconds,
+            bounds=TuningBounds(
+                graphs=None if limits.graphs is None or side.graphs <= limits.graphs else side.graphs,
+                memory_mib=_beyond(side.memory_mib, limits.memory_mib),
+                seconds=_beyond(side.seconds, limits.seconds),
+            ),
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what could not be judged, and which bounds leave no graph."""
+        return *self._unjudged, *self._too_small
+
+    def pareto(self, limits: TuningBounds) -> Iterator[ParetoPoint]:
+        """Yield the tables that are faster than all with fewer graphs, on the steps that chose them.
+
+        Those within the limits are compared with each other alone, as those beyond them are no choice.
+        """
+        fastest = dict.fromkeys((True, False), (math.inf, math.inf))
+        once = {id(each.pricing): each for each in self._made.values()}.values()
+        # Fewest graphs first, so that a table is listed only if more graphs buy something.
+        for each in sorted(once, key=lambda each: (each.plan.num_graphs, each.chosen.rank)):
+            side = self.judged(each)
+            within = limits.hold(side)
+            if each.chosen.rank >= fastest[within]:
+                continue
+            fastest[within] = each.chosen.rank
+            yield ParetoPoint(
+                graphs=side.graphs,
+                objective=side.objective,
+                mean_step_ms=side.mean_step_ms,
+                memory_mib=side.memory_mib,
+                seconds=side.seconds,
+                within=within,
+            )
+
+
+def _beyond(value: float, most: float | None) -> float | None:
+    return None if most is None or value <= most * (1 + 1e-9) else value
+
+
+@attrs.frozen(kw_only=True)
 class Tuning:
     """Today and what is proposed, judged on the same steps by the same costs."""
 
@@ -82,9 +399,11 @@ class Tuning:
     today: SideFigures | None
     proposed: SideFigures | None
     """None where there is too little data."""
+    is_estimate: bool = False
+    """Whether the costs are not this deployment's own, so that nothing is promised."""
     pareto: tuple[ParetoPoint, ...] = ()
     plan: Plan | None = None
-    """What is proposed."""
+    """The proposed plan; None: keep what runs."""
     pricings: tuple[Pricing, Pricing] | None = None
     """Today's and the plan's; ``today`` and ``proposed`` are their figures over ``judging``."""
     judging: Mapping[Batch, int] = attrs.field(factory=dict, repr=False)
@@ -94,109 +413,105 @@ class Tuning:
     """The memory and the time of capture with which it was planned; None: those that ``propose`` keeps to by itself."""
     noise: Noise | None = None
     """In the difference of the two sides by the objective."""
+    shift: ShiftRegret | None = None
+    """The figures of both sides if the load doubles."""
+    beyond: Beyond | None = None
+    """The gain of a table beyond the bounds, if it is ``MORE`` or more."""
+    bounds: TuningBounds | None = None
+    """Within which it was chosen."""
     objective: str = "mean"
     notes: tuple[str, ...] = ()
-    """What could not be judged, in sentences."""
-
-
-@attrs.frozen
-class _Candidate:
-    allowed: int
-    plan: Plan
-    pricing: Pricing
-    chosen: SideFigures
-    """On the steps that it was chosen by."""
-    kept: TuningBounds | None
+    """Sentences on tables that could not be judged."""
 
 
 def tune(
-    today: Emulation,
+    case: TuneCase,
     propose: Propose,
-    costs: Costs,
-    chosen: Mapping[Batch, int],
-    judging: Mapping[Batch, int],
     *,
     bounds: TuningBounds | None = None,
-    objective: str = "mean",
-    accepted: float = 0.0,
+    room: TuningBounds | None = None,
+    progress: Progress = lambda _: None,
 ) -> Tuning:
-    """Propose a plan by the steps in ``chosen``, and judge it next to ``today`` on those in ``judging``.
+    """Propose a plan by the steps that choose, and judge it next to today's graphs on those that judge.
 
     Of all tables within the bounds it takes the fastest, or of those within ``TOLERANCE`` the one with the fewest
-    graphs; never a slower one than today's, if today's is within the bounds.
+    graphs. A table is proposed only if it is no slower than today on both, ``check`` does not warn of it, no decode
+    loses a full graph, and it is no slower by more than ``SHIFTED`` if the load doubles. With costs that are not this
+    deployment's own, no batch at all loses its graph.
 
-    :param bounds: what ``propose`` keeps to; None: nothing, and the memory and the time of capture that today's graphs
-        take are the bounds, or where no table fits, what the smallest takes.
-    :param objective: as in ``Sizes.objective``; ``propose`` chooses by the same.
-    :param accepted: drafts that a request gets accepted in a step, on average.
+    :param propose: chooses by the same objective.
+    :param bounds: what ``propose`` keeps to; None: the number, the memory and the time of capture of today's graphs.
+        Where that takes ``MORE`` off a step, ``room`` for as many graphs, and where that does again, for more.
+    :param room: what graphs may take if that pays; None: anything.
     :raises PlanningError: the profile has no times of a role.
     """
-    total = sum(judging.values())
-    if total < LEAST_STEPS:
-        says = f"{counted(total, 'step')} to judge on; below {LEAST_STEPS:,} nothing is promised"
-        return Tuning(verdict=TuneVerdict.TOO_LITTLE_DATA, reason=says, today=None, proposed=None)
-    present = Pricing(today, costs)
-    before = judged(present, judging, objective=objective, accepted=accepted)
+    today, costs, evidence, total = case.today, case.costs, case.evidence, sum(case.judging.values())
+    found = Tuning(
+        verdict=TuneVerdict.TOO_LITTLE_DATA,
+        reason=_too_little(total, evidence.lines),
+        today=None,
+        proposed=None,
+        is_estimate=evidence.is_estimate,
+        objective=case.objective,
+    )
+    # Before any table is planned: no figure of so few steps can be held to.
+    if total < LEAST_STEPS or (evidence.lines or LEAST_LINES) < LEAST_LINES:
+        return found
+    before = case.judged(Pricing(today, costs), case.judging)
+    kept = attrs.evolve(found, verdict=TuneVerdict.KEEP, today=before, proposed=before, judging=case.judging)
+    # Graphs that are turned off on purpose are not for sizes to turn on.
     if not today.graphs and not any(mode.allowed for mode in today.modes.values()):
-        says = "graphs are turned off, so no sizes are chosen; allow them, and tune again"
-        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before)
-    past = judged(present, chosen, objective=objective)
-
-    def making(kept: TuningBounds | None) -> Callable[[int], _Candidate]:
-        def candidate(count: int) -> _Candidate:
-            plan = propose(count, kept)
-            pricing = Pricing(_side(plan, today), costs)
-            return _Candidate(count, plan, pricing, judged(pricing, chosen, objective=objective), kept)
-
-        return candidate
-
-    number, most = len(today.graphs), bounds.graphs if bounds else None
-    candidate = making(None)
-    candidates, notes = _candidates(candidate, number, most)
-    limits = bounds or _implied(before, candidates)
-    within = candidates if bounds else [each for each in candidates if limits.hold(each.chosen)]
-    if len(within) < len(candidates):
-        # Some tables are too large: others have as many graphs, and end earlier.
-        candidate = making(attrs.evolve(limits, graphs=None))
-        try:
-            smaller = [each for each in _candidates(candidate, number, most)[0] if limits.hold(each.chosen)]
-        except BudgetError:  # Not even the passes that never run eager have graphs.
-            smaller = []
-        within = _by_graphs([*within, *smaller]) or candidates[:1]
-    selected = _selected(within, past if limits.hold(past) else None, candidate)
-    once = {id(each): each for each in (*candidates, *within, selected)}.values()
-    pareto = tuple(_pareto(_by_graphs(once), judging, limits, objective))
-    if limits.hold(past) and selected.chosen.objective > past.objective * (1 + 1e-9):
-        says = "the measured sizes would take longer than today's on the steps that chose them"
-        return Tuning(verdict=TuneVerdict.KEEP, reason=says, today=before, proposed=before, pareto=pareto, notes=notes)
-    proposed = judged(selected.pricing, judging, objective=objective, accepted=accepted)
-    decisions = [decision for role in selected.plan.roles for decision in role.decisions]
-    notes += tuple(each.message for each in decisions if each.rule == "budget-too-small")
-    spread = costs.profile.spread
-    noise = noise_between(present, selected.pricing, judging, SPREAD if spread is None else spread, objective)
-    verdict, reason = verdict_on(before, proposed, noise, objective)
-    if not limits.hold(before) and limits.hold(proposed):
-        says = _change(before, proposed, objective)
-        verdict, reason = TuneVerdict.CHANGE, f"today's graphs exceed the budget; within it {says}"
-    return Tuning(
+        return attrs.evolve(kept, reason="graphs are turned off, so no sizes are chosen; allow them, and tune again")
+    search = TableSearch(case, propose, progress)
+    past = search.past
+    own = TuningBounds(graphs=max(len(today.graphs), 1), memory_mib=before.memory_mib, seconds=before.seconds)
+    wide = _wider(room or TuningBounds(), own)
+    # Without a budget: what today takes, then more memory and time, then more graphs too.
+    tiers = [own, attrs.evolve(wide, graphs=own.graphs), wide] if bounds is None else [bounds]
+    limits = search.worthwhile(tiers)
+    try:
+        selected = search.selected(limits)
+    except BudgetError:
+        if bounds is not None:
+            raise
+        selected = None  # Today's graphs are fewer than any plan may have.
+    beyond = search.beyond(limits, selected)
+    pareto = tuple(search.pareto(limits))
+    kept = attrs.evolve(kept, pareto=pareto, beyond=beyond, bounds=limits, notes=search.notes())
+    if selected is None:
+        # Guards come last: say what they refused, as that is what keeps the gain away.
+        if not search.refused:
+            return attrs.evolve(kept, reason="no table of sizes within the bounds is faster")
+        return attrs.evolve(kept, reason=f"no better table holds: {search.refused[0]}")
+    proposed, spread = search.judged(selected), costs.profile.spread
+    off = SPREAD if spread is None else spread
+    noise = noise_between(search.present, selected.pricing, case.judging, off, case.objective, evidence)
+    verdict, reason = verdict_on(before, proposed, noise, case.objective)
+    if bounds is not None and not bounds.hold(past):
+        # Today's graphs are no choice, so nothing has to be gained over them.
+        verdict = TuneVerdict.CHANGE
+        reason = f"today's graphs exceed the budget; within it {_change(before, proposed, case.objective)}"
+    return attrs.evolve(
+        kept,
         verdict=verdict,
         reason=reason,
-        today=before,
         proposed=proposed,
-        pareto=pareto,
         plan=selected.plan,
-        pricings=(present, selected.pricing),
-        judging=judging,
+        pricings=(search.present, selected.pricing),
         max_graphs=selected.allowed,
         kept=selected.kept,
         noise=noise,
-        objective=objective,
-        notes=notes,
+        shift=search.shift_of(selected),
     )
 
 
-def _by_graphs(candidates: Iterable[_Candidate]) -> list[_Candidate]:
-    return sorted(candidates, key=lambda each: (each.plan.num_graphs, each.chosen.rank))
+def _too_little(steps: int, lines: int | None) -> str:
+    if lines is not None and lines < LEAST_LINES and steps >= LEAST_STEPS:
+        return (
+            f"{counted(lines, 'line')} to judge on, which stand for {counted(steps, 'step')}; below {LEAST_LINES:,} "
+            "nothing is promised"
+        )
+    return f"{counted(steps, 'step')} to judge on; below {LEAST_STEPS:,} nothing is promised"
 
 
 def _change(before: SideFigures, after: SideFigures, objective: str) -> str:
@@ -204,105 +519,10 @@ def _change(before: SideFigures, after: SideFigures, objective: str) -> str:
     return f"the {subject_of(objective)} takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
 
 
-def _candidates(
-    candidate: Callable[[int], _Candidate], today: int, most: int | None
-) -> tuple[list[_Candidate], tuple[str, ...]]:
-    """Return the best table of each number of graphs that is tried, without those that need no more than one before.
-
-    Too few graphs leave passes without one that the engine never runs eager, so that its profile has no times of them:
-    such tables are left out, with a note. Raises ``BudgetError`` where no table is left.
-    """
-    top = max(MOST_GRAPHS, today) if most is None else most
-    numbers = sorted({count for count in _COUNTS if count < top} | {top} | ({today} if 0 < today <= top else set()))
-    candidates: list[_Candidate] = []
-    notes: tuple[str, ...] = ()
-    for count in numbers:
-        try:
-            tried = candidate(count)
-        except BudgetError as error:
-            if count == numbers[-1]:
-                raise
-            message = error.problems[0].message
-            notes = (f"tables of at most {counted(count, 'graph')} are not judged: {message}",)
-            continue
-        graphs = candidates[-1].plan.num_graphs if candidates else None
-        if tried.plan.num_graphs != graphs:
-            candidates.append(tried)
-        elif count > 2 * graphs:
-            break  # More graphs would buy nothing.
-    return candidates, notes
-
-
-def _implied(today: SideFigures, candidates: Sequence[_Candidate]) -> TuningBounds:
-    """Return as bounds what today's graphs take, or where no table fits, what the one with the fewest graphs takes.
-
-    Graphs up to the largest batch can take more memory than any number of smaller ones.
-    """
-    own = TuningBounds(memory_mib=today.memory_mib, seconds=today.seconds)
-    if any(own.hold(each.chosen) for each in candidates):
-        return own
-    least = candidates[0].chosen
-    return TuningBounds(memory_mib=max(today.memory_mib, least.memory_mib), seconds=max(today.seconds, least.seconds))
-
-
-def _side(plan: Plan, today: Emulation) -> Emulation:
-    """Return the plan as a side: of the roles that run today, by the scheduler that runs today."""
-    side = emulation_of_plan(plan)
-    managers = tuple(each for each in side.managers if each.role in today.modes)
-    return attrs.evolve(side, managers=managers, whole_prompts=today.whole_prompts)
-
-
-def _selected(
-    candidates: Sequence[_Candidate], past: SideFigures | None, candidate: Callable[[int], _Candidate]
-) -> _Candidate:
-    """Return the candidate with the fewest graphs that is nearly the best, and no worse than ``past``.
-
-    Of those whose objective is near, the mean step decides: a few slow steps say nothing of all others. Between the
-    numbers of graphs that were tried it searches on, down to steps of a sixteenth.
-    """
-    best = min(each.chosen.objective for each in candidates)
-    most = best * (1 + TOLERANCE)
-    if past is not None:
-        most = max(best, min(most, past.objective))
-    mean = min(each.chosen.mean_step_ms for each in candidates if each.chosen.objective <= most) * (1 + TOLERANCE)
-
-    def is_near(each: _Candidate) -> bool:
-        return each.chosen.objective <= most and each.chosen.mean_step_ms <= mean
-
-    index = next(index for index, each in enumerate(candidates) if is_near(each))
-    few, selected = candidates[index - 1].allowed if index else 0, candidates[index]
-    while index and selected.allowed - few > max(1, selected.allowed // 16):
-        try:
-            between = candidate((few + selected.allowed) // 2)
-        except BudgetError:
-            few = (few + selected.allowed) // 2  # as in _candidates
-            continue
-        if is_near(between):
-            selected = between
-        else:
-            few = between.allowed
-    return selected
-
-
-def _pareto(
-    candidates: Sequence[_Candidate], judging: Mapping[Batch, int], limits: TuningBounds, objective: str
-) -> Iterator[ParetoPoint]:
-    """Yield the candidates that are faster than all with fewer graphs, on the steps that chose them.
-
-    Those within the limits are compared with each other alone, as those beyond them are no choice.
-    """
-    fastest = dict.fromkeys((True, False), (math.inf, math.inf))
-    for each in candidates:
-        side = judged(each.pricing, judging, objective=objective)
-        within = limits.hold(side)
-        if each.chosen.rank >= fastest[within]:
-            continue
-        fastest[within] = each.chosen.rank
-        yield ParetoPoint(
-            graphs=side.graphs,
-            objective=side.objective,
-            mean_step_ms=side.mean_step_ms,
-            memory_mib=side.memory_mib,
-            seconds=side.seconds,
-            within=within,
-        )
+def _wider(room: TuningBounds, own: TuningBounds) -> TuningBounds:
+    """Return bounds for memory and time that today's graphs are within."""
+    memory, seconds = (
+        None if most is None else max(most, least or 0.0)
+        for most, least in ((room.memory_mib, own.memory_mib), (room.seconds, own.seconds))
+    )
+    return TuningBounds(graphs=room.graphs, memory_mib=memory, seconds=seconds)

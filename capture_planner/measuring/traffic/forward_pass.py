@@ -10,8 +10,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from capture_planner.measuring.traffic.lines import DECODE, PROMPTS, Key, LineCounts, LineFormat, Shape
-from capture_planner.measuring.traffic.shapes import prompts
+from capture_planner.measuring.traffic.formats import DECODE, PROMPTS, Key, LineCounts, LineFormat, Shape, prompts
 from capture_planner.measuring.traffic.source import SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount

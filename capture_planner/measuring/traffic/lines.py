@@ -1,69 +1,31 @@
-"""Logs, read line by line: what a format of lines is, and how the lines of a file are counted."""
+"""Logs, read line by line: how the lines of a file are counted, in every format that they have."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-import attrs
-
+from capture_planner.analysis.arrivals import OrderedBlocks
 from capture_planner.measuring.traffic.fitting import rounded_up
+from capture_planner.measuring.traffic.formats import PROMPTS, LineFormat, Shape
 from capture_planner.measuring.traffic.source import MAX_SAMPLES, SourceCounts, SourceOptions
 from capture_planner.records.traffic import TrafficCount
 
-Key = tuple[Any, ...]
-"""What a line says of its step, as the format's own pattern has it."""
-
-Shape = tuple[Any, int, int]
-"""Kind of a step, its requests and its tokens; 0 where the line does not say."""
-
-DECODE, PROMPTS = "decode", "prompts"
-"""Kinds that formats share; each may have others, and a tuple with PROMPTS in it is rounded where it is rare."""
-
 MAX_SHAPES = 1 << 16
-"""Shapes of one source that are counted apart."""
+"""Shapes of one source that are counted apart; those of all its blocks of time together are half as many."""
+
+SAMPLE_LENGTH = 200
+"""Characters that are shown of a line that could not be read."""
+
+FIRST_BYTES = 512
+"""Length of a block of time at first."""
 
 RESOLUTION = 0.005
 """How far rare shapes are rounded up at first where there are more."""
-
-
-@attrs.frozen(kw_only=True)
-class LineCounts:
-    """What the lines of one format come to."""
-
-    batches: Sequence[TrafficCount]
-    notes: tuple[str, ...] = ()
-    drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-
-
-@attrs.frozen(kw_only=True)
-class LineFormat:
-    """One format of lines that a log may have among others."""
-
-    name: str
-    engine: str
-    """Formats of one engine show the same steps; of those in one source, the richest counts."""
-    detail: int
-    """How much its lines say; formats of equal detail show different steps."""
-    markers: tuple[bytes, ...]
-    """Texts, one of which is in each of its lines, once."""
-    example: str
-    find: Callable[[bytes], list[Key]]
-    """Return the keys of all lines in a block of text that are of this format."""
-    milliseconds: int | None = None
-    """Which item of a key is the duration of the step, where lines have one; the first then names engine or rank."""
-    shape: Callable[[Key], Shape]
-    """Return the shape of a key, without the duration."""
-    count: Callable[[Counter[Shape], SourceOptions], LineCounts]
-    """Return the batches of counted shapes."""
-    clock: re.Pattern[bytes] | None = None
-    """Matches month, day and time of a line: ``11-22 05:51:30``."""
 
 
 class LineReader:
@@ -72,13 +34,33 @@ class LineReader:
     def __init__(self, name: str, formats: Sequence[LineFormat]) -> None:
         self._name = name
         self._tallies = [_LineTally(each) for each in formats]
+        self._order: OrderedBlocks[tuple[int, Shape]] = OrderedBlocks(FIRST_BYTES)
+        self._share = 0.0
         self._lines = 1
         self._skipped = 0
         self._samples: list[str] = []
 
     def add(self, block: bytes) -> None:
         """Count a block of whole lines."""
-        wrong = [tally for tally in self._tallies if not tally.add(block)]
+        start = 0
+        while start < len(block):
+            end = start + self._order.room
+            end = len(block) if end >= len(block) else block.find(b"\n", end - 1) + 1 or len(block)
+            self._add(block if end - start == len(block) else block[start:end])
+            start = end
+
+    def _add(self, block: bytes) -> None:
+        wrong, counts = [], Counter[tuple[int, Shape]]()
+        for index, tally in enumerate(self._tallies):
+            whole, shapes = tally.add(block)
+            if not whole:
+                wrong.append(tally)
+            for shape, count in shapes.items():
+                counts[index, _coarser(shape, self._share)] += count
+        self._order.add(counts, len(block))
+        while self._order.entries > MAX_SHAPES // 2 and self._share < 1:
+            self._share = max(2 * self._share, RESOLUTION)
+            self._order.rename(lambda key: (key[0], _coarser(key[1], self._share)))
         try:
             block.decode("utf-8")
             readable = True
@@ -95,7 +77,7 @@ class LineReader:
             if broken or not (readable or _is_text(line) or any(tally.format.find(line) for tally in self._tallies)):
                 self._skipped += 1
                 if len(self._samples) < MAX_SAMPLES:
-                    text = ascii(line[:160].decode("utf-8", "replace").rstrip("\r"))
+                    text = ascii(line[:160].decode("utf-8", "replace").rstrip("\r"))[:SAMPLE_LENGTH]
                     self._samples.append(f"{self._name}:{number}: {text}")
 
     def results(self, options: SourceOptions) -> Iterator[SourceCounts]:
@@ -113,13 +95,25 @@ class LineReader:
                 if tally.format.detail < most and tally.format.detail > 0
             )
             counted = [tally for tally in alike if tally in rich or not tally.format.detail]
-            parts = [tally.format.count(tally.keys, options) for tally in counted]
+            kept = {id(tally): tally.format.repeats(tally.keys) for tally in counted}
+            parts = [tally.format.count(_without(tally.keys, kept[id(tally)]), options) for tally in counted]
+            notes += tuple(
+                f"{tally.format.name} of several ranks that show the same steps are counted once"
+                for tally in counted
+                if kept[id(tally)]
+            )
             if merged := sum(tally.merged for tally in rich):
                 share = max(tally.share for tally in rich)
                 notes += (f"{merged} rare shapes were rounded up by at most {share:.1%} each, to bound the memory",)
+            batches = tuple(batch for part in parts for batch in part.batches)
+            lines = sum(
+                sum(batch.count for batch in part.batches) if part.lines is None else part.lines for part in parts
+            )
             yield SourceCounts(
                 format=names,
-                batches=tuple(batch for part in parts for batch in part.batches),
+                batches=batches,
+                lines=None if lines == sum(batch.count for batch in batches) else lines,
+                blocks=tuple(self._blocks(counted, kept, options)),
                 seconds=max((seconds for each in rich if (seconds := each.seconds) is not None), default=None),
                 skipped=skipped,
                 samples=samples,
@@ -128,6 +122,19 @@ class LineReader:
                 notes=tuple(note for part in parts for note in part.notes) + notes,
             )
             skipped, samples = 0, ()
+
+    def _blocks(
+        self, tallies: Sequence[_LineTally], repeated: Mapping[int, frozenset[Any]], options: SourceOptions
+    ) -> Iterator[tuple[TrafficCount, ...]]:
+        """Yield the batches of formats, block of time by block of time."""
+        for block in self._order.blocks:
+            batches: list[TrafficCount] = []
+            for tally in tallies:
+                index = self._tallies.index(tally)
+                shapes = Counter({shape: count for (each, shape), count in block.items() if each == index})
+                batches += tally.format.count(_without(shapes, repeated[id(tally)]), options).batches
+            if batches:
+                yield tuple(batches)
 
     @property
     def skipped(self) -> tuple[int, tuple[str, ...]]:
@@ -145,11 +152,11 @@ class _LineTally:
         self._milliseconds: dict[Any, float] = {}
         self._first = self._last = b""
 
-    def add(self, block: bytes) -> bool:
-        """Count a block; return whether every line that has the format's marker could be read."""
-        expected = sum(map(block.count, self.format.markers))
+    def add(self, block: bytes) -> tuple[bool, Counter[Shape]]:
+        """Count a block; return whether every line that has the format's marker could be read, and what was counted."""
+        expected, shapes = sum(map(block.count, self.format.markers)), Counter[Shape]()
         if not expected:
-            return True
+            return True, shapes
         found = self.format.find(block)
         if self.format.milliseconds is None or not found:
             counted = Counter(found)
@@ -164,21 +171,21 @@ class _LineTally:
                 self._milliseconds[engine] = math.fsum(map(float, filter(None, own))) + before
         shape = self.format.shape
         for key, count in counted.items():
-            self.keys[shape(key)] += count
+            shapes[shape(key)] += count
+        self.keys.update(shapes)
         if self.format.clock is not None and (moments := set(self.format.clock.findall(block))):
             self._first = min(moments | ({self._first} if self._first else set()))
             self._last = max(moments | {self._last})
         if len(self.keys) > MAX_SHAPES:
             self._merge()
-        return len(found) == expected
+        return len(found) == expected, shapes
 
     def _merge(self) -> None:
         """Round up the rarer shapes with prompts, as little as it takes to bound the memory."""
         while len(self.keys) > MAX_SHAPES * 3 // 4:
             for key, _ in self.keys.most_common()[len(self.keys) // 4 :]:
-                kind, reqs, tokens = key
-                rounded = kind, rounded_up(reqs, self.share), rounded_up(tokens, self.share)
-                if PROMPTS in kind and rounded != key:
+                rounded = _coarser(key, self.share)
+                if rounded != key:
                     self.merged += 1
                     self.keys[rounded] += self.keys.pop(key)
             if len(self.keys) > MAX_SHAPES * 3 // 4:
@@ -194,6 +201,16 @@ class _LineTally:
             return span
         most = max(self._milliseconds.values(), default=0.0)
         return round(most / 1000, 6) or None
+
+
+def _coarser(shape: Shape, share: float) -> Shape:
+    """Return a shape with prompts whose numbers are rounded up by at most a share; others stay."""
+    kind, reqs, tokens = shape
+    return (kind, rounded_up(reqs, share), rounded_up(tokens, share)) if PROMPTS in kind else shape
+
+
+def _without(shapes: Counter[Shape], kinds: frozenset[Any]) -> Counter[Shape]:
+    return Counter({shape: count for shape, count in shapes.items() if shape[0] not in kinds}) if kinds else shapes
 
 
 def _span(first: bytes, last: bytes) -> float:

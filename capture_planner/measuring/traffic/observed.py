@@ -18,6 +18,7 @@ def read_document(document: Document, options: SourceOptions) -> SourceCounts:
         return SourceCounts(
             format="traffic file",
             batches=traffic.batches,
+            lines=traffic.lines,
             seconds=traffic.seconds,
             skipped=traffic.skipped,
             drafted=traffic.drafted,

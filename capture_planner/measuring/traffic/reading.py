@@ -4,76 +4,96 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import attrs
 
+from capture_planner.analysis.arrivals import MOST_BLOCKS
 from capture_planner.codec import Document
 from capture_planner.codec.documents import MAX_BYTES
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.measuring.traffic.fitting import summed
+from capture_planner.measuring.traffic.formats import LogFormats, MetricFormat
 from capture_planner.measuring.traffic.forward_pass import FORWARD_PASSES
-from capture_planner.measuring.traffic.lines import LineFormat, LineReader
+from capture_planner.measuring.traffic.lines import LineReader
 from capture_planner.measuring.traffic.observed import observed_counts, read_document, read_run_report
-from capture_planner.measuring.traffic.prometheus import RECOGNISED, read_prometheus
+from capture_planner.measuring.traffic.prometheus import NAME, read_prometheus
 from capture_planner.measuring.traffic.request_trace import drafter_batches, is_trace, read_trace
-from capture_planner.measuring.traffic.sglang_log import DECODES, PREFILLS
 from capture_planner.measuring.traffic.source import (
     HEAD,
     MAX_WHOLE,
     Advance,
+    RequestTrace,
     SourceCounts,
     SourceOptions,
     TrafficSource,
 )
-from capture_planner.measuring.traffic.tensorrt_llm_log import ITERATION_LOG
-from capture_planner.measuring.traffic.vllm_acceptance import ACCEPTANCE
-from capture_planner.measuring.traffic.vllm_graph_table import GRAPH_TABLE
-from capture_planner.measuring.traffic.vllm_iterations import ITERATIONS
 from capture_planner.measuring.workers import read_workers
 from capture_planner.modes import Role
 from capture_planner.records.traffic import Traffic, TrafficCount
 
-LINE_FORMATS: Sequence[LineFormat] = (
-    ITERATIONS,
-    GRAPH_TABLE,
-    ACCEPTANCE,
-    DECODES,
-    PREFILLS,
-    ITERATION_LOG,
-    FORWARD_PASSES,
-)
-"""Formats that are read line by line; a log may have several, with other lines between them."""
-
 OTHER_FORMATS = {
-    "Prometheus text": 'vllm:iteration_tokens_total_bucket{engine="0",le="8.0"} 12.0',
     "trace of requests (CSV)": "t,in_len,out_len",
+    "trace of requests (JSON lines)": '{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0]}',
     "observation or traffic file": "engine: vllm",
     "run report": "the JSON of capture-planner run --format json",
 }
-"""Formats that are read as a whole, each with how it begins or what is in it."""
+"""Formats of no engine, each with how it begins or what is in it."""
+
+Unread = Callable[[bytes], str]
+"""From the beginning of a log that has batches in no format, to what to do; empty: nothing is known about it."""
 
 _OURS = re.compile(rb"(?:\s|#[^\n]*\n)*[a-z_]+:[ \n](?s:.*\n)?(?:engine|batches|sources):")
+NO_PROMPTS = "the traffic has no prompts: it does not say which sizes mixed batches need, nor that they need none"
+"""The note about traffic of decodes alone, such as SGLang's without its prefill lines."""
+
 _PARTLESS = "has no order in time, so no part of it can be read"
 
 
-def read_traffic(
-    paths: Iterable[str], options: SourceOptions | None = None, advance: Advance = lambda _: None
-) -> tuple[Traffic, tuple[str, ...]]:
-    """Return the traffic of sources, and some of the lines that could not be read.
+@attrs.frozen(kw_only=True)
+class TrafficReading:
+    """Traffic of sources, with the order of its steps."""
+
+    traffic: Traffic
+    unreadable: tuple[str, ...]
+    """Some of the lines that could not be read."""
+    blocks: tuple[tuple[TrafficCount, ...], ...]
+    """The target's batches in stretches of the order of time, to judge noise by; none where a source has no order.
+
+    Rare shapes may be somewhat larger ones of the traffic.
+    """
+    traces: tuple[RequestTrace, ...]
+    """The traces of requests among the sources."""
+
+
+def read_sources(
+    paths: Iterable[str],
+    options: SourceOptions | None = None,
+    advance: Advance = lambda _: None,
+    *,
+    formats: Sequence[LogFormats] = (),
+    unread: Unread = lambda _: "",
+) -> TrafficReading:
+    """Return the traffic of sources, and the order of its steps.
 
     Counts of several sources add up, and so do the times that they cover. ``fitting`` makes it small enough for a file.
 
     :param paths: files, plain or compressed by gzip; ``-`` is standard input.
     :param advance: called with the bytes that were read since its last call.
+    :param formats: what each of the installed engines writes.
+    :param unread: says which engine to install for a log.
     Raises ``InvalidDocument`` where a source cannot be read, or has no batches of a known format.
     """
     options = options or SourceOptions()
     read = [
-        (TrafficSource(path), counts) for path in paths for counts in read_source(TrafficSource(path), options, advance)
+        (source, counts)
+        for source in map(TrafficSource, paths)
+        for counts in _read_source(source, options, advance, formats, unread)
     ]
     read, left = _one_of_each(read)
     batches = summed(_completed(each, options) for _, counts in read for each in counts.batches)
@@ -83,20 +103,52 @@ def read_traffic(
     if deployment is not None and deployment.speculative is not None and len(target) == len(batches):
         batches = summed([*batches, *drafter_batches(target, deployment)])
         notes.append("passes of the drafter are not in the sources: they follow from the target's and the spec")
-    formats = {(source.name, counts.format) for source, counts in read if not counts.format.startswith("trace")}
-    if len(formats) > 1 and len({name for _, name in formats}) > 1:
+    met = {(source.name, counts.format) for source, counts in read if not counts.format.startswith("trace")}
+    if len(met) > 1 and len({name for _, name in met}) > 1:
         notes.append("the sources have several formats: if two are of the same run, its steps are counted twice")
+        notes.append(f"steps of each: {', '.join(_weights(counts for _, counts in read))}; each step counts alike")
     seconds = [counts.seconds for _, counts in read if counts.seconds is not None]
+    lines = [_steps_of_target(counts) if counts.lines is None else counts.lines for _, counts in read]
     traffic = Traffic(
         sources=tuple(f"{source.name}: {counts.format}" for source, counts in read),
         seconds=round(sum(seconds), 6) if seconds else None,
         batches=batches,
+        lines=None if all(counts.lines is None for _, counts in read) else sum(lines),
         skipped=sum(counts.skipped for _, counts in read),
         drafted=_positions(counts.drafted for _, counts in read),
         accepted=_positions(counts.accepted for _, counts in read),
-        notes=tuple(dict.fromkeys([*notes, *_unknown(batches)])),
+        notes=tuple(dict.fromkeys([*(note for note in notes if note != NO_PROMPTS), *_unknown(batches)])),
     )
-    return traffic, tuple(sample for _, counts in read for sample in counts.samples)
+    return TrafficReading(
+        traffic=traffic,
+        unreadable=tuple(sample for _, counts in read for sample in counts.samples),
+        blocks=_in_order([counts for _, counts in read], options),
+        traces=tuple(counts.trace for _, counts in read if counts.trace is not None),
+    )
+
+
+def _steps_of_target(counts: SourceCounts) -> int:
+    return sum(batch.count for batch in counts.batches if batch.role is Role.TARGET)
+
+
+def _weights(read: Iterable[SourceCounts]) -> Iterator[str]:
+    steps: Counter[str] = Counter()
+    for counts in read:
+        steps[counts.format] += _steps_of_target(counts)
+    return (f"{name} {count:,} ({count / max(steps.total(), 1):.1%})" for name, count in steps.items())
+
+
+def _in_order(read: Sequence[SourceCounts], options: SourceOptions) -> tuple[tuple[TrafficCount, ...], ...]:
+    """Return the blocks of all sources, neighbours as one where they are many."""
+    read = [counts for counts in read if counts.batches]
+    if not read or not all(counts.blocks for counts in read):
+        return ()
+    blocks = [block for counts in read for block in counts.blocks]
+    width = math.ceil(len(blocks) / MOST_BLOCKS)
+    return tuple(
+        summed(_completed(each, options) for block in blocks[index : index + width] for each in block)
+        for index in range(0, len(blocks), width)
+    )
 
 
 def _one_of_each(
@@ -118,49 +170,59 @@ def _one_of_each(
     return chosen, left
 
 
-def read_source(source: TrafficSource, options: SourceOptions, advance: Advance = lambda _: None) -> list[SourceCounts]:
+def _read_source(
+    source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats], unread: Unread
+) -> list[SourceCounts]:
     """Return what was counted in one source, in the format or the formats that it has.
 
     Raises ``InvalidDocument`` where it cannot be read, or has no batches of a known format.
     """
     if Path(source.path).is_dir():
         return [attrs.evolve(observed_counts(read_workers(source.path)), format="observations of an engine's workers")]
-    blocks = source.blocks(advance=advance)
+    said: dict[str, None] = {}
+    blocks = source.blocks(advance=advance, note=lambda note: said.update({note: None}))
     first = next(blocks, b"")
     if not first.strip():
-        raise InvalidDocument([Problem(file=source.name, message="the file is empty", remedy=_formats())])
+        raise InvalidDocument([Problem(file=source.name, message="the file is empty", remedy=_listed(formats))])
     head = first[:HEAD]
-    whole = _whole_format(head)
+    whole = _whole_format(head, formats)
     if whole is not None:
-        return [whole(_text(source, itertools.chain([first], blocks)), source.name, options)]
+        return [_noting(whole(_text(source, itertools.chain([first], blocks)), source.name, options), said)]
     if options.part != (0.0, 1.0):
         blocks.close()  # type: ignore[attr-defined]
-        blocks = source.blocks(options.part, advance)
+        blocks = source.blocks(options.part, advance, lambda note: said.update({note: None}))
         first = b""
-    reader = LineReader(source.name, LINE_FORMATS)
+    reader = LineReader(source.name, [*(each for engine in formats for each in engine.lines), FORWARD_PASSES])
     for block in itertools.chain([first], blocks):
         reader.add(block)
     results = [counts for counts in reader.results(options) if counts.batches]
     if not results:
         skipped, samples = reader.skipped
         shown = f"; {skipped} lines could not be read: {'; '.join(samples)}" if skipped else ""
+        if b"\0" in head:
+            shown = "; it is binary, not text"
         if options.part != (0.0, 1.0):
             message = f"no steps in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its length{shown}"
             raise InvalidDocument([Problem(file=source.name, message=message, remedy="read a larger part, or all")])
         message = f"no batches in a known format{shown}"
-        raise InvalidDocument([Problem(file=source.name, message=message, remedy=_formats())])
-    return results
+        raise InvalidDocument([Problem(file=source.name, message=message, remedy=unread(head) or _listed(formats))])
+    return [_noting(results[0], said), *results[1:]]
+
+
+def _noting(counts: SourceCounts, notes: Iterable[str]) -> SourceCounts:
+    return attrs.evolve(counts, notes=(*counts.notes, *notes))
 
 
 Whole = Callable[[str, str, SourceOptions], SourceCounts]
 
 
-def _whole_format(head: bytes) -> Whole | None:
+def _whole_format(head: bytes, formats: Sequence[LogFormats]) -> Whole | None:
     """Return how to read a text that is not read line by line."""
     if is_trace(head):
         return read_trace
-    if RECOGNISED.search(head):
-        return _prometheus
+    for engine in formats:
+        if engine.metrics is not None and engine.metrics.is_in(head):
+            return partial(_prometheus, engine.metrics)
     if _OURS.match(head):
         return _document
     first, _, rest = head.lstrip().partition(b"\n")
@@ -201,9 +263,9 @@ def _document(text: str, name: str, options: SourceOptions) -> SourceCounts:
     return read_document(Document.parse(text, name), options)
 
 
-def _prometheus(text: str, name: str, options: SourceOptions) -> SourceCounts:
+def _prometheus(metrics: MetricFormat, text: str, name: str, options: SourceOptions) -> SourceCounts:
     _refuse_part(name, options)
-    return read_prometheus(text, name)
+    return read_prometheus(text, name, metrics)
 
 
 def _report(text: str, name: str, options: SourceOptions) -> SourceCounts:
@@ -211,7 +273,9 @@ def _report(text: str, name: str, options: SourceOptions) -> SourceCounts:
         return read_run_report(json.loads(text), options)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         message = f"JSON, and no run report: {error!r}"
-        raise InvalidDocument([Problem(file=name, message=message, remedy=_formats())]) from error
+        raise InvalidDocument(
+            [Problem(file=name, message=message, remedy="write one with run --format json")]
+        ) from error
 
 
 def _refuse_part(name: str, options: SourceOptions) -> None:
@@ -219,8 +283,12 @@ def _refuse_part(name: str, options: SourceOptions) -> None:
         raise InvalidDocument([Problem(file=name, message=_PARTLESS, remedy="give a log or a trace")])
 
 
-def _formats() -> str:
-    known = {each.name: each.example for each in LINE_FORMATS if each.detail} | OTHER_FORMATS
+def _listed(formats: Sequence[LogFormats]) -> str:
+    """Return all formats as a remedy, each with an example."""
+    lines = [*(each for engine in formats for each in engine.lines), FORWARD_PASSES]
+    metrics = [engine.metrics for engine in formats if engine.metrics is not None and engine.metrics.example]
+    known = {each.name: each.example for each in lines if each.detail}
+    known |= {f"{NAME} ({each.prefix})": each.example for each in metrics} | OTHER_FORMATS
     return "known formats, each with a line of it: " + "".join(f"\n  {name}: {line}" for name, line in known.items())
 
 
@@ -242,6 +310,9 @@ def _positions(listed: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:
     """Say what is not known of the batches, and what follows from it."""
+    target = [batch for batch in batches if batch.role is Role.TARGET]
+    if target and all(batch.past_prompt for batch in target):
+        yield NO_PROMPTS
     steps = sum(batch.count for batch in batches)
     missing: Counter[str] = Counter()
     for batch in batches:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
 import attrs
 
-from capture_planner.analysis.arrivals import batches_of, for_role
-from capture_planner.analysis.trace import ALIASES, TraceRow, trace_rows
+from capture_planner.analysis.arrivals import Pace, Simulation, for_role, latency_of, simulate
+from capture_planner.analysis.trace import ALIASES, ParsedTrace, TraceRow, has_requests, trace_of
 from capture_planner.errors import InvalidDocument, Problem
-from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
+from capture_planner.measuring.traffic.source import RequestTrace, SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import Deployment, decode_families, extra_slots
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
+from capture_planner.records.text import counted
 from capture_planner.records.traffic import TrafficCount
 
 DEFAULT_LIMITS = Limits(max_num_reqs=256, max_num_tokens=8192)
+
+SCHEDULER = "batches are those of a simple scheduler"
+"""How the note about the time of simulated steps begins."""
+
+OVERLOADED_MS = 10_000
+"""If half of the requests wait longer for their first token, more arrive than are served."""
 
 
 @attrs.frozen(kw_only=True)
@@ -29,40 +39,80 @@ class TraceLimits:
 
 
 def is_trace(head: bytes) -> bool:
-    """Say whether a text begins with the header of a trace: a column of each kind."""
+    """Say whether a text begins as a trace: with a header that has a column of each kind, or a request as JSON."""
     first = head.decode("utf-8", "replace").removeprefix("\ufeff").lstrip("\n\r").split("\n", 1)[0]
     cells = {cell.strip(' \t\r"').lower() for cell in first.split(",")}
-    return all(cells & set(names) for names in ALIASES.values())
+    return all(cells & set(names) for names in ALIASES.values()) or has_requests(first)
 
 
-def part_of(rows: list[TraceRow], part: tuple[float, float]) -> list[TraceRow]:
-    """Return the requests that arrive in a part of the time: ``(0, 2 / 3)`` is the first two thirds."""
+def window_of(rows: Sequence[TraceRow], part: tuple[float, float]) -> tuple[float, float]:
+    """Return a part of the time in which requests arrive, in seconds; the last part goes on to the last token."""
     end = max(row.arrival for row in rows)
-    first, last = (share * end for share in part)
-    return [row for row in rows if first <= row.arrival and (row.arrival < last or part[1] >= 1)]
+    return part[0] * end, math.inf if part[1] >= 1 else part[1] * end
 
 
 def read_trace(text: str, name: str, options: SourceOptions) -> SourceCounts:
-    """Return the batches that the scheduler makes of a trace; raises ``InvalidDocument``."""
-    rows = part_of(trace_rows(text, name), options.part)
-    if not rows:
+    """Return the batches that the scheduler makes of a trace; raises ``InvalidDocument``.
+
+    A part of it begins with the requests that run by then.
+    """
+    trace = trace_of(text, name)
+    window = window_of(trace.rows, options.part)
+    if not any(window[0] <= row.arrival < window[1] for row in trace.rows):
         message = f"no request arrives in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its time"
         raise InvalidDocument([Problem(file=name, message=message, remedy="read a larger part, or all")])
     deployment = options.deployment or TraceLimits()
-    limits, speculative = deployment.limits, deployment.speculative
-    met = batches_of(rows, deployment, step_seconds=options.step_seconds)
-    assumed = "" if options.deployment else "assumed limits, because none are given: "
-    notes = [
-        f"{assumed}{limits.max_num_reqs} requests and {limits.max_num_tokens} tokens in a batch",
-        f"batches are those of a simple scheduler: every step takes {options.step_seconds * 1000:g} ms"
-        + ("" if speculative is None else ", and no draft is accepted"),
-    ]
-    counts = [traffic_count(batch, count) for batch, count in met.items()]
-    arrivals = [row.arrival for row in rows]
-    seconds = max(max(arrivals) - min(arrivals), sum(met.values()) * options.step_seconds)
-    return SourceCounts(
-        format=f"trace of {len(rows)} requests", batches=tuple(counts), seconds=round(seconds, 6), notes=tuple(notes)
+    acceptance = acceptance_of(options)
+    arrivals = tuple(sorted(trace.rows, key=lambda row: row.arrival))
+    found = simulate(
+        arrivals,
+        deployment.limits,
+        deployment.speculative,
+        (options.pace or Pace.constant()).step_time,
+        acceptance=acceptance,
+        window=window,
     )
+    drafts = sum(count * batch.num_reqs for batch, count in found.counts.items() if batch.past_prompt)
+    return SourceCounts(
+        format=f"trace of {len(trace.rows)} requests",
+        batches=tuple(traffic_count(batch, count) for batch, count in found.counts.items()),
+        blocks=tuple(tuple(traffic_count(*each) for each in block.items()) for block in found.blocks),
+        trace=RequestTrace(arrivals, window),
+        seconds=round(found.seconds, 6),
+        drafted=(drafts,) * len(acceptance),
+        accepted=tuple(round(share * drafts) for share in acceptance),
+        notes=tuple(_notes(trace, found, options, acceptance)),
+    )
+
+
+def acceptance_of(options: SourceOptions) -> tuple[float, ...]:
+    """Return the share of steps in which the draft of each position is accepted; none where nothing says it."""
+    speculative = None if options.deployment is None else options.deployment.speculative
+    if speculative is None:
+        return ()
+    known = speculative.acceptance if options.acceptance is None else options.acceptance
+    return tuple(known[: speculative.num_tokens])
+
+
+def _notes(trace: ParsedTrace, found: Simulation, options: SourceOptions, acceptance: Sequence[float]) -> Iterator[str]:
+    deployment = options.deployment or TraceLimits()
+    limits, speculative = deployment.limits, deployment.speculative
+    assumed = "" if options.deployment else "assumed limits, because none are given: "
+    yield f"{assumed}{limits.max_num_reqs} requests and {limits.max_num_tokens} tokens in a batch"
+    drafting = ""
+    if acceptance:
+        drafting = f", and a decode gets {sum(acceptance):.2f} drafts accepted"
+    elif speculative is not None:
+        drafting = ", and no draft is accepted, because nothing says how many are: give --acceptance"
+    yield f"{SCHEDULER}: {(options.pace or Pace.constant()).words}{drafting}"
+    if trace.failed:
+        yield f"{counted(trace.failed, 'request')} that failed are left out"
+    latency = latency_of([found])
+    if latency is not None and latency.first_token_p50 > OVERLOADED_MS:
+        yield (
+            f"half of the requests wait {latency.first_token_p50 / 1000:,.0f} s and more for their first token: more "
+            "arrive than such steps serve"
+        )
 
 
 def traffic_count(batch: Batch, count: int) -> TrafficCount:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
+import codecs
+import itertools
 import math
 import sys
 import zlib
@@ -12,9 +13,10 @@ from typing import BinaryIO
 
 import attrs
 
-from capture_planner.analysis.arrivals import STEP_SECONDS
+from capture_planner.analysis.arrivals import Arrival, Pace
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.records.batch_space import Deployment
+from capture_planner.records.profile import Profile
 from capture_planner.records.traffic import TrafficCount
 
 BLOCK = 1 << 22
@@ -28,11 +30,13 @@ MAX_SAMPLES = 5
 
 Advance = Callable[[int], None]
 """Called with the bytes that were read since the last call."""
+Note = Callable[[str], None]
+"""Called with a sentence about a source."""
 
 
 @attrs.frozen(kw_only=True)
 class SourceOptions:
-    """What sources do not say."""
+    """Facts that sources lack."""
 
     query_len: int | None = None
     """Tokens of each request of a decode, where a source has only one of requests and tokens."""
@@ -40,18 +44,50 @@ class SourceOptions:
     """SGLang's ``--decode-log-interval``: one decode in so many is in its log."""
     deployment: Deployment | None = None
     """Limits and speculation, for traces of requests and for drafters."""
-    step_seconds: float = STEP_SECONDS
-    """Duration of a step, for traces of requests."""
+    pace: Pace | None = None
+    """Time of steps, for traces of requests; None: a constant."""
+    acceptance: tuple[float, ...] | None = None
+    """For traces of requests: share of steps in which the draft of each position and all before it are accepted.
+
+    None: the deployment's.
+    """
     part: tuple[float, float] = (0.0, 1.0)
-    """Which part of each source to read, as shares of its length: ``(0, 2 / 3)`` is the first two thirds."""
+    """Part of each source to read, as shares of its length: ``(0, 2 / 3)`` is the first two thirds."""
+
+    def completed(self, deployment: Deployment | None, pace: Pace | None, profile: Profile | None) -> SourceOptions:
+        """Return the options with a deployment, and with a pace and an acceptance where they say none.
+
+        :param pace: time of steps; None: a constant.
+        :param profile: the acceptance of last resort.
+        """
+        acceptance = self.acceptance
+        for known in (deployment, profile):
+            speculative = None if known is None else known.speculative
+            if acceptance is None and speculative is not None and speculative.acceptance:
+                acceptance = speculative.acceptance
+        return attrs.evolve(self, deployment=deployment, pace=self.pace or pace, acceptance=acceptance)
+
+
+@attrs.frozen
+class RequestTrace:
+    """The requests of a trace, and the part of it that counts."""
+
+    arrivals: tuple[Arrival, ...]
+    window: tuple[float, float]
+    """Seconds from the start, as ``analysis.arrivals.simulate`` takes them."""
 
 
 @attrs.frozen(kw_only=True)
 class SourceCounts:
-    """What was read of one source. ``seconds`` and ``skipped`` are as in ``Traffic``."""
+    """Counts of one source. ``seconds`` and ``skipped`` are as in ``Traffic``."""
 
     format: str
     batches: tuple[TrafficCount, ...]
+    lines: int | None = None
+    """Lines that the target's steps rest on, as in ``Traffic``."""
+    blocks: tuple[tuple[TrafficCount, ...], ...] = ()
+    """Batches in stretches of the order of time; rare shapes may be larger ones. Empty: it has no order."""
+    trace: RequestTrace | None = None
     seconds: float | None = None
     skipped: int = 0
     samples: tuple[str, ...] = ()
@@ -60,7 +96,7 @@ class SourceCounts:
     accepted: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     worker: tuple[tuple[object, ...], int] | None = None
-    """Of an observation: its engine and data-parallel rank, whose workers take the same steps; and its own rank."""
+    """Engine and data-parallel rank of an observation, whose workers take the same steps, and its own rank."""
 
 
 @attrs.frozen
@@ -78,14 +114,17 @@ class TrafficSource:
         """Return the bytes on disk; 0 where that is not known."""
         return Path(self.path).stat().st_size if self.path != "-" and Path(self.path).is_file() else 0
 
-    def blocks(self, part: tuple[float, float] = (0.0, 1.0), advance: Advance = lambda _: None) -> Iterator[bytes]:
-        """Yield the bytes in blocks of whole lines; a line longer than a block is cut.
+    def blocks(
+        self, part: tuple[float, float] = (0.0, 1.0), advance: Advance = lambda _: None, note: Note = lambda _: None
+    ) -> Iterator[bytes]:
+        """Yield the text, as UTF-8, in blocks of whole lines; a line longer than a block is cut.
 
-        ``part``: the lines that begin there. Raises ``InvalidDocument`` where the file cannot be read.
+        ``part``: the lines that begin there. ``note`` is called where the file ends too soon. Raises
+        ``InvalidDocument`` where it cannot be read.
         """
         first, last = (0, math.inf) if part == (0.0, 1.0) else self._bounds(part)
         at, rest = 0, b""
-        for block in self._raw(advance):
+        for block in self._raw(advance, note):
             block = rest + block
             end = block.rfind(b"\n") + 1
             if not end and len(block) < BLOCK:
@@ -102,34 +141,66 @@ class TrafficSource:
         if self.path == "-" or path.is_fifo():
             kind = "standard input" if self.path == "-" else "a pipe"
             raise InvalidDocument([Problem(file=self.name, message=f"{kind} has no parts", remedy="name a file")])
-        size = sum(map(len, self._raw(lambda _: None)))
+        size = sum(map(len, self._raw(lambda _: None, lambda _: None)))
         first, last = (share * size for share in part)
         return first, math.inf if part[1] >= 1 else last
 
-    def _raw(self, advance: Advance) -> Iterator[bytes]:
-        """Yield the bytes, decompressed, and report the bytes of the file itself."""
+    def _raw(self, advance: Advance, note: Note) -> Iterator[bytes]:
+        """Yield the bytes, decompressed and as UTF-8, and report the bytes of the file itself."""
         try:
             if self.path == "-":
-                yield from _read(sys.stdin.buffer, sys.stdin.buffer, advance)
+                yield from _plain(_read(sys.stdin.buffer, advance), note)
                 return
-            with Path(self.path).open("rb") as raw:
-                if raw.peek(2)[:2] == b"\x1f\x8b":
-                    with gzip.open(raw) as file:
-                        yield from _read(file, raw, advance)  # type: ignore[arg-type]
-                else:
-                    yield from _read(raw, raw, advance)
-        except (OSError, EOFError, zlib.error) as error:
+            with Path(self.path).open("rb") as file:
+                yield from _plain(_read(file, advance), note)
+        except (OSError, zlib.error) as error:
             message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
             raise InvalidDocument([Problem(file=self.name, message=message)]) from error
 
 
-def _read(file: BinaryIO, raw: BinaryIO, advance: Advance) -> Iterator[bytes]:
-    seekable, before = raw.seekable(), 0
+def _read(file: BinaryIO, advance: Advance) -> Iterator[bytes]:
     while block := file.read(BLOCK):
-        now = raw.tell() if seekable else before + len(block)
-        advance(now - before)
-        before = now
+        advance(len(block))
         yield block
+
+
+def _plain(blocks: Iterator[bytes], note: Note) -> Iterator[bytes]:
+    """Yield the text of a file, whether it is compressed or not, as UTF-8."""
+    first = next(blocks, b"")
+    blocks = itertools.chain([first], blocks)
+    return _as_utf8(_decompressed(blocks, note) if first.startswith(b"\x1f\x8b") else blocks)
+
+
+def _decompressed(blocks: Iterator[bytes], note: Note) -> Iterator[bytes]:
+    """Yield what gzip compressed, member by member, as far as it goes: a log may still be written."""
+    member = None
+    for block in blocks:
+        while block:
+            if member is None:
+                block = block.lstrip(b"\0")  # padding behind a member
+                if not block:
+                    break
+                member = zlib.decompressobj(wbits=31)
+            yield member.decompress(block, BLOCK)
+            block = member.unused_data if member.eof else member.unconsumed_tail
+            member = None if member.eof else member
+    if member is not None:
+        yield member.flush()
+        if not member.eof:
+            note("the compressed file is cut short, as one that is still written; it is read as far as it goes")
+
+
+def _as_utf8(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield text as UTF-8 that begins with the byte-order mark of UTF-16, as PowerShell writes; all else as it is."""
+    blocks = filter(None, blocks)
+    first = next(blocks, b"")
+    blocks = itertools.chain([first], blocks)
+    if not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        yield from blocks
+        return
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    for block in blocks:
+        yield decoder.decode(block).encode()
 
 
 def _between(block: bytes, first: float, last: float) -> bytes:

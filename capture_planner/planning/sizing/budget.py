@@ -2,6 +2,8 @@
 
 A coarser ladder pads more and covers the same batches. So padding is given up before coverage, LoRA cases before
 either, as the largest case serves the others, and mixed batches before decodes.
+
+The price of a budget says which of its limits is reached, and how much further batches are padded for it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ import attrs
 from capture_planner.modes import Reason, Role
 from capture_planner.planning.sizing.ladder import Ladder
 from capture_planner.records.batch import Kind
+from capture_planner.records.spec import Budget
+
+PRICE_RULE = "budget-price"
+"""The decision of the first role that states the price for the whole plan."""
 
 _GRAIN = 1 << 10
 _LEAST_VALUABLE_FIRST = (
@@ -24,6 +30,8 @@ _LEAST_VALUABLE_FIRST = (
     (Kind.DECODE, Role.DRAFT_DECODE),
     (Kind.DECODE, Role.TARGET),
 )
+
+_BATCHES = {Kind.DECODE: "decodes", Kind.MIXED: "mixed batches"}
 
 
 def total(ladders: Sequence[Ladder]) -> int:
@@ -44,6 +52,7 @@ def fit(ladders: Sequence[Ladder], allowed: int, reason: Reason) -> tuple[Ladder
     plain = [
         attrs.evolve(ladder, cases=(0, *ladder.cases[-1:]) if len(ladder.cases) > 1 else (0,)) for ladder in ladders
     ]
+    # All cases are worth their graphs where the sizes left pad no more than those without the cases between.
     whole, thinned = _thinned(ladders, allowed), _thinned(plain, allowed)
     if whole is not None and thinned is not None and _worst(whole) <= _worst(thinned):
         return whole
@@ -75,3 +84,42 @@ def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | No
     thinned = at(grains.start + bisect_left(grains, True, key=lambda number: total(at(number)) <= allowed))
     best = [new if new is old else new.tightened() for old, new in zip(ladders, thinned, strict=True)]
     return tuple(best if total(best) <= allowed else thinned)
+
+
+def price_of(budget: Budget, before: Sequence[Ladder], after: Sequence[Ladder]) -> str:
+    """Say what it costs that ``before`` became ``after``, ladder by ladder."""
+    reached = []
+    for kind in Kind:
+        wanted, most = (total([ladder for ladder in before if ladder.kind is kind]), budget.allowed_of(kind))
+        if most is not None and wanted > most:
+            reached.append(f"graphs.{kind.value} allows {most} of {wanted} graphs")
+    left = total(before) if not reached else min(total(before), _within_kinds(budget, before))
+    bounds = sorted(budget.bounds())
+    if bounds and left > bounds[0][0]:
+        others = "".join(f", {text} would allow {graphs}" for graphs, text in bounds[1:])
+        reached.append(f"{bounds[0][1]} allows {bounds[0][0]} of {left} graphs{others}")
+    return "; ".join((*reached, *(_padding(kind, before, after) for kind in Kind if _has(kind, before))))
+
+
+def _within_kinds(budget: Budget, ladders: Sequence[Ladder]) -> int:
+    """Return how many graphs are wanted, those of each kind within its own limit."""
+    wanted = {kind: total([ladder for ladder in ladders if ladder.kind is kind]) for kind in Kind}
+    allowed = {kind: budget.allowed_of(kind) for kind in Kind}
+    return sum(count if (most := allowed[kind]) is None else min(count, most) for kind, count in wanted.items())
+
+
+def _has(kind: Kind, ladders: Sequence[Ladder]) -> bool:
+    return any(ladder.kind is kind and ladder.sizes for ladder in ladders)
+
+
+def _padding(kind: Kind, before: Sequence[Ladder], after: Sequence[Ladder]) -> str:
+    pairs = [pair for pair in zip(before, after, strict=True) if pair[0].kind is kind and pair[0].sizes]
+    kept = [new for _, new in pairs if new.sizes]
+    was = max(float(old.worst - 1) for old, _ in pairs)
+    if not kept:
+        return f"{_BATCHES[kind]} lose all graphs"
+    now = max(float(new.worst - 1) for new in kept)
+    gone = sum(not new.sizes for _, new in pairs)
+    lost = f", and {gone} of {len(pairs)} lists of sizes are dropped" if gone else ""
+    becomes = f"{was:.1%} becomes {now:.1%}" if now > was else f"stays {was:.1%}"
+    return f"worst padding of {_BATCHES[kind]} {becomes}{lost}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from fractions import Fraction
 from functools import cached_property
 
 import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.costs import Family
 from capture_planner.planning.sizing.minimax import fewest, minimax, worst_ratio
-from capture_planner.records.batch import Kind
+from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import Domain, served_cases
 from capture_planner.records.text import query_len_text
 
@@ -23,13 +25,13 @@ class Ladder:
     mode: GraphMode
     query_len: int | None = None
     varies: bool = False
-    """Whether its graphs serve decodes of 1 to ``query_len`` tokens each."""
+    """True if its graphs serve decodes of 1 to ``query_len`` tokens each."""
     draft_steps: int | None = None
     domain: Domain
     """The counts that the ladder is meant to cover: up to its ceiling, not to the limits."""
     sizes: tuple[int, ...]
     adaptive: bool = False
-    """Whether the sizes were computed, and may be recomputed for fewer graphs."""
+    """True if the sizes were computed, and may be recomputed for fewer graphs."""
     anchors: tuple[int, ...] = ()
     """Sizes that it must have: the largest decodes, where decodes have no ladder of their own."""
     cases: tuple[int, ...] = (0,)
@@ -37,9 +39,24 @@ class Ladder:
     max_num_reqs: int
     """The most requests that one of its graphs holds."""
     cut: Reason | None = None
-    """Why it ends where it does; None: because of the policy."""
+    """The reason why it ends where it does; None: the policy."""
     price: str = ""
-    """What is lost above its largest size, in words; empty: not known."""
+    """The loss above its largest size, in words; empty: not known."""
+
+    @property
+    def family(self) -> Family:
+        """The key of its graphs in a profile."""
+        return self.role, self.mode, self.query_len, self.draft_steps
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a count."""
+        return self.query_len or 1
+
+    @property
+    def last(self) -> int:
+        """The largest count that it is meant to cover."""
+        return self.domain.intervals[-1][1]
 
     def num_reqs(self, size: int) -> int:
         """Return the padded requests of a graph of that size."""
@@ -51,6 +68,23 @@ class Ladder:
         Real requests decide, not padded ones: each has at most one adapter.
         """
         return served_cases(self.cases, self.num_reqs(self.domain.upto_count(size) or 0))
+
+    def entry(self, size: int, case: int) -> Entry:
+        """Return the graph of one size, for one number of adapters."""
+        return Entry(
+            mode=self.mode,
+            num_tokens=size * self.unit,
+            num_reqs=None if self.mode is GraphMode.PIECEWISE else self.num_reqs(size),
+            query_len=None if self.varies else self.query_len,
+            active_loras=case,
+            draft_steps=self.draft_steps,
+            max_query_len=self.query_len if self.varies else None,
+        )
+
+    def entries(self, without: Container[int] = ()) -> Iterator[Entry]:
+        """Yield its graphs, except those of the sizes in ``without``."""
+        sizes = (size for size in self.sizes if size not in without)
+        return (self.entry(size, case) for size in sizes for case in self.served(size))
 
     @property
     def num_graphs(self) -> int:
@@ -73,6 +107,11 @@ class Ladder:
         if not self.adaptive:
             return self
         return attrs.evolve(self, sizes=minimax(self.domain, len(self.sizes), self.anchors))
+
+    @property
+    def reduced(self) -> Ladder:
+        """The ladder with the fewest LoRA cases that serve every batch: none, and the most."""
+        return attrs.evolve(self, cases=tuple(dict.fromkeys((*self.cases[:1], *self.cases[-1:]))))
 
     def dropped(self, reason: Reason) -> Ladder:
         """Return the ladder without sizes, with the reason."""

@@ -15,7 +15,7 @@ from fractions import Fraction
 from capture_planner.records.batch_space import Domain
 
 _ROUNDS = 4
-"""How often the rest of a ladder is recomputed; it hardly changes after the second time."""
+"""Times that the rest of a ladder is recomputed; it hardly changes after the second."""
 
 
 def fewest(

@@ -34,14 +34,14 @@ TENSORRT_LLM_REQUESTS = 128
 
 @attrs.frozen(kw_only=True)
 class Context:
-    """What a policy may use, apart from the counts to cover."""
+    """The facts that a policy may use, apart from the counts to cover."""
 
     limits: Limits
     speculative: Speculative | None
     parallel: Parallel
     environment: Environment
     time: TimeOf | None = None
-    """What sizes of the ladder take by a profile of this machine; None: not known."""
+    """The time of the ladder's sizes by a profile of this machine; None: not known."""
     source: str = ""
     """The profile in words, with how near it is."""
 

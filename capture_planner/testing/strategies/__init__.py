@@ -1,5 +1,5 @@
 """Strategies: specs, machines, backends, plans, batches and files, small but with their extremes.
 
-What a strategy gives is always valid, unless its name says otherwise. A field that joins a record
-joins its strategy here; ``tests/test_strategies.py`` fails until it does.
+What a strategy gives is always valid, unless its name says otherwise. Most fields are drawn by their types
+(``values.by_type``); one whose values depend on others is given where its record is drawn.
 """

@@ -15,22 +15,23 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Workspace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import decode_families
-from capture_planner.records.capture import CapturePolicy
 from capture_planner.records.fingerprint import Fingerprint, Fingerprints, digest_of, kernel_name
 from capture_planner.records.plan import Decision, Forecast, GroupPlan, Plan, RolePlan, Waiver
+from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
+from capture_planner.records.spec import CapturePolicy
 from capture_planner.testing.strategies.machines import deployments, environments, padding_contracts, supports
 from capture_planner.testing.strategies.specs import specs
 from capture_planner.testing.strategies.values import (
     BACKENDS,
-    any_names,
     any_text,
     byte_counts,
     composite,
     counts,
+    list_of,
     maybe,
     one_of,
+    records,
     versions,
-    words,
 )
 
 
@@ -95,35 +96,10 @@ def _waivers(draw: DrawFn, varying: bool) -> Waiver:
 
 @functools.cache
 def _groups() -> SearchStrategy[GroupPlan]:
-    return st.builds(
-        GroupPlan,
-        name=any_names(),
-        layers=st.integers(0, 6),
-        window=maybe(st.integers(0, 4096)),
-        backend=one_of(BACKENDS),
-        distribution=any_names(),
-        version=any_text(),
-        support=supports(),
-        workspace=st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text()),
-        padding=padding_contracts(),
+    workspaces = st.builds(Workspace, device=byte_counts(), pinned=byte_counts(), formula=any_text())
+    return records(
+        GroupPlan, backend=one_of(BACKENDS), support=supports(), workspace=workspaces, padding=padding_contracts()
     )
-
-
-@functools.cache
-def decisions() -> SearchStrategy[Decision]:
-    return st.builds(
-        Decision,
-        rule=words("abcdefghijklmnopqrstuvwxyz", "0123456789-", 9),
-        before=any_text(),
-        after=any_text(),
-        role=one_of(Role),
-        backend=maybe(any_text()),
-        group=maybe(any_text()),
-        message=any_text(),
-    )
-
-
-list_of = functools.cache(st.lists)
 
 
 @composite
@@ -134,7 +110,7 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool)
         requested=draw(one_of(GraphMode)),
         mode=draw(one_of(GraphMode)),
         groups=tuple(draw(list_of(_groups(), max_size=2))),
-        decisions=tuple(draw(list_of(decisions(), max_size=2))),
+        decisions=tuple(draw(list_of(records(Decision), max_size=2))),
         entries=tuple(graphs),
         lazy=tuple(draw(st.lists(st.sampled_from(graphs), max_size=3))) if lazy and graphs else (),
         waivers=tuple(draw(list_of(_waivers(varying), max_size=2))),
@@ -144,22 +120,16 @@ def _role_plans(draw: DrawFn, role: Role, lora: bool, lazy: bool, varying: bool)
 
 @functools.cache
 def _forecasts() -> SearchStrategy[Forecast]:
-    amounts = one_of((0.0, 0.25, 1.0, 123.456))
-    return st.builds(
-        Forecast,
-        traffic=maybe(st.just("sha256:" + "0" * 64)),
-        profile=one_of(("sha256:" + "1" * 64, "sha256:" + "2" * 64)),
-        objective=one_of(("mean", "p99", "regret")),
-        expected=amounts,
-        mean_step_ms=amounts,
-        regret=one_of((-0.01, 0.0, 0.5)),
-        eager_share=amounts,
-        graphs=st.integers(0, 64),
-        mib=amounts,
-        seconds=amounts,
-        next_graph_ms=amounts,
-        prior=amounts,
-    )
+    return records(Forecast, objective=one_of(("mean", "token", "p99", "regret")), regret=one_of((-0.01, 0.0, 0.5)))
+
+
+@functools.cache
+def promises() -> SearchStrategy[Promise]:
+    """Return promises with arbitrary figures."""
+    modes = one_of((GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL))
+    rows = records(PromisedSteps, mode=modes, first=st.integers(1, 64), last=st.integers(64, 512))
+    sides = records(ExpectedSteps, rows=st.lists(rows, max_size=4).map(tuple))
+    return records(Promise, before=sides, after=sides)
 
 
 @composite
@@ -193,7 +163,7 @@ def arbitrary_plans(draw: DrawFn, *, max_tokens: int = 4096, varying: bool = Tru
     lazy = spec.capture.policy is CapturePolicy.LAZY
     written = tuple(draw(_role_plans(role, lora, lazy, varying)) for role in roles)
     plan = Plan.of(spec, environment, written, forecast=draw(maybe(_forecasts())))
-    return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))))
+    return replace(plan, fingerprints=draw(maybe(_fingerprints(plan))), promise=draw(maybe(promises())))
 
 
 @st.composite

@@ -10,7 +10,6 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from capture_planner.modes import Chain, GraphMode, Pool, Role
 from capture_planner.records._base import replace
-from capture_planner.records.capture import CapturePolicy, CaptureTiming
 from capture_planner.records.model import (
     DataType,
     DraftModel,
@@ -23,6 +22,8 @@ from capture_planner.records.model import (
 )
 from capture_planner.records.spec import (
     Budget,
+    CapturePolicy,
+    CaptureTiming,
     GroupSpec,
     KindGraphs,
     Limits,
@@ -151,12 +152,13 @@ def _size_lists() -> SearchStrategy[tuple[int, ...]]:
 @composite
 def _measured_sizes(draw: DrawFn, objectives: bool) -> Sizes:
     """Draw the policy measured: for all roles, or without an objective for one."""
-    objective = draw(maybe(one_of(("mean", "p50", "p99", "regret")))) if objectives else None
+    objective = draw(maybe(one_of(("mean", "token", "p50", "p99", "regret")))) if objectives else None
     most = draw(maybe(one_of((1, 32, 100, 2048))))
     files = one_of((None, "traffic.yaml", "data/chat.yaml")) if objectives else st.none()
     return Sizes(
         policy=Policy.MEASURED,
         objective=objective,
+        max_slowdown=draw(maybe(one_of((0.05, 0.5, 3.0)))) if objectives else None,
         traffic=draw(files),
         profile=draw(files),
         max_tokens=most,

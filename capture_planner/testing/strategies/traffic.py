@@ -7,8 +7,7 @@ from hypothesis.strategies import DrawFn
 
 from capture_planner.modes import Role
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner.testing.strategies.plans import list_of
-from capture_planner.testing.strategies.values import any_text, composite, counts, maybe, one_of
+from capture_planner.testing.strategies.values import composite, counts, list_of, maybe, one_of, record_of
 
 
 @composite
@@ -29,14 +28,5 @@ def _traffic_counts(draw: DrawFn) -> TrafficCount:
 @composite
 def traffics(draw: DrawFn) -> Traffic:
     """Return valid traffic, however unlikely; shapes are in it once."""
-    positions = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
-    texts = st.lists(any_text(), max_size=2).map(tuple)
-    return Traffic(
-        sources=draw(texts),
-        seconds=draw(maybe(st.sampled_from((0.0, 1.0, 1e-05, 1.25)) | st.floats(0, 1e9, allow_nan=False))),
-        batches=tuple(draw(list_of(_traffic_counts(), max_size=12, unique_by=lambda count: count.shape))),
-        skipped=draw(st.integers(0, 1 << 40)),
-        drafted=draw(positions),
-        accepted=draw(positions),
-        notes=draw(texts),
-    )
+    listed = draw(list_of(_traffic_counts(), max_size=12, unique_by=lambda count: count.shape))
+    return record_of(draw, Traffic, batches=tuple(listed))

@@ -1,4 +1,4 @@
-"""Names, texts, versions and counts, with their extremes.
+"""Names, texts, versions and counts, with their extremes; and records, whose fields are drawn by their types.
 
 Hypothesis validates and labels each strategy object once. A strategy made anew at every draw takes longer than
 the draw itself, so whatever does not depend on what was drawn before is cached here.
@@ -6,14 +6,23 @@ the draw itself, so whatever does not depend on what was drawn before is cached 
 
 from __future__ import annotations
 
+import enum
 import functools
 import operator
 import string
-from collections.abc import Callable, Iterable
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import attrs
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
+
+from capture_planner.records._base import UNIONS, Count, Interval, Name, Number, constraints
+from capture_planner.records.environment import Version
+from capture_planner.records.observation import Moment
+from capture_planner.records.plan import Digest, Rule
+from capture_planner.records.spec import SchemaVersion
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,3 +111,66 @@ def byte_counts() -> SearchStrategy[int]:
 def counts(most: int = 64) -> SearchStrategy[int]:
     """Return counts up to ``most``, more often near a step of sizes."""
     return st.sampled_from([n for n in _COUNTS if n <= most]) | st.integers(1, most)
+
+
+@functools.cache
+def amounts() -> SearchStrategy[float]:
+    """Return figures that are 0 or more."""
+    return st.sampled_from((0.0, 1.0, 1e-05, 1.25)) | st.floats(0, 1e9, allow_nan=False)
+
+
+list_of = functools.cache(st.lists)
+
+
+@functools.cache
+def by_type(hint: Any) -> SearchStrategy[Any]:
+    """Return small values of a field's type, within its constraints."""
+    known: Mapping[Any, Callable[[], SearchStrategy[Any]]] = {
+        Count: counts,
+        Name: any_names,
+        Version: versions,
+        Moment: lambda: one_of(("2026-11-22T13:00:00Z", "2026-11-22T13:00:00.25+00:00")),
+        Digest: lambda: one_of(("sha256:" + "0" * 64, "sha256:" + "a1" * 32)),
+        Rule: lambda: words(string.ascii_lowercase, string.digits + "-", 9),
+        str: any_text,
+        float: amounts,
+        bool: st.booleans,
+        int: lambda: st.integers(0, 64),
+    }
+    if hint in known:
+        return known[hint]()
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in UNIONS:
+        return maybe(by_type(next(arg for arg in args if arg is not type(None))))
+    if origin is tuple:
+        return list_of(by_type(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(by_type, args))
+    if origin is Mapping:
+        return st.dictionaries(*map(by_type, args), max_size=2)
+    if origin is typing.Annotated:
+        (rule,) = constraints(hint)
+        if isinstance(rule, Interval):
+            # Bounds of records are far above any machine's; what has none may count steps for years.
+            return st.integers(rule.ge, 1 << 40 if rule.le is None else min(rule.le, 64))
+        assert isinstance(rule, Number), f"{hint} has no strategy; add one to the known types"
+        figures = amounts() if rule.le is None else one_of((0.0, 0.125, rule.le))
+        return figures.filter(lambda value: rule.problem(value) is None)
+    return one_of(hint) if issubclass(hint, enum.Enum) else records(hint)
+
+
+@functools.cache
+def _fields(kind: type[Any], without: frozenset[str]) -> dict[str, SearchStrategy[Any]]:
+    """Return a strategy for each field of a record but those of ``without`` and the version of its schema."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    names = [each.name for each in attrs.fields(kind) if each.init and each.name not in without]
+    return {name: by_type(hints[name]) for name in names if (name, hints[name]) != ("version", SchemaVersion)}
+
+
+def records(kind: type[T], **given: SearchStrategy[Any]) -> SearchStrategy[T]:
+    """Return records whose fields are drawn by their types, unless a strategy is given."""
+    return st.builds(kind, **_fields(kind, frozenset(given)), **given)  # type: ignore[arg-type]
+
+
+def record_of(draw: DrawFn, kind: type[T], **given: Any) -> T:
+    """Draw a record whose fields are drawn by their types, unless a value is given."""
+    fields: Mapping[str, SearchStrategy[Any]] = _fields(kind, frozenset(given))  # type: ignore[arg-type]
+    return kind(**given, **{name: draw(strategy) for name, strategy in fields.items()})

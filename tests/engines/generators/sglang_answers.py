@@ -10,9 +10,9 @@ from capture_planner.errors import FlagError
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.environment import Environment
-from capture_planner_sglang.capture import gathers
-from capture_planner_sglang.engine import ENGINE, resolve
-from capture_planner_sglang.managers import ranks_bucket
+from capture_planner_sglang.emulation.capture import gathers
+from capture_planner_sglang.emulation.engine import ENGINE, resolve
+from capture_planner_sglang.emulation.managers import ranks_bucket
 
 
 def emulated(

@@ -16,7 +16,7 @@ import attrs
 from capture_planner.codec.shipped import shipped_environments
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner_vllm.settings import RunnerVersion, VllmSettings
+from capture_planner_vllm.emulation.settings import RunnerVersion, VllmSettings
 from engines.generators.vllm_draw import Draw
 from engines.generators.vllm_models import write_models
 

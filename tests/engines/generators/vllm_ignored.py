@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from capture_planner_vllm.flags import name_of
+from capture_planner_vllm.emulation.flags import name_of
 
 _RANKS = "how data-parallel ranks are launched on nodes, not how many there are"
 _MEMORY = "KV-cache memory and scheduling within a batch's budget; no size depends on it"

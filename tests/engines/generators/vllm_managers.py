@@ -19,12 +19,12 @@ from capture_planner.engines.emulation import CapturedGraph, Manager
 from capture_planner.errors import FlagError
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_vllm import legacy, schedule
-from capture_planner_vllm.drafter import DraftDecode, draft_modes
-from capture_planner_vllm.managers import managers
-from capture_planner_vllm.overlap import Overlap
-from capture_planner_vllm.settings import DrafterKind, RunnerVersion, VllmSettings, lora_cases
-from capture_planner_vllm.table import TableManager
+from capture_planner_vllm.emulation import legacy, schedule
+from capture_planner_vllm.emulation.drafter import DraftDecode, draft_modes
+from capture_planner_vllm.emulation.managers import managers
+from capture_planner_vllm.emulation.overlap import Overlap
+from capture_planner_vllm.emulation.settings import DrafterKind, RunnerVersion, VllmSettings, lora_cases
+from capture_planner_vllm.emulation.table import TableManager
 from engines.generators import vllm_ranks
 
 Rows = tuple[tuple[int, bool], ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import attrs
@@ -13,8 +14,15 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import served_cases
+from capture_planner.records.model import Model
 from capture_planner.records.plan import Plan
 from capture_planner.testing import deployments
+from engines.generators.vllm_random import random_plan
+
+TINY = Model(
+    name="tiny", num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=256, vocab_size=64,
+    max_model_len=512,
+)  # fmt: skip
 
 
 @st.composite
@@ -32,6 +40,15 @@ def vllm_plans(draw: st.DrawFn, *, max_reqs: int = 64, max_tokens: int = 512) ->
         return inputs.plan()
     except PlanningError:
         reject()
+
+
+def random_plans() -> st.SearchStrategy[Plan]:
+    """Return plans whose roles have sizes of their own, some beyond the limits (``vllm_random``)."""
+    return st.integers(0, 1 << 32).map(
+        lambda number: random_plan(
+            random.Random(number), model=TINY, max_num_reqs=(1, 4, 16, 48), max_num_tokens=(48, 128, 384)
+        )
+    )
 
 
 def runnable(plan: Plan) -> Plan:

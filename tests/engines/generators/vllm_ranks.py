@@ -14,10 +14,10 @@ import attrs
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
-from capture_planner_vllm.drafter import DraftDecode, DraftPrefill
-from capture_planner_vllm.legacy import PaddedManager
-from capture_planner_vllm.releases import has
-from capture_planner_vllm.table import TableManager, answered
+from capture_planner_vllm.emulation.drafter import DraftDecode, DraftPrefill
+from capture_planner_vllm.emulation.legacy import PaddedManager
+from capture_planner_vllm.emulation.releases import has
+from capture_planner_vllm.emulation.table import TableManager, answered
 
 _MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
 """As the ranks of model runner V1 count them: the least wins."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from capture_planner_vllm.releases import NEWEST
+from capture_planner_vllm.emulation.releases import NEWEST
 from support.files import module_at
 
 _HERE = Path(__file__).parent

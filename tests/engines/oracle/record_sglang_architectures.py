@@ -19,8 +19,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-from capture_planner_sglang import resolution
-from capture_planner_sglang.families import ENCODER
+from capture_planner_sglang.emulation import resolution
+from capture_planner_sglang.emulation.families import ENCODER
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
 from engines.generators.sglang_families import HYBRID, SPARSE, VISION

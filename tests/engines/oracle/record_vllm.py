@@ -17,14 +17,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from capture_planner_vllm import tables
-from capture_planner_vllm.releases import NEWEST, differences, following, releases
-from capture_planner_vllm.tables import flag_table
+from capture_planner_vllm.emulation import tables
+from capture_planner_vllm.emulation.releases import NEWEST, differences, following, releases
+from capture_planner_vllm.emulation.tables import flag_table
 from engines.oracle.comparison import release_in, sources
 from support.files import module_at
 
 HERE = Path(__file__).parent
-FLAGS = HERE.parents[2] / "engines" / "vllm" / "src" / "capture_planner_vllm" / "flags.json"
+FLAGS = HERE.parents[2] / "engines" / "vllm" / "src" / "capture_planner_vllm" / "emulation" / "flags.json"
 NAMES, RELEASES = FLAGS.with_name("names.json"), FLAGS.with_name("releases.json")
 GOLDEN = HERE.parent / "golden" / "vllm_config.json"
 KINDS = {
@@ -226,7 +226,7 @@ def record_configurations(module: Any, oracle: Any, file: Path, count: int, seed
 def _differs(vllm: Any, case: Any, command: list[str], environment: Any, answer: dict[str, Any]) -> bool:
     """Say whether the emulation of the newest release answers a line otherwise."""
     from capture_planner.errors import FlagError
-    from capture_planner_vllm.engine import resolve
+    from capture_planner_vllm.emulation.engine import resolve
 
     try:
         ours = vllm.answer_of(resolve([f"{n}={v}" for n, v in case.variables] + command, environment)[0])

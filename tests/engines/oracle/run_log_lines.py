@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from capture_planner.measuring.traffic import SourceOptions, read_traffic
+from capture_planner.engines.logs import read_traffic
+from capture_planner.measuring.traffic import SourceOptions
 from engines.oracle.comparison import finish, options, oracle, say, sources
 from support.log_steps import batches_of, read_batches
 

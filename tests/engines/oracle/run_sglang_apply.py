@@ -23,17 +23,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from capture_planner import Dispatcher, codec
-from capture_planner.engines.observed import emulation_of
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.inside.seam import resolve
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
-from capture_planner_sglang import seam
-from capture_planner_sglang.apply import DecodeSizes, ResolvedFacts, decode_sizes_of, disagreements
-from capture_planner_sglang.launch import launch
-from capture_planner_sglang.observe import SglangObserver
-from capture_planner_sglang.observed_facts import observation_of
-from capture_planner_sglang.sglang_plugin import PlanHooks
+from capture_planner_sglang.emulation.export import DecodeSizes, decode_sizes_of
+from capture_planner_sglang.emulation.launch import launch
+from capture_planner_sglang.inside import seam
+from capture_planner_sglang.inside.agreement import ResolvedFacts, disagreements
+from capture_planner_sglang.inside.hooks import PlanHooks
+from capture_planner_sglang.inside.observe import SglangObserver
+from capture_planner_sglang.inside.observed_facts import observation_of
 from engines.generators import sglang as drawing
 from engines.generators import sglang_apply
 from engines.oracle.comparison import finish, options, oracle, say, sources
@@ -82,10 +84,10 @@ def install(own: Any) -> Current:
     if strange:
         raise SystemExit("\n".join(strange))
     for role, path in seam.RUNNERS.items():
-        seam.resolve(path).__init__ = lambda runner, owner, role=role, **_: MAKERS[role](runner, owner)
-    scheduler = seam.resolve(seam.SCHEDULER.rpartition(".")[0])
+        resolve(path).__init__ = lambda runner, owner, role=role, **_: MAKERS[role](runner, owner)
+    scheduler = resolve(seam.SCHEDULER.rpartition(".")[0])
     scheduler.__init__ = lambda self, server_args, port_args: None
-    registry = seam.resolve("sglang.srt.plugins.hook_registry")
+    registry = resolve("sglang.srt.plugins.hook_registry")
     current = Current()
     current.register(registry.HookRegistry, registry.HookType)
     registry.HookRegistry.apply_hooks()
@@ -187,7 +189,7 @@ def compare(own: Any, current: Current, plan: Plan, folder: Path, seen: Counter[
         lines = [*disagreements(plan, ResolvedFacts.read(own.m.context))]
         if lines:
             return lines
-        seam.resolve(seam.SCHEDULER.rpartition(".")[0])(None, None)
+        resolve(seam.SCHEDULER.rpartition(".")[0])(None, None)
         launched = AppliedLaunch(own.m, record, own.models)
         found = [*differences(plan, planned, launched, seen)]
         if observe:

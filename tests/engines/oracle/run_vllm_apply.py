@@ -27,11 +27,10 @@ from capture_planner.codec import load_plan
 from capture_planner.errors import FlagError
 from capture_planner.modes import Role
 from capture_planner.records.plan import Plan
-from capture_planner_vllm import hooks
-from capture_planner_vllm.agreement import plan_sizes
-from capture_planner_vllm.engine import emulate
-from capture_planner_vllm.export import export_vllm
-from capture_planner_vllm.launch import launch_vllm
+from capture_planner_vllm.emulation.engine import emulate
+from capture_planner_vllm.emulation.export import export_vllm, plan_sizes
+from capture_planner_vllm.emulation.launch import launch_vllm
+from capture_planner_vllm.inside import hooks
 from engines.generators.vllm import write_models
 from engines.generators.vllm_plans import vllm_plans
 from engines.oracle.comparison import finish, options, oracle, say, sources

@@ -34,10 +34,10 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.checkpoints import known
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.records.environment import Environment
-from capture_planner_vllm.engine import resolve
-from capture_planner_vllm.flags import read
-from capture_planner_vllm.releases import NEWEST, following, releases
-from capture_planner_vllm.tables import flag_table
+from capture_planner_vllm.emulation.engine import resolve
+from capture_planner_vllm.emulation.flags import read
+from capture_planner_vllm.emulation.releases import NEWEST, following, releases
+from capture_planner_vllm.emulation.tables import flag_table
 from engines.generators.vllm import Case, answer_of, cases, write_models
 from engines.generators.vllm_directed import directed
 from engines.oracle.comparison import finish, options, oracle, release_in, say, sources

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from capture_planner_vllm.releases import NEWEST, following, releases
+from capture_planner_vllm.emulation.releases import NEWEST, following, releases
 from engines.generators import vllm_managers as cases
 from engines.oracle.comparison import finish, options, oracle, release_in, say, sources
 

@@ -38,6 +38,7 @@ def main() -> int:
             seen["configurations"] += 1
             seen["batches"] += len(case.batches)
             seen["steps of several ranks"] += len(case.steps)
+            seen["throw-away captures"] += observed.tried
             seen["managers"] += len(observed.tracks)
             seen["answers read from files"] += observed.read
             seen["graphs"] += sum(len(track.graphs) for track in observed.tracks)

@@ -21,8 +21,8 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import batches, decode_tiers
 from capture_planner.records.plan import Plan
-from capture_planner_vllm import hooks
-from capture_planner_vllm.agreement import plan_sizes
+from capture_planner_vllm.emulation.export import plan_sizes
+from capture_planner_vllm.inside import hooks
 from engines.generators.vllm_plans import next_fit, own_case, rank_answers, runnable, runnable_by_ranks
 from support import reference
 from support.files import module_at
@@ -273,7 +273,8 @@ def stand_in_differences(modules: dict[str, Any], stand_ins: Any) -> Iterator[st
             "CudaGraphManager._init_candidates",
             "CudaGraphManager.capture",
             "CudaGraphManager.dispatch",
-            "ModelCudaGraphManager.__init__",
+            "CudaGraphManager.run_fullgraph",
+            "ModelCudaGraphManager.capture",
         ),
         hooks.DRAFTERS: (
             "SpeculatorBatchDescriptor",

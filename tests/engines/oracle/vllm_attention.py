@@ -17,7 +17,7 @@ from pathlib import Path
 from capture_planner.modes import GraphSupport, Role
 from capture_planner.records.backend import Attention, Support
 from capture_planner.records.environment import Environment
-from capture_planner_vllm.attention_backend import VllmAttention
+from capture_planner_vllm.attention.backend import VllmAttention
 from support.files import module_at
 from support.recorded_kernels import recorded, schedule, varlen_attention
 

@@ -13,21 +13,22 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import attrs
 
 from capture_planner import codec
+from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.observed import emulation_of
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.observation import Observation, ObservedRole
 from capture_planner.records.spec import Limits, Lora
-from capture_planner_vllm import device, facts
-from capture_planner_vllm import observe_seams as seams
-from capture_planner_vllm.captures import Captures
-from capture_planner_vllm.steps import Track
-from capture_planner_vllm.watch import DISPATCHED, SPECIALIZED, StepWatch
+from capture_planner_vllm.inside import device, facts, trials
+from capture_planner_vllm.inside import observe_seams as seams
+from capture_planner_vllm.inside.captures import Captures
+from capture_planner_vllm.inside.steps import Track
+from capture_planner_vllm.inside.watch import DISPATCHED, SPECIALIZED, StepWatch
 from engines.generators.vllm_managers import Case, Rows
 from support.files import module_at
 
@@ -51,6 +52,17 @@ OTHERS = (
     ("v1/worker/gpu/model_runner.py", "GPUModelRunner", (*facts.RUNNER, "kv_cache_config", "attn_groups")),
     *((f"{each.module[5:].replace('.', '/')}.py", each.name, each.fields) for each in seams.RECORDS),
     ("config/lora.py", "LoRAConfig", ("max_loras", "specialize_active_lora")),
+    ("config/vllm.py", "VllmConfig", ("max_concurrent_batches",)),
+    ("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", ("graphs", "pool", "_capture_descs", "max_num_reqs")),
+    ("v1/worker/gpu/cudagraph_utils.py", "ModelCudaGraphManager", trials.OUTPUTS),
+    *(
+        (f"{module[5:].replace('.', '/')}.py", name, ("_all_instances", "graph_pool", table))
+        for module, name, table in trials.WRAPPERS
+    ),
+    ("v1/worker/workspace.py", "WorkspaceManager", ("_locked",)),
+    ("platforms/interface.py", "Platform", ("_global_graph_pool",)),
+    ("v1/attention/backends/flash_attn.py", "FlashAttentionMetadataBuilder", ("max_cudagraph_size",)),
+    ("v1/kv_cache_interface.py", "KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     ("config/parallel.py", "ParallelConfig", ("data_parallel_rank", "rank", "world_size")),
 )
 """Files, classes and the attributes that are read of them, besides settings."""
@@ -120,7 +132,7 @@ class Counts:
         raise AssertionError("nothing is timed here")
 
     def interval(self, *key: Any) -> None:
-        raise AssertionError("nothing is timed here")
+        raise AssertionError("no step follows another here")
 
     def draft(self, drafted: Any, accepted: Any) -> None:
         raise AssertionError("nothing is drafted here")
@@ -132,15 +144,21 @@ class Counts:
         raise AssertionError("no rank is idle here")
 
 
+def _idle(desc: Any, warmup: bool) -> Callable[[Any], None]:
+    """Stand in for vLLM's factory of forwards."""
+    return lambda mode: None
+
+
 class ObservedEngine:
     """The managers of one case, observed."""
 
     def __init__(self, engine: Any, case: Case) -> None:
-        device.free_memory = lambda: 0
-        self.case, self.captures, self.read = case, Captures(), 0
-        table = engine.modules[seams.MANAGERS].CudaGraphManager
+        device.free_memory, device.settle = lambda: 1 << 40, lambda: None
+        self.case, self.captures, self.read, self.tried = case, Captures(), 0, 0
+        module = engine.modules[seams.MANAGERS]
+        table = module.CudaGraphManager
         original = table.capture
-        table.capture = self._capture(original)
+        table.capture = self._capture(original, module)
         try:
             self.engine = managers._V2(engine, case.configuration)
         finally:
@@ -149,11 +167,19 @@ class ObservedEngine:
         self.counts = Counts()
         self.watch = StepWatch(self.tracks, self.counts, object)  # of all steps, as it remembers those before
 
-    def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _capture(self, original: Callable[..., Any], module: Any) -> Callable[..., Any]:
         def capture(manager: Any, create_forward_fn: Any, *arguments: Any) -> None:
             log = self.captures.begin(manager, create_forward_fn)
             original(manager, log.create_forward, *arguments)
             log.end()
+            # What is compared from here on is that of an engine that tried other sizes.
+            alone = dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), 1)
+            config = SimpleNamespace(parallel_config=SimpleNamespace(**alone))
+            runner = SimpleNamespace(vllm_config=config, speculator=None)
+            manager.vllm_config.scheduler_config.max_num_batched_tokens = 2048
+            tried = trials.Trials(runner, 60.0, self._no_note)
+            with mock.patch.object(module, "logger"):
+                self.tried += len(tried.of(manager, _idle, original, lambda *_: [None]))
 
         return capture
 

@@ -14,9 +14,10 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_tiers
 from capture_planner.testing import plans
-from capture_planner_sglang.apply import ResolvedFacts, decode_sizes_of, disagreements
-from capture_planner_sglang.flags import parse_any
-from capture_planner_sglang.launch import launch
+from capture_planner_sglang.emulation.export import decode_sizes_of
+from capture_planner_sglang.emulation.flags import parse_any
+from capture_planner_sglang.emulation.launch import launch
+from capture_planner_sglang.inside.agreement import ResolvedFacts, disagreements
 from engines.generators import sglang_apply
 
 SEEDS = st.integers(0, 10**6).map(lambda seed: sglang_apply.plan(Random(seed)))

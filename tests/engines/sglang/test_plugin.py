@@ -15,15 +15,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from capture_planner import Dispatcher, codec, load_plan
-from capture_planner.engines.observed import emulation_of
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.inside.seam import resolve
+from capture_planner.engines.launch import PROFILE
 from capture_planner.errors import RunError
 from capture_planner.modes import Reason, Role
 from capture_planner.records._base import digest, replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_families
-from capture_planner_sglang import seam, sglang_plugin
-from capture_planner_sglang.apply import ALGORITHMS, decode_sizes_of
-from capture_planner_sglang.observe import SglangObserver
+from capture_planner_sglang import sglang_plugin
+from capture_planner_sglang.emulation.export import ALGORITHMS, decode_sizes_of
+from capture_planner_sglang.inside import observe, seam
+from capture_planner_sglang.inside.observe import SglangObserver
 from engines.generators import sglang_apply
 from support import sglang_standin
 from support.sglang_standin import ForwardMode, Mode
@@ -157,9 +160,9 @@ def test_unknown_sglang_is_left_alone(change, plan_file, monkeypatch, caplog):
     """With one line; strict ends the process, as SGLang swallows a plugin's exceptions."""
     plan_file(PLAN)
     engine = sglang_standin.installed(monkeypatch, **values(PLAN))
-    module = seam.resolve(seam.SIZES.rpartition(".")[0])
+    module = resolve(seam.SIZES.rpartition(".")[0])
     if change == "version":
-        monkeypatch.setattr(seam.resolve("sglang.version"), "__version__", "0.5.24")
+        monkeypatch.setattr(resolve("sglang.version"), "__version__", "0.5.24")
     elif change == "parameter":
         module.get_batch_sizes_to_capture = lambda runner: ([1], [])
     elif change == "attribute":
@@ -276,6 +279,30 @@ def test_observation_has_graphs_answers_and_counts(planned, plan_file, observing
     assert {each.milliseconds for role in found.roles for each in role.batches} >= {1.5}
 
 
+def test_steps_have_the_time_that_the_loop_spends_on_them(observing, monkeypatch, tmp_path):
+    """Of every step of the target: its launch and the processing of its result, with what comes before each."""
+    monkeypatch.delenv(sglang_plugin.PLAN, raising=False)
+    engine, scheduler = start(monkeypatch, prefill="disabled")
+    clock = iter(range(1000))
+    monkeypatch.setattr(observe, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+
+    def launched(num_reqs):
+        made = batch(num_reqs)
+        made.run, made.process = lambda: scheduler.target.execute(made), lambda: None
+        scheduler.run_batch(made)  # reads the clock twice
+        return made
+
+    steps = 64
+    last = launched(3)
+    for _ in range(steps):
+        new = launched(3)
+        scheduler.process_batch_result(last, None)
+        last = new
+    found = observed(monkeypatch, tmp_path, engine, scheduler, [])
+    (count,) = found.roles[0].batches
+    assert (count.steps, count.intervals, count.interval) == (steps + 1, steps - 1, pytest.approx(3000, rel=0.05))
+
+
 def test_observed_answers_are_our_dispatch(plan_file, observing, monkeypatch, tmp_path):
     """Law 12: under a plan the engine's own answers are the dispatcher's."""
     plan_file(PLAN)
@@ -294,7 +321,7 @@ def test_observed_answers_are_our_dispatch(plan_file, observing, monkeypatch, tm
 def test_profile_times_each_full_graph(plan_file, observing, monkeypatch, tmp_path):
     """One replay warms it up, five are timed."""
     plan_file(PLAN)
-    monkeypatch.setenv(sglang_plugin.PROFILE, "1")
+    monkeypatch.setenv(PROFILE, "1")
     engine, scheduler = start(monkeypatch, **values(PLAN, prefill="breakable"))
     found = observed(monkeypatch, tmp_path, engine, scheduler, [])
     for role in found.roles:

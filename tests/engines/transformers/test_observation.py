@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capture_planner import codec
 from capture_planner.dispatch import Dispatcher
-from capture_planner.engines.observed import emulation_of
+from capture_planner.engines.deployments import emulation_of
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch

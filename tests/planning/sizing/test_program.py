@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.planning.sizing.program import LadderProblem, LadderProgram, _hull_walk
+from capture_planner.planning.sizing.program import LadderProblem, LadderProgram, _next_row
 
 COSTS = st.none() | st.integers(0, 12) | st.integers(0, 2000)
 
@@ -15,15 +15,19 @@ COSTS = st.none() | st.integers(0, 12) | st.integers(0, 2000)
 @settings(max_examples=max(settings.default.max_examples, 150))
 @given(st.data(), st.integers(1, 14))
 def test_the_best_line_of_each_time_is_that_of_a_scan(data: st.DataObject, count: int) -> None:
-    """The least cost, and of equal ones the first; some lines are no choice, and some are parallel."""
+    """The least cost, and of equal ones the first; some lines are no choice, others parallel or too far off."""
     steps = st.lists(st.integers(1, 3) | st.integers(1, 90), min_size=count, max_size=count)
     gains = st.lists(st.sampled_from((0, 1, 2, 5)) | st.integers(0, 90), min_size=count, max_size=count)
     times, weights = list(accumulate(data.draw(steps))), list(accumulate(data.draw(gains)))
     previous = data.draw(st.lists(COSTS, min_size=count, max_size=count))
-    values, before = _hull_walk(times, weights, previous)
+    reach = data.draw(st.lists(st.integers(-1, 2 * count), min_size=count, max_size=count))
+    lows = data.draw(st.none() | st.just(sorted(min(low, j) for j, low in enumerate(reach))))
+    values, before = _next_row(times, weights, previous, lows)
     for j, time in enumerate(times):
         choices = [
-            (cost + time * (weights[j] - weights[i]), i) for i, cost in enumerate(previous[:j]) if cost is not None
+            (cost + time * (weights[j] - weights[i]), i)
+            for i, cost in enumerate(previous[:j])
+            if cost is not None and (lows is None or i >= lows[j])
         ]
         value, first = min(choices, default=(None, -1))
         assert (values[j], before[j]) == (value, first)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from capture_planner.errors import BackendError
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.records.backend import (
+from capture_planner.plugins.backend import (
     Attention,
     Axis,
+    Executor,
     Fill,
     Lifetime,
     MetadataField,
     PaddingContract,
+    Reservation,
     Support,
     Where,
     Workspace,
@@ -30,9 +31,6 @@ from capture_planner_flash_attention.libraries import (
     latent_refusal,
     select,
 )
-
-if TYPE_CHECKING:
-    from capture_planner.runtime.executor import Executor, Reservation
 
 DCP_CONTEXT_KV_LENS = MetadataField(name="dcp_context_kv_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0)
 """This rank's share of each context under decode context parallelism (vLLM 0.33)."""

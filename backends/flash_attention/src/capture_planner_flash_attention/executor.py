@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from capture_planner.errors import BackendError, RunError
+from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.model import DataType
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_flash_attention.kernels import AttentionCall, AttentionKernel, load
 from capture_planner_flash_attention.libraries import SCHEDULER_METADATA, Library, num_splits
 

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch.nn.functional import pad
 
-from capture_planner.records.backend import Attention
+from capture_planner.plugins.backend import Attention
 from capture_planner_flash_attention.libraries import FA2, FA3, FA4, TORCH, Library
 
 

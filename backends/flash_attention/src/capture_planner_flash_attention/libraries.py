@@ -9,7 +9,7 @@ from __future__ import annotations
 import attrs
 
 from capture_planner.modes import GraphSupport
-from capture_planner.records.backend import Attention, Axis, Fill, MetadataField
+from capture_planner.plugins.backend import Attention, Axis, Fill, MetadataField
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.model import DataType

@@ -6,17 +6,18 @@ Fields follow the source of FlashInfer 0.7.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records.backend import (
+from capture_planner.plugins.backend import (
     Attention,
     Axis,
     Bound,
+    Executor,
     Fill,
     Lifetime,
     MetadataField,
     PaddingContract,
+    Reservation,
     Support,
     Where,
     Workspace,
@@ -35,9 +36,6 @@ from capture_planner_flashinfer.selection import (
     shares_window,
 )
 from capture_planner_flashinfer.workspace import INT_WORKSPACE, formula, workspace_parts
-
-if TYPE_CHECKING:
-    from capture_planner.runtime.executor import Executor, Reservation
 
 
 class FlashInfer:

@@ -14,10 +14,9 @@ import torch
 
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import GraphMode
-from capture_planner.records.backend import Attention
+from capture_planner.plugins.backend import Attention, Metadata, Reservation, Scoring
 from capture_planner.records.batch import Entry
 from capture_planner.records.model import DataType
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_flashinfer.kernels import PlanlessKernel
 from capture_planner_flashinfer.selection import KV_LENS, PACKAGE, KernelFamily, kernel_family, refusal, xqa_splits
 from capture_planner_flashinfer.stock import Stock

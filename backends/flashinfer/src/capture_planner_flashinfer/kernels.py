@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from capture_planner.errors import BackendError
+from capture_planner.plugins.backend import LayerCache, Metadata, Scoring
 from capture_planner.records.batch import Entry
-from capture_planner.runtime.executor import LayerCache, Metadata, Scoring
 from capture_planner_flashinfer.selection import KernelFamily
 
 _COUNTERS = "multi_ctas_kv_counter_buffer"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from capture_planner.records.backend import Attention
+from capture_planner.plugins.backend import Attention
 from capture_planner_flashinfer.selection import KernelFamily, wrapper_family
 from capture_planner_flashinfer.wrappers import Array, GroupShape, PageLists
 

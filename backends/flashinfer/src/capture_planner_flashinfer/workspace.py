@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 
 from capture_planner.modes import GraphMode
-from capture_planner.records.backend import Attention
+from capture_planner.plugins.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner_flashinfer.selection import PACKAGE, KernelFamily, kernel_family

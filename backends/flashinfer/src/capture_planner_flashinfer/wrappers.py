@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import torch
 
-from capture_planner.runtime.executor import LayerCache
+from capture_planner.plugins.backend import LayerCache
 
 Array = np.ndarray[Any, Any]
 Module = Any

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from capture_planner.modes import GraphSupport, Refresh, Role
-from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
+from capture_planner.plugins.backend import Attention, Executor, PaddingContract, Reservation, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.spec import Limits
-
-if TYPE_CHECKING:
-    from capture_planner.runtime.executor import Executor, Reservation
 
 
 class Reference:

@@ -1,7 +1,7 @@
 """Paged attention in plain torch, twice: from tensors for a graph, from host values for an eager step.
 
 The two share only the mask (``_visible``) and the weighted mean (``_weigh``). This module is also an
-example of ``capture_planner.runtime.executor.Executor`` for authors of backends.
+example of ``capture_planner.plugins.backend.Executor`` for authors of backends.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from capture_planner.errors import BackendError, RunError
+from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.model import DataType
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 
 _QUERY_START_LOC, _SEQ_LENS, _BLOCK_TABLE = _FIELDS = ("query_start_loc", "seq_lens", "block_table")
 _ELEMENTS = 1 << 24

@@ -2,7 +2,7 @@
 
 import torch
 
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
+from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 
 
 class MyExecutor:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from capture_planner.plugins.backend import Backend
 from capture_planner.plugins.hookspecs import hookimpl
-from capture_planner.records.backend import Backend
 from capture_planner_triton.backend import Triton
 
 __all__ = ["Triton", "capture_planner_backends"]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from capture_planner.modes import GraphMode, GraphSupport, Refresh, Role
-from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
+from capture_planner.plugins.backend import Attention, Executor, PaddingContract, Reservation, Support, Workspace
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.model import DataType
 from capture_planner.records.spec import Limits
 from capture_planner_triton.geometry import entry_geometry, entry_partial_bytes, refusal
-
-if TYPE_CHECKING:
-    from capture_planner.runtime.executor import Executor, Reservation
 
 MIN_VERSION = (3, 6)
 """The oldest Triton that the kernel is tested on."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from capture_planner.errors import BackendError, RunError
+from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner.records.model import DataType
-from capture_planner.runtime.executor import Metadata, Reservation, Scoring
 from capture_planner_triton.geometry import Geometry, entry_partial_bytes, geometry, partial_bytes, refusal
 from capture_planner_triton.kernels import attend, is_interpreted, merge
 

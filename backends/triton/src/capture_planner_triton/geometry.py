@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import attrs
 
-from capture_planner.records.backend import Attention
+from capture_planner.plugins.backend import Attention
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.model import DataType

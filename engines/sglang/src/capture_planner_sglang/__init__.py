@@ -17,6 +17,6 @@ if TYPE_CHECKING:
 @pluggy.HookimplMarker("capture_planner")
 def capture_planner_engines() -> Iterable[Engine]:
     """Return the one engine of this distribution."""
-    from capture_planner_sglang.engine import ENGINE
+    from capture_planner_sglang.emulation.engine import ENGINE
 
     return (ENGINE,)

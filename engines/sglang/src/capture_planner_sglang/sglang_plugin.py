@@ -1,38 +1,23 @@
-"""SGLang executes a plan: hooks of its own registry give each role's runner the plan's sizes.
+"""The entry point of SGLang's plugins: it registers what the environment asks for.
 
-SGLang calls ``register`` through the entry point ``sglang.srt.plugins`` in each of its processes. It does nothing
-unless ``CAPTURE_PLANNER_PLAN`` names a plan or ``CAPTURE_PLANNER_OBSERVE`` a folder, and imports nothing before that.
+SGLang calls ``register`` through ``sglang.srt.plugins`` in each of its processes. Without a variable it imports
+nothing.
 
-    Scheduler.__init__          before it: SGLang's resolved values must agree with the plan
-    each runner's __init__      says which role is built
-    get_batch_sizes_to_capture  inside it, sees the role's sizes in place of the flag's; SGLang still checks them
-    capture_decode_graph        leaves out a target, and _select_spec_graph_runner_cls a drafter, that is eager
+- ``CAPTURE_PLANNER_PLAN=FILE``: each role captures and dispatches what the plan says (``inside.hooks``).
+- ``CAPTURE_PLANNER_OBSERVE=FOLDER``, ``CAPTURE_PLANNER_PROFILE=1``: what ran is written down, with or without a plan.
+- ``CAPTURE_PLANNER_STRICT=1``: where the plan cannot be applied, SGLang does not start.
 
-Where SGLang is not what the plugin knows, or does not agree with the plan, it is left alone: one error line of the
-logger ``capture_planner.sglang``. With ``CAPTURE_PLANNER_STRICT=1`` SGLang does not start.
+All lines go to the logger ``capture_planner.sglang``.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from capture_planner.modes import Role
-    from capture_planner.records.plan import Decision, Plan
-    from capture_planner_sglang.observe import SglangObserver
 
 PLAN = "CAPTURE_PLANNER_PLAN"
-STRICT = "CAPTURE_PLANNER_STRICT"
-PROFILE = "CAPTURE_PLANNER_PROFILE"
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
-SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
-
-_LOG = logging.getLogger("capture_planner.sglang")
+STRICT = "CAPTURE_PLANNER_STRICT"
 
 
 def register() -> None:
@@ -41,188 +26,12 @@ def register() -> None:
     if not path and not folder:
         return
     try:
-        _register(path, folder)
+        from capture_planner_sglang.inside import hooks
+
+        hooks.register(path, folder)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        _LOG.error("SGLang is left alone: %s: %s", path or folder, reason)
-        if _strict():
+        logging.getLogger("capture_planner.sglang").error("SGLang is left alone: %s: %s", path or folder, reason)
+        if os.environ.get(STRICT) == "1":
             # SGLang swallows every Exception of a plugin.
             raise SystemExit(f"capture_planner: {path or folder}: {reason}") from error
-
-
-def _register(path: str | None, folder: str | None) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found, unused-ignore]
-
-    from capture_planner.codec import load_plan
-    from capture_planner.errors import RunError
-    from capture_planner_sglang import seam
-
-    plan = None if not path else load_plan(path)
-    wanted = (*(seam.APPLY if plan is not None else ()), *(seam.OBSERVE if folder else ()))
-    strange = [*dict.fromkeys(seam.unknown(wanted))]
-    if strange:
-        raise RunError("; ".join(strange))
-    hooks = None if plan is None else PlanHooks(plan, str(path))
-    if hooks is not None:
-        hooks.register(HookRegistry, HookType)
-    if folder:
-        _observer(folder, hooks).register(HookRegistry, HookType)
-
-
-def _observer(folder: str, hooks: PlanHooks | None) -> SglangObserver:
-    """Return the observer of this process, which writes ``FOLDER/sglang.rank<R>.<pid>.yaml``."""
-    from pathlib import Path
-
-    import torch
-
-    from capture_planner.measuring.recorder import Recorder
-    from capture_planner_sglang.observe import SglangObserver
-    from capture_planner_sglang.observed_facts import observation_of
-
-    seconds = float(os.environ.get(SECONDS) or 30)
-
-    def begin(observer: SglangObserver, scheduler: Any) -> Recorder:
-        plan, decisions, notes = (None, (), ()) if hooks is None else hooks.outcome
-        base = observation_of(observer, scheduler, plan=plan, decisions=decisions, notes=notes)
-        recorder = Recorder(Path(folder), f"sglang.rank{base.rank}.{os.getpid()}", seconds)
-        recorder.begin(base)
-        return recorder
-
-    event = functools.partial(torch.cuda.Event, enable_timing=True)
-    return SglangObserver(
-        begin,
-        event=event,
-        free=lambda: int(torch.cuda.mem_get_info()[0]),
-        strict=_strict(),
-        profile=os.environ.get(PROFILE) == "1",
-    )
-
-
-def _strict() -> bool:
-    return os.environ.get(STRICT) == "1"
-
-
-class PlanHooks:
-    """The hooks that apply one plan in one process."""
-
-    def __init__(self, plan: Plan, path: str) -> None:
-        from capture_planner_sglang import seam
-        from capture_planner_sglang.apply import decode_sizes_of
-
-        self._plan, self._path = plan, path
-        self._planned = decode_sizes_of(plan)
-        self._roles: dict[str, Role] = {runner: role for role, runner in seam.RUNNERS.items()}
-        self._sizes: dict[Role, tuple[int, ...]] = {}
-        """What each role captures; empty until SGLang agrees with the plan."""
-        self._building: list[Role | None] = []
-        self._refused: list[str] = []
-
-    @property
-    def outcome(self) -> tuple[Plan | None, tuple[Decision, ...], tuple[str, ...]]:
-        """The plan where it is applied, what SGLang cannot take of it, and why it is not applied."""
-        return (self._plan if self._sizes else None), self._planned.decisions, tuple(self._refused)
-
-    def register(self, registry: Any, kinds: Any) -> None:
-        """Register the hooks with SGLang's ``HookRegistry``; ``kinds`` is its ``HookType``."""
-        from capture_planner_sglang import seam
-
-        registry.register(seam.SCHEDULER, self.agree, kinds.BEFORE)
-        registry.register(seam.SIZES, self.sizes, kinds.AROUND)
-        registry.register(seam.CAPTURE, self.capture_target, kinds.AROUND)
-        registry.register(seam.DRAFT_CLASS, self.draft_class, kinds.AROUND)
-        for runner in seam.RUNNERS.values():
-            registry.register(f"{runner}.__init__", self.build, kinds.AROUND)
-
-    def agree(self, *args: Any, **kwargs: Any) -> None:
-        """Before the scheduler is made: check SGLang's values, and set the sizes that its buffers are made for."""
-        from capture_planner_sglang import seam
-        from capture_planner_sglang.apply import ResolvedFacts, disagreements
-
-        context = seam.context()
-        lines = [*disagreements(self._plan, ResolvedFacts.read(context))]
-        if lines:
-            self._refuse("; ".join(lines))
-            return
-        decode = context.get_exec().graph.cuda_graph_config.decode
-        own = tuple(decode.bs or ())
-        self._sizes = {role: own if sizes is None else sizes for role, sizes in self._planned.by_role.items()}
-        everything = self._planned.all(own)
-        if everything:
-            decode.bs, decode.max_bs = list(everything), everything[-1]
-        if context.get_schedule().max_running_requests is None:
-            most = self._plan.limits.max_num_reqs * context.get_parallel().attn_dp_size
-            context.get_context().override("capture_planner", max_running_requests=most)
-        for decision in self._planned.decisions:
-            _LOG.info("%s: %s (%s)", decision.role.value, decision.message, self._path)
-
-    def build(self, original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-        """Around the ``__init__`` of a runner: the sizes asked for inside are those of its role."""
-        kind = type(runner)
-        role = self._roles.get(f"{kind.__module__}.{kind.__qualname__}")
-        # A role that keeps SGLang's own sizes has none to compare: SGLang bounds them by its request pool.
-        wanted = self._planned.by_role.get(role) if self._sizes and role is not None else None
-        if self._sizes and role is None:
-            _LOG.warning(
-                "%s.%s keeps SGLang's own sizes: it is no runner that a plan has", kind.__module__, kind.__name__
-            )
-        self._building.append(role)
-        try:
-            original(runner, *args, **kwargs)
-        finally:
-            self._building.pop()
-        if role is None or not wanted:
-            return
-        captured = tuple(runner.capture_bs)
-        if captured != wanted:
-            self._refuse(
-                f"{role.value}: SGLang captures {_written(captured)} of the planned {_written(wanted)}: "
-                "the others exceed its request pool, or its attention ranks do not divide their tokens"
-            )
-            return
-        _LOG.info("%s: SGLang captures the plan's %d sizes, up to %d requests", role.value, len(wanted), wanted[-1])
-
-    def sizes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around ``get_batch_sizes_to_capture``, which filters the sizes that it finds in the configuration."""
-        from capture_planner_sglang import seam
-
-        role = self._building[-1] if self._building else None
-        wanted = self._sizes.get(role) if role is not None else None
-        if not wanted:
-            return original(*args, **kwargs)
-        decode = seam.context().get_exec().graph.cuda_graph_config.decode
-        everything = decode.bs
-        decode.bs = list(wanted)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            decode.bs = everything
-
-    def capture_target(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around ``capture_decode_graph``: no graph, as SGLang answers itself, where the plan's target is eager."""
-        from capture_planner.modes import Role
-        from capture_planner_sglang import seam
-
-        runner = kwargs.get("model_runner", args[0] if args else None)
-        if self._sizes.get(Role.TARGET) != () or runner is None or runner.is_draft_worker:
-            return original(*args, **kwargs)
-        phase = "target_verify" if runner.spec_algorithm.is_speculative() else "decode"
-        module = seam.resolve(seam.CAPTURE.rpartition(".")[0])
-        return module.GraphCapture(runner=None, memory_phase=phase, memory_usage_gb=0, capture_time=0)
-
-    def draft_class(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around the choice of a drafter's runner: none where the plan's role is eager, as SGLang itself chooses."""
-        kind = original(*args, **kwargs)
-        role = None if kind is None else self._roles.get(f"{kind.__module__}.{kind.__qualname__}")
-        return None if role is not None and self._sizes.get(role) == () else kind
-
-    def _refuse(self, text: str) -> None:
-        self._refused.append(f"the plan is not applied: {text}")
-        _LOG.error("the plan is not applied: %s (%s)", text, self._path)
-        if _strict():
-            from capture_planner.errors import RunError
-
-            raise RunError(f"{self._path}: {text}")
-
-
-def _written(sizes: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sizes))

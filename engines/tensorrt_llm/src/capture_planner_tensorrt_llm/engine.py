@@ -17,6 +17,7 @@ from capture_planner_tensorrt_llm.configuration import resolve
 from capture_planner_tensorrt_llm.export import export_tensorrt_llm
 from capture_planner_tensorrt_llm.fixes import TensorRTLLMFixes
 from capture_planner_tensorrt_llm.flags import FLAGS
+from capture_planner_tensorrt_llm.logs import LOGS
 from capture_planner_tensorrt_llm.manager import TargetGraphs
 from capture_planner_tensorrt_llm.settings import Drafting, GraphConfig, ServeSettings
 
@@ -53,6 +54,7 @@ ENGINE = Engine(
     emulate=emulate,
     export=export_tensorrt_llm,
     flags=FLAGS,
+    logs=LOGS,
     programs=("trtllm-serve serve", "trtllm-serve", "serve"),
     limits=("--max_batch_size", "--max_num_tokens", "--config"),
     fixes=TensorRTLLMFixes(),

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from capture_planner.engines.export.export import (
+from capture_planner.engines.export import (
     DRAFT_MODEL,
     Export,
     Loss,
@@ -18,7 +18,7 @@ from capture_planner.engines.export.export import (
     longest_draft,
     parallel_loss,
 )
-from capture_planner.engines.varying import refuse_varying
+from capture_planner.engines.launch import refuse_varying
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers

@@ -10,6 +10,9 @@ from typing import Any
 import attrs
 
 from capture_planner import codec
+from capture_planner.engines.inside.observing import SECONDS
+from capture_planner.engines.inside.seam import is_strict
+from capture_planner.engines.launch import OBSERVE, PLAN
 from capture_planner.errors import RunError
 from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Role
@@ -71,7 +74,7 @@ def apply(
         plan=loaded,
         name=name,
         kv_sizes=None if kv_sizes is None else tuple(sorted(set(kv_sizes))),
-        strict=os.environ.get("CAPTURE_PLANNER_STRICT") == "1" if strict is None else strict,
+        strict=is_strict() if strict is None else strict,
         recorder=_recorder(observe),
         remove=(lambda: vars(target).pop("init_continuous_batching", None) and None) if is_model else _nothing,
     )
@@ -98,21 +101,21 @@ def _nothing() -> None:
 def _load(plan: Plan | str | Path | None) -> tuple[Plan, str]:
     if isinstance(plan, Plan):
         return plan, f"the plan of {plan.model.name}"
-    file = os.environ.get("CAPTURE_PLANNER_PLAN") if plan is None else plan
+    file = os.environ.get(PLAN) if plan is None else plan
     if not file:
         raise RunError("no plan: pass one to apply(), or name its file in CAPTURE_PLANNER_PLAN")
     return codec.load_plan(Path(file)), str(file)
 
 
 def _recorder(observe: str | Path | None) -> Recorder | None:
-    folder = os.environ.get("CAPTURE_PLANNER_OBSERVE") if observe is None else observe
+    folder = os.environ.get(OBSERVE) if observe is None else observe
     if not folder:
         return None
-    seconds = os.environ.get("CAPTURE_PLANNER_OBSERVE_SECONDS", "30")
+    seconds = os.environ.get(SECONDS, "30")
     try:
         return Recorder(Path(folder).resolve(), f"transformers-{os.getpid()}", float(seconds))
     except ValueError:
-        raise RunError(f"CAPTURE_PLANNER_OBSERVE_SECONDS is {seconds}: expected a number of seconds") from None
+        raise RunError(f"{SECONDS} is {seconds}: expected a number of seconds") from None
 
 
 def refuse(plan: Plan, name: str) -> None:

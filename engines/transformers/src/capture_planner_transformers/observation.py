@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 
 import attrs
 
 from capture_planner.engines import probe
+from capture_planner.engines.inside.observing import timestamp
 from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import digest
@@ -102,7 +102,7 @@ def observed(
         torch=facts.torch,
         rank=facts.rank,
         world_size=facts.world_size,
-        started=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        started=timestamp(),
         plan=digest(plan),
         model=plan.model.name,
         limits=plan.limits,

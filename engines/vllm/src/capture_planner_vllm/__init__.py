@@ -13,13 +13,13 @@ import pluggy
 
 if TYPE_CHECKING:
     from capture_planner.engines.engine import Engine
-    from capture_planner.records.backend import Backend
+    from capture_planner.plugins.backend import Backend
 
 
 @pluggy.HookimplMarker("capture_planner")
 def capture_planner_engines() -> Iterable[Engine]:
     """Return the one engine of this distribution."""
-    from capture_planner_vllm.engine import ENGINE
+    from capture_planner_vllm.emulation.engine import ENGINE
 
     return (ENGINE,)
 
@@ -27,6 +27,6 @@ def capture_planner_engines() -> Iterable[Engine]:
 @pluggy.HookimplMarker("capture_planner")
 def capture_planner_backends() -> Iterable[Backend]:
     """Return vLLM's FLASH_ATTN and TRITON_ATTN."""
-    from capture_planner_vllm.attention_backend import VllmAttention
+    from capture_planner_vllm.attention.backend import VllmAttention
 
     return (VllmAttention("FLASH_ATTN"), VllmAttention("TRITON_ATTN"))

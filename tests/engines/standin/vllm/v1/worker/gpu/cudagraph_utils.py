@@ -3,6 +3,26 @@
 import enum
 from dataclasses import dataclass
 
+from vllm.compilation.cuda_graph import CUDAGraphWrapper, Graph
+from vllm.v1.worker import workspace
+
+
+class Platform:
+    """Has one pool for all graphs."""
+
+    _global_graph_pool = (0, 0)
+    _handles = 0
+
+    def graph_pool_handle(self):
+        Platform._handles += 1
+        return (0, Platform._handles)
+
+    def get_global_graph_pool(self):
+        return Platform._global_graph_pool
+
+
+current_platform = Platform()
+
 
 class CUDAGraphMode(enum.Enum):
     """vLLM's modes."""
@@ -46,6 +66,7 @@ class CudaGraphManager:
         self.vllm_config, self.cudagraph_mode, self.decode_query_len = vllm_config, cudagraph_mode, decode_query_len
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.graphs = {}
+        self.pool = current_platform.get_global_graph_pool()
         self._graphs_captured = False
         self._init_candidates()
 
@@ -68,9 +89,10 @@ class CudaGraphManager:
     def capture(self, create_forward_fn, progress_bar_desc="Capturing CUDA graphs"):
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             for desc in self._capture_descs.get(mode, ()):
+                assert desc not in self.graphs
                 create_forward_fn(desc, warmup=True)(CUDAGraphMode.NONE)
                 create_forward_fn(desc, warmup=False)(mode)
-                self.graphs[desc] = object()
+                self.graphs[desc] = Graph(desc.num_tokens, self.pool)
         self._graphs_captured = True
 
     def dispatch(self, num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len=None, num_ubatches=1):
@@ -88,7 +110,27 @@ class CudaGraphManager:
 
 
 class ModelCudaGraphManager(CudaGraphManager):
-    """The target's."""
+    """The target's: its pieces are captured by wrappers, and its outputs go to a buffer of the first forward's size."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.hidden_states, self.aux_hidden_states = None, []
+        self.pieces = [CUDAGraphWrapper(self.pool) for _ in range(2)]
 
     def capture(self, model, progress_bar_desc="Capturing CUDA graphs"):
-        super().capture(lambda desc, warmup: lambda mode: None, progress_bar_desc)
+        def create_forward(desc, warmup):
+            def forward(mode):
+                if desc.num_tokens in self.vllm_config.broken:
+                    raise RuntimeError("CUDA out of memory")
+                workspace.require(min(desc.num_tokens, self.vllm_config.workspace))
+                if mode is CUDAGraphMode.PIECEWISE:
+                    for piece in self.pieces:
+                        piece(desc.num_tokens)
+                elif self.hidden_states is None:
+                    self.hidden_states = bytearray(desc.num_tokens)
+                else:
+                    assert len(self.hidden_states) >= desc.num_tokens
+
+            return forward
+
+        super().capture(create_forward, progress_bar_desc)

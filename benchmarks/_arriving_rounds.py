@@ -1,0 +1,618 @@
+"""Engines that serve arriving requests by turns: what vllm_arriving.py and sglang_arriving.py share.
+
+One engine is observed; ``capture-planner tune`` makes a plan of that; then all serve the loads by turns. The results
+have medians and spread, ratios, steps without a graph, promises and targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Any, Self
+
+import attrs
+from _arriving import SHAPES, WARM_UP, name_of, settings
+from _bench import CONSOLE, conclude, finish, parser, table
+from _model_configs import write_adapters
+
+from capture_planner.codec import dumps
+from capture_planner.records._base import replace
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Roles, Spec
+
+ITSELF, EXPERT, TUNED = "by itself", "expert's list", "tuned"
+
+GIB = 1 << 30
+KV_GIB = {"0.6b": 12, "8b": 12, "30b-a3b": 8}
+"""Memory of each engine's KV cache: given, so that engines of one GPU can start at once."""
+
+OBSERVED_SEED, FIRST_SEED = 7, 100
+"""Of the load that is observed, and of the first round."""
+
+MOST_OBSERVED = 4
+"""How often each load is served at most while the first engine is observed."""
+
+FIGURES = (
+    *("tokens_per_second", "step_ms", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50"),
+    *("steps_of_target", "busy_seconds"),
+)
+"""What is summarised of each load; ``step_ms`` and ``steps_of_target`` are computed here."""
+
+
+@attrs.frozen(kw_only=True)
+class Group:
+    """One deployment, whose engines serve by turns."""
+
+    name: str
+    shape: str = "0.6b"
+    k: int = 0
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    """Arguments of ``LLM(...)`` that differ from the usual ones."""
+    loads: tuple[Mapping[str, Any], ...]
+    columns: tuple[str, ...]
+    adapters: int = 0
+    layers: int | None = None
+    """Of the model; None: all."""
+
+    def arguments(self, folder: Path) -> dict[str, Any]:
+        """Return the argument of the worker; writes the model into ``folder``."""
+        usual = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": KV_GIB[self.shape] * GIB}
+        namespace = argparse.Namespace(
+            shape=self.shape,
+            k=self.k,
+            accepted=None,
+            adapters=self.adapters,
+            options=json.dumps({**usual, **self.options}),
+        )
+        adapters = write_adapters(folder / self.shape, self.config, self.adapters) if self.adapters else []
+        found = settings(namespace, folder)
+        Path(found["model"], "config.json").write_text(json.dumps({**self.config, "dtype": "bfloat16"}), "utf-8")
+        return {"options": found, "adapters": [str(path) for path in adapters]}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        config = SHAPES[self.shape][0]
+        return config if self.layers is None else {**config, "num_hidden_layers": self.layers}
+
+
+class Child:
+    """A process that answers lines; a context manager that ends it.
+
+    :param name: names it in errors.
+    :param command: what is started.
+    :param variables: added to this process's environment.
+    :param log: the file for its stderr.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self._log = log.open("wb")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **variables},
+            text=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin = self._process.stdin
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    def _read(self, stdout: IO[str]) -> None:
+        """Queue each line, and an empty one at the end."""
+        with stdout:
+            for line in stdout:
+                self._lines.put(line)
+        self._lines.put("")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def end(self) -> None:
+        """Let the process end, without waiting for it."""
+        with suppress(BrokenPipeError):  # it has ended
+            self._stdin.close()
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        """Send a request; raises ``RuntimeError`` where the process has ended."""
+        try:
+            self._stdin.write(json.dumps(request) + "\n")
+            self._stdin.flush()
+        except (BrokenPipeError, ValueError):
+            raise self._ended() from None
+
+    def answer(self, request: Mapping[str, Any] | None = None, seconds: float | None = None) -> dict[str, Any]:
+        """Send a request, if there is one, and return the next answer.
+
+        :param seconds: how long to wait for it; None: until it comes.
+        :raises RuntimeError: where the process has ended, with the last lines of its log.
+        :raises TimeoutError: where no answer has come.
+        """
+        if request is not None:
+            self.ask(request)
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"{self.name} has not answered for {seconds:.0f} s") from None
+        if not line:
+            self._lines.put("")
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _ended(self) -> RuntimeError:
+        self._log.flush()
+        tail = Path(self._log.name).read_text("utf-8", errors="replace").splitlines()[-30:]
+        return RuntimeError(f"{self.name} has ended:\n" + "\n".join(tail))
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """When a run ends.
+
+    :param rounds: the most.
+    :param observed: steps of the target that are observed at least.
+    :param until: the second of ``time.monotonic`` by which the last answer is to be there.
+    """
+
+    rounds: int
+    observed: int
+    until: float
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, at least one."""
+        return max(1.0, self.until - time.monotonic())
+
+
+@attrs.frozen(kw_only=True)
+class Rig:
+    """How the engines of a benchmark are run.
+
+    :param worker: the script that each engine runs in, as _arriving_worker.py.
+    :param arguments: returns the argument of the worker; it may write the model into a folder.
+    :param expert: returns the plan of the list that was written by hand; None: without it.
+    :param together: whether engines can start at the same time.
+    """
+
+    worker: Path
+    arguments: Callable[[Group, Path], Mapping[str, Any]]
+    expert: Callable[[Group], Plan] | None
+    together: bool
+
+
+class Deployment:
+    """One group while it is measured: its engines, and its part of the results."""
+
+    def __init__(self, group: Group, rig: Rig, folder: Path, stack: ExitStack) -> None:
+        self.group, self.folder = group, folder / group.name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stack = stack
+        self._command = [sys.executable, str(rig.worker), json.dumps(rig.arguments(group, self.folder))]
+        self.children: dict[str, Child] = {}
+        self.results: dict[str, Any] = {
+            "shape": group.shape,
+            "k": group.k,
+            "layers": group.config["num_hidden_layers"],
+            "options": dict(group.options),
+            "loads": [name_of(load) for load in group.loads],
+            "engines": {},
+            "rounds": [],
+            "errors": [],
+        }
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Note an error; the other engines go on."""
+        self.results["errors"].append(f"{what}: {error}")
+        CONSOLE.print(f"{self.group.name}: {what}: {error}", markup=False)
+
+    def start(self, column: str, plan: Path | None = None) -> None:
+        """Let an engine begin to start."""
+        slug = column.replace(" ", "-").replace("'", "")
+        variables = {
+            "CAPTURE_PLANNER_OBSERVE": str(self.folder / f"observed-{slug}"),
+            "ARRIVING_LOCK": str(self.folder.parent / "capture.lock"),
+        }
+        if plan is None:
+            variables["CAPTURE_PLANNER_PROFILE"] = "1"
+        else:
+            variables["CAPTURE_PLANNER_PLAN"] = str(plan)
+        child = self._stack.enter_context(
+            Child(f"{self.group.name}, {column}", self._command, variables, self.folder / f"{slug}.log")
+        )
+        self.children[column] = child
+        child.ask({})
+
+    def await_start(self, column: str, limits: Limits) -> None:
+        """Wait until an engine has started, and let it serve the warm-up."""
+        answer = self._ask(column, None, limits)
+        if answer is None:
+            return
+        self.results["engines"][column] = answer["facts"]
+        CONSOLE.print(f"{self.group.name}: {column}: {answer['facts']}", markup=False)
+
+    def warm_up(self, column: str, limits: Limits) -> None:
+        """Serve requests that are neither observed nor measured: the first steps of a size compile kernels."""
+        self._ask(column, {"load": WARM_UP, "tag": "warm", "seed": 1, "unobserved": True}, limits)
+
+    def observe(self, limits: Limits) -> Path | None:
+        """Serve the loads on the engine by itself until enough is observed; return the folder of the observation."""
+        rows: list[dict[str, Any]] = []
+        for turn, (index, load) in itertools.product(range(MOST_OBSERVED), enumerate(self.group.loads)):
+            if index == 0 and sum(with_steps(row)["steps_of_target"] or 0 for row in rows) >= limits.observed:
+                break
+            request = {"load": load, "tag": f"o{turn}l{index}", "seed": OBSERVED_SEED + turn}
+            row = self._ask(ITSELF, request, limits)
+            if row is None:
+                break
+            rows.append({"load": name_of(load), **row})
+        self.results["observed"] = rows
+        return self.observation(ITSELF, limits)
+
+    def observation(self, column: str, limits: Limits) -> Path | None:
+        """Return a folder with a copy of an engine's observation so far."""
+        answer = self._ask(column, {"observation": True}, limits)
+        if answer is None:
+            return None
+        source = Path(answer["file"])
+        target = self.folder / f"{source.parent.name}-so-far"
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target / source.name)
+        return target
+
+    def serve(self, turn: int, index: int, load: Mapping[str, Any], limits: Limits) -> None:
+        """Let each engine serve a load; each begins in as many rounds as the others."""
+        columns = list(self.children)
+        for column in (*columns[turn % len(columns) :], *columns[: turn % len(columns)]) if columns else ():
+            request = {"load": load, "tag": f"r{turn}l{index}", "seed": FIRST_SEED + turn}
+            figures = self._ask(column, request, limits)
+            if figures is not None:
+                row = {"column": column, "load": name_of(load), "round": turn, **figures}
+                self.results["rounds"].append(row)
+                text = ", ".join(f"{name} {figures[name]}" for name in ("tokens_per_second", "itl_ms_p99"))
+                CONSOLE.print(f"{self.group.name}: round {turn}, {row['load']}, {column}: {text}", markup=False)
+
+    def _ask(self, column: str, request: Mapping[str, Any] | None, limits: Limits) -> dict[str, Any] | None:
+        """Return the next answer of an engine; None, with a note, where there is no answer."""
+        child = self.children.get(column)
+        if child is None:
+            return None
+        try:
+            return child.answer(request, limits.left)
+        except (RuntimeError, TimeoutError) as error:
+            self.failed(column, error)
+            self.children.pop(column).end()
+            return None
+
+
+def planner(*words: str, folder: Path) -> subprocess.Popen[str]:
+    """Start capture-planner as a user would; its output is JSON."""
+    command = [sys.executable, "-m", "capture_planner", *words, "--format", "json"]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def report_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    """Return what a command of capture-planner reports; raises ``RuntimeError`` with what it said instead."""
+    try:
+        output, errors = process.communicate(timeout=seconds)
+        report: dict[str, Any] = json.loads(output)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise RuntimeError("no answer") from None
+    except ValueError:
+        raise RuntimeError(f"exit code {process.returncode}: {errors[-2000:]}") from None
+    return report
+
+
+def tuned(processes: Mapping[Deployment, subprocess.Popen[str]], limits: Limits) -> Iterator[tuple[Deployment, Path]]:
+    """Note what ``tune`` says of each deployment; yield those that it changes, with the new plan."""
+    for each, process in processes.items():
+        before = time.monotonic()
+        try:
+            report = report_of(process, limits.left)
+        except RuntimeError as error:
+            each.failed("tune", error)
+            continue
+        kept = ("verdict", "reason", "today", "proposed", "assumptions", "notes", "steps")
+        each.results["tune"] = {name: report.get(name) for name in kept}
+        each.results["tune"]["waited_seconds"] = round(time.monotonic() - before, 1)
+        CONSOLE.print(f"{each.group.name}: tune: {report.get('verdict')}: {report.get('reason')}", markup=False)
+        plan = each.folder / "tuned" / "plan.yaml"
+        if report.get("verdict") == "change" and plan.exists():
+            yield each, plan
+
+
+def compared(each: Deployment, after: Path, limits: Limits) -> dict[str, Any]:
+    """Return what ``compare`` says of the observations without and under the plan."""
+    process = planner("compare", "before", str(after), folder=each.folder)
+    try:
+        return {"report": report_of(process, min(60.0, limits.left)), "exit_code": process.returncode}
+    except RuntimeError as error:
+        return {"error": str(error)}
+
+
+def started(plans: Sequence[tuple[Deployment, str, Path | None]], rig: Rig, limits: Limits) -> None:
+    """Start engines under plans, together where they can."""
+    for each, column, plan in plans:
+        each.start(column, plan)
+        if not rig.together:
+            each.await_start(column, limits)
+    if rig.together:
+        for each, column, _ in plans:
+            each.await_start(column, limits)
+
+
+def measure(groups: Sequence[Group], rig: Rig, folder: Path, limits: Limits) -> Iterator[dict[str, Any]]:
+    """Measure groups at the same time, one load after another; yield the results by group as they come."""
+    with ExitStack() as stack:
+        running = [Deployment(group, rig, folder, stack) for group in groups]
+
+        def results() -> dict[str, Any]:
+            return {each.group.name: summarised(each.results) for each in running}
+
+        plans: list[tuple[Deployment, str, Path | None]] = []
+        for each in running:
+            plans.append((each, ITSELF, None))
+            if EXPERT in each.group.columns and rig.expert is not None:
+                file = each.folder / "expert.yaml"
+                file.write_text(dumps(rig.expert(each.group)), encoding="utf-8")
+                plans.append((each, EXPERT, file))
+        started(plans, rig, limits)
+        yield results()
+        observed: list[Deployment] = []
+        for each in running:
+            each.warm_up(ITSELF, limits)
+            found = each.observe(limits)
+            if found is not None:
+                shutil.copytree(found, each.folder / "before")
+                observed.append(each)
+        yield results()
+        tuning = {each: planner("tune", "before", "-o", "tuned", folder=each.folder) for each in observed}
+        changed = list(tuned(tuning, limits))
+        started([(each, TUNED, plan) for each, plan in changed], rig, limits)
+        for each in running:
+            for column in list(each.children):
+                if column != ITSELF:
+                    each.warm_up(column, limits)
+        yield results()
+        longest = 0.0
+        for turn in range(limits.rounds):
+            if limits.left < 1.1 * longest:
+                CONSOLE.print(f"round {turn} takes {longest:.0f} s, and {limits.left:.0f} s are left", markup=False)
+                break
+            began = time.monotonic()
+            for each in running:
+                for index, load in enumerate(each.group.loads):
+                    each.serve(turn, index, load, limits)
+            longest = max(longest, time.monotonic() - began)
+            yield results()
+        for each in running:
+            folders = {column: each.observation(column, limits) for column in list(each.children)}
+            after = folders.get(TUNED)
+            if after is not None:
+                each.results["compare"] = compared(each, after, limits)
+        yield results()
+
+
+def summarised(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of a group with medians and spread, ratios, eager steps and the promise."""
+    rows = [with_steps(row) for row in (*results["rounds"],)]
+    by_column = {column: [row for row in rows if row["column"] == column] for column in (ITSELF, EXPERT, TUNED)}
+    verdict_of_tune = results.get("tune", {}).get("verdict")
+    if not by_column[TUNED] and verdict_of_tune == "keep":
+        by_column[TUNED] = by_column[ITSELF]
+    medians = {
+        column: {
+            load: {figure: _spread([row[figure] for row in mine if row.get(figure) is not None]) for figure in FIGURES}
+            for load in results["loads"]
+            if (mine := [row for row in found if row["load"] == load])
+        }
+        for column, found in by_column.items()
+        if found
+    }
+    ratios = {
+        f"{column} / {ITSELF}": {
+            load: {
+                figure: ratio(by_column[column], by_column[ITSELF], load, figure)
+                for figure in ("tokens_per_second", "itl_ms_p99", "ttft_ms_p50")
+            }
+            for load in medians[column]
+        }
+        for column in (EXPERT, TUNED)
+        if column in medians and ITSELF in medians
+    }
+    if EXPERT in medians and TUNED in medians:
+        ratios[f"{TUNED} / {EXPERT}"] = {
+            load: {"tokens_per_second": ratio(by_column[TUNED], by_column[EXPERT], load, "tokens_per_second")}
+            for load in medians[TUNED]
+        }
+    return {
+        **results,
+        "medians": medians,
+        "ratios": ratios,
+        "without_graph": {column: without_graph(found) for column, found in by_column.items() if found},
+        "promise": promise(results, by_column),
+    }
+
+
+def with_steps(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a load with the steps of the target, and the mean time of one."""
+    steps = sum(row.get("graphs_of_steps", {}).get("target", {}).values())
+    return {
+        **row,
+        "steps_of_target": steps or None,
+        "step_ms": round(row["busy_seconds"] / steps * 1e3, 4) if steps else None,
+    }
+
+
+def _spread(values: Sequence[float]) -> list[float] | None:
+    """Return the median, the least and the largest value."""
+    return [round(statistics.median(values), 4), min(values), max(values)] if values else None
+
+
+def ratio(
+    mine: Iterable[Mapping[str, Any]], other: Iterable[Mapping[str, Any]], load: str, figure: str
+) -> list[float] | None:
+    """Return the median, the least and the largest ratio of a figure over the rounds that both have served."""
+    theirs = {row["round"]: row[figure] for row in other if row["load"] == load and row.get(figure)}
+    found = [
+        row[figure] / theirs[row["round"]]
+        for row in mine
+        if row["load"] == load and row["round"] in theirs and row.get(figure)
+    ]
+    return [round(each, 4) for each in (statistics.median(found), min(found), max(found))] if found else None
+
+
+def without_graph(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the share of steps that ran without a graph, by role, over all rounds."""
+    totals: dict[str, list[int]] = {}
+    for row in rows:
+        for role, kinds in row.get("graphs_of_steps", {}).items():
+            total = totals.setdefault(role, [0, 0])
+            total[0] += kinds.get("NONE", 0)
+            total[1] += sum(kinds.values())
+    return {role: round(eager / count, 4) for role, (eager, count) in totals.items() if count}
+
+
+def mean_step(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean milliseconds of a step of the target over some loads; None without one."""
+    found = [with_steps(row) for row in rows]
+    steps = sum(row["steps_of_target"] or 0 for row in found)
+    return round(sum(row["busy_seconds"] for row in found) / steps * 1e3, 4) if steps else None
+
+
+def promise(results: Mapping[str, Any], by_column: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the mean step that ``tune`` states today and under the plan, and the measured ones, in milliseconds."""
+    tune = results.get("tune") or {}
+    found: dict[str, Any] = {}
+    for when, side, rows in (
+        ("before", tune.get("today"), results.get("observed", ())),
+        ("after", tune.get("proposed"), by_column[TUNED]),
+    ):
+        measured = mean_step(rows)
+        if side and measured and (when == "before" or tune.get("verdict") == "change"):
+            stated = side["mean_step_ms"]
+            found[when] = {"stated_ms": stated, "measured_ms": measured, "off": round(stated / measured - 1, 4)}
+    return found
+
+
+def targets_of(name: str, group: Group, result: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield the targets of a group, and whether each is met."""
+    if TUNED not in result["medians"]:
+        tune = result.get("tune") or {}
+        reasons = [each.strip().splitlines()[-1] for each in result["errors"]] or [
+            str(tune.get("reason", "not served"))
+        ]
+        yield f"{name}: tuned measured ({'; '.join(reasons)})", False
+        return
+    ratios, engines = result["ratios"], result["engines"]
+    ours = engines.get(TUNED) or engines[ITSELF]
+    for load, found in ratios[f"{TUNED} / {ITSELF}"].items():
+        middle, text = _of(found["tokens_per_second"])
+        if EXPERT in group.columns:
+            latency, latencies = _of(found["itl_ms_p99"])
+            yield f"{name}: {load}, p99 inter-token latency at most that by itself ({latencies})", latency <= 1.0
+            if name == "0.6b-3" and load.startswith("wave"):
+                yield f"{name}: {load}, at least 1.35x by itself ({text})", middle >= 1.35
+        else:
+            yield f"{name}: {load}, at least 0.98x by itself ({text})", middle >= 0.98
+    for load, found in ratios.get(f"{TUNED} / {EXPERT}", {}).items():
+        middle, text = _of(found["tokens_per_second"])
+        yield f"{name}: {load}, tuned at least the expert's tokens/s ({text})", middle >= 1.0
+    if EXPERT in engines:
+        counts = [sum(each["graphs"].values()) for each in (ours, engines[EXPERT])]
+        text = f"{counts[0]} of {counts[1]}"
+        yield f"{name}: at most half of the expert's graphs ({text})", counts[0] * 2 <= counts[1]
+    for when, found in result["promise"].items():
+        text = f"{found['stated_ms']:.2f} and {found['measured_ms']:.2f} ms: {found['off']:+.1%}"
+        yield f"{name}: mean step {when} within 10 % ({text})", abs(found["off"]) <= 0.1
+
+
+def _of(values: Sequence[float] | None) -> tuple[float, str]:
+    """Return the median and a text with the spread; not a number where nothing was measured."""
+    if values is None:
+        return float("nan"), "not measured"
+    return values[0], f"{values[0]:.3f}; {values[1]:.3f} to {values[2]:.3f}"
+
+
+def show(name: str, result: Mapping[str, Any]) -> None:
+    """Print what a group gave."""
+    medians = result["medians"]
+    shown = table(f"{name}: tokens/s, median (least to most)", "load", *medians)
+    for load in result["loads"]:
+        cells = [medians[column].get(load, {}).get("tokens_per_second") for column in medians]
+        shown.add_row(load, *["-" if each is None else "{:,.0f} ({:,.0f}-{:,.0f})".format(*each) for each in cells])
+    CONSOLE.print(shown)
+
+
+def without_drafter(spec: Spec) -> Spec:
+    """Return a spec without speculative decoding, and without what it says of drafters."""
+    return replace(spec, speculative=None, roles=Roles(target=spec.roles.target))
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """Return a command line with the options that both benchmarks have."""
+    options = parser(doc)
+    options.add_argument("--expert", type=Path, help="spec with the list that is compared; default: without it")
+    options.add_argument("--rounds", type=int, default=3, help="the most; fewer where the time ends")
+    options.add_argument("--observed-steps", type=int, default=2000, help="of the target: the loads repeat until then")
+    options.add_argument("--seconds", type=float, default=540, help="no round begins that could end later")
+    options.add_argument("--scale", type=float, default=1.0, help="requests of each load, relative to the usual ones")
+    options.add_argument("--folder", type=Path, help="for logs, plans and observations; default: a temporary one")
+    return options
+
+
+def run(arguments: argparse.Namespace, groups: Sequence[Group], rig_in: Callable[[Path], Rig], at_once: int = 1) -> int:
+    """Measure groups, print and write what came as it comes; exit code 1 where a target is missed.
+
+    :param rig_in: returns how engines are run; it may write into the folder that it gets.
+    :param at_once: groups whose engines are alive together.
+    """
+    end = time.monotonic() + arguments.seconds
+    results: dict[str, Any] = {}
+    targets: dict[str, bool] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        rig = rig_in(folder)
+        batches = [groups[first : first + at_once] for first in range(0, len(groups), at_once)]
+        for index, batch in enumerate(batches):
+            share = (end - time.monotonic()) / (len(batches) - index)
+            limits = Limits(rounds=arguments.rounds, observed=arguments.observed_steps, until=time.monotonic() + share)
+            for found in measure(batch, rig, folder, limits):
+                results |= found
+                targets = dict(
+                    target
+                    for group in groups
+                    if group.name in results
+                    for target in targets_of(group.name, group, results[group.name])
+                )
+                finish(arguments, {"results": results, "targets": targets})
+    for name, result in results.items():
+        show(name, result)
+    return conclude(arguments, {"results": results}, targets)

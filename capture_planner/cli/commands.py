@@ -1,0 +1,119 @@
+"""The commands: those of the core, those of plugins, and what to install for those of the runner.
+
+They are declared here and imported when they are used: help and completion need the sentences only, and a third of the
+start of any command would be modules of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+
+import click
+
+from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.plugins import Command, hookspecs
+from capture_planner.plugins.discovery import duplicate, guarded, implementations, left_out
+
+_CORE = (
+    ("plan", "files:plan", "Make the plan of a spec."),
+    ("show", "files:show", "Show a plan, an observation, traffic or a profile as tables."),
+    ("explain", "files:explain", "Explain which graph serves a batch, and why."),
+    ("check", "files:check", "Check plans, specs, observations or an engine's flags."),
+    ("diff", "files:diff", "Show what changes from one plan, observation or run to another."),
+    ("backends", "files:backends", "List the installed attention backends and what they support."),
+    ("schema", "files:schema", "Print the JSON Schema of a kind of file."),
+    ("traffic", "traffic:traffic", "Count the batches of logs, metrics, observations or traces."),
+    ("profile", "profile:profile", "Measure what each size of graph costs on this machine."),
+    ("tune", "tune:tune", "Choose sizes by measurements, and compare them with today's."),
+    ("init", "spec:init", "Write a commented spec from a model's configuration."),
+    ("ranks", "ranks:ranks", "Show what data-parallel ranks run together."),
+    ("engine", "engine:engine", "Show what an engine captures with its own flags."),
+    ("spec", "spec:spec", "Write the spec of an engine's command line."),
+    ("compare", "compare:compare", "Compare two deployments side by side."),
+    ("export", "engine:export", "Export a plan as the flags of an engine."),
+    ("launch", "launch:launch", "Run an engine's own command under a plan."),
+    ("new-backend", "new_backend:new_backend", "Start a new attention backend from a template."),
+    ("journal", "auto:journal", "Show what launch --auto decided, and why."),
+)
+"""Name, module and function, and the sentence of the help."""
+
+CORE = {name: Command(name=name, help=text, target=f"capture_planner.cli.{place}") for name, place, text in _CORE}
+"""The commands of the core, by name."""
+
+RUNNER = "capture-planner-runner"
+"""The distribution that executes plans."""
+
+OF_THE_RUNNER = ("run", "bench", "conformance", "environment")
+"""Its commands: the only ones that are known where they are not installed, so that the error says what to install."""
+
+INSTALL = "python -m pip install ./runner"
+
+
+def needs_runner(subject: str) -> RunError:
+    """Return the error of what only the runner can do, where it is not installed or does not load."""
+    try:
+        metadata.distribution(RUNNER)
+    except metadata.PackageNotFoundError:
+        reason = f"which is not installed; install it from a clone with: {INSTALL}"
+    else:
+        reason = f"which is installed but brought no such command; install it again from a clone with: {INSTALL}"
+    return RunError(f"{subject} needs {RUNNER}, {reason}")
+
+
+@functools.cache
+def installed_commands() -> Mapping[str, Command]:
+    """Return the commands of the installed plugins by name; the plugins are loaded at the first call.
+
+    What is broken is left out with a ``PluginWarning``, and so is a command of a name that is taken.
+    """
+    first = dict.fromkeys(CORE, "capture-planner")
+    found: dict[str, Command] = {}
+    error = CapturePlannerError
+    for item in implementations(hookspecs, "capture_planner_commands", error):
+        with left_out(error), guarded(f"the plugin {item.distribution}", error):
+            if not isinstance(item.value, Command):
+                raise error(f"{item.distribution}: {item.value!r} is not a capture_planner.plugins.Command")
+            name = item.value.name
+            if name in first:
+                raise error(duplicate("command", name, first[name], item.distribution))
+            first[name], found[name] = item.distribution, item.value
+    return found
+
+
+class LazyCommands(Mapping[str, click.Command]):
+    """All commands by name; each is imported when it is first used."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        # The core first: its own commands start without a look at plugins.
+        return (CORE.get(name) or installed_commands()[name]).load()
+
+    def __contains__(self, name: object) -> bool:
+        return name in CORE or name in installed_commands()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*CORE, *installed_commands()))
+
+    def __len__(self) -> int:
+        return len(CORE) + len(installed_commands())
+
+
+class CommandGroup(click.Group):
+    """The program, whose help imports no command."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; raises ``RunError`` for one of the runner where that is not installed."""
+        if cmd_name in OF_THE_RUNNER and cmd_name not in self.commands:
+            raise needs_runner(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands with their sentences, and those that an installation would add."""
+        declared = CORE | dict(installed_commands())
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, declared[name].help) for name in sorted(declared)])
+        missing = sorted(set(OF_THE_RUNNER) - set(declared))
+        if missing:
+            with formatter.section(f"Commands of {RUNNER}, which is not installed ({INSTALL})"):
+                formatter.write_text(", ".join(missing))

@@ -1,0 +1,467 @@
+"""Command lines of engines: the server's own command in what people paste, and the command that starts it under a plan.
+
+People paste a container's command, a script, a service's file (Kubernetes, Docker Compose), or a line in quotes. What
+stands before the server's program is skipped, whatever it is: variables, ``docker run`` and its options, ``mpirun``,
+``nohup``, ``numactl``. Of the variables those count that can reach the server.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+import attrs
+
+from capture_planner import codec
+from capture_planner.engines.engine import Engine
+from capture_planner.engines.history import release_of
+from capture_planner.engines.parsing import refusal, unfollowed
+from capture_planner.engines.shell import ASSIGNMENT, ShellCommand, ShellText, read_shell, split_variables, unset
+from capture_planner.errors import FlagError, InvalidDocument, Problem
+from capture_planner.records.plan import Plan
+
+_SHELLS = ("bash", "sh", "dash", "zsh")
+_RUN = ("docker", "podman", "nerdctl")
+_SWITCHES = tuple(
+    f"--{name}"
+    for name in (
+        *("detach", "init", "interactive", "tty", "rm", "privileged", "read-only", "publish-all", "no-healthcheck"),
+        *("sig-proxy", "oom-kill-disable", "disable-content-trust", "quiet", "replace", "no-hosts", "rmi"),
+    )
+)
+"""Options of ``docker run`` that take no value, those of one letter apart; every other takes one."""
+_LETTERS = frozenset("ditPq")
+MOST_NAME = 240
+"""Characters that the name of a file can have on any system; a longer word is a text."""
+_NO_TEXT = (".gguf", ".json", ".safetensors")
+
+
+@attrs.frozen(kw_only=True)
+class ServerCommand:
+    """An engine's own words in a command line, and what was around them."""
+
+    words: tuple[str, ...]
+    """Behind the program."""
+    variables: Mapping[str, str] = attrs.Factory(dict)
+    image: str | None = None
+    """The container's image."""
+    assumptions: tuple[str, ...] = ()
+    """Places where a shell would read something else."""
+    hidden: tuple[str, ...] = ()
+    """Variables of a script that no command sees."""
+
+
+def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> ServerCommand:
+    """Return the command that starts an engine's server, in words of a command line, a text, or the file of one.
+
+    One word is a text where it has spaces, ``-`` is standard input, and the file of a script or of a service is read.
+    Words in which no program starts are the engine's own.
+
+    :param others: engines whose commands are named where one stands there instead.
+    :raises FlagError: none or several commands start the engine's server.
+    """
+    text = _text(words)
+    if text is None:
+        return _only(engine, ShellText((ShellCommand(words=tuple(words)),)), others)
+    return _only(engine, container_commands(text) or read_shell(text), others)
+
+
+def started(command: Sequence[str], engines: Iterable[Engine]) -> tuple[Engine, int] | None:
+    """Return the engine that a command starts and the number of its program's words; None for another program.
+
+    A program may stand with its folder, and ``python`` with its version.
+    """
+    words = [*map(_plain, command[:1]), *command[1:]]
+    for engine in engines:
+        for program in engine.programs:
+            parts = program.split()
+            # ``serve`` by itself is any program's word.
+            if len(parts) > 1 and words[: len(parts)] == parts:
+                return engine, len(parts)
+    return None
+
+
+def script_command(words: Sequence[str], engines: Sequence[Engine]) -> tuple[Engine, ServerCommand] | None:
+    """Return the one engine's server that a shell script starts: ``bash serve.sh``, or the script by itself.
+
+    None where the words are no shell script, or it starts none of the engines, or several servers. A server inside a
+    container is none: its program is not here.
+    """
+    words = words[1:] if len(words) == 2 and PurePath(words[0]).name in _SHELLS else words
+    path = Path(words[0]) if len(words) == 1 and len(words[0]) <= MOST_NAME else None
+    if path is None or path.suffix not in ("", ".sh", ".bash") or not path.is_file():
+        return None
+    text = read_shell(codec.read(path))
+    commands = [each for command in text.commands for each in _unwrapped(command)]
+    found = [(engine, each) for engine in engines for command in commands for each in _started(engine, command)]
+    if len(found) != 1 or found[0][1].image is not None:
+        return None
+    engine, command = found[0]
+    return engine, attrs.evolve(command, assumptions=text.assumptions, hidden=text.hidden)
+
+
+def _text(words: Sequence[str]) -> str | None:
+    """Return the text that one word stands for; None where the words are a command line's."""
+    if len(words) != 1:
+        return None
+    (word,) = words
+    if word == "-":
+        return codec.read_stream(sys.stdin.buffer, "<stdin>")
+    # Longer than any file's name, or with spaces and no folder of that name: a text.
+    if "\n" in word or len(word) > MOST_NAME or (len(word.split()) > 1 and not Path(word).is_dir()):
+        return word
+    path = Path(word)
+    if word.startswith("-") or path.suffix in _NO_TEXT or "\0" in word or not path.is_file():
+        return None
+    text = codec.read(word)
+    # Another file in YAML is one of flags, or a plan.
+    return None if path.suffix in (".yaml", ".yml") and container_commands(text) is None else text
+
+
+def _only(engine: Engine, text: ShellText, others: Sequence[Engine]) -> ServerCommand:
+    """Return the one command of a text that starts the engine; without one, the one that names no program."""
+    commands = [each for command in text.commands for each in _unwrapped(command)]
+    found = [each for command in commands for each in _started(engine, command)]
+    if not found:
+        _refuse_others(engine, commands, others)
+        found = [each for command in text.commands for each in _bare(command, alone=len(text.commands) == 1)]
+    # A script may start the same server in two branches.
+    distinct = list({(each.words, tuple(each.variables.items())): each for each in found}.values())
+    if len(distinct) > 1:
+        listed = "; ".join(shlex.join(each.words) for each in distinct)
+        raise refusal(engine.programs[0], f"{len(distinct)} commands start it: {listed}", "give one of them")
+    if not distinct:
+        raise refusal(
+            engine.programs[0], "no command here starts it", f"give its command line: {engine.programs[0]} ..."
+        )
+    return attrs.evolve(distinct[0], assumptions=text.assumptions, hidden=text.hidden)
+
+
+def _unwrapped(command: ShellCommand) -> Iterator[ShellCommand]:
+    """Yield a command, and those that stand in one of its words: behind ``bash -c``, ``ssh`` or ``tmux``."""
+    yield command
+    for word in command.words:
+        # JSON and flags have spaces too, and no command.
+        if " " in word and not word.lstrip().startswith(("{", "[", "-")):
+            given = {**command.variables, **_given(command.words)}
+            for each in read_shell(word).commands:
+                yield attrs.evolve(each, variables={**given, **each.variables})
+
+
+def _started(engine: Engine, command: ShellCommand) -> Iterator[ServerCommand]:
+    """Yield the engine's command in words, behind its program, where one of its programs is in them."""
+    words = list(command.words)
+    image, at = _image(words)
+    rest = [*_entrypoint(words[:at]), *words[at:]]
+    for index in range(len(rest)):
+        count = next(filter(None, (_length(each, rest[index:], index) for each in engine.programs)), 0)
+        if count:
+            given = {**command.variables, **_given([*words[:at], *rest[:index]])}
+            yield ServerCommand(words=tuple(rest[index + count :]), variables=given, image=image)
+            return
+
+
+def _bare(command: ShellCommand, *, alone: bool) -> Iterator[ServerCommand]:
+    """Yield the words of a command that names no program: the arguments of an image, or flags by themselves."""
+    words = list(command.words)
+    image, at = _image(words)
+    while at < len(words) and image is None and ASSIGNMENT.fullmatch(words[at]):
+        at += 1
+    # Bare flags among other commands of a script could be anything's.
+    if image is not None or alone:
+        given = {**command.variables, **_given(words[:at])}
+        yield ServerCommand(words=tuple(words[at:]), variables=given, image=image)
+
+
+def _refuse_others(engine: Engine, commands: Sequence[ShellCommand], others: Sequence[Engine]) -> None:
+    """Raise ``FlagError`` where a command starts another engine, or another program of this one."""
+    heads = {program.split()[0]: each for each in (engine, *others) for program in each.programs}
+    for command in commands:
+        for other in others:
+            if any(_started(other, command)):
+                raise refusal(other.programs[0], f"this starts {other.name}", f"name {other.name} as the engine")
+        words = [word for word in command.words if not ASSIGNMENT.fullmatch(word)]
+        head = _plain(words[0]) if words else ""
+        # ``serve`` is a program of one engine and a word of all others.
+        if head in heads and head != "serve":
+            says = f"expected one of {', '.join(each for each in engine.programs if ' ' in each or '-' in each)}"
+            raise refusal(shlex.join(words[:3]), f"this starts no server of {engine.name}", says)
+
+
+def _length(program: str, words: Sequence[str], index: int) -> int:
+    """Return how many of the words are the program, or 0; ``index``: of the first word in the command."""
+    parts = program.split()
+    # A module can also be named behind any launcher's ``-m``, or by its file.
+    if parts[:2] == ["python", "-m"]:
+        module, *rest = parts[2:]
+        count = 2 if list(words[:2]) == ["-m", module] else int(words[0].endswith(f"{module.replace('.', '/')}.py"))
+        return count + len(rest) if count and list(words[count : count + len(rest)]) == rest else 0
+    if len(parts) == 1 and index and "-" not in program:  # ``serve`` is a word like others, but in front
+        return 0
+    return len(parts) if [_plain(words[0]), *words[1 : len(parts)]] == parts else 0
+
+
+def _plain(word: str) -> str:
+    """Return the name of a program without its folder and version."""
+    return re.sub(r"^python[\d.]*$", "python", PurePath(word).name)
+
+
+def _image(words: Sequence[str]) -> tuple[str | None, int]:
+    """Return the image of ``docker run``, and where the words behind it begin."""
+    at = next((index for index, word in enumerate(words) if PurePath(word).name in _RUN), None)
+    # ``docker compose run`` and ``docker container run`` have a word in between.
+    if at is None or "run" not in words[at + 1 : at + 3]:
+        return None, 0
+    at = words.index("run", at) + 1
+    while at < len(words) and words[at].startswith("-"):
+        name, equals, _ = words[at].partition("=")
+        alone = equals or name in _SWITCHES or (not name.startswith("--") and set(name[1:]) <= _LETTERS)
+        at += 1 if alone or (not name.startswith("--") and len(name) > 2 and set(name[1:]) - _LETTERS) else 2
+    return (words[at], at + 1) if at < len(words) else (None, 0)
+
+
+def _entrypoint(words: Sequence[str]) -> list[str]:
+    """Return the words of ``docker run --entrypoint``."""
+    for index, word in enumerate(words):
+        if word.startswith("--entrypoint"):
+            return (word.partition("=")[2] or " ".join(words[index + 1 : index + 2])).split()
+    return []
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables that words in front of a program set: ``A=1``, ``-e A=1``, ``--env=A=1``."""
+    plain = (re.sub(r"^(?:--env=|-[ex](?=[A-Z]))", "", word) for word in words)
+    return dict(word.split("=", 1) for word in plain if re.match(r"[A-Z_][A-Z0-9_]*=", word))
+
+
+_LOOKS_SO = re.compile(
+    r"^\s*(?:-\s+)?[\"']?(?:args|command|containers|services|entrypoint|image)[\"']?\s*:", re.MULTILINE
+)
+_LIST = re.compile(r"\s*(?:\[|-\s+[\"']?\S)")
+
+
+def container_commands(text: str) -> ShellText | None:
+    """Return the commands of containers in a text of YAML or JSON; None where it is none, or has no container."""
+    if not (_LOOKS_SO.search(text) or _LIST.match(text)):
+        return None
+    commands: list[ShellCommand] = []
+    for part in re.split(r"^---.*$", text, flags=re.MULTILINE):
+        try:
+            data = codec.Document.parse(part, "the file").node.plain()
+        except InvalidDocument:
+            return None
+        # A list of arguments by itself, as it stands under ``args``.
+        if isinstance(data, list) and data and not isinstance(data[0], Mapping):
+            data = {"args": data}
+        commands += _containers(data)
+    return ShellText(tuple(commands)) if commands else None
+
+
+def _containers(data: Any) -> Iterator[ShellCommand]:
+    """Yield the command of each mapping that has one, at any depth."""
+    if isinstance(data, list):
+        for each in data:
+            yield from _containers(each)
+    elif isinstance(data, Mapping):
+        words = [*_words(data.get("entrypoint")), *_words(data.get("command")), *_words(data.get("args"))]
+        if words:
+            image = data.get("image")
+            front = ["docker", "run", str(image)] if image else []
+            given = _variables(data.get("env") or data.get("environment"))
+            words = [re.sub(r"\$\((\w+)\)", lambda match: given.get(match[1], match[0]), word) for word in words]
+            yield ShellCommand(words=(*front, *words), variables=given)
+        else:
+            for each in data.values():
+                yield from _containers(each)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return shlex.split(value.replace("\\\n", " "))
+    return [str(each) for each in value] if isinstance(value, list) else []
+
+
+def _variables(value: Any) -> dict[str, str]:
+    """Return the variables of a list of names and values, a list of assignments, or a mapping."""
+    if isinstance(value, Mapping):
+        return {str(name): str(each) for name, each in value.items()}
+    found: dict[str, str] = {}
+    for each in value if isinstance(value, list) else ():
+        if isinstance(each, Mapping):
+            found[str(each.get("name"))] = str(each.get("value", ""))
+        else:
+            name, equals, text = str(each).partition("=")
+            found |= {name: text} if equals else {}
+    return found
+
+
+_FOREIGN_IMAGE = re.compile(
+    r"(?<![a-z])(?:rocm|ascend|npu|xpu|hpu|gaudi|habana|tpu|neuron|llm-scaler|musa|cpu)(?![a-z])", re.IGNORECASE
+)
+_FOREIGN_VARIABLE = re.compile(r"(?:ASCEND|HIP|ROCR|HCCL|HABANA|HPU|TPU|NEURON|MUSA|VLLM_CPU|VLLM_TPU|VLLM_XPU)_\w+")
+
+
+@attrs.frozen(kw_only=True)
+class LineReading:
+    """The words of a line for one engine."""
+
+    words: tuple[str, ...]
+    """The engine's own: variables that matter for graphs, then the words behind its program."""
+    assumptions: tuple[str, ...] = ()
+    """Assumptions of the reading: places where a shell would read something else, and the age of the line."""
+    notes: tuple[str, ...] = ()
+    """Skipped parts that decide nothing."""
+
+
+def read_line(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> LineReading:
+    """Return the engine's words in a command line, a text or the file of one; raises ``FlagError``.
+
+    :param others: the other engines, whose commands are told from this one's.
+    """
+    command = server_command(engine, words, others)
+    _refuse_device(command)
+    _refuse_variables(engine, command.variables)
+    deciding = {name: value for name, value in command.variables.items() if name in engine.flags}
+    skipped = [name for name in command.variables if name not in deciding]
+    hidden = [name for name in command.hidden if name in engine.flags or name in engine.unemulated_variables]
+    notes = [f"skipped, as they decide nothing about graphs: {', '.join(skipped)}"] if skipped else []
+    notes += _signs(engine, command.variables)
+    notes += [f"set and not exported, so the server does not see them: {', '.join(hidden)}"] if hidden else []
+    return LineReading(
+        words=(*(f"{name}={value}" for name, value in deciding.items()), *command.words),
+        assumptions=(*command.assumptions, *_age(engine, command.image)),
+        notes=tuple(notes),
+    )
+
+
+def with_unset(error: FlagError, words: Sequence[str]) -> FlagError:
+    """Return an error with the remedy for values that are variables which the line does not set."""
+    names = unset(words)
+
+    def placed(problem: Problem) -> Problem:
+        named = [name for name in names if re.search(rf"\$\{{?{name}\b", f"{problem.file} {problem.message}")]
+        if not named:
+            return problem
+        return attrs.evolve(problem, remedy=f"the line does not set {named[0]}: write {named[0]}=VALUE in front of it")
+
+    return type(error)(placed(problem) for problem in error.problems)
+
+
+def _refuse_device(command: ServerCommand) -> None:
+    """Raise ``NotEmulated`` where the image or a variable names a device that is not CUDA's."""
+    signs = [command.image] if command.image and _FOREIGN_IMAGE.search(command.image) else []
+    signs += [name for name in command.variables if _FOREIGN_VARIABLE.fullmatch(name)]
+    if signs:
+        raise unfollowed(str(signs[0]), "it is for a device that is not emulated", "only NVIDIA GPUs are")
+
+
+def _refuse_variables(engine: Engine, variables: Mapping[str, str]) -> None:
+    """Raise ``FlagError`` for all variables that can change graphs and are not emulated, or have gone."""
+    gone = list(_gone(engine, variables))
+    if gone:
+        raise FlagError(gone)
+    for name, harmless in engine.unemulated_variables.items():
+        # Some values are the default, and change nothing.
+        if variables.get(name) is not None and variables[name].lower() not in harmless:
+            reason = f"{engine.name} reads it, and its effect on graphs is not emulated"
+            raise unfollowed(name, reason, "leave it out to see the graphs without it")
+
+
+def _gone(engine: Engine, variables: Mapping[str, str]) -> Iterator[Problem]:
+    for name, old in engine.history.variables.items():
+        if name in variables:
+            message = f"{engine.name} {engine.version} does not read it; {old.until} was the last release that did"
+            yield Problem(path=(name,), message=message, remedy=old.remedy([variables[name]]))
+
+
+def _age(engine: Engine, image: str | None) -> Iterator[str]:
+    """Yield the changed defaults of an image of an older release, and that a newer one is not followed."""
+    release, ours = engine.history.release_of_image(image), release_of(engine.version)
+    if release is None:
+        return
+    theirs = release_of(release)
+    subject = f"the image {image} runs {engine.name} {release}, and {engine.version} is what is emulated"
+    # Of a release after the emulated one nothing is known; of one before, what changed since.
+    if theirs > ours:
+        yield f"{subject}; what differs is not known"
+    elif theirs < ours[: len(theirs)]:
+        emulated = next((each for each in engine.older if release_of(each.version)[: len(theirs)] == theirs), None)
+        follow = f"; {engine.name}=={emulated.version} follows it" if emulated else ""
+        yield engine.history.age(release, subject) + follow
+
+
+def _signs(engine: Engine, variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the variables of older releases say about the age of a line."""
+    for name, last in engine.history.signs.items():
+        if name in variables:
+            yield engine.history.age(last, f"{name} is for {engine.name} {last} or older")
+
+
+@attrs.frozen(kw_only=True)
+class LaunchLine:
+    """The command, or no command and the reasons, with what differs from today's flags."""
+
+    words: tuple[str, ...] | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str | None:
+        """The words as a shell takes them."""
+        return None if self.words is None else shlex.join(self.words)
+
+
+def launch_line(engine: Engine, plan: Plan, words: Sequence[str], plan_file: str) -> LaunchLine:
+    """Return the ``launch`` command for an engine's own words, without the flags that contradict the plan.
+
+    :param words: variables of the engine, then the words behind its program, as ``Emulation.command`` has them.
+    """
+    if engine.launch is None:
+        export = ("capture-planner", "export", plan_file, "--to", engine.name)
+        return LaunchLine(words=export, notes=(f"{engine.name} has no plugin that runs a plan: export its flags",))
+    variables, own = split_variables(words)
+    try:
+        flags, notes = fitting_flags(engine, plan, own)
+    except FlagError as left:
+        return LaunchLine(words=None, notes=tuple(f"launch refuses the plan: {each}" for each in left.problems))
+    program = engine.programs[0].split()
+    given = (f"{name}={value}" for name, value in variables.items())
+    line = ("capture-planner", "launch", plan_file, "--", *given, *program, *flags)
+    return LaunchLine(words=line, notes=tuple(notes))
+
+
+def fitting_flags(engine: Engine, plan: Plan, flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return an engine's own flags without those that contradict the plan, and what was left out, in sentences.
+
+    :param engine: one that runs plans.
+    :raises FlagError: other flags contradict it.
+    """
+    assert engine.launch is not None
+    try:
+        engine.launch(plan, flags)
+    except FlagError as error:
+        # Flags that only set sizes give way to the plan; a contradiction that is left is an error.
+        kept, notes = _without(flags, error.problems)
+        engine.launch(plan, kept)
+        return kept, notes
+    return list(flags), []
+
+
+def _without(flags: Sequence[str], problems: Sequence[Problem]) -> tuple[list[str], list[str]]:
+    """Return the flags without those of the problems, each with its values, and what was left out."""
+    contrary = {str(problem.path[0]): problem.message for problem in problems if len(problem.path) == 1}
+    kept: list[str] = []
+    notes: list[str] = []
+    inside = False
+    for word in flags:
+        if word.startswith("-"):
+            name = word.partition("=")[0].replace("_", "-")
+            inside = name in contrary
+            if inside:
+                notes.append(f"{name} is not in the launch line: {contrary[name]}")
+        if not inside:
+            kept.append(word)
+    return kept, notes

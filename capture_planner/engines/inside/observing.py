@@ -1,0 +1,84 @@
+"""What the observers inside engines share: settings from the environment, names of files, and times of the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+from capture_planner.records.observation import Observation
+
+K = TypeVar("K")
+
+SECONDS = "CAPTURE_PLANNER_OBSERVE_SECONDS"
+"""Names the variable for the seconds between two writes of an observation."""
+
+EVERY = 30.0
+"""Default seconds between two writes of an observation."""
+
+
+def seconds_of(variable: str, default: float, what: str, warn: Callable[[str], object]) -> float:
+    """Return the seconds that a variable of the environment says; the default where it is no number, with a warning.
+
+    :param what: what the default is for, in front of it.
+    """
+    try:
+        return float(os.environ.get(variable) or default)
+    except ValueError:
+        warn(f"{variable} is no number: {os.environ[variable]!r}; {what} {default:g} s")
+        return default
+
+
+def file_name(base: Observation, number: int = 1) -> str:
+    """Return the name of a worker's file, without its ending: ``measuring.workers`` reads worker and process from it.
+
+    :param number: model runners of this process that were observed, this one included.
+    """
+    # The first replica has the name that an engine without replicas has.
+    replica = f"replica{base.replica}." if base.replica else ""
+    return f"{base.engine}.{replica}rank{base.rank}.{os.getpid()}{'' if number == 1 else f'.{number}'}"
+
+
+def timestamp() -> str:
+    """Return the time now, in UTC and to the second, as observations have it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class PassClock(Generic[K]):
+    """Times of sampled passes by events of the device, read without waiting."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        """:param event: makes an event with ``record``, ``query`` and ``elapsed_time``, as ``torch.cuda.Event`` has."""
+        self._event = event
+        self._open: tuple[K, Any] | None = None
+        self._pending: list[tuple[K, Any, Any]] = []
+
+    def start(self, key: K) -> None:
+        """Begin the time of a pass, and end that of the pass before it."""
+        self.stop()
+        event = self._event()
+        event.record()
+        self._open = key, event
+
+    def stop(self) -> None:
+        """End the time of the open pass, if there is one."""
+        if self._open is not None:
+            (key, start), self._open = self._open, None
+            end = self._event()
+            end.record()
+            self._pending.append((key, start, end))
+
+    def drop(self) -> None:
+        """Forget the open pass."""
+        self._open = None
+
+    def passed(self) -> Iterator[tuple[K, float]]:
+        """Yield key and milliseconds of each time that the device is done with."""
+        pending, self._pending = self._pending, []
+        for key, start, end in pending:
+            # Waiting for an event would stop the host, which the device needs for the next step.
+            if end.query():
+                yield key, start.elapsed_time(end)
+            else:
+                self._pending.append((key, start, end))

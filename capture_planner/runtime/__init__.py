@@ -1,1 +1,0 @@
-"""Executing a plan: the only part of the core that uses torch."""

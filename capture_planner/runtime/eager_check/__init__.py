@@ -1,1 +1,0 @@
-"""Graphs and eager forwards side by side."""

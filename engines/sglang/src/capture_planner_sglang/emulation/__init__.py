@@ -1,0 +1,1 @@
+"""What SGLang captures and dispatches, from its command line; needs no SGLang."""

@@ -1,0 +1,128 @@
+"""What SGLang 0.5.23 writes about its batches: decode and prefill lines.
+
+They are from ``srt/managers/scheduler_components/metrics_reporter.py``. Its metrics have no batch shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import attrs
+
+from capture_planner.errors import InvalidValue, Problem
+from capture_planner.measuring.traffic.formats import (
+    DECODE,
+    PROMPTS,
+    Key,
+    LineCounts,
+    LineFormat,
+    LogFormats,
+    MetricFormat,
+    Samples,
+    Shape,
+    decodes,
+    prompts,
+)
+from capture_planner.measuring.traffic.source import SourceOptions
+from capture_planner.modes import Role
+from capture_planner.records.traffic import TrafficCount
+
+_SPECULATIVE = "speculative"
+
+_CLOCK = re.compile(rb"\[\d{4}-(\d\d-\d\d \d\d:\d\d:\d\d)[^\]\n]*\] \S*(?:Decode|Prefill) batch")
+_DECODE = re.compile(
+    rb"Decode batch(?: \[\d+\])?, #running-req: (\d+), ([^\n]*?)"
+    rb"(?:cuda|cpu|npu|musa) graph: \w+, gen throughput \(token/s\): [\d.]+"
+)
+_PREFILL = re.compile(
+    rb"Prefill batch(?: \[\d+\])?, #new-seq: (\d+), #new-token: (\d+), ([^\n]*?)"
+    rb"(?:cuda|cpu|npu|musa) graph: \w+, input throughput \(token/s\): [\d.]+"
+)
+_REPLAY = re.compile(rb"#replay-token: (\d+), ")
+
+
+def _find_decodes(block: bytes) -> list[Key]:
+    return [(reqs, b"accept len: " in rest) for reqs, rest in _DECODE.findall(block) if b" batch" not in rest]
+
+
+def _find_prefills(block: bytes) -> list[Key]:
+    return [
+        (seqs, int(tokens) + (int(again[1]) if (again := _REPLAY.search(rest)) else 0))
+        for seqs, tokens, rest in _PREFILL.findall(block)
+        if b" batch" not in rest
+    ]
+
+
+def _decode_shape(key: Key) -> Shape:
+    reqs, speculative = int(key[0]), key[1]
+    return _SPECULATIVE if speculative else DECODE, reqs, 0 if speculative else reqs
+
+
+def _prefill_shape(key: Key) -> Shape:
+    return PROMPTS, int(key[0]), key[1]
+
+
+def _count_decodes(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+    shapes = Counter({shape: count for shape, count in shapes.items() if shape[1]})
+    interval = options.decode_log_interval
+    batches = [
+        *decodes(shapes),
+        *(
+            TrafficCount(role=Role.TARGET, num_reqs=reqs, past_prompt=True, count=count)
+            for (kind, reqs, _), count in shapes.items()
+            if kind == _SPECULATIVE
+        ),
+    ]
+    notes = []
+    if interval > 1:
+        notes.append(
+            f"each of SGLang's {sum(shapes.values())} decode lines counts as {interval} steps, because SGLang logs one "
+            f"decode in {interval}; start it with --decode-log-interval 1 for all"
+        )
+    return LineCounts(
+        batches=[attrs.evolve(batch, count=batch.count * interval) for batch in batches],
+        lines=sum(shapes.values()),
+        notes=tuple(notes),
+    )
+
+
+def _count_prefills(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+    batches = [batch for batch in prompts(shapes) if batch.num_tokens]
+    note = "decodes that SGLang runs within a batch of prompts (--enable-mixed-chunk) are not in its lines"
+    return LineCounts(batches=batches, notes=(note,))
+
+
+_DECODES = LineFormat(
+    name="SGLang decode lines",
+    engine="sglang",
+    detail=1,
+    markers=(b"Decode batch",),
+    example="Decode batch, #running-req: 12, #token: 3456, token usage: 0.05, cuda graph: True, gen throughput "
+    "(token/s): 812.00, #queue-req: 0",
+    find=_find_decodes,
+    shape=_decode_shape,
+    count=_count_decodes,
+    clock=_CLOCK,
+)
+_PREFILLS = LineFormat(
+    name="SGLang prefill lines",
+    engine="sglang",
+    detail=1,
+    markers=(b"Prefill batch",),
+    example="Prefill batch, #new-seq: 2, #new-token: 512, #cached-token: 0, token usage: 0.05, #running-req: 12, "
+    "#queue-req: 0, #pending-token: 0, cuda graph: False, input throughput (token/s): 9000.00",
+    find=_find_prefills,
+    shape=_prefill_shape,
+    count=_count_prefills,
+    clock=_CLOCK,
+)
+
+
+def _count_metrics(samples: Samples) -> LineCounts:
+    has_passes = any(name.startswith("sglang:cuda_graph_passes_total") for name, _ in samples)
+    reason = "SGLang counts passes by mode, which are no batch shapes" if has_passes else "no batch shapes of SGLang"
+    raise InvalidValue([Problem(message=reason, remedy="give SGLang's log")])
+
+
+LOGS = LogFormats(lines=(_DECODES, _PREFILLS), metrics=MetricFormat(prefix="sglang:", count=_count_metrics))

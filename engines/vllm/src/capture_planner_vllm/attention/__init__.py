@@ -1,0 +1,1 @@
+"""vLLM's own attention backends as backends of capture-planner."""

@@ -1,0 +1,1 @@
+"""What one release of vLLM captures and dispatches, from its command line; needs no vLLM."""

@@ -1,0 +1,48 @@
+"""Flags and models that vLLM accepts and that affect its graphs, but are not emulated: always an error."""
+
+from __future__ import annotations
+
+import re
+
+from capture_planner.engines.parsing import unfollowed
+from capture_planner.errors import NotEmulated
+from capture_planner_vllm.emulation.flags import CommandLine
+from capture_planner_vllm.emulation.model import ModelFacts
+from capture_planner_vllm.emulation.refusals import not_emulated
+from capture_planner_vllm.emulation.tables import rules
+
+_FOREIGN = re.compile(r"\b(?:torchair|ascend)\w*")
+"""Settings of vLLM's plugins for other devices."""
+
+
+def check_emulated(line: CommandLine, model: ModelFacts) -> None:
+    """Raise ``NotEmulated`` for a flag or part with a value that ``rules.json`` lacks, or for such a model."""
+    # Each has the values that change nothing, the default first.
+    for name, harmless in rules()["unemulated_flags"].items():
+        if line.get(name, harmless[0]) not in harmless:
+            raise _error(name)
+    if line.get("disable_sliding_window") and not (model.recurrent and model.window is None):
+        raise _error("disable_sliding_window")  # where there is one it bounds the length
+    other = _FOREIGN.search(str(line.get("additional_config") or ""))
+    if other is not None:
+        says = f"{other[0]} is for a device that is not NVIDIA's, and is not emulated"
+        raise unfollowed("--additional-config", says, "leave it out")
+    if line.get("all2all_backend") == "moonep":
+        raise _error("all2all_backend")
+    for name, parts in rules()["unemulated_parts"].items():
+        value = line.get(name)
+        for part, harmless in parts.items():
+            if isinstance(value, dict) and value.get(part) not in harmless:
+                raise _error(name, part)
+    if line.get("hf_overrides") not in (None, "{}") and model.known:
+        raise _error("hf_overrides", remedy="write the values into the model's config.json")
+    if line.get("runner") == "generate" and line.get("convert", "auto") not in ("auto", "none"):
+        raise _error("convert")
+    if model.odd is not None:
+        place = "the class that vllm/model_executor/models/registry.py names"
+        raise not_emulated("--model", f"{model.name} has {model.odd}", "name another model", place=place)
+
+
+def _error(name: str, *inside: str, remedy: str = "leave it out") -> NotEmulated:
+    place = rules()["places"].get((name, *inside)[-1], "vllm/config/vllm.py")
+    return not_emulated(f"--{name.replace('_', '-')}", "", remedy, *inside, place=place)

@@ -1,0 +1,280 @@
+"""Observes a running vLLM in its own process: what it captures, dispatches, takes and accepts.
+
+``attach`` is called once ``vllm.v1.worker.gpu.cudagraph_utils`` has been executed, and does something only where
+``CAPTURE_PLANNER_OBSERVE`` names a folder. It wraps the graph managers at once; when the first of them is made, the
+model runner and the drafter have been imported, and their functions are wrapped, too. Each function is checked
+before: one that is missing, or has other parameters, turns one part of the observation off, with a log line and a
+note in the file. vLLM's answers and metrics stay as they are, and no error of ours reaches it.
+
+Follows vLLM 0.33, model runner V2.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from capture_planner.engines.inside.observing import EVERY, SECONDS, file_name, seconds_of
+from capture_planner.engines.inside.seam import wrap
+from capture_planner.engines.launch import OBSERVE, PROFILE
+from capture_planner.modes import Role
+from capture_planner.records._base import digest, replace
+from capture_planner.records.observation import EagerCost, Observation
+from capture_planner.records.plan import Decision, Plan
+from capture_planner_vllm.inside import device, facts, profile
+from capture_planner_vllm.inside import observe_seams as seams
+from capture_planner_vllm.inside.captures import Captures
+from capture_planner_vllm.inside.log import LOG, report
+from capture_planner_vllm.inside.observe_seams import ObservedFields, Seam
+from capture_planner_vllm.inside.observe_steps import StepHooks
+from capture_planner_vllm.inside.pace import steps_ahead
+from capture_planner_vllm.inside.steps import Track
+from capture_planner_vllm.inside.trials import Trials
+from capture_planner_vllm.inside.watch import StepRecorder, StepWatch
+
+PROFILE_SECONDS = "CAPTURE_PLANNER_PROFILE_SECONDS"
+
+TRIALS = 10.0
+"""Default of the most seconds for throw-away captures."""
+
+
+def attach(
+    module: ModuleType, plan: Plan | None = None, decisions: Mapping[Role, tuple[Decision, ...]] | None = None
+) -> None:
+    """Observe the graph managers of a module where ``CAPTURE_PLANNER_OBSERVE`` names a folder; again, do nothing.
+
+    :param module: ``vllm.v1.worker.gpu.cudagraph_utils``, executed.
+    :param plan: the plan of this process.
+    :param decisions: gets a key for each role to which the plan is applied, as its manager is made.
+    :raises RunError: with ``CAPTURE_PLANNER_STRICT=1``, where a function of vLLM is not as expected.
+    """
+    folder = os.environ.get(OBSERVE)
+    if not folder and os.environ.get(PROFILE) == "1":
+        _warn(f"nothing is profiled: {PROFILE} needs a folder, give one with {OBSERVE}")
+    if not folder:
+        return
+    seconds = seconds_of(SECONDS, EVERY, "observations are written every", _warn)
+    Observer(Path(folder), seconds, plan, {} if decisions is None else decisions).watch_managers(module)
+
+
+def _warn(line: str) -> None:
+    report(logging.WARNING, [line])
+
+
+class Observer(StepHooks):
+    """Observes the model runner of one process."""
+
+    def __init__(
+        self, folder: Path, seconds: float, plan: Plan | None, decisions: Mapping[Role, tuple[Decision, ...]]
+    ) -> None:
+        self._folder, self._seconds, self._plan, self._decisions = folder, seconds, plan, decisions
+        self._profile = os.environ.get(PROFILE) == "1"
+        self._profile_seconds = seconds_of(PROFILE_SECONDS, TRIALS, "graphs are tried for", _warn)
+        self._base: Observation | None = None
+        self._captures: Captures | None = None
+        self._recorder: StepRecorder | None = None
+        self._attached = False
+        self._asks = self._reads_drafts = True
+        self._tracks: tuple[Track, ...] = ()
+        self._notes: list[str] = []
+
+    def watch_managers(self, module: ModuleType) -> None:
+        """Wrap the managers, and wait for the first to be made."""
+        if self._fits(seams.DESCRIPTOR, module) and self._wrap(seams.INIT, self._init, module):
+            self._wrap(seams.CAPTURE, self._capture, module)
+            self._asks = self._fits(seams.DISPATCH, module)
+
+    def _watch_runner(self) -> None:
+        """Wrap what has been imported by the time that a manager is made."""
+        if self._attached:
+            return
+        self._attached = True
+        if not self._wrap(seams.CAPTURE_MODEL, self._capture_model):
+            return
+        if not self._wrap(seams.DUMMY, self._dummy_run):  # without it, dummy runs would count as steps
+            return
+        self._wrap(seams.EXECUTE, self._execute_model)
+        # Other modules imported the function by name, so their copies are replaced as well.
+        original = getattr(sys.modules.get(seams.RANKS), seams.STEP.name, None)
+        if self._wrap(seams.STEP, self._dispatch_step):
+            seams.replace_copies(original, getattr(sys.modules[seams.RANKS], seams.STEP.name))
+        self._wrap(seams.RANK_GROUP, self._rank_group)
+        self._wrap(seams.FORWARD, self._forward_start)
+        self._wrap(seams.SAMPLE, self._sample_tokens)
+        self._reads_drafts = self._fits(seams.SCHEDULED) and self._fits(seams.SAMPLED)
+        self._reads_joins = self._fits(seams.JOINED)
+        self._wrap(seams.OUTPUT, self._get_output)
+        self._wrap(seams.SHUTDOWN, self._shutdown)
+        if seams.DRAFTERS in sys.modules:
+            self._wrap(seams.SPECIALIZE, self._specialize)
+
+    def _wrap(
+        self, seam: Seam, make: Callable[[Callable[..., Any]], Callable[..., Any]], module: ModuleType | None = None
+    ) -> bool:
+        """Wrap one function; return whether it is wrapped, now or before."""
+        fits = self._fits(seam, module)
+        if fits:
+            wrap(*seam.owner(module), make)
+        return fits
+
+    def _fits(self, known: Seam | ObservedFields, module: ModuleType | None = None) -> bool:
+        """Return whether a part of vLLM is as it is known; note where not."""
+        try:
+            known.check(module)
+        except LookupError as error:
+            self._note(f"not observed: {known.part}, as {error}")
+            return False
+        return True
+
+    def _note(self, text: str) -> None:
+        """Keep a note for the file and log it, once; an error in strict mode."""
+        if text not in self._notes:
+            self._notes.append(text)
+            _warn(text)
+
+    def _failed(self, doing: str, error: Exception) -> None:
+        """Stop observing after an error of ours, and say so in the log and in the file; vLLM goes on."""
+        self._active = None
+        LOG.error("%s", self._end(doing, error))
+        try:
+            if self._recorder is not None and self._base is not None:
+                self._recorder.begin(replace(self._base, notes=tuple(self._notes)))
+        except Exception as second:
+            LOG.error("the file of the observation does not say so: %s", second)
+
+    def _end(self, doing: str, error: Exception) -> str:
+        reason = " ".join(str(error).split())
+        self._notes.append(f"an error while {doing} ended the observation: {type(error).__name__}: {reason}")
+        return self._notes[-1]
+
+    # Capture.
+
+    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(manager: Any, *args: Any, **kwargs: Any) -> None:
+            self._watch_runner()
+            original(manager, *args, **kwargs)
+
+        return init
+
+    def _capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture(manager: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+            captures = self._captures
+            if captures is None:  # memory profiling, whose graphs are thrown away
+                return original(manager, create_forward_fn, *args, **kwargs)
+            log = captures.begin(manager, create_forward_fn)
+            result = original(manager, log.create_forward, *args, **kwargs)
+            try:
+                log.end()
+                if self._profile:
+                    captures.replay(manager, log)
+                    captures.try_others(manager, log, original)
+            except Exception as error:
+                self._failed("profiling graphs", error)
+            return result
+
+        return capture
+
+    def _capture_model(self, original: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(original)
+        def capture_model(runner: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
+            # vLLM estimates the memory of graphs, and drops those that it makes for it.
+            if profile_only:
+                return original(runner, *args, profile_only=True, **kwargs)
+            # A capture runs dummy steps, which no request asked for, so they are not watched.
+            self._active = None
+            trials = Trials(runner, self._profile_seconds, self._note) if self._profile else None
+            captures = self._captures = Captures(trials)
+            start = time.perf_counter()
+            try:
+                size = original(runner, *args, **kwargs)
+            finally:
+                self._captures = None
+            self._begin(runner, captures, (time.perf_counter() - start, size))
+            return size
+
+        return capture_model
+
+    def _begin(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> None:
+        """Write the first observation, and count from now on.
+
+        :param capture: seconds and bytes of the whole capture.
+        """
+        try:
+            self._record(runner, self._described(runner, captures, capture))
+        except Exception as error:
+            report(logging.ERROR, [self._end("describing what was captured", error)], error)
+
+    def _record(self, runner: Any, base: Observation) -> None:
+        """Write a file for a model runner, and count into it."""
+        self._base = base
+        self._finish()
+        self._runners += 1
+        name = file_name(base, self._runners)
+        drafts, bonus = runner.num_speculative_steps if self._reads_drafts else 0, facts.bonus_tokens(runner)
+        ahead = steps_ahead(runner.vllm_config)
+        watch = functools.partial(StepWatch, self._tracks, event=device.event, bonus=bonus, drafts=drafts, ahead=ahead)
+        recorder = StepRecorder(self._folder, name, self._seconds, watch, self._failed)
+        recorder.begin(base)
+        if self._runners == 1:
+            atexit.register(self._finish)  # before the recorder's own, which was registered earlier
+        self._recorder, self._active = recorder, recorder.watch
+        LOG.info("observing: %s", recorder.path)
+
+    def _described(self, runner: Any, captures: Captures | None, capture: tuple[float, int] | None) -> Observation:
+        self._tracks = facts.tracks(runner, captures, self._note)
+        eager: Mapping[Role, tuple[EagerCost, ...]] = {}
+        if self._profile:
+            try:
+                eager = profile.eager_costs(runner, self._tracks, self._watching)
+            except Exception as error:
+                # An observation without eager costs is still worth its file.
+                profile.restore(runner)
+                LOG.error("%s", self._end("profiling eager steps", error))
+        base = facts.observation(runner, self._tracks, self._note)
+        if self._asks:
+            base = facts.with_answers(base, self._tracks)
+        return replace(
+            facts.with_capture(base, capture, 0 if captures is None else captures.replaying),
+            plan=digest(self._plan) if self._plan is not None and self._decisions else None,
+            decisions=tuple(each for found in self._decisions.values() for each in found),
+            roles=tuple(replace(role, eager=eager.get(role.role, ())) for role in base.roles),
+            notes=tuple(self._notes),
+        )
+
+    def _begin_eager(self, runner: Any, kwargs: Mapping[str, Any]) -> None:
+        """Begin at the first real step where vLLM captures nothing."""
+        if not kwargs.get("dummy_run") and runner.vllm_config.model_config.enforce_eager:
+            self._begin(runner, None, None)
+            self._runners = self._runners or 1
+
+    @contextmanager
+    def _watching(self, watch: StepWatch) -> Iterator[None]:
+        """Let ``watch`` follow the steps for a while."""
+        self._active = watch
+        try:
+            yield
+        finally:
+            self._active = None
+
+    def _finish(self) -> None:
+        """Write the last observation."""
+        # No step logs from here on, so what is read below is all there is.
+        watch, self._active = self._active, None
+        try:
+            if watch is not None:
+                watch.read()
+            if self._recorder is not None:
+                self._recorder.close()
+        except Exception as error:
+            self._failed("ending the observation", error)

@@ -1,0 +1,1 @@
+"""Commands that execute, measure and test on this machine."""

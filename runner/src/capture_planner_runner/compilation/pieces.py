@@ -1,0 +1,262 @@
+"""A traced forward in pieces, between calls of attention and sums over ranks: each kind of piece is compiled once.
+
+Layers differ only by their weights, which pieces are given, so a model of any depth has three kinds or so, and five
+where ranks share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from capture_planner.plugins.backend import Scoring
+from capture_planner.records.text import counted
+from capture_planner_runner.compilation.trace import ATTEND, RECUR, Trace
+from capture_planner_runner.models.protocols import Attend
+from capture_planner_runner.models.spread import ALL_REDUCE
+from capture_planner_runner.ranks.collectives import WHOLE, Collectives
+
+Function = Callable[..., Sequence[Any]]
+Compiler = Callable[[fx.GraphModule, list[Any]], Function]
+"""Makes a function of a graph, for example inputs: fake tensors, of which T is a symbol."""
+
+_Values = list[Any]
+
+_CUTS = frozenset({ATTEND, RECUR, ALL_REDUCE})
+"""Operators between pieces. They are called as the model does, in its order, and graphs hold what they then call."""
+
+
+@attrs.frozen(eq=False)
+class _Piece:
+    """A step of a forward: a compiled function of values before, by their index."""
+
+    function: Function
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+    def run(self, values: _Values, attend: Attend) -> None:
+        for index, value in zip(self.writes, self.function(*[values[index] for index in self.reads]), strict=True):
+            values[index] = value
+
+
+@attrs.frozen(eq=False)
+class _Attention:
+    """A step of a forward: one layer attends."""
+
+    layer: int
+    scale: float
+    softcap: float | None
+    reads: tuple[int, ...]
+    """Queries, keys and values, and sinks where there are any."""
+    write: int
+
+    def run(self, values: _Values, attend: Attend) -> None:
+        query, keys, others, *sinks = (values[index] for index in self.reads)
+        scoring = Scoring(scale=self.scale, softcap=self.softcap, sinks=sinks[0] if sinks else None)
+        # Kernels may have laid them out in another way than the operators that were traced.
+        values[self.write] = attend(self.layer, query.contiguous(), keys.contiguous(), others.contiguous(), scoring)
+
+
+@attrs.frozen(eq=False)
+class _Recurrence:
+    """A step of a forward: one recurrent layer."""
+
+    layer: int
+    reads: tuple[int, int]
+    write: int
+
+    def run(self, values: _Values, attend: Attend) -> None:
+        inputs, decays = (values[index] for index in self.reads)
+        values[self.write] = attend.recur(self.layer, inputs, decays)
+
+
+@attrs.frozen(eq=False)
+class _Sum:
+    """A step of a forward: ranks add their parts."""
+
+    among: Collectives
+    reads: tuple[int]
+    write: int
+    is_own: bool
+    """Whether nothing else reads the memory of the part, which the sum may then overwrite."""
+
+    def run(self, values: _Values, attend: Attend) -> None:
+        part = values[self.reads[0]].contiguous()
+        values[self.write] = self.among.all_reduce(part if self.is_own else part.clone())
+
+
+_Step = _Piece | _Attention | _Recurrence | _Sum
+
+
+@attrs.frozen(eq=False)
+class CompiledForward:
+    """A forward that ``compiled`` made of a trace; for any number of rows."""
+
+    kinds: int
+    """Number of compiled functions."""
+    pieces: int
+    """Pieces that run in one forward."""
+    sums: int
+    """Sums over ranks in one forward."""
+    _inputs: tuple[str, ...]
+    _rows: tuple[str, int]
+    _weights: tuple[tuple[Mapping[str, torch.Tensor | None], str], ...]
+    _steps: tuple[tuple[_Step, tuple[int, ...]], ...]
+    """Each with the values that nothing reads after it."""
+    _size: int
+    _outputs: tuple[int, ...]
+    _reads_real: bool
+
+    @property
+    def outline(self) -> str:
+        """What ranks that share a model have in common of it."""
+        return f"{counted(self.pieces, 'piece')} of {counted(self.kinds, 'kind')}, {counted(self.sums, 'sum')}"
+
+    def __call__(self, attend: Attend, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Run it on tensors of the kinds that were traced."""
+        name, dimension = self._rows
+        values: _Values = [inputs[name].shape[dimension]]
+        values += [inputs.get(name) for name in self._inputs]
+        if self._reads_real:
+            values[len(self._inputs)] = attend.real
+        # Read anew: where a weight is replaced, eager steps use the new one, as they do without a compiler.
+        values += [slots[name] for slots, name in self._weights]
+        values += [None] * (self._size - len(values))
+        with torch.no_grad():
+            for step, last in self._steps:
+                step.run(values, attend)
+                for index in last:
+                    values[index] = None
+        return [values[index] for index in self._outputs]
+
+
+def compiled(trace: Trace, compiler: Compiler, among: Collectives = WHOLE) -> CompiledForward:
+    """Cut a trace at attention and at sums ``among`` ranks, and compile each kind of piece."""
+    nodes = [node for node in trace.module.graph.nodes if node.op != "output"]
+    (output,) = (node for node in trace.module.graph.nodes if node.op == "output")
+    results: list[fx.Node] = list(output.args[0])
+    given = [node for node in nodes if node.op == "placeholder"]
+    places = {node: index for index, node in enumerate(given)}
+    functions: dict[object, Function] = {}
+    steps: list[_Step] = []
+    for part in _parts([node for node in nodes if node.op != "placeholder"]):
+        if part[0].target in _CUTS:
+            (node,) = part
+            places[node] = len(places)
+            reads = tuple(places[tensor] for tensor in node.args if isinstance(tensor, fx.Node))
+            steps.append(_call(node, reads, places[node], trace, among))
+            continue
+        within = set(part)
+        outs = [node for node in part if node in results or any(user not in within for user in node.users)]
+        if not outs and not any(_is_mutable(node) for node in part):
+            continue
+        sources, graph, key = _piece(part, outs)
+        if key not in functions:
+            module = fx.GraphModule(trace.module, graph)
+            functions[key] = compiler(module, [node.meta["val"] for node in sources])
+        for node in outs:
+            places[node] = len(places)
+        steps.append(_Piece(functions[key], tuple(places[n] for n in sources), tuple(places[n] for n in outs)))
+    real = given[len(trace.inputs)]
+    return CompiledForward(
+        kinds=len(functions),
+        pieces=sum(isinstance(step, _Piece) for step in steps),
+        sums=sum(isinstance(step, _Sum) for step in steps),
+        inputs=trace.inputs,
+        rows=trace.rows,
+        weights=trace.weights,
+        steps=tuple(zip(steps, _lasts(steps, {places[node] for node in results}), strict=True)),
+        size=len(places),
+        outputs=tuple(places[node] for node in results),
+        reads_real=bool(real.users),
+    )
+
+
+def _call(
+    node: fx.Node, reads: tuple[int, ...], write: int, trace: Trace, among: Collectives
+) -> _Attention | _Recurrence | _Sum:
+    """Return the step of an operator between pieces."""
+    last: Any = node.args[-1]
+    if node.target is ALL_REDUCE:
+        return _Sum(among, (reads[0],), write, _is_own(last))
+    if node.target is RECUR:
+        return _Recurrence(last, (reads[0], reads[1]), write)
+    layer, scale, softcap = trace.calls.attended[last]
+    return _Attention(layer, scale, softcap, reads, write)
+
+
+def _is_own(part: fx.Node) -> bool:
+    """Say whether a value that a sum reads is in memory of its own, which no other operator reads."""
+    while _is_view(part) and len(part.users) == 1:
+        part = part.all_input_nodes[0]
+    is_made = isinstance(part.target, torch._ops.OpOverload) and part.target not in _CUTS
+    return is_made and not _is_view(part) and len(part.users) == 1
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Say whether an operator returns memory that it was given."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    has_alias = any(argument.alias_info is not None for argument in target._schema.arguments)
+    return has_alias or target is torch.ops.aten._unsafe_view.default
+
+
+def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Cut operators into pieces; each attention and each sum is a piece of its own."""
+    parts: list[list[fx.Node]] = []
+    for node in nodes:
+        if node.target in _CUTS or not parts or parts[-1][0].target in _CUTS:
+            parts.append([])
+        parts[-1].append(node)
+    return parts
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _piece(part: Sequence[fx.Node], outs: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Graph, object]:
+    """Return what a piece reads, its graph, and what is the same for pieces of one kind."""
+    reads: list[fx.Node] = []
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in part:
+        for before in node.all_input_nodes:
+            if before not in copies:
+                reads.append(before)
+                copies[before] = graph.placeholder(f"input_{len(reads)}")
+        copies[node] = node  # its place is taken; it is copied when all placeholders are there
+    for node in reads:
+        copies[node].meta = dict(node.meta)
+    numbers = {node: index for index, node in enumerate((*reads, *part))}
+    for node in part:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = [copies[node] for node in outs]
+    graph.output(results).meta["val"] = [node.meta["val"] for node in outs]
+    lines = [
+        (node.op, str(node.target), repr(fx.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}")))
+        for node in part
+    ]
+    kinds = [_kind(node.meta["val"]) for node in reads]
+    return reads, graph, (repr(lines), repr(kinds), tuple(numbers[node] for node in outs))
+
+
+def _kind(value: Any) -> object:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device)
+
+
+def _lasts(steps: Sequence[_Step], kept: set[int]) -> list[tuple[int, ...]]:
+    """Return for each step the values that it is the last to read."""
+    lasts: list[tuple[int, ...]] = []
+    for step in reversed(steps):
+        writes = step.writes if isinstance(step, _Piece) else (step.write,)
+        lasts.append(tuple({*step.reads, *writes} - kept))
+        kept = kept | {*step.reads}
+    return lasts[::-1]

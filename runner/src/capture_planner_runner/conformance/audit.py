@@ -1,0 +1,173 @@
+"""Contract audits: the runner treats one declared field wrongly, to see whether that matters.
+
+A declaration is a promise that the runner keeps at every step: so many elements, along that axis, with that
+fill. An audit breaks one promise at a time. If real rows change, the declaration is needed, and the smallest
+batch that shows it is reported. If no attack on a backend's own field matters, the field is over-declared: it
+costs a copy at every step.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import attrs
+
+from capture_planner.modes import GraphMode, Role
+from capture_planner.records.batch import Entry
+from capture_planner_runner.conformance.machine import play
+from capture_planner_runner.conformance.scene import Arrive, Case, RunBatch, Scene, Shape, dumps
+from capture_planner_runner.conformance.stage import Subject
+from capture_planner_runner.conformance.tampering import Attack, Tampering, attackable
+from capture_planner_runner.execution.role import RoleRun
+
+
+class Verdict(enum.Enum):
+    """The result of all attacks on one field."""
+
+    NEEDED = "needed"
+    UNREAD = "not read"
+    """No attack matters, and the field is the runner's own."""
+    OVER_DECLARED = "over-declared"
+    """No attack matters, and the backend declared it."""
+
+
+@attrs.frozen(kw_only=True)
+class AuditResult:
+    """One attack on one field."""
+
+    role: Role
+    group: str = ""
+    field: str
+    axis: str = ""
+    declared_by: str = ""
+    """The backend's name, or ``runner``."""
+    attack: Attack
+    matters: bool = False
+    message: str = ""
+    """What changed."""
+    batch: str = ""
+    entry: Entry | None = None
+    case: str = ""
+    """The smallest case that shows it."""
+
+
+def verdicts(audited: Sequence[AuditResult]) -> dict[tuple[Role, str], Verdict]:
+    """Return the verdict on each field, by role and field."""
+    found: dict[tuple[Role, str], Verdict] = {}
+    for each in audited:
+        key = (each.role, each.field)
+        if each.matters:
+            found[key] = Verdict.NEEDED
+        else:
+            unread = Verdict.UNREAD if each.declared_by == "runner" else Verdict.OVER_DECLARED
+            found.setdefault(key, unread)
+    return found
+
+
+def audit(
+    subject: Subject,
+    shapes: Sequence[Shape],
+    *,
+    seed: int = 0,
+    fields: Collection[str] = (),
+    progress: Callable[[str, int], None] = lambda field, total: None,
+) -> tuple[AuditResult, ...]:
+    """Attack every field of every role of a backend that passes without attacks, or only ``fields``.
+
+    ``progress`` is called before each attack with its name and the number of all.
+    """
+    cases = list(_cases(shapes[0], seed))
+    with subject.stage(subject, cases[0].scene) as stage:
+        records = [
+            AuditResult(
+                role=role.role,
+                group=key.partition(".")[0] if "." in key else "",
+                field=key,
+                axis=buffer.field.axis.value,
+                declared_by=_declarer(role, key, subject.backend),
+                attack=attack,
+            )
+            for role in stage.runner.roles.values()
+            for key, buffer in attackable(role).items()
+            if not fields or buffer.field.name in fields
+            for attack in Attack
+        ]
+    results = []
+    for record in records:
+        progress(f"{record.role.value} {record.field}: {record.attack.value}", len(records))
+        results.append(_tried(subject, cases, record))
+    return tuple(results)
+
+
+def attack_case(subject: Subject, case: Case, role: Role, field: str, attack: Attack) -> AuditResult | None:
+    """Run one case with one attack; return its result if it matters, else None.
+
+    Raises ``RunError`` if the role has no such field.
+    """
+    return _attacked(subject, case, AuditResult(role=role, field=field, attack=attack))
+
+
+def _attacked(subject: Subject, case: Case, record: AuditResult) -> AuditResult | None:
+    tampering = Tampering(record.role, record.field, record.attack)
+    # Draft outputs stay in range: on a device, one invalid token id ends the process.
+    failure = play(subject, case, spared=(record.field, "outputs"), tampering=tampering).failure
+    if tampering.error is not None:
+        raise tampering.error
+    if failure is None:
+        return None
+    return attrs.evolve(
+        record,
+        axis=record.axis or failure.axis,
+        matters=True,
+        message=f"{failure.check.value}: {failure.message}",
+        batch=failure.batch,
+        entry=failure.entry,
+        case=dumps(case),
+    )
+
+
+def _tried(subject: Subject, cases: Sequence[Case], record: AuditResult) -> AuditResult:
+    """Run all cases at once and, if that matters, one after the other, the smallest first."""
+    for scene, of_scene in itertools.groupby(cases, key=lambda case: case.scene):
+        alone = list(of_scene)
+        steps = (*alone[0].steps[:-_PAIR], *(step for case in alone for step in case.steps[-_PAIR:]))
+        together = Case(scene=scene, steps=steps)
+        if _attacked(subject, together, record) is not None:
+            for case in (*alone, together):
+                if (result := _attacked(subject, case, record)) is not None:
+                    return result
+    return record
+
+
+_PAIR = 2
+"""The last two steps of a case: a large batch, then a small one."""
+
+
+def _cases(shape: Shape, seed: int) -> Iterator[Case]:
+    """Yield cases, the smallest first: a large batch that leaves values behind, then a small one."""
+    for mode in (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL):
+        scene = Scene(
+            shape=shape,
+            mode=mode,
+            num_reqs=4,
+            num_tokens=20,
+            size_tokens=(20,),
+            size_reqs=(4,),
+            drafts=2,
+            fused=False,
+            seed=seed,
+        )
+        before = tuple(Arrive(prompt=2, computed=max(2, shape.longest // 2 - 2 * index)) for index in range(4))
+        large = RunBatch(rows=tuple((index, 3, 0) for index in range(4)))
+        for count in (1, 2, 3):
+            small = RunBatch(rows=tuple((index, 3, 0) for index in range(count)))
+            yield Case(scene=scene, steps=(*before, large, small))
+        uneven = RunBatch(rows=((2, 1, 0), (1, 2, 0)))
+        yield Case(scene=scene, steps=(*before, large, uneven))
+
+
+def _declarer(role: RoleRun, key: str, backend: str) -> str:
+    names = {field.name for group in role.plan.groups for field in group.padding.fields}
+    return backend if "." in key or key in names else "runner"

@@ -1,0 +1,197 @@
+"""The attention backends of one role: prepared before each forward, called by its layers, released last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from capture_planner.errors import BackendError, CapturePlannerError
+from capture_planner.modes import Role
+from capture_planner.plugins.backend import Executor, LayerCache, Metadata, Scoring
+from capture_planner.records.backend import Lifetime
+from capture_planner.records.batch import Entry
+from capture_planner.records.plan import GroupPlan
+from capture_planner_runner.execution import padding
+from capture_planner_runner.execution.fields import Extents, FieldBuffer, Fields, TensorRef
+from capture_planner_runner.execution.guards import GraphState
+from capture_planner_runner.execution.inputs import Array, ForwardStep, StepInputs
+from capture_planner_runner.execution.updates import Updates
+
+_SCALARS = ("max_query_len", "max_seq_len")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class GroupRun:
+    """One attention group with what executes it."""
+
+    plan: GroupPlan
+    executor: Executor
+    caches: Mapping[int, LayerCache]
+    workspace: torch.Tensor
+    label: str
+    """Backend, distribution and version, for messages."""
+
+
+class _HostFields(Mapping[str, Array]):
+    """A step's metadata on the host, as one group declares it, padded when it is asked for."""
+
+    def __init__(self, buffers: Mapping[str, FieldBuffer], inputs: StepInputs, seen: Extents, num_tokens: int) -> None:
+        self._buffers, self._inputs, self._seen, self._num_tokens = buffers, inputs, seen, num_tokens
+
+    def __getitem__(self, name: str) -> Array:
+        value, buffer = self._inputs.declared[name], self._buffers.get(name)
+        if buffer is None:
+            # Only on the host: no buffer says how far to pad it.
+            return value
+        rows = self._seen.rows(buffer.field)
+        if rows <= len(value):
+            return value[:rows]
+        fill = padding.fill_of(buffer, value, self._num_tokens)
+        return np.concatenate((value, np.full((rows - len(value), *value.shape[1:]), fill, value.dtype)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inputs.declared)
+
+    def __len__(self) -> int:
+        return len(self._inputs.declared)
+
+
+class RoleAttention:
+    """The attention groups of one role.
+
+    :param updates: stores keys and values.
+    :param max_model_len: the longest sequence that a FULL graph is prepared for.
+    """
+
+    def __init__(
+        self, role: Role, groups: Sequence[GroupRun], fields: Fields, updates: Updates, max_model_len: int
+    ) -> None:
+        self.groups = tuple(groups)
+        self.metadata: dict[str, Metadata] = {}
+        """Metadata of the prepared step, by the group's name."""
+        self._role = role
+        self._fields = fields
+        self._updates = updates
+        self._max_model_len = max_model_len
+        self._group_of = {layer: group for group in groups for layer in group.caches}
+        frozen = {g.plan.name: [f.name for f in g.plan.padding.fields if f.lifetime is Lifetime.FROZEN] for g in groups}
+        self._frozen = {group: [name for name in names if name in _SCALARS] for group, names in frozen.items()}
+        """The frozen fields of each group that are scalars of a step's metadata."""
+
+    def persistent(self) -> Iterator[TensorRef]:
+        for group in self.groups:
+            yield f"{self._role.value}.{group.plan.name}.workspace", group, "workspace"
+            for layer, cache in group.caches.items():
+                yield f"{self._role.value}.keys[{layer}]", cache, "keys"
+                yield f"{self._role.value}.values[{layer}]", cache, "values"
+
+    def caches(self) -> Iterator[tuple[int, LayerCache]]:
+        """Yield each layer with its cache, in the model's order."""
+        for layer, group in sorted(self._group_of.items()):
+            yield layer, group.caches[layer]
+
+    def prepare(self, step: ForwardStep) -> None:
+        """Let each backend do its host work for a step whose fields are filled."""
+        self._describe(step)
+        for group in self.groups:
+            try:
+                group.executor.prepare(self.metadata[group.plan.name])
+            except Exception as error:
+                raise self._blamed(group, step.entry, "prepare", error) from error
+
+    def _describe(self, step: ForwardStep) -> None:
+        entry, inputs = step.entry, step.inputs
+        if entry is not None and step.is_full:
+            # A graph bakes these in, so they are the most that it can ever see.
+            seen, query, length = step.extents, entry.tokens_each or entry.num_tokens, self._max_model_len
+        else:
+            # Around attention a PIECEWISE graph is padded; attention itself runs outside, on real rows.
+            seen = step.real
+            query = int(np.diff(inputs.query_start_loc).max(initial=0))
+            length = int(inputs.seq_lens.max(initial=0))
+        for group in self.groups:
+            name = group.plan.name
+            host = _HostFields(self._fields.by_group[name], inputs, seen, step.real.tokens)
+            self.metadata[name] = Metadata(
+                entry=entry,
+                for_capture=step.for_capture,
+                num_reqs=seen.reqs,
+                num_tokens=seen.tokens,
+                max_query_len=query,
+                max_seq_len=length,
+                fields=self._fields.views(name, seen),
+                host=host,
+            )
+
+    def seen_rows(self) -> int:
+        """Return the tokens that attention sees in the step that is prepared."""
+        return next(iter(self.metadata.values())).num_tokens
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scoring: Scoring,
+    ) -> None:
+        """Store keys and values, and attend; rows that attention does not see become zero."""
+        group = self._group_of[layer]
+        metadata = self.metadata[group.plan.name]
+        rows = metadata.num_tokens
+        slots = self._fields["slot_mapping"][:rows]
+        self._updates.store(group.caches[layer], slots, keys[:rows], values[:rows])
+        if rows < out.shape[0]:
+            # The rest of the model reads them, and garbage may be NaN, which some operators spread.
+            out[rows:].zero_()
+        try:
+            group.executor.attend(layer, query[:rows], out[:rows], scoring, metadata)
+        except Exception as error:
+            raise self._blamed(group, metadata.entry, f"attend of layer {layer}", error) from error
+
+    def graph_state(self) -> GraphState:
+        """Return the host's numbers that a graph of the prepared step bakes in."""
+        frozen, layouts = {}, {}
+        for group in self.groups:
+            name = group.plan.name
+            metadata = self.metadata[name]
+            if metadata.is_full:
+                for scalar in self._frozen[name]:
+                    frozen[f"{name}.{scalar}"] = getattr(metadata, scalar)
+                layouts[name] = self._layout(group, metadata)
+        return GraphState(frozen, layouts)
+
+    def _layout(self, group: GroupRun, metadata: Metadata) -> tuple[int, ...] | None:
+        try:
+            layout = group.executor.layout()
+            if layout is not None and type(layout) is not tuple:
+                raise TypeError(f"it returned {layout!r}, not a tuple of integers or None")
+        except Exception as error:
+            raise self._blamed(group, metadata.entry, "layout", error) from error
+        return layout
+
+    def release(self) -> None:
+        """Release all backends, and raise the first error afterwards."""
+        errors = []
+        for group in self.groups:
+            try:
+                group.executor.release()
+            except Exception as error:
+                # The backends after it hold memory too.
+                errors.append(self._blamed(group, None, "release", error))
+        if errors:
+            raise errors[0]
+
+    def _blamed(self, group: GroupRun, entry: Entry | None, call: str, error: Exception) -> Exception:
+        """Return an error that names the backend, the role and the entry; ours are left as they are."""
+        if isinstance(error, (CapturePlannerError, torch.OutOfMemoryError)):
+            # Out of memory is not the backend's fault: a capture drops the graph and goes on.
+            return error
+        step = "" if call == "release" else f", {entry or 'eager step'}"
+        where = f"{self._role.value}, group {group.plan.name}{step}"
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        return BackendError(f"{group.label} broke in {call} ({where}): {message}; tell its authors")

@@ -1,0 +1,299 @@
+"""CUDA graphs: FULL as one capture, PIECEWISE by ending and resuming capture at attention.
+
+Everything runs on one stream that is not the default one, which captures do not take. Tensors that a
+piecewise graph hands to attention are kept by address alone once they are captured, so that their
+memory goes back to the pool for the graphs that follow.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from capture_planner.errors import CaptureError
+from capture_planner.records.fingerprint import Fingerprint
+from capture_planner_runner.graphs.fingerprints import fingerprint_of, load_driver
+from capture_planner_runner.graphs.graph import GraphPool
+from capture_planner_runner.graphs.leftover import Leftover, leftover, own_address
+from capture_planner_runner.graphs.reading import Reading
+
+
+@attrs.frozen
+class _Bytes:
+    """Memory of another owner, as the array interface describes it."""
+
+    pointer: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.pointer, False), "version": 3}
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Collect no garbage for a while: a collection may free CUDA objects, which a capture does not survive."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def borrowed(pointer: int, size: int) -> torch.Tensor:
+    """Return ``uint8[size]`` over memory on the current device, without owning it."""
+    return torch.as_tensor(_Bytes(pointer, size), device="cuda")
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that does not keep it. A view would, by its base."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return tensor
+    there = borrowed(storage.data_ptr(), storage.nbytes()).untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(there, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class CudaPool:
+    """A pool of the caching allocator, private to graphs."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.handle = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._idle: tuple[int, list[torch.Tensor]] | None = None
+        """What no live tensor owns, as it was with so many graphs: to ask the allocator takes long."""
+        self._leftover: set[int] = set()
+        """Addresses of blocks that tensors owned when a capture had ended."""
+
+    def open(self) -> None:
+        """Make it ready for a capture: what is idle is not known after it.
+
+        The allocator gives a pool up with the last graph of it, and with torch 2.11 nothing can be
+        captured into that one again: it goes on in a new one.
+        """
+        self._idle = None
+        if not self._graphs:
+            self.handle = torch.cuda.graph_pool_handle()
+
+    def add(self, graph: CudaGraph) -> None:
+        self._graphs.add(graph)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the segments that the allocator holds for this pool."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def poison(self) -> None:
+        """Overwrite every block that no live tensor owns with ``0xFF``."""
+        if self._idle is None or self._idle[0] != len(self._graphs):
+            self._idle = len(self._graphs), list(self._inactive())
+        for block in self._idle[1]:
+            block.fill_(255)
+
+    def new_leftover(self) -> Leftover:
+        """Return the blocks that live tensors own, without what was counted before."""
+        owned = dict(self._blocks("active_allocated"))
+        new = {address: size for address, size in owned.items() if address not in self._leftover}
+        found = leftover(new, own_address, "cuda")
+        # Asked again: what garbage and frames let go of meanwhile may be another tensor's next time.
+        self._leftover = {address for address, _ in self._blocks("active_allocated")}
+        return found
+
+    def _inactive(self) -> Iterator[torch.Tensor]:
+        return (borrowed(address, size) for address, size in self._blocks("inactive"))
+
+    def _blocks(self, state: str) -> Iterator[tuple[int, int]]:
+        """Yield address and bytes of each block in a state."""
+        for segment in self._segments():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == state:
+                    yield address, block["size"]
+                address += block["size"]
+
+    def _segments(self) -> list[dict[str, Any]]:
+        # Of all pools: asked for one, torch 2.11 gives a reference too many back of the numbers that name
+        # it, which ends the process once they are no small ones, after some hundred pools.
+        found = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [segment for segment in found if tuple(segment["segment_pool_id"]) == tuple(self.handle)]
+
+
+@attrs.define(eq=False)
+class CudaGraph:
+    """One captured forward: CUDA graphs, with what runs between them."""
+
+    parts: list[torch.cuda.CUDAGraph | Callable[[], object]]
+    memory: int = 0
+    """Bytes of segments by which it grew its pool."""
+    alone: int = 0
+    """Peak of its tensors in bytes; a separate pool would round up to segments."""
+    leftover: Leftover = attrs.Factory(Leftover)
+
+    @property
+    def pieces(self) -> int:
+        return sum(isinstance(part, torch.cuda.CUDAGraph) for part in self.parts)
+
+    def dump(self, stem: Path) -> list[Path]:
+        """Write each piece as Graphviz, by ``torch.cuda.CUDAGraph.debug_dump``."""
+        graphs = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+        files = [stem.with_name(f"{stem.name}.{number}.dot") for number in range(len(graphs))]
+        for graph, file in zip(graphs, files, strict=True):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "DEBUG: calling ", UserWarning)  # two notices of each call
+                graph.debug_dump(str(file))
+        return files
+
+    def fingerprint(self) -> Fingerprint:
+        """Return its nodes and kernels. Raises ``CaptureError`` without cuda-bindings, or where the driver refuses."""
+        driver = load_driver()
+        pieces = [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+        return Fingerprint.of_pieces([fingerprint_of(piece.raw_cuda_graph(), driver) for piece in pieces])
+
+    def replay(self) -> None:
+        """Launch each piece, and run what is between them."""
+        for part in self.parts:
+            if isinstance(part, torch.cuda.CUDAGraph):
+                part.replay()
+            else:
+                part()
+
+
+class CudaGraphs:
+    """Captures CUDA graphs on one device and one stream, which become the current ones.
+
+    Without ``accounts`` the device's memory is not read around captures, which takes longer than they do.
+    """
+
+    def __init__(self, device: torch.device, *, accounts: bool = True) -> None:
+        device = torch.empty(0, device=device).device  # with its index, which set_device asks for
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda.set_stream(self._stream)
+        self._open: CudaGraph | None = None
+        self._pool: CudaPool | None = None
+        self._accounts = accounts
+        # Without torch's caching allocator nothing is captured: everything runs eager.
+        self._first = None if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ else self._rehearse(device)
+
+    def _rehearse(self, device: torch.device) -> CudaGraph:
+        """Capture two pieces of nothing, to be kept: what a process does once must not be in the first graph.
+
+        As long as there is a graph, torch keeps the state that its random numbers have in graphs, 1,024 bytes.
+        """
+        element = torch.zeros(1, device=device)
+
+        def forward() -> None:
+            element.zero_()
+            self.split(lambda tensor: None, (element,), ())
+            element.zero_()
+
+        return self.capture(forward, self.pool())
+
+    def reading(self) -> Reading | None:
+        """Wait for the device, give back what no tensor owns, and read its memory."""
+        if not self._accounts:
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return Reading(used=total - free, held=torch.cuda.memory_reserved())
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def pool(self, limit: int | None = None) -> CudaPool:
+        """Make a pool. A limit is checked after each capture: the allocator knows none."""
+        return CudaPool(limit)
+
+    def capture(self, forward: Callable[[], object], pool: GraphPool) -> CudaGraph:
+        assert isinstance(pool, CudaPool), "pools are made here"
+        if self._open is not None:
+            raise CaptureError("a capture began inside another; capture one forward at a time")
+        torch.cuda.synchronize()
+        pool.open()
+        graph = CudaGraph([])
+        self._open, self._pool = graph, pool
+        try:
+            # Until memory is read again: garbage of before would be taken off what the capture made.
+            with nothing_collected():
+                reserved, alive = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                self._capture(forward)
+                torch.cuda.synchronize()
+                graph.memory = torch.cuda.memory_reserved() - reserved
+                graph.alone = torch.cuda.max_memory_allocated() - alive
+                has_leftover = torch.cuda.memory_allocated() > alive
+        except RuntimeError as error:
+            if "capturing" in str(error):
+                raise CaptureError(
+                    f"the forward did what no graph can hold: {' '.join(str(error).split())[:300]}"
+                ) from error
+            raise
+        finally:
+            self._open = self._pool = None
+        # A graph that was refused may have left segments: one that fits into them still fits.
+        if pool.limit is not None and graph.memory and pool.memory > pool.limit:
+            held = pool.memory
+            del graph
+            raise torch.OutOfMemoryError(f"the pool holds {held:,} bytes with this graph, and may hold {pool.limit:,}")
+        if has_leftover:
+            graph.leftover = pool.new_leftover()
+        pool.add(graph)
+        return graph
+
+    def _capture(self, forward: Callable[[], object]) -> None:
+        try:
+            self._begin()
+            forward()
+            self._end()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def split(
+        self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        if self._open is None:
+            raise CaptureError("a split outside of a capture; only a forward that is captured is split")
+        self._end()
+        between(*reads, *writes)
+        self._open.parts.append(partial(between, *map(alias, (*reads, *writes))))
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._open is not None and self._pool is not None, "a capture is under way"
+        # Kept, since a fingerprint is read from it; the executable graph is another.
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        self._open.parts.append(graph)
+
+    def _end(self) -> None:
+        assert self._open is not None, "a capture is under way"
+        last = self._open.parts[-1]
+        assert isinstance(last, torch.cuda.CUDAGraph), "a capture ends with what it began"
+        last.capture_end()
+        last.instantiate()
+
+    def _abandon(self) -> None:
+        """Leave a capture that broke; the graph is of no use any more."""
+        if torch.cuda.is_current_stream_capturing():
+            try:
+                self._end()
+            except RuntimeError:
+                # The capture was invalid already; ending it says so, and that is what it is for.
+                torch.cuda.synchronize()

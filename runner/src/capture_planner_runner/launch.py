@@ -1,0 +1,437 @@
+"""Launch: from a plan and a request to a report, in five stages. Everything that can be refused is, before capture."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+
+from capture_planner.errors import CaptureError, DifferenceError, RunError
+from capture_planner.plugins.profiler import Progress
+from capture_planner.plugins.registry import Registry
+from capture_planner.records.plan import Plan
+from capture_planner_runner import cache_memory, host
+from capture_planner_runner.assembly import buffer_bytes, kv_cache_bytes, kv_dtype_of
+from capture_planner_runner.compilation.forwards import Compilation
+from capture_planner_runner.compiling import compiled_seconds
+from capture_planner_runner.execution.fields import tensor_of
+from capture_planner_runner.execution.role import ForwardObserver
+from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.graphs.dump import dump_graphs
+from capture_planner_runner.graphs.graph import Grapher
+from capture_planner_runner.ledger import CacheMemory, RequestResult, WarmUp
+from capture_planner_runner.models.protocols import Adapters, Drafter, LayeredModel, Weight
+from capture_planner_runner.numerics.record import OutputCheck
+from capture_planner_runner.numerics.rows import RowKeeper
+from capture_planner_runner.numerics.verification import check_output, refuse_infinite, weight_sums
+from capture_planner_runner.options import Options
+from capture_planner_runner.plan_variants import without_graphs, without_speculation
+from capture_planner_runner.rank_report import with_ranks
+from capture_planner_runner.ranks.outcomes import refuse_differences
+from capture_planner_runner.ranks.peers import ALONE, Peers
+from capture_planner_runner.ranks.symmetric import collectives_of
+from capture_planner_runner.refusals import (
+    refuse_backends,
+    refuse_contradictions,
+    refuse_plan,
+    request_facts,
+    start_facts,
+)
+from capture_planner_runner.request import ORACLES, RunRequest, adapters_of, drafter_of, model_of
+from capture_planner_runner.runner import Runner
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.serving import Answers
+from capture_planner_runner.serving.workload import Decode, Request, admit, with_adapters
+from capture_planner_runner.session import MOST_ROWS, RunReport, Session
+
+Workload = Callable[[int], Sequence[Request]]
+"""Returns the requests, given the size of the vocabulary."""
+
+MakeReport = Callable[[str], RunReport | None]
+"""Makes a report of what has run so far, given the fault that ended it; None: nothing can be reported yet."""
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """A report, and the requests that failed verification."""
+
+    report: RunReport
+    differing: tuple[str, ...] | None = None
+    """Names of the requests with a wrong token or row; None: not verified."""
+    not_dumped: str = ""
+    """Reason why graphs that were captured on first use could not be dumped; empty: none failed."""
+
+
+def launch(
+    plan: Plan,
+    registry: Registry,
+    workload: Workload,
+    asked: RunRequest,
+    progress: Progress,
+    *,
+    decode: Decode | None = None,
+    peers: Peers = ALONE,
+    offer: Callable[[MakeReport], None] = lambda make: None,
+) -> Outcome:
+    """Execute a plan, and return its report.
+
+    Of several ranks, each calls it with its ``peers``: those of one replica share a model, and replicas take turns with
+    requests. An interruption ends in a report of what was done.
+
+    :param decode: turns tokens into text for the report.
+    :param offer: receives, before anything runs, what makes a partial report at any time, from any thread.
+    :raises RunError: (or ``BackendError``) the plan cannot be executed here, on this model or for these requests. It is
+        raised before anything is captured, and where plan and backends alone show it, before a model is loaded.
+    """
+    run = _Launch(plan, registry, asked, progress, decode, peers)
+    offer(run.so_far)
+    run.refuse()
+    run.load(workload)
+    if run.rehearse():
+        run.serve()
+        run.verify()
+    return run.outcome()
+
+
+@attrs.define(eq=False)
+class _Launch:
+    """One run in five stages, each of which adds the values that the next ones need."""
+
+    plan: Plan
+    registry: Registry
+    asked: RunRequest
+    progress: Progress
+    decode: Decode | None
+    peers: Peers
+
+    device: torch.device = attrs.field(init=False)
+    model: LayeredModel = attrs.field(init=False)
+    drafter: Drafter | None = attrs.field(init=False)
+    adapters: Adapters | None = attrs.field(init=False)
+    requests: tuple[Request, ...] = attrs.field(init=False)
+    """The requests of this replica."""
+    grapher: Grapher = attrs.field(init=False)
+    compilation: Compilation = attrs.field(init=False)
+    variant: Plan = attrs.field(init=False)
+    """The plan as it is captured: without graphs for an eager run."""
+    pages: PageFormat = attrs.field(init=False)
+    cache: CacheMemory = attrs.field(init=False)
+    answers: Answers | None = None
+    """Each prompt with its plain greedy answer; None: the drafter needs none."""
+    session: Session = attrs.Factory(lambda: Session(most=MOST_ROWS))
+    keeper: RowKeeper | None = None
+    sums: dict[str, int] = attrs.Factory(dict)
+    """Checksums of the weights before serving."""
+    mismatched: int = 0
+    warmed: WarmUp | None = None
+    compiled: list[float] = attrs.Factory(list)
+    stage: str = ""
+    """The name of the stage in reports; empty: everything was served."""
+    runner: Runner | None = None
+    report: RunReport | None = None
+    differing: tuple[str, ...] | None = None
+    not_dumped: str = ""
+
+    # The stages ---------------------------------------------------------------------------------
+
+    def refuse(self) -> None:
+        """Check everything that needs no model."""
+        plan, registry, asked, peers = self.plan, self.registry, self.asked, self.peers
+        refuse_plan(plan, any_environment=asked.any_environment, any_plan=asked.any_plan, size=peers.place.size)
+        self.device = host.device_of(plan.environment)
+        refuse_differences(peers, "what the ranks run", start_facts(plan, registry, asked))
+        refuse_contradictions(plan, registry, asked, self.device)
+        refuse_backends(plan, registry, self.device, asked.page_size)
+
+    def load(self, workload: Workload) -> None:
+        """Load model, drafter, adapters and requests, and size the KV cache for them."""
+        plan, asked, place = self.plan, self.asked, self.peers.place
+        among = collectives_of(self.peers, self.device, asked.all_reduce)
+        self.model = model = model_of(plan, asked.model, device=self.device, seed=asked.seed, among=among)
+        if asked.verify:
+            refuse_infinite(model)
+        requests = admit(
+            workload(model.vocab_size),
+            max_model_len=plan.model.max_model_len,
+            vocab_size=model.vocab_size,
+            clip=asked.clip,
+        )
+        self.adapters = adapters_of(plan, model, asked.adapters, seed=asked.seed)
+        if self.adapters is not None:
+            requests = with_adapters(requests, len(self.adapters.names), seed=asked.seed)
+        refuse_differences(self.peers, "the requests", request_facts(requests))
+        self.drafter = drafter_of(plan, model, asked.drafter, chance=asked.chance, seed=asked.seed)
+        self.grapher, self.compilation = grapher_for(self.device), Compilation(self.peers, among)
+        self.variant = without_graphs(plan) if asked.eager else plan
+        # Sized for the requests of all replicas, so that each has as many pages.
+        self.pages, self.cache = self._pages(requests)
+        self.requests = requests[place.data :: place.data_size]
+
+    def rehearse(self) -> bool:
+        """Serve plain greedy where the drafter copies or misses the answers; return False if it was interrupted."""
+        if self.asked.drafter not in ORACLES:
+            return True  # a real drafter needs no answers
+        self.stage = "rehearsal"
+        plain, options = without_speculation(self.plan, self.registry), Options(compile=self.asked.options.compile)
+        try:
+            self.answers = self._plain_answers(self._runner_of(plain, self.pages, options, peers=ALONE))
+        finally:
+            # The device has room for one KV cache: this one is given back before the next is reserved.
+            host.give_back(self.device)
+        return self.answers is not None
+
+    def serve(self) -> None:
+        """Capture, warm up and serve; Ctrl-C ends it early, with a report all the same."""
+        asked = self.asked
+        if asked.verify:
+            self.keeper, self.sums = RowKeeper(), weight_sums(self._weights())
+        with self._runner_of(self.variant, self.pages, asked.options, self.keeper, self.session) as runner:
+            self.runner, self.stage = runner, "capture"
+            try:
+                self._capture(runner)
+                self.stage = "warm-up"
+                self.warmed = self._warm_up(runner)
+                self.stage = "serving"
+                self._serve(runner)
+                self.stage = ""
+            except KeyboardInterrupt:
+                pass
+            except Exception:
+                # Reported here, where the graphs are still there; a device that has failed cannot be read.
+                self.report = None
+                with contextlib.suppress(RuntimeError):
+                    self.report = self._report_of(runner)
+                self.runner = None
+                raise
+            self.report, self.runner = self._report_of(runner), None
+        self.stage = self.stage or ("verification" if asked.verify else "report")
+
+    def verify(self) -> None:
+        """Compare what was served with the model in a higher precision, where that was asked for."""
+        report = self.report
+        if self.keeper is None or report is None or not any(served.tokens for served in report.served):
+            return
+        try:
+            verification = self._verified(self.keeper, report.served)
+        except KeyboardInterrupt:
+            self.report = attrs.evolve(report, interrupted=True, stage="verification")
+            return
+        self.report, self.differing = attrs.evolve(report, verification=verification), verification.differing
+
+    def outcome(self) -> Outcome:
+        """Return the report with those of the other ranks, once all collectives are over."""
+        self.model.among.release()
+        assert self.report is not None, "a run that ends without an error has a report"
+        report = with_ranks(self.report, self.session, self.peers)
+        return Outcome(report=report, differing=self.differing, not_dumped=self.not_dumped)
+
+    # Parts of the stages ------------------------------------------------------------------------
+
+    def _pages(self, requests: Sequence[Request]) -> tuple[PageFormat, CacheMemory]:
+        """Return the KV cache's pages, and the reason for their number: as asked for, or as far as memory allows."""
+        asked, plan = self.asked, self.plan
+        needed = cache_memory.PageRange.of(plan, self.model, requests, asked.page_size)
+        if asked.pages is not None:
+            return cache_memory.stated_pages(asked.pages, needed, requests)
+        if self.device.type != "cuda":
+            return cache_memory.host_pages(needed)
+        share = cache_memory.SHARE if asked.memory_utilization is None else asked.memory_utilization
+        make = functools.partial(self._runner_of, options=attrs.evolve(asked.options, compare=False, poison=False))
+        return cache_memory.device_pages(
+            self.variant, needed, share, make, cache_memory.DeviceGauge(), self._graph_memory, self.peers
+        )
+
+    @property
+    def _graph_memory(self) -> int | None:
+        """Limit of each graph pool in bytes: as asked for, or the plan's budget."""
+        return self.plan.budget.memory if self.asked.graph_memory is None else self.asked.graph_memory
+
+    def _weights(self) -> list[Weight]:
+        return [*self.model.weights(), *(() if self.adapters is None else self.adapters.weights())]
+
+    def _runner_of(
+        self,
+        plan: Plan,
+        pages: PageFormat,
+        options: Options,
+        observer: ForwardObserver | None = None,
+        session: Session | None = None,
+        peers: Peers | None = None,
+    ) -> Runner:
+        """Assemble a runner of the plan or a variant."""
+        return Runner(
+            plan,
+            self.model,
+            None if plan.speculative is None else self.drafter,
+            self.registry,
+            self.grapher,
+            pages=pages,
+            device=self.device,
+            options=options,
+            observer=observer,
+            adapters=self.adapters,
+            compilation=self.compilation,
+            session=session,
+            peers=peers or self.peers,
+        )
+
+    def _plain_answers(self, runner: Runner) -> Answers | None:
+        """Return each prompt with its answer, served eager and without a drafter; None: it was interrupted."""
+        # A report of nothing: it has the requests, and is shown if the rehearsal ends the run.
+        self.report = self._report_of(runner)
+        # A drafter copies answers past their end too, up to the drafts of a step.
+        more = self.plan.speculative.num_tokens if self.plan.speculative else 0
+        longer = [each.lengthened(more, self.plan.model.max_model_len) for each in self.requests]
+        prompts = {request.name: request.prompt for request in self.requests}
+        try:
+            with runner, self.progress("plain greedy", len(longer)) as advance:
+                seconds = self.asked.step_seconds
+                served = runner.serve(longer, step_seconds=seconds, progress=lambda done: advance(done.name))
+        except KeyboardInterrupt:
+            return None
+        return {done.name: prompts[done.name] + done.tokens for done in served}
+
+    def _capture(self, runner: Runner) -> None:
+        label = f"Capturing {'CUDA' if self.device.type == 'cuda' else 'recorded'} graphs"
+        with self.progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
+            runner.capture(memory=self._graph_memory, progress=lambda done: advance(f"{label} {done}"))
+        self._dump(runner)
+
+    def _warm_up(self, runner: Runner) -> WarmUp | None:
+        """Run steps of the workload's shapes, where times are of use; or say why not."""
+        asked = self.asked
+        if not (self.device.type == "cuda" if asked.warm_up is None else asked.warm_up):
+            return None
+        reason = "ranks step together, and are not warmed up" if self.peers.place.size > 1 else ""
+        if asked.verify or asked.options.compare:
+            reason = "steps are verified or compared, and times are not quoted"
+        # Said in the report, because warm-up was asked for or is usual here.
+        if reason:
+            return WarmUp(shapes=0, ran=0, seconds=0.0, reason=reason)
+        with self.progress("warm up", 1) as advance:
+            done = runner.warm_up(self.requests, step_seconds=asked.step_seconds)
+            advance("warm up")
+        return done
+
+    def _serve(self, runner: Runner) -> None:
+        answers = self.answers
+        # A comparison that found a difference has it in the report.
+        with (
+            contextlib.suppress(DifferenceError),
+            compiled_seconds() as self.compiled,
+            self.progress("serve", len(self.requests)) as advance,
+        ):
+
+            def served(done: RequestResult) -> None:
+                self.mismatched += answers is not None and not done.repeats(answers[done.name])
+                advance(done.name)
+
+            runner.serve(self.requests, answers=answers, step_seconds=self.asked.step_seconds, progress=served)
+        if runner.lazy is not None:
+            # Once more, with the graphs of first uses; a failure must not cost the report.
+            try:
+                self._dump(runner)
+            except RunError as error:
+                self.not_dumped = str(error)
+
+    def _dump(self, runner: Runner) -> None:
+        """Write the contents of each captured graph, where that was asked for."""
+        if self.asked.dump_graphs is not None:
+            graphs = ((role.role.value, *pair) for role in runner.roles.values() for pair in role.graphs.items())
+            dump_graphs(graphs, self.asked.dump_graphs)
+
+    def _verified(self, keeper: RowKeeper, served: Sequence[RequestResult]) -> OutputCheck:
+        by_name = {request.name: request for request in self.requests}
+        served = [each for each in served if each.tokens]
+        incomplete = [
+            each.name
+            for each in served
+            if not by_name[each.name].is_answered(each.tokens, is_cut_off=each.finished is None)
+        ]
+        with self.progress("verify", 3 + self.model.num_layers) as advance:
+            return check_output(
+                self.model,
+                self.adapters,
+                {name: request.prompt for name, request in by_name.items()},
+                served,
+                keeper,
+                incomplete=incomplete,
+                sums=self.sums,
+                device=self.device,
+                kv_dtype=kv_dtype_of(self.plan.model),
+                progress=advance,
+            )
+
+    # Reports ------------------------------------------------------------------------------------
+
+    def so_far(self, fault: str) -> RunReport | None:
+        """Return what has run so far, as ended by a fault; None: nothing can be reported."""
+        report = self.report if self.runner is None else self._report_of(self.runner)
+        return None if report is None else attrs.evolve(report, interrupted=True, stage=self.stage, fault=fault)
+
+    def _report_of(self, runner: Runner) -> RunReport:
+        """Return what has run so far; nothing of the session changes."""
+        session, roles, drafter = runner.session.copied(), runner.roles.values(), self.drafter
+        weights = [tensor_of(held) for role in roles for held in role.body.weights()]
+        used = {group.backend for role in self.plan.roles for group in role.groups}
+        for each, waits_for in runner.unadmitted(self.requests):
+            session.add_request(
+                RequestResult(
+                    name=each.name,
+                    prompt_tokens=len(each.prompt),
+                    output_tokens=0,
+                    first_token=None,
+                    finished=None,
+                    adapter=each.adapter,
+                    waited_for=waits_for,
+                )
+            )
+        served = session.served
+        facts = host.facts()
+        if deviations := (*host.differences(self.plan.environment), *host.remarks(self.plan.environment)):
+            facts["not as planned"] = "; ".join(deviations)
+        captured = tuple(session.captured)
+        try:
+            captured = tuple(attrs.evolve(done, fingerprint=runner.fingerprint(done)) for done in captured)
+        except CaptureError as error:
+            facts["no fingerprints"] = str(error)
+        facts |= runner.compilation.facts()
+        if runner.policy.behind:
+            facts["not ahead"] = runner.policy.behind
+        if self.decode is not None:
+            served = [attrs.evolve(done, text=self.decode(done.tokens)) for done in served]
+        return RunReport(
+            plan=self.plan,
+            model=self.model.name if drafter is None else f"{self.model.name}, drafts by {drafter.name}",
+            backends={name: self.registry[name].version for name in sorted(used)},
+            adapters=() if self.adapters is None else self.adapters.names,
+            host={**facts, **self.asked.facts, **self.model.among.facts},
+            captured=captured,
+            forwards=tuple(session.forwards),
+            steps=tuple(session.steps),
+            served=tuple(served),
+            every_step=session.every_step,
+            every_request=session.every_request,
+            tally=session.tally,
+            acceptance=self.asked.options.acceptance,
+            buffers=buffer_bytes(roles),
+            kv_cache=kv_cache_bytes(roles),
+            workspaces=sum(group.workspace.nbytes for role in roles for group in role.groups),
+            # Those that target and drafter share count once.
+            weights=sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values()),
+            served_reading=self.grapher.reading(),
+            lazy=runner.lazy,
+            capture_seconds=session.capture_seconds,
+            serve_seconds=session.serve_seconds,
+            interrupted=bool(self.stage),
+            stage=self.stage,
+            comparison=runner.comparison.report() if runner.comparison is not None else None,
+            mismatched_requests=self.mismatched,
+            cache_memory=self.cache,
+            warm_up=self.warmed,
+            compiled=tuple(self.compiled),
+            slower=self.asked.slower,
+        )

@@ -1,0 +1,351 @@
+"""Any Hugging Face causal language model as a target, through the attention interface.
+
+Whether a model can be executed is seen when it is loaded: a probe of two tokens goes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from capture_planner.errors import RunError
+from capture_planner.records.model import DataType, Model
+from capture_planner_runner.models.fp8 import Fp8Linear
+from capture_planner_runner.models.fp8_folders import fp8_format
+from capture_planner_runner.models.interface import INTERFACE, SUPPORTED, Call, Probe, RefuseHostReads
+from capture_planner_runner.models.loading import Source, contradictions, library_errors, locate, seeded, weights_of
+from capture_planner_runner.models.pretrained import llama_of, pretrained, read_configuration, taken_quantization
+from capture_planner_runner.models.protocols import Attend, Weight
+from capture_planner_runner.models.spread import Vocabulary, spread
+from capture_planner_runner.ranks.collectives import WHOLE, Collectives
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of the number of experts in configurations."""
+
+_FLOATS = {DataType.BFLOAT16: torch.bfloat16, DataType.FLOAT16: torch.float16, DataType.FLOAT32: torch.float32}
+
+_MOST_LAYERS = 1024
+"""Far above any model: a slip in a configuration would take hours to build."""
+
+_MOVING_ROPE = {
+    "dynamic": "dynamic rope reads the longest position on the host, which no graph can hold",
+    "longrope": "longrope chooses the frequencies of all requests, and of padding, by the longest in the batch",
+}
+
+
+class HuggingFaceModel:
+    """A ``TargetModel``: the decoder of a Hugging Face model, and its output embeddings.
+
+    Made by ``load_target``. Raises ``RunError`` where the model cannot be executed in a graph, or
+    its attention is not what the contract has. ``sinks`` says whether a layer has learned sinks. Heads are counted
+    over all ranks ``among`` which the model is spread.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, max_model_len: int, among: Collectives = WHOLE) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.name = name
+        self.windows, self.state_width = _windows(config), 0
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        stated = getattr(config, "max_position_embeddings", None)
+        self.max_model_len: int = max_model_len if stated is None else stated
+        self.mrope = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
+        self.dtype: torch.dtype = model.dtype
+        untyped: Any = model
+        self._decoder = untyped.get_decoder()
+        self._head = untyped.get_output_embeddings()
+        self._embedding = self._decoder.get_input_embeddings()
+        self.among = among
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logit_scale = float(getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
+        lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
+        layers = next((child for child in lists if len(child) == self.num_layers), None)
+        if self._head is None or layers is None:
+            raise RunError(f"{name} has no output embeddings, or no list of its layers; {SUPPORTED}")
+        self._layers = layers
+        self._vocabulary = Vocabulary(self.vocab_size, among)
+        self._vocabulary.keep(self._head)
+        kept = {*self._decoder.modules(), self._head}
+        self._parts = [(part, module) for part, module in model.named_modules() if module in kept]
+        heads, of_rank, self.head_dim, self.sinks = self._probe(model)
+        self.num_heads, self.num_kv_heads = heads, of_rank
+        if among.size > 1:
+            # The probe sees this rank's heads; a plan counts them over all ranks.
+            self.num_heads, self.num_kv_heads = config.num_attention_heads, _kv_heads(config)
+            planned = (self.num_heads // among.size, max(self.num_kv_heads // among.size, 1))
+            if (heads, of_rank) != planned:
+                raise RunError(
+                    f"{name}: each of {among.size} ranks has {heads} query and {of_rank} key/value heads, expected "
+                    f"{planned[0]} and {planned[1]}: its tp_plan in transformers does not spread its attention; plan "
+                    "it with parallel.tensor 1"
+                )
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: Attend,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return hidden states ``[T, hidden_size]`` and auxiliary ones, as ``TargetModel`` says.
+
+        Raises ``RunError`` for a layer in ``aux_layers`` that the model does not have.
+        """
+        if any(not 0 <= layer < self.num_layers for layer in aux_layers):
+            raise RunError(
+                f"auxiliary states of layers {list(aux_layers)}: {self.name} has layers 0 to {self.num_layers - 1}"
+            )
+        entered: dict[int, torch.Tensor] = {}
+        # Hooks, because transformers' output_hidden_states would keep the states of all layers.
+        with ExitStack() as hooks, torch.no_grad():
+            for layer in set(aux_layers):
+                hook = self._layers[layer].register_forward_pre_hook(partial(_keep, entered, layer), with_kwargs=True)
+                hooks.callback(hook.remove)
+            output = self._decoder(
+                input_ids=None if input_ids is None else input_ids.unsqueeze(0),
+                inputs_embeds=None if embeddings is None else embeddings.unsqueeze(0),
+                **self._arguments(positions, attend),
+            )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        if not aux_layers:
+            return hidden, None
+        return hidden, torch.cat([entered[layer][0] for layer in aux_layers], dim=-1)
+
+    @torch.no_grad()
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self._embedding(input_ids)
+        return embeddings
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[N, vocab_size]`` for hidden states ``[N, hidden_size]``, scaled and softcapped."""
+        return self._vocabulary.whole(self._logits(hidden))
+
+    @torch.no_grad()
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._vocabulary.likeliest(self._logits(hidden))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens that this rank has."""
+        logits: torch.Tensor = self._head(hidden)
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def linears(self) -> dict[str, nn.Linear]:
+        """The linear layers of the decoder, which LoRA adapters can add to, by their name in the model's weights.
+
+        Raises ``RunError`` for a model with FP8 weights, to which none are added.
+        """
+        decoder = set(self._layers.modules())
+        if any(isinstance(module, Fp8Linear) for module in decoder):
+            raise RunError(f"{self.name} has FP8 weights, which adapters are not added to; run it without adapters")
+        return {part: module for part, module in self._parts if module in decoder and isinstance(module, nn.Linear)}
+
+    @contextmanager
+    def scaled(self, layer: int, factor: float) -> Iterator[None]:
+        """Multiply what a layer adds to the residual stream by ``factor``, until the context is left."""
+        hook = self._layers[layer].register_forward_hook(partial(_scale, factor), with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter and buffer that a forward reads, by its name in the model's weights."""
+        return weights_of(self._parts)
+
+    def _arguments(self, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
+        return {"position_ids": positions.unsqueeze(-2), "use_cache": False, INTERFACE: Call(attend, self.windows)}
+
+    @torch.no_grad()
+    def _probe(self, model: PreTrainedModel) -> tuple[int, int, int, bool]:
+        """Run two tokens through the whole model; return heads, KV heads, head width and sinks."""
+        # Two different tokens: one may be the padding token, whose embedding is zero.
+        tokens = torch.arange(2, device=model.device) % self.vocab_size
+        positions = tokens.expand(3, -1) if self.mrope else tokens
+        whole, part = Probe(), Probe()
+        try:
+            with RefuseHostReads():  # type: ignore[no-untyped-call]
+                expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
+                hidden, _ = self.forward(input_ids=tokens, embeddings=None, positions=positions, attend=part)
+                logits = self._logits(hidden)
+        except RunError as error:
+            raise RunError(f"{self.name}: {error}") from error
+        except Exception as error:  # of a configuration with impossible numbers, anything
+            raise RunError(f"{self.name}: its forward fails: {type(error).__name__}: {error}; {SUPPORTED}") from error
+        silent = sorted(set(range(self.num_layers)) - set(part.seen))
+        if silent:
+            raise RunError(
+                f"{self.name}: layers {silent} do not attend through the attention interface, as linear "
+                f"attention and state-space layers do not; {SUPPORTED}"
+            )
+        if len(set(part.seen.values())) != 1:
+            raise RunError(
+                f"{self.name}: its layers have different heads (query heads, KV heads, width): "
+                f"{sorted(set(part.seen.values()))}; supported: the same in all layers"
+            )
+        # Compared with the whole model, which may scale or cap its logits in a way that is not known here.
+        far = logits.shape != expected.shape or (logits - expected).abs().max() > 0.02 * expected.abs().max()
+        if far:
+            raise RunError(
+                f"{self.name}: its logits do not come from its output embeddings; supported: with "
+                "final_logit_softcapping, times logit_scale, or divided by logits_scaling"
+            )
+        return *part.seen[0], part.sinks
+
+
+def load_target(
+    source: Path | None,
+    shape: Model,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    among: Collectives = WHOLE,
+) -> HuggingFaceModel:
+    """Return the model at ``source``, or one of the plan's numbers with random weights.
+
+    ``source`` is a local folder (config.json, and safetensors where there are weights) or a configuration file; None: a
+    Llama of the numbers in ``shape``. Nothing is read from a network. Weights that are not there are random, the same
+    for the same ``seed`` and device type; the global generators are left as they were. ``dtype`` of the weights; None:
+    the configuration's, or else the one in ``shape``.
+
+    Spread over the ranks ``among``, it is made or read whole first, and then each rank keeps its part: so that the
+    numbers are the same for any number of ranks.
+
+    Raises ``RunError`` where there is no model, where weights are missing, and where the model is of a kind that is not
+    executed.
+    """
+    found = Source(Path()) if source is None else locate(source)
+    subject = f"model {shape.name}" if source is None else str(source)
+    kind = "no random model has its numbers" if source is None else "not a configuration that transformers reads"
+    with library_errors(f"{subject}: {kind}"):
+        config = llama_of(shape) if source is None else read_configuration(found)
+        text = config.get_text_config(decoder=True)
+        _refuse(config, text, source)
+        is_mixture = any(getattr(text, name, None) for name in _EXPERTS)
+        quantization = taken_quantization(config)
+        where = f"{source} ({config.model_type})"
+        fp8 = None if quantization is None else fp8_format(quantization, where, is_mixture=is_mixture)
+        stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
+        chosen = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
+    if chosen is None:
+        raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
+    is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
+    options = {"dtype": chosen, "attn_implementation": INTERFACE}
+    if is_mixture:  # transformers 5.17 refuses it for other models
+        options["experts_implementation"] = _experts(device, chosen)
+    model: Any
+    with library_errors(f"{subject}: cannot be loaded"):
+        if found.files:
+            model = pretrained(factory, found, config, options, fp8)
+        else:
+            with seeded(seed, device):
+                model = factory.from_config(config, **options)
+                if fp8 is not None:
+                    fp8.place(model)
+    origin = "the plan's numbers" if source is None else found.label
+    name = f"{type(model).__name__} of {origin}" + ("" if found.files else f", random weights (seed {seed})")
+    # Without the interface its layers would call attention kernels of their own, which no plan describes.
+    if not model._supports_attention_backend:
+        raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
+    with library_errors(f"{name} cannot be executed"):
+        model.eval().requires_grad_(False)
+        spread(model, model.tp_plan, kv_heads=_kv_heads(text), among=among, within=model.get_decoder())
+        return HuggingFaceModel(model.to(device), name, shape.max_model_len, among)
+
+
+def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
+    """Return a sentence for each number of the plan's model that the real one contradicts."""
+    names = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "sinks", "mrope")
+    pairs = ((name, getattr(shape, name), getattr(model, name)) for name in names)
+    sentences = contradictions("model", pairs, model.name)
+    if shape.max_model_len > model.max_model_len:
+        sentences.append(
+            f"model.max_model_len: the plan says {shape.max_model_len}, {model.name} has at most {model.max_model_len}"
+        )
+    if shape.latent is not None:
+        sentences.append(f"model.latent: the plan says latent attention, {model.name} has ordinary heads")
+    if not shape.causal:
+        sentences.append(f"model.causal: the plan says that it is not, {model.name} is")
+    return tuple(sentences)
+
+
+def _experts(device: torch.device, dtype: torch.dtype) -> str:
+    """Return how transformers computes experts: without reading on the host how many tokens each one has.
+
+    Batched products copy an expert's weights for every token. Grouped ones do not; torch has kernels for
+    them that a CUDA graph holds, for bfloat16 on compute capability 8.0 and later.
+    """
+    if device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm"):
+        return "grouped_mm" if torch.cuda.get_device_capability(device) >= (8, 0) else "batched_mm"
+    return "batched_mm"
+
+
+def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:
+    """Raise ``RunError`` where rotary frequencies change with the positions of the batch."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = parameters.get("rope_type", "default")
+        if kind in _MOVING_ROPE:
+            raise RunError(f"{where}: {_MOVING_ROPE[kind]}; supported: frequencies that do not depend on the batch")
+
+
+def _keep(entered: dict[int, torch.Tensor], layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep what enters a layer: the hook of a forward."""
+    entered[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _scale(factor: float, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Scale what a layer adds to its input: the hook of a forward."""
+    before = args[0] if args else kwargs["hidden_states"]
+    after, *rest = output if isinstance(output, tuple) else (output,)
+    after = before + factor * (after - before)
+    return (after, *rest) if isinstance(output, tuple) else after
+
+
+def _kv_heads(config: PreTrainedConfig) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
+def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:
+    """Raise ``RunError`` for what the configuration shows, before any weights are read."""
+    where = f"{source} ({config.model_type})"
+    has_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or text is not config
+    if not has_decoder or config.is_encoder_decoder:
+        raise RunError(f"{where} is not a causal language model; {SUPPORTED}")
+    if not 1 <= text.num_hidden_layers <= _MOST_LAYERS:
+        raise RunError(f"{where} has num_hidden_layers {text.num_hidden_layers}; supported: 1 to {_MOST_LAYERS}")
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if other:
+        state = "whose state transformers keeps in a cache of its own, " if "linear_attention" in other else ""
+        raise RunError(f"{where} has layers of type {', '.join(other)}, {state}which no graph holds; {SUPPORTED}")
+    # A plan has one KV cache per layer.
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise RunError(f"{where} has layers that read the KV cache of another layer; {SUPPORTED}")
+    refuse_moving_rope(text, where)
+
+
+def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    # Qwen configurations state a window that is not used.
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,0 +1,139 @@
+"""Peers over torch.distributed: the control plane of a connection, gloo for the host, NCCL or gloo for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-ignore]
+
+from capture_planner.errors import RankError, RunError
+from capture_planner_runner.ranks.connection import Connection
+from capture_planner_runner.ranks.peers import Array, Place, Plain
+from capture_planner_runner.ranks.rows import SharedRows, create, usable
+
+STEP = "the agreement of a step"
+FOREVER = timedelta(days=1)
+"""Timeout of a collective: none, because the watch of the ranks finds the cause sooner."""
+
+COLLECTING = 3.0
+"""Seconds to wait for the last words of interrupted ranks."""
+
+
+class RankGroup:
+    """The other ranks of a connected process, see ``Peers``.
+
+    The groups of torch.distributed are opened by the first call that needs one, on all ranks together.
+
+    Raises ``RunError`` for a process that has opened the default group already.
+    """
+
+    def __init__(self, connection: Connection, *, tensor_size: int, data_size: int, device: torch.device) -> None:
+        plane = connection.plane
+        self.place = Place(plane.rank, tensor_size=tensor_size, data_size=data_size, host=connection.hosts[plane.rank])
+        self._connection, self._plane, self._watch, self._device = connection, plane, plane.watch, device
+        self._host: dist.ProcessGroup | None = None
+        self._tensor: dist.ProcessGroup | None = None
+        self._rows: SharedRows | None = None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The machine of each rank."""
+        return self._connection.hosts
+
+    @property
+    def agrees_over(self) -> str:
+        """Transport of a step's agreement: shared memory if all ranks are on one host, else gloo."""
+        self._opened()
+        return "gloo" if self._rows is None else "shared memory"
+
+    def exchange(self, topic: str, value: Plain) -> tuple[Plain, ...]:
+        return self._plane.exchange(topic, value)
+
+    def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
+        if interrupted:
+            self._watch.interrupt()
+            if self._host is not None:
+                # No signal is handled inside an agreement: destroying its group wakes the ranks there with an error.
+                dist.destroy_process_group(self._host)
+        return self._plane.collect(topic, value, COLLECTING if interrupted else None)
+
+    def agree(self, numbers: Sequence[int]) -> Array:
+        host = self._opened()
+        self._watch.check()
+        self._watch.begin(STEP)
+        found = self._gathered(host, numbers) if self._rows is None else self._rows.gather(numbers)
+        self._watch.done()
+        return found
+
+    def _gathered(self, host: dist.ProcessGroup, numbers: Sequence[int]) -> Array:
+        """Return the numbers of all ranks by gloo, as ranks of several hosts do."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        all_ranks = torch.empty(self.place.size * len(numbers), dtype=torch.int64)
+        try:
+            # dist.all_gather_into_tensor does the same, but its checks would double the time.
+            host._allgather_base(all_ranks, mine).wait()
+        except RuntimeError as error:
+            self._connection.raise_cause(error)
+            raise RankError(
+                f"{self.place}: the agreement of a step broke: {str(error).partition(chr(10))[0]}"
+            ) from error
+        return all_ranks.numpy().reshape(self.place.size, -1)
+
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        self._opened()
+        return self._tensor
+
+    def close(self) -> None:
+        self.exchange("the end of the run", None)
+        if self._host is not None:
+            dist.destroy_process_group()
+        self._host = self._tensor = None
+
+    def _opened(self) -> dist.ProcessGroup:
+        if self._host is None:
+            if dist.is_initialized():
+                raise RunError("this process has a group of torch.distributed already; end it before a plan is run")
+            self.exchange("opening the groups", None)
+            try:
+                self._host = self._open()
+                self._rows = self._share_rows()
+            except RuntimeError as error:
+                self._connection.raise_cause(error)
+                raise
+        return self._host
+
+    def _open(self) -> dist.ProcessGroup:
+        place, is_gpu = self.place, self._device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            store=PrefixStore("groups", self._connection.store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=FOREVER,
+        )
+        # A separate group, so that agreements cannot interleave with other collectives of the host.
+        host: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=FOREVER)
+        for data in range(place.data_size if place.tensor_size > 1 else 0):
+            ranks = range(data * place.tensor_size, (data + 1) * place.tensor_size)
+            group = dist.new_group(list(ranks), backend="nccl" if is_gpu else "gloo", timeout=FOREVER)
+            self._tensor = group if data == place.data else self._tensor
+        return host
+
+    def _share_rows(self) -> SharedRows | None:
+        """Open the rows that ranks of one host share; None, on all of them, where some cannot."""
+        machines = set(self._connection.machines)
+        is_first, are_near = self.place.rank == 0, len(machines) == 1 and "" not in machines
+        path = create(self.place.size) if is_first and are_near and usable() else None
+        file = self.exchange("the rows of a step", path)[0]
+        rows = None
+        with suppress(OSError):
+            rows = SharedRows(Path(str(file)), self.place.rank, self.place.size, self._watch.check) if file else None
+        are_open = all(self.exchange("the rows are open", rows is not None))
+        if path is not None:
+            Path(path).unlink()
+        return rows if are_open else None

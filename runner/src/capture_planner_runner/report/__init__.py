@@ -1,0 +1,1 @@
+"""Reports of runs, benches and the conformance suite, as sections and charts."""

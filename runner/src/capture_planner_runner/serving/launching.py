@@ -1,0 +1,271 @@
+"""Launching a step: its forwards, in order, and the fields that their graphs leave for the next step.
+
+Without a drafter, lengths are known before tokens are. So a step can be launched before the tokens of
+the previous one are read; and where the batch is the same, the graph itself has advanced its fields to
+the next token, and nothing is copied at all. With a drafter, the step is launched as if all drafts were
+kept, and the device corrects it (vLLM 0.33 does so too: asynchronous scheduling with EAGLE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+
+import attrs
+import numpy as np
+
+from capture_planner.dispatch.dispatcher import Dispatch
+from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
+from capture_planner_runner.execution.bodies import TargetBody
+from capture_planner_runner.execution.inputs import Array, StepInputs
+from capture_planner_runner.execution.role import ForwardObserver, ForwardTimes, RoleRun, stage_together
+from capture_planner_runner.first_use import FirstUse
+from capture_planner_runner.ledger import Forward
+from capture_planner_runner.numerics.record import ComparisonLog
+from capture_planner_runner.serving.acceptance import SyntheticAcceptance
+from capture_planner_runner.serving.drafting import DraftPasses
+from capture_planner_runner.serving.inputs import (
+    draft_decode_inputs,
+    draft_prefill_inputs,
+    own_prefill_inputs,
+    target_inputs,
+)
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.scheduler import Scheduler
+from capture_planner_runner.serving.speculative import Verification, advance
+from capture_planner_runner.serving.states import ScheduledBatch
+from capture_planner_runner.serving.steps import PendingStep, PendingTokens, PlannedStep, copy_to_host
+from capture_planner_runner.session import Session
+
+
+@attrs.frozen(eq=False)
+class _NextDecodes:
+    """Decodes whose last graph filled the fields of the next step."""
+
+    state_indices: Array
+    """``int64[R]``: the requests of the batch."""
+    inputs: StepInputs
+    room: int
+    """Tokens for which the block table on the device still has pages."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class StepLauncher:
+    """Launches the forwards of planned steps, and notes each in the session."""
+
+    _scheduler: Scheduler
+    _roles: Mapping[Role, RoleRun]
+    _target: TargetBody
+    _drafting: DraftPasses | None
+    """None without a drafter."""
+    _pages: PageFormat
+    _session: Session
+    _observer: ForwardObserver
+    _comparison: ComparisonLog | None
+    """Notes comparisons of graphs with eager forwards; None: nothing is compared."""
+    _acceptance: SyntheticAcceptance | None
+    """Draws the drafts that are accepted; None: greedy verification."""
+    _first_use: FirstUse | None
+    """Gets a request for a better graph after each forward; None: no graph is captured between steps."""
+    _count: int
+    """Steps that were launched, also by launchers before this one."""
+    _advanced: _NextDecodes | None = None
+
+    def launch(self, planned: PlannedStep, started: float) -> PendingStep:
+        """Launch all forwards of a step that do not wait for its tokens on the host."""
+        scheduled = planned.scheduled
+        assert scheduled is not None, "an idle rank has no requests to launch"
+        self._begin(scheduled)
+        begun = perf_counter()
+        inputs, filled = self._target_inputs(planned, scheduled)
+        proposed = None
+        if planned.drafts_on_device:
+            # Verification and drafter need nothing from the host: everything is launched now.
+            proposed = self._launch_all(planned, scheduled, inputs, begun)
+        else:
+            self._run_target(planned, inputs, begun, filled=filled)
+            entry = planned.dispatches[Role.TARGET].entry
+            # Its graph ends with the fields of the next step, which so needs no copy if the batch stays the same.
+            if not filled and self._target.advances and entry is not None and entry.query_len == 1:
+                room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
+                self._advanced = _NextDecodes(scheduled.state_indices, inputs, room)
+        tokens = copy_to_host(self._target.tokens[: scheduled.num_tokens])
+        return self._pending(planned, scheduled, inputs, started, tokens, proposed)
+
+    def launch_idle_step(self, planned: PlannedStep) -> None:
+        """Run the forwards of a step on dummy batches, where other ranks have requests and this one has none."""
+        self._begin(None)
+        self._advanced = None
+        for role, batch in planned.batches.items():
+            inputs = self._roles[role].dummy_inputs(batch, planned.draft_tokens)
+            self._run(role, planned, inputs, perf_counter())
+
+    def draft(self, step: PendingStep, verification: Verification) -> PendingTokens:
+        """Run the drafter of a step that the host has verified: the first pass, and then the draft decodes."""
+        states, scheduled, drafting = self._scheduler.states, step.scheduled, self._drafting
+        assert drafting is not None, "a drafter has rows"
+        begun = perf_counter()
+        if drafting.rows.is_own:
+            prefill = own_prefill_inputs(step.inputs, scheduled, verification.kept, states, self._pages, drafting.rows)
+        else:
+            prefill = draft_prefill_inputs(step.inputs, scheduled, verification.kept, states)
+        self._run(Role.DRAFT_PREFILL, step.planned, prefill, begun)
+        if Role.DRAFT_DECODE in step.planned.batches:
+            after = states.computed[scheduled.state_indices] + 1 - drafting.rows.shift
+            decode = draft_decode_inputs(scheduled, after, states, self._pages)
+            self._run(Role.DRAFT_DECODE, step.planned, decode, perf_counter())
+        return copy_to_host(drafting.state.proposed)
+
+    def accepted(self, scheduled: ScheduledBatch) -> Array | None:
+        """Return how many drafts of each row synthetic acceptance accepts, ``int32[R]``; None: the target decides."""
+        states, rows = self._scheduler.states, scheduled.state_indices
+        if self._acceptance is None:
+            return None
+        return self._acceptance.accepted(states.key[rows], states.length[rows], scheduled.proposed)
+
+    def invalidate_fields(self) -> None:
+        """Let the next step fill its fields on the host: a capture has written into them."""
+        self._advanced = None
+
+    def _begin(self, scheduled: ScheduledBatch | None) -> None:
+        """Count a step, and tell observers its requests."""
+        index, self._count = self._count, self._count + 1
+        names = () if scheduled is None else [live.request.name for live in scheduled.live]
+        self._observer.batch(names)
+        if self._comparison is not None:
+            pages = {live.request.name: live.pages for live in self._scheduler.unfinished} if names else {}
+            self._comparison.begin(index, names, pages)
+
+    def _pending(
+        self,
+        planned: PlannedStep,
+        scheduled: ScheduledBatch,
+        inputs: StepInputs,
+        started: float,
+        tokens: PendingTokens,
+        proposed: PendingTokens | None,
+    ) -> PendingStep:
+        """Return the step as it is in flight."""
+        advanced = None
+        if self._drafting is None:
+            # Advance counters before the tokens arrive; stop scheduling requests that then have all of them.
+            states, rows = self._scheduler.states, scheduled.state_indices
+            advanced = advance(scheduled, states, inputs.query_start_loc)
+            for row in np.flatnonzero((advanced.gained > 0) & (states.length[rows] >= states.end[rows])):
+                self._scheduler.leave(scheduled.live[row])
+        return PendingStep(
+            index=self._count - 1,
+            planned=planned,
+            scheduled=scheduled,
+            inputs=inputs,
+            started=started,
+            tokens=tokens,
+            proposed=proposed,
+            advanced=advanced,
+            is_on_device=self._drafting is None or planned.drafts_on_device,
+        )
+
+    def _target_inputs(self, planned: PlannedStep, scheduled: ScheduledBatch) -> tuple[StepInputs, bool]:
+        """Return the target's inputs, and whether its fields hold them already."""
+        last, self._advanced = self._advanced, None
+        is_decode = not scheduled.prompts and scheduled.query_len == 1
+        is_steady = planned.is_steady and is_decode
+        if last and last.room and is_steady and np.array_equal(last.state_indices, scheduled.state_indices):
+            # The same requests in the same rows of the same graph, which ended with the fields of this step.
+            inputs = last.inputs.next_decode()
+            self._advanced = _NextDecodes(last.state_indices, inputs, last.room - 1)
+            return inputs, True
+        return self._host_inputs(scheduled), False
+
+    def _host_inputs(self, scheduled: ScheduledBatch) -> StepInputs:
+        """Return the target's inputs as the host makes them, with draws of synthetic acceptance."""
+        states, rows = self._scheduler.states, scheduled.state_indices
+        inputs = target_inputs(scheduled, states, self._pages)
+        if self._acceptance is None or self._drafting is None:
+            return inputs
+        # The host knows only an upper bound of the position, so draw for every candidate.
+        places = self._drafting.places
+        lengths = np.maximum(states.length[rows], scheduled.base + 1)
+        accepted = self._acceptance.accepted(
+            np.repeat(states.key[rows], places),
+            (lengths[:, None] - np.arange(places)).ravel(),
+            np.repeat(scheduled.proposed, places),
+        )
+        return attrs.evolve(inputs, accepted_counts=accepted)
+
+    def _launch_all(
+        self, planned: PlannedStep, scheduled: ScheduledBatch, inputs: StepInputs, begun: float
+    ) -> PendingTokens:
+        """Fill the fields of all roles at once, and run target, verification and drafter without the host."""
+        states, drafting = self._scheduler.states, self._drafting
+        assert drafting is not None, "a drafter is launched"
+        # As if all drafts were kept; the device corrects what verification rejects.
+        by_role = {
+            Role.TARGET: inputs,
+            Role.DRAFT_PREFILL: draft_prefill_inputs(inputs, scheduled, scheduled.counts, states),
+        }
+        if Role.DRAFT_DECODE in planned.batches:
+            longest = scheduled.base + scheduled.counts
+            by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
+        stage_together([(self._roles[role], planned.across(role, each)) for role, each in by_role.items()])
+        most, is_synthetic = 1 + int(scheduled.drafts.max()), self._acceptance is not None
+        drafting.correct(scheduled.num_reqs, most, is_synthetic=is_synthetic)
+        self._run_target(planned, inputs, begun, filled=True)
+        begun = perf_counter()
+        drafting.verify(
+            scheduled.num_reqs,
+            scheduled.num_tokens,
+            most,
+            is_synthetic=is_synthetic,
+            has_decodes=Role.DRAFT_DECODE in by_role,
+        )
+        self._run(Role.DRAFT_PREFILL, planned, by_role[Role.DRAFT_PREFILL], begun, filled=True)
+        if Role.DRAFT_DECODE in by_role:
+            self._run(Role.DRAFT_DECODE, planned, by_role[Role.DRAFT_DECODE], perf_counter(), filled=True)
+        return copy_to_host(drafting.state.proposed)
+
+    def _run_target(self, planned: PlannedStep, inputs: StepInputs, begun: float, *, filled: bool) -> None:
+        """Run the target, and sample the tokens that its graph has not sampled."""
+        if inputs.input_ids is not None:
+            self._target.embed(inputs.input_ids)
+        self._run(Role.TARGET, planned, inputs, begun, filled=filled)
+        if inputs.sampled_rows is not None and len(inputs.sampled_rows):
+            self._target.sample(planned.dispatches[Role.TARGET].entry, len(inputs.sampled_rows))
+
+    def _run(self, role: Role, planned: PlannedStep, inputs: StepInputs, begun: float, *, filled: bool = False) -> None:
+        """Run the forward of a role, or its chain of draft decodes, as planned; note it, and request a better graph."""
+        run, batch, dispatch = self._roles[role], planned.batches[role], planned.dispatches[role]
+        inputs, forwards = planned.across(role, inputs), 1
+        if role is Role.DRAFT_DECODE:
+            steps = planned.draft_tokens - 1
+            times, forwards = run.run_chain(batch, dispatch, inputs, steps, begun, filled=filled)
+        else:
+            times = run.run(batch, dispatch, inputs, begun, filled=filled)
+        if not planned.is_idle:
+            self._note(batch, dispatch, times, forwards)
+        if self._first_use is not None:
+            # Replicas request a graph for the joint batch, and so all request the same one.
+            self._first_use.request_capture(planned.joint[role], forwards)
+
+    def _note(self, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
+        """Note a forward of the step that was launched last."""
+        self._session.add_forward(
+            Forward(
+                step=self._count - 1,
+                role=batch.role,
+                num_reqs=batch.num_reqs,
+                num_tokens=batch.num_tokens,
+                query_len=batch.uniform_query_len,
+                max_query_len=batch.max_query_len,
+                active_loras=batch.active_loras,
+                entry=dispatch.entry,
+                reason=dispatch.reason,
+                padded_tokens=dispatch.padded_tokens,
+                padded_reqs=dispatch.padded_reqs,
+                repeats=repeats,
+                preparation=times.preparation,
+                host_seconds=times.host_seconds,
+                seconds=times.seconds,
+            )
+        )

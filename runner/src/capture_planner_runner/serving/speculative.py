@@ -1,0 +1,103 @@
+"""Greedy verification: a draft is kept while it equals the target's own token.
+
+So the output is the target's own greedy output, token for token, whatever was proposed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+
+from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
+
+Array = np.ndarray[Any, Any]
+
+
+@attrs.frozen(eq=False)
+class Verification:
+    """Result of verifying one step."""
+
+    kept: Array
+    """``int64[R]``: tokens of each row whose keys and values stay."""
+    accepted: Array
+    """``int64[R]``: drafts of each row that equal the target's tokens."""
+    gained: Array
+    """``int64[R]``: new tokens of each row, the accepted drafts and the next token; 0 where it ends inside its
+    prompt."""
+    at: Array
+    """``int64[R]``: their position, which is the length of each request before."""
+
+
+def advance(scheduled: ScheduledBatch, states: RequestStates, starts: Array) -> Verification:
+    """Advance the states by a step without drafts, whose tokens are not known yet.
+
+    Each new token is in ``states`` as ``-1 - i``, where row i of this step's batch computes it, until
+    ``store_tokens`` replaces it. Lengths become those that ``settle`` would give.
+    """
+    rows = scheduled.state_indices
+    reaches = _reaches_end(scheduled, states)
+    gained, at = reaches.astype(np.int64), states.length[rows]
+    states.tokens[rows[reaches], at[reaches]] = -starts[1:][reaches]
+    states.length[rows] += gained
+    states.computed[rows] += scheduled.counts
+    return Verification(scheduled.counts, np.zeros_like(gained), gained, at)
+
+
+def store_tokens(
+    scheduled: ScheduledBatch, settled: Verification, states: RequestStates, starts: Array, answers: Array
+) -> None:
+    """Store the tokens of a step that was advanced; ``answers int64[T]``: the next token of each row of the batch."""
+    # A request that ended meanwhile has gained nothing, and its state may belong to another one.
+    new = settled.gained > 0
+    states.tokens[scheduled.state_indices[new], settled.at[new]] = answers[starts[1:][new] - 1]
+
+
+def settle(
+    scheduled: ScheduledBatch,
+    states: RequestStates,
+    sampled: Array,
+    synthetic: Array | None = None,
+    gone: Array | None = None,
+) -> Verification:
+    """Verify the drafts and advance the states; ``sampled int64[N]`` belongs to ``sampled_rows``.
+
+    Requests that are ``gone bool[R]``, since they ended after this step was launched, get nothing: their states may
+    belong to other requests now.
+    The tokens of ``states`` behind the known ones are the drafts, and become the target's tokens. Rejected drafts are
+    not counted: their keys and values are past ``computed``, and are overwritten before anything reads them.
+
+    :param synthetic: ``int32[R]``: drafts of each row that are accepted without comparing; None: the equal ones.
+    """
+    rows, drafts = scheduled.state_indices, scheduled.drafts
+    gone = np.zeros(len(rows), dtype=np.bool_) if gone is None else gone
+    # A request that is gone was past its prompt.
+    wanted = np.where(gone | _reaches_end(scheduled, states), drafts + 1, 0)
+    most = int(wanted.max(initial=0))
+    columns = np.arange(most)
+    inside = columns < wanted[:, None]
+    answers = np.zeros((len(rows), most), dtype=np.int64)
+    answers[inside] = sampled
+    before = states.length[rows]
+    at = before[:, None] + columns
+    drafted = states.tokens[rows[:, None], np.minimum(at, states.tokens.shape[1] - 1)]
+    hits = answers == drafted if synthetic is None else columns < synthetic[:, None]
+    hits &= columns < drafts[:, None]
+    hits &= ~gone[:, None]
+    # A draft behind a rejected one is rejected, even if it happens to be equal.
+    accepted = np.logical_and.accumulate(hits, axis=1).sum(axis=1)
+    gained = np.where((wanted > 0) & ~gone, accepted + 1, 0)
+    answers = np.where(columns < accepted[:, None], drafted, answers)
+    new = columns < gained[:, None]
+    states.tokens[np.broadcast_to(rows[:, None], new.shape)[new], at[new]] = answers[new]
+    kept = np.where(gone, 0, scheduled.counts - drafts + accepted)
+    states.length[rows] += gained
+    states.computed[rows] += kept
+    return Verification(kept, accepted, gained, before)
+
+
+def _reaches_end(scheduled: ScheduledBatch, states: RequestStates) -> Array:
+    ends = states.computed[scheduled.state_indices] + scheduled.counts - scheduled.drafts
+    reached: Array = ends == states.length[scheduled.state_indices]
+    return reached

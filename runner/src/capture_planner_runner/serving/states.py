@@ -1,0 +1,163 @@
+"""Admitted requests, the known tokens and lengths of each, and the rows of one step's batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+
+from capture_planner.plugins.backend import NULL_STATE
+from capture_planner_runner.execution.inputs import query_lens
+from capture_planner_runner.ledger import Wait
+from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.workload import Request
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@attrs.define(eq=False)
+class AdmittedRequest:
+    """An admitted request."""
+
+    request: Request
+    state_index: int
+    pages: list[int]
+    entered: float
+    """Wall clock when it entered the queue."""
+    pool_row: int = NULL_STATE
+    """Its row in the pool of recurrent states; the null state's without recurrent layers."""
+    waited_for: Wait | None = None
+    """The resource that it, or a request before it, waited for; None: it did not wait."""
+    first_token: float | None = None
+    is_finished: bool = False
+
+    def answer(self, clock: float) -> None:
+        """Note the wall clock of its first token; later ones change nothing."""
+        if self.first_token is None:
+            self.first_token = clock
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ScheduledBatch:
+    """One step's batch, a row a request."""
+
+    live: tuple[AdmittedRequest, ...]
+    state_indices: Integers
+    """``[R]``: the row of each request in ``RequestStates``."""
+    base: Integers
+    """``[R]``: the position of each row's first token; as if the step in flight kept all its drafts."""
+    counts: Integers
+    """``[R]``: tokens of each row, drafts included."""
+    drafts: Integers
+    """``[R]``: how many of them are drafts to verify; 0 in a prompt."""
+    prompts: int
+    """Rows that are still in their prompt."""
+    draft_tokens: int
+    """k for this number of requests."""
+    proposed: Integers = attrs.field()
+    """``[R]``: how many of ``drafts`` a drafter proposed; a row that has too few is filled up with any token."""
+    unread: Flags = attrs.field()
+    """``[R]``: whether the step in flight gives the request tokens, which the host has not read."""
+
+    num_reqs: int = attrs.field(init=False)
+    num_tokens: int = attrs.field(init=False)
+    query_len: int | None = attrs.field(init=False)
+    """The tokens of each row, where all have the same number."""
+    max_query_len: int | None = attrs.field(init=False)
+    """The tokens of the longest row, where rows differ and none is in its prompt."""
+
+    @proposed.default
+    def _all_drafts(self) -> Integers:
+        return self.drafts
+
+    @unread.default
+    def _all_read(self) -> Flags:
+        return np.zeros(len(self.live), dtype=np.bool_)
+
+    @num_reqs.default
+    def _rows(self) -> int:
+        return len(self.live)
+
+    @num_tokens.default
+    def _tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @query_len.default
+    def _uniform(self) -> int | None:
+        return query_lens(self.counts, prompts=False)[0]
+
+    @max_query_len.default
+    def _longest(self) -> int | None:
+        return query_lens(self.counts, prompts=self.prompts > 0)[1]
+
+
+class RequestStates:
+    """Tokens, lengths and pages of each admitted request, in arrays that a step reads at once.
+
+    A row of each array is a request's state; its index is given to another request when it is finished.
+    """
+
+    def __init__(
+        self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat, *, has_adapters: bool = False
+    ) -> None:
+        self.max_model_len = max_model_len
+        width = max_model_len + most_drafts + 1
+        self.tokens = np.zeros((count, width), dtype=np.int32)
+        """``[state, position]``: prompt, output, and after them the drafts to verify."""
+        self.length = np.zeros(count, dtype=np.int64)
+        """Known tokens: prompt and output."""
+        self.computed = np.zeros(count, dtype=np.int64)
+        """Tokens whose keys and values are in the cache; one less than ``length`` past the prompt."""
+        self.prompt = np.zeros(count, dtype=np.int64)
+        self.end = np.zeros(count, dtype=np.int64)
+        """Tokens at which a request is finished, prompt and output."""
+        self.stops = np.zeros(count, dtype=np.bool_)
+        """Whether a stop token can finish it earlier."""
+        self.proposed = np.zeros(count, dtype=np.int64)
+        """Draft tokens behind the known ones."""
+        self.ahead = np.zeros(count, dtype=np.int64)
+        """Tokens that the step in flight adds to ``computed`` if all its drafts are kept; 0: none is in flight."""
+        self.coming = np.zeros(count, dtype=np.int64)
+        """Draft tokens that the step in flight proposes."""
+        self.table = np.zeros((count, pages.pages(max_model_len)), dtype=np.int32)
+        """``[state, page]``: the null page past the request's own."""
+        self.room = np.zeros(count, dtype=np.int64)
+        """Tokens that each request's pages and the model have room for."""
+        self.pool_row = np.zeros(count, dtype=np.int32)
+        """The row of each in the pool of recurrent states; 0 where no layer is recurrent."""
+        self.adapter = np.zeros(count, dtype=np.int32)
+        """LoRA adapter of each request, counted from 1; 0: none."""
+        self.key = np.zeros(count, dtype=np.uint64)
+        """Seed of synthetic acceptance, from each request's name."""
+        self.has_adapters = has_adapters
+        """Whether the plan has LoRA."""
+
+    def computed_at_most(self, rows: Integers) -> Integers:
+        """Return how many tokens of each request are computed when the next step begins, ``int64[R]``, at most.
+
+        It is the exact number where no step is in flight, or none of its drafts is verified.
+        """
+        most: Integers = self.computed[rows] + self.ahead[rows]
+        return most
+
+    def is_unread(self, rows: Integers) -> Flags:
+        """Say of each request whether the step in flight gives it tokens, which the host has not read, ``bool[R]``."""
+        unread: Flags = (self.ahead[rows] > 0) & (self.computed_at_most(rows) >= self.length[rows])
+        return unread
+
+    def is_verifying(self, rows: Integers) -> Flags:
+        """Say of each request whether the step in flight verifies drafts of it, ``bool[R]``."""
+        verifying: Flags = (self.ahead[rows] > 1) & (self.computed[rows] >= self.prompt[rows])
+        return verifying
+
+    def count_ahead(self, scheduled: ScheduledBatch | None) -> None:
+        """Note the step that is in flight when the next one is scheduled; None: all are read."""
+        self.ahead[:] = 0
+        if scheduled is not None:
+            self.ahead[scheduled.state_indices] = scheduled.counts
+            self.coming[scheduled.state_indices] = scheduled.draft_tokens

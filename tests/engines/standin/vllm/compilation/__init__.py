@@ -1,0 +1,1 @@
+"""Part of what replaces vLLM in tests."""

@@ -1,0 +1,163 @@
+"""A tuning from beginning to end: the engine's own list ends at half of its requests, and their decodes run eager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from capture_planner import codec
+from capture_planner.analysis.lint import Severity, lint
+from capture_planner.codec.shipped import find_environment
+from capture_planner.engines import emulate
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.tuning.inputs import PLAIN_MODEL, costs_of, engine_subject, observed_subject
+from capture_planner.engines.tuning.judgement import TuneVerdict
+from capture_planner.engines.tuning.session import TuneOptions, TuneResult, churn_between, grown, tuned
+from capture_planner.engines.tuning.tune import MORE
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
+from capture_planner.records.observation import BatchCount, EagerCost, Observation
+from capture_planner.records.traffic import Traffic, TrafficCount
+from support.commands import PLAN
+from support.observing import observation_of
+from support.tuning import MODEL
+
+H200 = find_environment("h200")
+EAGLE = '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":3}'
+FLAGS = ("--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--speculative-config", EAGLE)
+LIST = ("--cudagraph-capture-sizes", *map(str, (1, 2, 4, 8, 16, 32, 64, 96, 128)))
+"""Half of the 256 tokens that 64 requests decode with three drafts."""
+EAGER, FULL, PIECES = 12.0, 2.0, 4.0
+"""Milliseconds that a pass takes apart from its tokens."""
+
+
+def observed(mode: str | None, *, costs: bool = True, requests: range = range(40, 60)) -> Observation:
+    """An engine under requests that keep arriving: most steps decode 40 to 59 of them, some have a prompt."""
+    modes = () if mode is None else ("-cc", f'{{"cudagraph_mode":"{mode}"}}')
+    today = emulate("vllm", [MODEL.name, *FLAGS, *LIST, *modes], H200)
+    seen = replace(observation_of(today), device=H200.device.name, model=MODEL.name, kv_token_bytes=65536.0)
+    shapes = [(n, 4 * n, 4, True) for n in requests] + [(n, 4 * n + 100, None, False) for n in requests[::4]]
+    target, *others = seen.roles
+    batches = []
+    for n, tokens, width, past in shapes:
+        batch = Batch(role=Role.TARGET, num_reqs=n, num_tokens=tokens, query_len=width, past_prompt=past)
+        answer = today.dispatch(batch)
+        entries = [graph.entry for graph in target.graphs]
+        index = None if answer.entry is None else entries.index(answer.entry)
+        own = EAGER if answer.entry is None else FULL + answer.entry.num_tokens / 400
+        batches.append(
+            BatchCount(
+                num_reqs=n,
+                num_tokens=tokens,
+                query_len=width,
+                past_prompt=past,
+                steps=200 if past else 40,
+                graph=index,
+                reason=answer.reason if index is None else None,
+                interval=own + 2.0 if costs else None,
+                intervals=100 if costs else 0,
+            )
+        )
+    roles = [replace(target, batches=tuple(batches)), *others]
+    return replace(seen, roles=tuple(map(_timed, roles)) if costs else tuple(roles), graph_mib=300.0 if costs else None)
+
+
+def _timed(role):  # type: ignore[no-untyped-def]
+    scale = 0.1 if role.role.is_drafter else 1.0
+    graphs = tuple(
+        attrs.evolve(
+            graph,
+            milliseconds=scale
+            * ((FULL if graph.entry.mode is GraphMode.FULL else PIECES) + graph.entry.num_tokens / 400),
+            seconds=0.05,
+            mib=4.0,
+        )
+        for graph in role.graphs
+    )
+    eager = tuple(EagerCost(num_reqs=1, num_tokens=n, milliseconds=scale * EAGER) for n in (64, 256, 512))
+    return replace(role, graphs=graphs, eager=eager)
+
+
+def tuning_of(observation: Observation, folder: Path, **options: object) -> TuneResult:
+    """Tune what a file has."""
+    file = folder / "seen.yaml"
+    codec.write(file, codec.dumps(observation))
+    return tuned(observed_subject(codec.Document.read(str(file)).load(Observation), str(file)), TuneOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [None, "FULL_DECODE_ONLY"])
+def test_the_headline_case_is_fixed_by_the_costs_of_its_own_observation(mode: str | None, tmp_path: Path) -> None:
+    """Decodes above the engine's list get full graphs up to the most requests, check agrees, and it is a promise."""
+    found = tuning_of(observed(mode), tmp_path)
+    tuning = found.tuning
+    assert (tuning.verdict, tuning.is_estimate) == (TuneVerdict.CHANGE, False), tuning.reason
+    assert found.first is None
+    assert "the costs in" in found.costs.name
+    assert found.plan is not None
+    after = emulation_of(found.plan)
+    for n in range(1, 65):
+        assert after.dispatch(Batch.decode(Role.TARGET, n, 4)).mode is GraphMode.FULL
+    assert not [each for each in lint(found.plan) if each.severity is not Severity.NOTE]
+    assert tuning.today is not None
+    assert tuning.proposed is not None
+    assert tuning.proposed.mean_step_ms < tuning.today.mean_step_ms
+    if tuning.proposed.graphs > tuning.today.graphs:  # only where that buys something
+        fewer = [each.objective for each in tuning.pareto if each.graphs <= tuning.today.graphs]
+        assert tuning.proposed.objective < min(fewer) * (1 - MORE / 4)
+    assert found.plan.promise is not None
+    assert found.plan.promise.after.mean_step_ms == pytest.approx(tuning.proposed.mean_step_ms, rel=1e-4)
+    assert set(found.texts()) == {"plan.yaml", "spec.yaml", "profile.yaml", "traffic.yaml"}
+    assert found.kv_token_mib == 1 / 16
+
+
+def test_without_costs_it_is_an_estimate_that_takes_no_graph_away(tmp_path: Path) -> None:
+    """Said first, with what to do for a promise; every batch that has a graph today keeps one."""
+    found = tuning_of(observed(None, costs=False), tmp_path)
+    assert found.tuning.is_estimate
+    assert found.first is not None
+    assert "CAPTURE_PLANNER_PROFILE=1" in found.first
+    assert "shipped profile" in found.assumptions[0]
+    if found.plan is not None:
+        assert found.plan.promise is None
+        after = emulation_of(found.plan)
+        today = found.subject.today
+        for tokens in range(1, 513):
+            batch = Batch.mixed(Role.TARGET, min(tokens, 64), tokens)
+            had = today.dispatch(batch)
+            assert had.reason is Reason.UNKNOWN or had.entry is None or after.dispatch(batch).entry is not None
+
+
+def test_a_model_is_never_described_by_the_profile() -> None:
+    """Of a model that is not known here, dimensions are the plain ones, whatever profile is nearest."""
+    subject = engine_subject("vllm", ["some/unknown-model", "--max-num-seqs", "8"], H200)
+    assert subject.derived.spec.model.num_layers == PLAIN_MODEL.num_layers
+    near = costs_of(subject)
+    assert near.is_estimate
+    assert near.profile.model.num_layers != PLAIN_MODEL.num_layers
+
+
+def test_a_model_of_another_size_widens_the_error() -> None:
+    """A 70B by the times of an 8B: nothing as small as a few percent can be said."""
+    small, large = (
+        costs_of(engine_subject("vllm", [name, "--max-num-seqs", "8"], H200))
+        for name in ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-70B-Instruct")
+    )
+    assert small.foreign == 0
+    assert large.foreign > 0.07
+
+
+def test_little_more_traffic_changes_little() -> None:
+    """Counts grow by about a twentieth; a plan has all of its own graphs."""
+    batches = tuple(
+        TrafficCount(role=Role.TARGET, num_reqs=n, num_tokens=n, query_len=1, count=1000) for n in (1, 2, 5)
+    )
+    load = Traffic(sources=("drawn",), batches=batches)
+    more = grown(load)
+    assert [each.shape for each in more.batches] == [each.shape for each in load.batches]
+    assert more.steps == pytest.approx(1.05 * load.steps, rel=0.02)
+    plan = codec.load_plan(PLAN)
+    assert churn_between(plan, plan).kept == plan.num_graphs
+    assert churn_between(plan, plan).new == 0

@@ -1,0 +1,134 @@
+"""Throw-away captures, by a stand-in: they are timed and priced, and nothing is left of them, whatever happens."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture_planner.modes import GraphMode, Role
+from capture_planner_vllm.inside import observe, trials
+from support.vllm_observed import MODES, observed, process, run, started, step
+
+BATCHES = [(reqs, tokens, uniform) for reqs in (1, 3, 16) for tokens in (4, 12, 33, 64, 200) for uniform in (None, 4)]
+
+
+def module(name):
+    return sys.modules[f"vllm.{name}"]
+
+
+def state(runner):
+    """All that a capture changes: tables, pools, buffers, counters, and what the dispatchers answer."""
+    managers = [runner.cudagraph_manager]
+    if runner.speculator is not None:
+        managers += [runner.speculator.prefill_cudagraph_manager, runner.speculator.decode_cudagraph_manager]
+    wrappers = sorted(module("compilation.cuda_graph").CUDAGraphWrapper._all_instances, key=id)
+    graphs = {id(each) for each in module("compilation.cuda_graph").Graph.live}
+    kept = {id(each) for manager in managers for each in manager.graphs.values()}
+    kept |= {id(each) for wrapper in wrappers for each in wrapper.concrete_cudagraph_entries.values()}
+    found = {
+        "graphs": [[(desc, graph.num_tokens, graph.pool) for desc, graph in each.graphs.items()] for each in managers],
+        "lists": [each._capture_descs for each in managers],
+        "answers": [[each.dispatch(*batch, 0) for batch in BATCHES] for each in managers],
+        "pools": [each.pool for each in managers] + [wrapper.graph_pool for wrapper in runner.cudagraph_manager.pieces],
+        "pieces": [sorted(wrapper.concrete_cudagraph_entries) for wrapper in runner.cudagraph_manager.pieces],
+        "buffer": len(runner.cudagraph_manager.hidden_states or ()),
+        "captured": module("compilation.counter").compilation_counter.num_cudagraph_captured,
+        "workspace": vars(module("v1.worker.workspace")._manager),
+        "pool": module("v1.worker.gpu.cudagraph_utils").Platform._global_graph_pool,
+        "held by nothing": len(graphs - kept),
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+@given(
+    mode=st.sampled_from(MODES),
+    fused=st.booleans(),
+    k=st.sampled_from((0, 1, 3)),
+    broken=st.sets(st.sampled_from((48, 64, 96, 128, 256))),
+    workspace=st.sampled_from((0, 32, 64, 256)),
+    sizes=st.sampled_from(((8, 16, 32), (4,), (64,))),
+)
+def test_nothing_is_left_of_a_trial(mode, fused, k, broken, workspace, sizes):
+    """Graphs, tables, pools and answers are those of an engine that tried nothing, also where trials fail."""
+    found, broken = [], broken - set(sizes)
+    for environment in ({}, {observe.PROFILE: "1"}):
+        with process(**environment) as folder:
+            runner = started(fused, mode=mode, k=k, broken=broken, workspace=workspace, sizes=sizes)
+            found.append(state(runner))
+            run(runner, step(3, k + 1, sampled=[1] * 3))
+            runner.shutdown()
+            seen = observed(folder)
+    plain, profiled = found
+    assert plain == profiled  # in words, as each process has classes of its own
+    tried = {graph.entry.num_tokens for graph in seen.roles[0].trials}
+    assert not tried & broken
+    wanted = not broken and workspace <= max(sizes)
+    if mode == "FULL_AND_PIECEWISE" and wanted:
+        assert {graph.entry.num_tokens for graph in seen.roles[0].trials if graph.entry.query_len is None} >= {256}
+        assert not any("not all were timed" in note for note in seen.notes)
+    elif mode == "FULL_AND_PIECEWISE" and 256 in broken | {workspace} and max(sizes) < 256:
+        assert any("not all were timed" in note for note in seen.notes)
+
+
+def test_trials_have_what_each_size_takes_by_itself():
+    """By role and kind: times, and memory without the graphs that are there; ends of the range included."""
+    with process(**{observe.PROFILE: "1"}) as folder:
+        runner = started()
+        runner.shutdown()
+        seen = observed(folder)
+    found = {
+        role.role: {
+            (each.entry.mode, each.entry.query_len, each.entry.num_tokens, each.entry.num_reqs) for each in role.trials
+        }
+        for role in seen.roles
+    }
+    full, pieces = GraphMode.FULL, GraphMode.PIECEWISE
+    assert found[Role.TARGET] == {
+        *((pieces, None, tokens, None) for tokens in (16, 32, 48, 64, 96, 128, 192, 256)),
+        *((full, 4, 4 * reqs, reqs) for reqs in (4, 8, 12, 16)),
+    }
+    assert found[Role.DRAFT_DECODE] == {(full, 1, reqs, reqs) for reqs in (8, 16)}
+    for role in seen.roles:
+        for each in role.trials:
+            # A MiB a token and graph; a piece is a graph, too.
+            pieces_each = 3 if role.role is Role.TARGET and each.entry.mode is pieces else 1
+            assert each.mib == pieces_each * each.entry.num_tokens
+            assert each.milliseconds is not None
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1"])
+def test_no_time_is_no_trial(seconds):
+    """And the profile of what is captured is as ever."""
+    with process(**{observe.PROFILE: "1", observe.PROFILE_SECONDS: seconds}) as folder:
+        started().shutdown()
+        seen = observed(folder)
+    assert not any(role.trials for role in seen.roles)
+    assert all(graph.milliseconds is not None for role in seen.roles for graph in role.graphs)
+
+
+@given(st.integers(0, 1 << 11))
+def test_trials_leave_memory(spare):
+    """What is free above the reserve bounds what a trial may take, by what the smaller ones took."""
+    from support import vllm_observed
+
+    with pytest.MonkeyPatch.context() as patch, process(**{observe.PROFILE: "1"}) as folder:
+        graphs = 3 * (8 + 16 + 32) + 32 + 16 + 8 + 2 * 32 + 16 + 8 + 8 + 16 + 16
+        patch.setattr(vllm_observed, "MEMORY", trials.RESERVE + (graphs + spare << 20))
+        started().shutdown()
+        seen = observed(folder)
+    for role in seen.roles:
+        for each in role.trials:
+            assert each.mib <= max(graphs + spare, 0)
+    if spare > 3 * 3 * 256 + graphs:
+        assert max(each.entry.num_tokens for each in seen.roles[0].trials) == 256
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 16))
+def test_sizes_are_multiples_and_have_both_ends(largest, most, each):
+    largest, most = -(-largest // each) * each, max(most, each)
+    sizes = trials.sizes(largest, most, each)
+    assert sizes == sorted(set(sizes))
+    assert all(size % each == 0 for size in sizes)
+    assert most // each * each in sizes
+    assert all(size <= max(most, largest) for size in sizes)

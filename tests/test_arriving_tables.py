@@ -1,0 +1,135 @@
+"""The tables of arriving requests: what rounds give, and what a page shows while nothing was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import _arriving_rounds as rounds
+import arriving_tables
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+FIGURES = {
+    "busy_seconds": 2.0,
+    "itl_ms_p50": 1.0,
+    "itl_ms_p99": 2.0,
+    "ttft_ms_p50": 3.0,
+    "ttft_ms_p99": 4.0,
+    "tpot_ms_p50": 1.0,
+}
+COLUMNS = (rounds.ITSELF, rounds.EXPERT, rounds.TUNED)
+GRAPHS = {rounds.ITSELF: 200, rounds.EXPERT: 100, rounds.TUNED: 40}
+RATES = st.integers(1, 10**6).map(float)
+
+
+def row(column: str, load: str, turn: int, rate: float) -> dict[str, Any]:
+    steps = {"target": {"FULL": 75, "NONE": 25}}
+    return {
+        "column": column,
+        "load": load,
+        "round": turn,
+        "tokens_per_second": rate,
+        "graphs_of_steps": steps,
+    } | FIGURES
+
+
+def measured(rows: list[dict[str, Any]], verdict: str = "change") -> dict[str, Any]:
+    """The results of a group, as they are written."""
+    tuned = [column for column in COLUMNS if verdict == "change" or column != rounds.TUNED]
+    return rounds.summarised(
+        {
+            "shape": "0.6b",
+            "k": 3,
+            "layers": 28,
+            "loads": ["wave 10-250", "32 in flight"],
+            "rounds": rows,
+            "errors": [],
+            "observed": [row("", load, 0, 1.0) for load in ("wave 10-250", "32 in flight")],
+            "tune": {"verdict": verdict, "today": {"mean_step_ms": 22.0}, "proposed": {"mean_step_ms": 19.0}},
+            "engines": {
+                column: {
+                    "device": "a GPU",
+                    "vllm": "0.33.0",
+                    "torch": "2.11.0",
+                    "graphs": {"target": GRAPHS[column]},
+                    "capture_seconds": 1.25,
+                    "graph_mib": 512.0,
+                }
+                for column in tuned
+            },
+        }
+    )
+
+
+def written(folder: Path, result: dict[str, Any], name: str = "0.6b-3") -> None:
+    host = {"hardware": {"cores": 16, "cpu": "a CPU"}, "python": "CPython 3.12", "command": "python benchmark"}
+    file = {
+        "provenance": {"date": "2026-11-23T12:00:00+00:00", **host},
+        "results": {name: result},
+        "targets": {f"{name}: faster": True, "8b-3: faster": False},
+    }
+    (folder / f"vllm_arriving-{name}.json").write_text(json.dumps(file), "utf-8")
+
+
+def rows_of(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
+    return [
+        row(column, load, turn, rate)
+        for column, found in rates.items()
+        for load in ("wave 10-250", "32 in flight")
+        for turn, rate in enumerate(found)
+    ]
+
+
+@given(st.lists(st.tuples(RATES, RATES, RATES), min_size=1, max_size=5))
+def test_ratios_are_of_the_same_round(found: list[tuple[float, float, float]]) -> None:
+    """A round that slows all engines alike changes no ratio."""
+    rates = dict(zip(COLUMNS, map(list, zip(*found, strict=True)), strict=True))
+    slowed = {column: [rate / (3 + turn) for turn, rate in enumerate(each)] for column, each in rates.items()}
+    (first, second) = (measured(rows_of(each))["ratios"] for each in (rates, slowed))
+    for pair, loads in first.items():
+        for load, figures in loads.items():
+            assert second[pair][load]["tokens_per_second"] == pytest.approx(figures["tokens_per_second"], abs=2e-4)
+
+
+def test_promise_is_the_mean_step_of_the_loads() -> None:
+    result = measured(rows_of({column: [10.0, 20.0] for column in COLUMNS}))
+    assert result["promise"]["before"] == {"stated_ms": 22.0, "measured_ms": 20.0, "off": 0.1}
+    assert result["promise"]["after"] == {"stated_ms": 19.0, "measured_ms": 20.0, "off": -0.05}
+    assert result["without_graph"][rounds.TUNED] == {"target": 0.25}
+
+
+def test_engine_that_is_kept_counts_as_tuned(tmp_path: Path) -> None:
+    """With a ratio of one, its own graphs, and no promise of a plan."""
+    result = measured(rows_of({rounds.ITSELF: [10.0, 30.0], rounds.EXPERT: [20.0, 20.0]}), "keep")
+    assert result["medians"][rounds.TUNED] == result["medians"][rounds.ITSELF]
+    assert set(result["promise"]) == {"before"}
+    written(tmp_path, result)
+    assert "| CUDA graphs | 200 | 100 | 200 |" in arriving_tables.headline(tmp_path)
+
+
+def test_tables_show_the_medians_and_their_spread(tmp_path: Path) -> None:
+    rates = {rounds.ITSELF: [1e3, 2e3, 4e3], rounds.EXPERT: [5e3] * 3, rounds.TUNED: [6e3] * 3}
+    written(tmp_path, measured(rows_of(rates)))
+    text = arriving_tables.headline(tmp_path)
+    assert "| tokens/s, wave 10-250 | 2,000 | 5,000 | 6,000 |" in text
+    assert "| CUDA graphs | 200 | 100 | 40 |" in text
+    shown = arriving_tables.figures("tokens_per_second", "{:,.0f}")(tmp_path)  # type: ignore[call-arg]
+    assert "| Qwen3-0.6B, K=3 | 32 in flight | 2,000 (1,000 to 4,000) |" in shown
+    assert "25.0 %" in arriving_tables.start(tmp_path)
+    assert arriving_tables.targets(folder=tmp_path) == "1 of 1 targets are met."
+    assert "`python benchmark`" in arriving_tables.machine(folder=tmp_path)
+
+
+def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
+    parts = (
+        arriving_tables.headline,
+        arriving_tables.start,
+        arriving_tables.promises,
+        arriving_tables.deployments,
+        arriving_tables.sglang,
+    )
+    assert {part(tmp_path) for part in parts} == {arriving_tables.MISSING}
+    assert arriving_tables.targets(folder=tmp_path) == arriving_tables.machine(folder=tmp_path) == "Not measured yet."

@@ -1,0 +1,164 @@
+"""The distributions as they are built: the core plans where there is no torch, and wheels have what they need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import attrs
+import pytest
+from packaging.requirements import Requirement
+
+from capture_planner import codec
+from capture_planner.records.observation import EagerCost
+from support.files import module_at
+from support.observing import observation_of
+
+pytest.importorskip("hatchling")
+build = module_at(Path(__file__).parent.parent / "tools" / "build.py", "build_tool")
+
+ROOT = Path(__file__).parent.parent
+CORE, RUNNER, REFERENCE = ROOT, ROOT / "runner", ROOT / "backends" / "reference"
+SPEC = ROOT / "plans" / "specs" / "tiny-reference-cpu.yaml"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[Path, Path]]:
+    """Return wheel and source distribution of the core, the runner and a backend, by their folders."""
+    folder = tmp_path_factory.mktemp("dist")
+    found = {}
+    for source in (CORE, RUNNER, REFERENCE):
+        wheel, archive = build.build(source, folder, sdist=True)
+        found[source] = (wheel, archive)
+    return found
+
+
+def needed(distribution: metadata.Distribution, seen: set[str]) -> Iterator[metadata.Distribution]:
+    """Yield the installed distributions that one needs, extras apart, each once."""
+    for requirement in map(Requirement, distribution.requires or ()):
+        if requirement.name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(requirement.name)
+        found = metadata.distribution(requirement.name)
+        yield found
+        yield from needed(found, seen)
+
+
+@pytest.fixture(scope="module")
+def bare(wheels: dict[Path, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Python of a new environment with the wheels of the core and a backend, and what the core declares.
+
+    Its dependencies are links to those that are installed here: no index is asked, and nothing else can be imported.
+    """
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for source in (CORE, REFERENCE):
+        with zipfile.ZipFile(wheels[source][0]) as wheel:
+            wheel.extractall(site)
+    (core,) = metadata.distributions(name="capture-planner", path=[str(site)])
+    for distribution in needed(core, {"capture-planner"}):
+        for top in {file.parts[0] for file in distribution.files or () if ".." not in file.parts}:
+            target = Path(str(distribution.locate_file(top)))
+            if target.exists() and not (site / top).exists():
+                (site / top).symlink_to(target)
+    return folder / "bin" / "python"
+
+
+def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the bare environment: nothing of this one is on its path."""
+    words = [str(python), "-I", "-m", "capture_planner", *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLIPCOVER"))}
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_core_plans_without_torch(bare: Path, tmp_path: Path) -> None:
+    """It plans, explains and checks with what it declares, and neither torch nor the runner is there to be imported."""
+    gone = (
+        "import importlib.util as u; print([n for n in ('torch', 'numpy', 'capture_planner_runner') if u.find_spec(n)])"
+    )
+    assert subprocess.check_output([bare, "-I", "-c", gone], text=True).strip() == "[]"
+    planned = run(bare, "plan", str(SPEC), "-e", "cpu", "-o", "plan.yaml", cwd=tmp_path)
+    assert (planned.returncode, "68 graphs" in planned.stdout) == (0, True), planned.stderr
+    assert run(bare, "explain", "plan.yaml", "--num-reqs", "3", "--query-len", "3", cwd=tmp_path).returncode == 0
+    assert run(bare, "check", "plan.yaml", cwd=tmp_path).returncode == 0
+
+
+def test_core_takes_a_profile_from_an_observation(bare: Path, tmp_path: Path) -> None:
+    """An engine measured it: of ``profile`` only measuring needs the runner."""
+    plan = ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml"
+    observation = observation_of(codec.load_plan(plan))
+    target, *others = observation.roles
+    eager = (EagerCost(num_reqs=1, num_tokens=1024, milliseconds=40.0),)
+    timed = attrs.evolve(observation, roles=(attrs.evolve(target, eager=eager), *others))
+    codec.write(tmp_path / "observation.yaml", codec.dumps(timed))
+    ran = run(bare, "profile", str(plan), "--from", "observation.yaml", "-o", "profile.yaml", cwd=tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert codec.load_profile(tmp_path / "profile.yaml").model.name == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize("words", [["run"], ["bench"], ["conformance", "reference"], ["environment"], ["profile"]])
+def test_core_says_what_to_install_for_the_runner(bare: Path, tmp_path: Path, words: list[str]) -> None:
+    """One error with the distribution and the command that installs it; as JSON for programs."""
+    ran = run(bare, *words, *([str(SPEC)] if words in (["run"], ["bench"], ["profile"]) else []), cwd=tmp_path)
+    subject = "profile without --from" if words == ["profile"] else words[0]
+    remedy = "which is not installed; install it from a clone with: python -m pip install ./runner"
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr == f"error: {subject} needs capture-planner-runner, {remedy}\n"
+
+
+def test_help_of_the_core_lists_the_commands_of_the_runner(bare: Path, tmp_path: Path) -> None:
+    """With how to get them."""
+    ran = run(bare, "--help", cwd=tmp_path)
+    *_, last = ran.stdout.strip().split("\n\n")
+    assert (
+        last.splitlines()[0]
+        == "Commands of capture-planner-runner, which is not installed (python -m pip install ./runner):"
+    )
+    assert last.split("\n", 1)[1].strip() == "bench, conformance, environment, run"
+
+
+def test_new_backend_works_without_torch(bare: Path, tmp_path: Path) -> None:
+    """The template is in the core's wheel."""
+    assert run(bare, "new-backend", "mine", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "capture-planner-mine" / "pyproject.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("source", "package", "files"),
+    [
+        (
+            CORE,
+            "capture_planner",
+            ["py.typed", "report/page.html.j2", "engines/known_models.json", "template/pyproject.toml"],
+        ),
+        (RUNNER, "capture_planner_runner", ["py.typed", "plugin.py", "conformance/pytest_plugin.py"]),
+    ],
+    ids=["core", "runner"],
+)
+def test_wheel_and_archive_have_every_file(
+    wheels: dict[Path, tuple[Path, Path]], source: Path, package: str, files: list[str]
+) -> None:
+    """All that is tracked of a package, and nothing of the other distribution."""
+    wheel, archive = wheels[source]
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+    assert {f"{package}/{file}" for file in files} <= names
+    top = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert top == ({"capture_planner", "capture_planner_command.py"} if source == CORE else {package})
+    home = source / "src" if (source / "src").is_dir() else source
+    here = {
+        str(path.relative_to(home))
+        for path in (home / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert here <= names
+    with tarfile.open(archive) as unpacked:
+        inside = {name.partition("/")[2] for name in unpacked.getnames()}
+    assert {str((home / name).relative_to(source)) for name in here} | {"pyproject.toml", "README.md"} <= inside
