@@ -28,6 +28,8 @@ _FORWARDED = {
 }
 _PARENT_DEATH_SIGNAL = 1
 """``PR_SET_PDEATHSIG`` of prctl(2)."""
+_POLLED = 0.5
+"""Seconds between two looks at the engine while no signal comes in."""
 
 
 _TOLD = {128 + getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
@@ -67,7 +69,7 @@ def run_engine(
 ) -> int:
     """Run an engine's command to its end, and return its exit code; 128 and the signal's number where one ended it.
 
-    To be called in the main thread of a process that has no others: signals are taken here while the engine runs.
+    To be called in the main thread: signals are taken here while the engine runs.
 
     :param words: the program and its arguments; the program is looked up in the environment's ``PATH``.
     :param environment: the whole environment of the engine.
@@ -82,8 +84,9 @@ def run_engine(
     try:
         child = subprocess.Popen(list(words), env=dict(environment), preexec_fn=_as_child(before, os.getpid()))
         while child.poll() is None:
-            signalled = signal.sigwaitinfo({*_FORWARDED, signal.SIGCHLD})
-            if signalled.si_signo == signal.SIGCHLD:
+            # A thread that does not block SIGCHLD may take it between poll and wait: the next poll sees the end.
+            signalled = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, _POLLED)
+            if signalled is None or signalled.si_signo == signal.SIGCHLD:
                 continue
             if received is not None:
                 received(signalled.si_signo)

@@ -46,6 +46,23 @@ def test_exit_code_is_the_engines(code: int) -> None:
     assert run_engine(["sh", "-c", f"exit {code}"], os.environ) == code
 
 
+def test_end_is_seen_while_other_threads_take_signals() -> None:
+    """A thread that blocks no signal may take SIGCHLD; without a look at the child the wait would never end."""
+    program = """
+import os, subprocess, threading, time
+from capture_planner.engines.child import run_engine
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+poll = subprocess.Popen.poll
+def slow(process):
+    seen = poll(process)
+    time.sleep(0.3)  # the engine ends between the look and the wait
+    return seen
+subprocess.Popen.poll = slow
+assert run_engine(["sleep", "0.1"], os.environ) == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV])
 def test_signal_that_ends_the_engine_is_told_as_a_shell_does(number: signal.Signals) -> None:
     """128 and its number."""
