@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -47,7 +48,7 @@ WEIGHTS = 0.2
 CACHE_BYTES = 64 << 20
 REQUESTS = 20
 TIES = {"float32": 0.001, "bfloat16": 0.03}
-"""Log probabilities that two tokens may be apart in an eager step and still be a tie, which rounding decides."""
+"""Log probabilities that two tokens may always be apart in an eager step and still be a tie, which rounding decides."""
 
 
 @attrs.frozen(kw_only=True)
@@ -197,7 +198,7 @@ def words_of(start: Start, folder: Path, *, graphs: bool = True, drafts: bool = 
         compilation = {"mode": 3 if start.compiled else 0, "cudagraph_mode": mode.value}
         options["compilation-config"] = json.dumps(compilation)
     else:
-        options["enforce-eager"] = True
+        options |= {"enforce-eager": True, "max-logprobs": VOCABULARY}
     if plan.lora is not None:
         options |= {"enable-lora": True, "max-loras": plan.lora.max_active, "max-lora-rank": RANK}
         if graphs and plan.lora.specialize:
@@ -368,8 +369,9 @@ def compare_kind(
 ) -> dict[str, Any]:
     """Serve all requests of starts of one kind eager, without a drafter, and return where their tokens differ.
 
-    A request is compared up to its first other token, since each follows from those before. Where eager's own step has
-    both tokens as a tie, rounding decides, and the request is counted apart.
+    A request is compared up to its first other token, since each follows from those before. Rounding depends on the
+    shape of a batch, so the eager engine serves the requests twice, all at once and in the batches of the starts. A
+    token is a tie where eager's own step has it no further below its best than its two runs differ, or than TIES.
 
     :param outputs: the tokens of each seed's requests.
     """
@@ -377,25 +379,52 @@ def compare_kind(
     engine, _ = _engine(words_of(starts[0], folder, graphs=False, drafts=False), profiled=False)
     rows = [(start.seed, index, request) for start in starts for index, request in enumerate(start.requests)]
     eager = serve(engine, [attrs.evolve(request, arrival=0) for *_, request in rows], folder)
+    batched_otherwise = [tokens for start in starts for tokens in serve(engine, start.requests, folder)]
     given = [list(outputs[seed][index]) for seed, index, _ in rows]
-    different = [number for number in range(len(rows)) if given[number] != eager[number]]
-    places = [first_difference(given[number], eager[number]) for number in different]
+    noise = _differences(engine, rows, eager, batched_otherwise, folder)
+    bound = max([TIES[starts[0].dtype], *(each["log_probability_below"] for each in noise)])
+    found = _differences(engine, rows, eager, given, folder)
+    different = [each for each in found if each["log_probability_below"] > bound]
+    return {
+        "requests": len(rows),
+        "tokens": sum(map(len, eager)),
+        "ties": len(found) - len(different),
+        "ties_of_eager": len(noise),
+        "bound": bound,
+        "gaps": sorted(each["log_probability_below"] for each in found),
+        "gaps_of_eager": sorted(each["log_probability_below"] for each in noise),
+        "different": different,
+    }
+
+
+def _differences(
+    engine: Any,
+    rows: Sequence[tuple[int, int, Request]],
+    eager: Sequence[Sequence[int]],
+    given: Sequence[Sequence[int]],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """Return where tokens first differ from eager's, and how far eager's step has that token below its best."""
+    places = {
+        number: first_difference(given[number], eager[number])
+        for number in range(len(rows))
+        if given[number] != eager[number]
+    }
     asked = [
         attrs.evolve(rows[number][2], prompt=(*rows[number][2].prompt, *eager[number][:place]), output=1, arrival=0)
-        for number, place in zip(different, places, strict=True)
+        for number, place in places.items()
     ]
-    steps = _served(engine, asked, folder, lambda output: [dict(each) for each in output.logprobs or ()], logprobs=20)
-    found, ties = [], 0
-    for step, (number, place) in enumerate(zip(different, places, strict=True)):
-        token = given[number][place] if place < len(given[number]) else None
+    taken: Callable[[Any], list[Any]] = lambda output: [dict(each) for each in output.logprobs or ()]  # noqa: E731
+    steps = _served(engine, asked, folder, taken, logprobs=VOCABULARY)
+    found = []
+    for step, (number, place) in enumerate(places.items()):
         likely = {key: value.logprob for key, value in steps[step][0].items()}
-        gap = max(likely.values()) - likely[token] if token in likely else None
-        if gap is not None and gap <= TIES[starts[0].dtype]:
-            ties += 1
-            continue
+        token = given[number][place] if place < len(given[number]) else None
+        # A request that ended early has no token to compare: it is no tie.
+        gap = math.inf if token is None else max(likely.values()) - likely[token]
         seed, index, _ = rows[number]
         found.append({"seed": seed, "request": index, "at": place, "token": token, "log_probability_below": gap})
-    return {"requests": len(rows), "tokens": sum(map(len, eager)), "ties": ties, "different": found}
+    return found
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

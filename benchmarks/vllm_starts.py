@@ -171,7 +171,7 @@ IMPORTED = (
     "vllm.lora.request",
 )
 """What every start needs; forks have it already."""
-COMPARING = 80.0
+COMPARING = 110.0
 """Seconds that are kept for the eager engines."""
 
 
@@ -353,10 +353,10 @@ def show(campaign: Campaign, compared: dict[str, dict[str, Any]]) -> dict[str, i
     for name, count in sorted(traits.items()):
         shown.add_row(name, str(count))
     CONSOLE.print(shown)
-    tokens = table("tokens, against eager steps", "kind", "requests", "tokens", "ties", "different")
+    tokens = table("tokens, against eager steps", "kind", "requests", "tokens", "ties", "of eager", "different")
     for name, each in sorted(compared.items()):
-        cells = (each.get("requests", 0), each.get("tokens", 0), each.get("ties", 0), len(each.get("different", ())))
-        tokens.add_row(name, *(f"{cell:,}" for cell in cells))
+        counts = [each.get(key, 0) for key in ("requests", "tokens", "ties", "ties_of_eager")]
+        tokens.add_row(name, *(f"{cell:,}" for cell in (*counts, len(each.get("different", ())))))
     CONSOLE.print(tokens)
     return dict(sorted(traits.items()))
 
