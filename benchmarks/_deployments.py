@@ -26,14 +26,14 @@ from capture_planner_runner.compilation.forwards import Compilation
 from capture_planner_runner.execution.role import ForwardObserver
 from capture_planner_runner.graphs.graph import Grapher
 from capture_planner_runner.host import this_environment
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.ledger.session import Session
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.models.protocols import TargetModel
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import Request, generated
-from capture_planner_runner.session import Session
 
 DRAFTS = (0, 1, 2, 3, 5, 7)
 MODES = (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY)

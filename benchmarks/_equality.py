@@ -25,12 +25,12 @@ from capture_planner.modes import Pool, Role
 from capture_planner.plugins.backend import Scoring
 from capture_planner.records._base import replace
 from capture_planner.records.text import counted
+from capture_planner_runner.capture.variants import without_graphs, without_speculation
+from capture_planner_runner.execution.attention import LayerCalls
 from capture_planner_runner.execution.bodies import TargetBody
-from capture_planner_runner.execution.calls import LayerCalls
 from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import ForwardObserver, RoleRun
 from capture_planner_runner.models.protocols import TargetModel
-from capture_planner_runner.plan_variants import without_graphs, without_speculation
 
 ROWS = 4096
 """Rows of a dense forward at a time; logits of a large vocabulary take a gigabyte or two."""

@@ -47,7 +47,7 @@ from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Spec
 from capture_planner.report.plans import backend_support
-from capture_planner_runner.models.eagle import load_drafter
+from capture_planner_runner.models.drafters import load_drafter
 from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target
 from capture_planner_runner.serving.workload import from_prompts, from_trace
 

@@ -34,8 +34,8 @@ from _equality import check, differing, faults
 
 from capture_planner.records.spec import Spec
 from capture_planner.records.text import counted
-from capture_planner_runner.graphs.choice import grapher_for
 from capture_planner_runner.graphs.graph import Grapher
+from capture_planner_runner.graphs.recorded import grapher_for
 
 COUNTED = ("steps", "forwards", "graphs", "requests", "tokens", "accepted", "differ from the same kernels")
 

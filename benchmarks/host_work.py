@@ -23,8 +23,8 @@ from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.ledger import Forward
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.ledger.rows import Forward
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner

@@ -43,9 +43,9 @@ from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_runner import host
-from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.graphs.recorded import grapher_for
+from capture_planner_runner.launch.request import drafter_of, model_of
 from capture_planner_runner.options import Options
-from capture_planner_runner.request import drafter_of, model_of
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import generated

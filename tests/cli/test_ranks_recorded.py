@@ -32,7 +32,7 @@ def write(file: Path, text: str) -> str:
 def test_vectors_of_a_report_are_read_as_they_were_submitted(tmp_path_factory, plan, data):
     """What a run writes of its replicas is what ``ranks`` explains, most frequent first."""
     pytest.importorskip("torch")
-    from capture_planner_runner.report.sections import RankRecord, VectorCount
+    from capture_planner_runner.report.run import RankRecord, VectorCount
 
     drawn = data.draw(st.lists(vectors(plan, max_ranks=4), min_size=1, max_size=4))
     # A run has no graph that only one rank lacks: that is dropped on all.

@@ -10,7 +10,7 @@ import torch
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.plugins.backend import Metadata, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
-from capture_planner_runner.execution.calls import LayerCalls
+from capture_planner_runner.execution.attention import LayerCalls
 from gallery.core import Mutant
 from gallery.padding import RenamedReference
 from gallery.patching import patched

@@ -12,8 +12,7 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import Role
 from capture_planner.plugins.backend import Executor, Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
-from capture_planner_runner.execution.bodies import DraftDecodeBody
-from capture_planner_runner.execution.draft_bodies import ModulesBody
+from capture_planner_runner.execution.bodies import DraftDecodeBody, ModulesBody
 from capture_planner_runner.execution.fields import Extents
 from capture_planner_runner.models.protocols import Attend, Drafter
 from gallery.core import Mutant

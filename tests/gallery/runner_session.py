@@ -13,7 +13,7 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
-from capture_planner_runner import capture as capture_module
+from capture_planner_runner.capture import sessions as capture_module
 from capture_planner_runner.execution.bodies import DraftDecodeBody, DraftPrefillBody, TargetBody
 from capture_planner_runner.execution.fields import Extents
 from capture_planner_runner.execution.inputs import ForwardStep
@@ -21,7 +21,7 @@ from capture_planner_runner.execution.role import ForwardTimes, RoleRun
 from capture_planner_runner.execution.role_graphs import RoleGraphs
 from capture_planner_runner.execution.updates import DraftState
 from capture_planner_runner.graphs.graph import Graph
-from capture_planner_runner.ledger import GraphCapture
+from capture_planner_runner.ledger.rows import GraphCapture
 from capture_planner_runner.serving.serving import Serving
 from capture_planner_runner.serving.steps import PlannedStep
 from gallery.core import Mutant

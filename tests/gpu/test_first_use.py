@@ -12,12 +12,12 @@ from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import CapturePolicy, CaptureTiming, Limits, Policy, Sizes, Spec
+from capture_planner_runner.capture.variants import all_at_start
 from capture_planner_runner.host import this_environment
-from capture_planner_runner.ledger import GraphCapture
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.ledger.rows import GraphCapture
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import all_at_start
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import generated

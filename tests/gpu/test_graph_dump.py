@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 from capture_planner.modes import GraphMode  # noqa: E402
 from capture_planner.records.batch import Entry  # noqa: E402
 from capture_planner_runner.graphs.cuda import CudaGraphs  # noqa: E402
-from capture_planner_runner.graphs.dump import dump_graphs  # noqa: E402
+from capture_planner_runner.graphs.graph import dump_graphs  # noqa: E402
 
 
 def test_a_cuda_graph_is_dumped_and_replayed(tmp_path):

@@ -21,8 +21,8 @@ from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_runner.graphs.graph import Grapher
 from capture_planner_runner.host import this_environment
-from capture_planner_runner.ledger import Accounts, GraphCapture
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.ledger.rows import Accounts, GraphCapture
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat

@@ -20,9 +20,9 @@ from _equality import TOLERANCE, Watching, check, differing, errors, faults, in_
 from capture_planner.modes import Chain, Pool
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method, Speculative
-from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.capture.variants import without_speculation
+from capture_planner_runner.graphs.recorded import grapher_for
 from capture_planner_runner.models.huggingface import load_target
-from capture_planner_runner.plan_variants import without_speculation
 
 # Kernel libraries warn while they compile.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]

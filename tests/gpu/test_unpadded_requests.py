@@ -16,10 +16,10 @@ from _deployments import CASES, REGISTRY, deployment, missing, small
 from capture_planner.analysis.lint import Severity, lint
 from capture_planner.errors import GuardError, RunError
 from capture_planner.modes import Role
-from capture_planner_runner.graphs.choice import grapher_for
-from capture_planner_runner.launch import launch
-from capture_planner_runner.models.auxiliary import choose_drafter
-from capture_planner_runner.request import RunRequest
+from capture_planner_runner.graphs.recorded import grapher_for
+from capture_planner_runner.launch.launch import launch
+from capture_planner_runner.launch.request import RunRequest
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.runner import Runner
 from support.by_hand import with_piecewise_draft_decode
 

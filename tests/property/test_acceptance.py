@@ -12,11 +12,11 @@ from capture_planner import load_backends
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.records._base import replace
 from capture_planner.records.spec import Roles
+from capture_planner_runner.capture.variants import without_graphs, without_speculation
 from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.launch.request import drafter_of
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import without_graphs, without_speculation
-from capture_planner_runner.request import drafter_of
 from capture_planner_runner.runner import Runner
 from support.runs import pages_for, planned, requests_for, runnable_specs
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.modes import Role
+from capture_planner_runner.capture.variants import without_speculation
 from capture_planner_runner.execution.fields import tensor_of
-from capture_planner_runner.plan_variants import without_speculation
 from support.worlds import Watcher, bits, persistent, requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,12 +15,12 @@ from capture_planner_runner.execution.fields import ACROSS_REPLICAS
 from capture_planner_runner.execution.role import ForwardObserver
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.models.huggingface import load_target
-from capture_planner_runner.numerics.rows import RowKeeper
+from capture_planner_runner.numerics.verification import RowKeeper
 from capture_planner_runner.options import Options
 from capture_planner_runner.ranks.peers import ALONE
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.agreement import vectors_of
 from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.steps import vectors_of
 from capture_planner_runner.serving.workload import Request
 from support.rank_threads import on_ranks, replicas_of
 from support.worlds import CPU, INSTALLED, World, requests_of, spec_of, worlds

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.spec import Policy, Sizes
+from capture_planner_runner.capture.variants import without_graphs, without_speculation
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import without_graphs, without_speculation
 from support.worlds import LONGEST, VOCABULARY, Watcher, bits, caches_of, requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,13 +17,13 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.spec import CapturePolicy, CaptureTiming
 from capture_planner.testing import arbitrary_plans
+from capture_planner_runner.capture.variants import all_at_start, at_start, without_graphs
 from capture_planner_runner.execution.role import ForwardObserver
 from capture_planner_runner.graphs.reading import Reading
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import all_at_start, at_start, without_graphs
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.agreement import vectors_of
+from capture_planner_runner.serving.steps import vectors_of
 from support.rank_threads import on_ranks, replicas_of
 from support.worlds import bits, caches_of, requests_of, serve, worlds
 

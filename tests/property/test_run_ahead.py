@@ -17,16 +17,16 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Roles, Sizes, Spec
+from capture_planner_runner.capture.variants import without_graphs
 from capture_planner_runner.conformance import Case as SuiteCase
 from capture_planner_runner.conformance import Check, Shape, play
 from capture_planner_runner.conformance.scene import Serve
 from capture_planner_runner.execution.updates import Updates
 from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.launch.request import drafter_of
 from capture_planner_runner.models.huggingface import load_target
-from capture_planner_runner.numerics.rows import RowKeeper
+from capture_planner_runner.numerics.verification import RowKeeper
 from capture_planner_runner.options import ExecutionPolicy, Options
-from capture_planner_runner.plan_variants import without_graphs
-from capture_planner_runner.request import drafter_of
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.workload import Request
 from support.probe import Probe

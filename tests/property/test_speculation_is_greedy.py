@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3
 from capture_planner import load_backends
 from capture_planner.errors import PlanningError
 from capture_planner.planning.planner import plan as make_plan
+from capture_planner_runner.capture.variants import without_graphs, without_speculation
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import without_graphs, without_speculation
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import Request

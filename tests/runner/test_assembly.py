@@ -17,10 +17,17 @@ from capture_planner.records.plan import GroupPlan, RolePlan, Support
 from capture_planner.records.spec import GroupSpec, Limits, Roles, RoleSpec, Spec
 from capture_planner.testing import plans
 from capture_planner_reference import Reference
-from capture_planner_runner.assembly import assemble, buffer_bytes, capacity_of, dtype_of, kv_cache_bytes, layers_of
 from capture_planner_runner.execution.role import ForwardObserver
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.models.eagle import load_drafter
+from capture_planner_runner.launch.assembly import (
+    assemble,
+    buffer_bytes,
+    capacity_of,
+    dtype_of,
+    kv_cache_bytes,
+    layers_of,
+)
+from capture_planner_runner.models.drafters import load_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
 from capture_planner_runner.serving.kv import PageFormat

@@ -14,14 +14,14 @@ from capture_planner.modes import Pool, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.spec import CapturePolicy, CaptureTiming
-from capture_planner_runner import cache_memory
-from capture_planner_runner.cache_memory import PageRange, Trial, device_pages, largest_step, predicted_graphs
+from capture_planner_runner.capture.variants import sampled
 from capture_planner_runner.graphs.reading import Reading
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.ledger import GraphCapture
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.launch import cache_memory
+from capture_planner_runner.launch.cache_memory import PageRange, Trial, device_pages, largest_step, predicted_graphs
+from capture_planner_runner.ledger.rows import GraphCapture
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
-from capture_planner_runner.plan_variants import sampled
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from support.launches import HERE, SPEC, CountingReference, registry_of, requests_of

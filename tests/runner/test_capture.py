@@ -16,11 +16,11 @@ from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.spec import Policy, Sizes
+from capture_planner_runner.capture.variants import as_captured, without_graphs, without_speculation
 from capture_planner_runner.graphs.reading import Reading
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.ledger import Accounts
+from capture_planner_runner.ledger.rows import Accounts
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import as_captured, without_graphs, without_speculation
 from capture_planner_runner.runner import Runner
 from support.probe import Probe
 from support.worlds import requests_of, serve, spec_of, world_of, worlds

@@ -19,7 +19,7 @@ from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner_runner.graphs import cuda
-from capture_planner_runner.graphs.leftover import Leftover
+from capture_planner_runner.graphs.graph import Leftover
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from support.probe import Probe
 from support.worlds import requests_of, spec_of, world_of, worlds
@@ -243,7 +243,7 @@ def test_block_that_is_freed_meanwhile_is_new_the_next_time(monkeypatch):
 
 OWNERS = """
 import ctypes, torch
-from capture_planner_runner.graphs.leftover import Leftover, leftover, own_address
+from capture_planner_runner.graphs.graph import Leftover, leftover, own_address
 
 owner = torch.zeros(1 << 20)
 address = owner.data_ptr()

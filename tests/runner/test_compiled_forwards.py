@@ -12,8 +12,7 @@ from torch import nn
 
 from capture_planner.plugins.backend import Scoring
 from capture_planner.records.model import Model
-from capture_planner_runner.compilation.compilers import inductor, operators
-from capture_planner_runner.compilation.forwards import Compilation, Forwards
+from capture_planner_runner.compilation.forwards import Compilation, Forwards, inductor, operators
 from capture_planner_runner.compilation.pieces import compiled
 from capture_planner_runner.compilation.trace import traced
 from capture_planner_runner.models.huggingface import load_target

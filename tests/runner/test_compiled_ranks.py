@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_planner.errors import RankError
-from capture_planner_runner.compilation.compilers import CACHE, inductor, keep_apart, operators
-from capture_planner_runner.compilation.forwards import Compilation
+from capture_planner_runner.compilation.forwards import CACHE, Compilation, inductor, keep_apart, operators
 from capture_planner_runner.compilation.pieces import compiled
 from capture_planner_runner.compilation.trace import traced
 from capture_planner_runner.models.loading import weights_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from capture_planner_runner.compiling import compiled_seconds
+from capture_planner_runner.compilation.forwards import compiled_seconds
 
 knobs = pytest.importorskip("triton.knobs", reason="needs Triton 3.4 or later")
 

@@ -9,9 +9,9 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner_runner.models.draft_model import DraftLanguageModel
+from capture_planner_runner.capture.variants import without_graphs
+from capture_planner_runner.models.drafters import DraftLanguageModel
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import without_graphs
 from support.worlds import LONGEST, requests_of, serve, spec_of, world_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

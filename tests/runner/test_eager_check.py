@@ -16,15 +16,14 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records.model import DataType
-from capture_planner_runner.assembly import DTYPES, dtype_of
 from capture_planner_runner.execution.role import ForwardObserver
-from capture_planner_runner.execution.taps import TapKey, Taps
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.launch.assembly import DTYPES, dtype_of
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.numerics import eager_check as compare
 from capture_planner_runner.numerics import tolerance
-from capture_planner_runner.numerics.eager_check import EagerCheck
+from capture_planner_runner.numerics.eager_check import EagerCheck, TapKey, Taps
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat

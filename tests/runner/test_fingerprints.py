@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capture_planner.errors import CaptureError
 from capture_planner.modes import Role
 from capture_planner.records.fingerprint import LONGEST, Fingerprint, Fingerprints, kernel_name
-from capture_planner_runner.graphs.fingerprints import fingerprint_of
+from capture_planner_runner.graphs.cuda import fingerprint_of
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from support.planted import Deployment, scaled_attention
 

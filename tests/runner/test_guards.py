@@ -13,8 +13,8 @@ from capture_planner.errors import GuardError, RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry
 from capture_planner_runner.execution.guards import PointerGuard, refuse_unpadded_requests
-from capture_planner_runner.launch import launch
-from capture_planner_runner.request import RunRequest
+from capture_planner_runner.launch.launch import launch
+from capture_planner_runner.launch.request import RunRequest
 from support.by_hand import PIECEWISE, with_piecewise_draft_decode
 from support.worlds import bits, requests_of, spec_of, world_of
 

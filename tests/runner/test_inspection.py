@@ -11,9 +11,9 @@ from capture_planner.errors import GuardError, RunError
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch import Batch, Entry
 from capture_planner_runner.execution import role as execution
-from capture_planner_runner.graphs.dump import dump_graphs
+from capture_planner_runner.graphs.graph import dump_graphs
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat

@@ -14,9 +14,9 @@ from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataF
 from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.report.plain import plain as json_of_report
 from capture_planner.report.terminal import tables
-from capture_planner_runner.launch import launch
+from capture_planner_runner.launch.launch import launch
+from capture_planner_runner.launch.request import RunRequest
 from capture_planner_runner.report.run import run_report
-from capture_planner_runner.request import RunRequest
 from capture_planner_runner.serving.workload import Request
 from support.launches import (
     HERE,
@@ -232,7 +232,7 @@ def test_only_what_a_drafter_proposed_counts_as_drafted():
 
 def test_pages_are_enough_for_the_longest_request_where_memory_is_short(monkeypatch):
     """8 + 8 tokens and 2 drafts in pages of 4: five, and the null page."""
-    monkeypatch.setattr("capture_planner_runner.cache_memory.HOST_MEMORY", 0)
+    monkeypatch.setattr("capture_planner_runner.launch.cache_memory.HOST_MEMORY", 0)
     report = started(workload=one_request(prompt=(1,) * 8, max_new_tokens=8), verify=True).report
     page = 2 * 4 * MODEL.num_kv_heads * MODEL.head_dim * 8
     assert report.kv_cache == 6 * page * (MODEL.num_layers + 1)

@@ -12,8 +12,8 @@ from capture_planner.records._base import replace
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, DraftModel, Method, Speculative
 from capture_planner.records.spec import Parallel
-from capture_planner_runner.launch import launch
-from capture_planner_runner.request import RunRequest
+from capture_planner_runner.launch.launch import launch
+from capture_planner_runner.launch.request import RunRequest
 from support.launches import (
     CONFIG,
     HERE,

@@ -15,13 +15,13 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Model
 from capture_planner.records.spec import Limits, Lora, Policy, Roles, Sizes, Spec
-from capture_planner_runner.assembly import dtype_of
+from capture_planner_runner.capture.variants import without_graphs, without_speculation
 from capture_planner_runner.graphs.recorded import RecordedGraphs
+from capture_planner_runner.launch.assembly import dtype_of
+from capture_planner_runner.launch.request import drafter_of
 from capture_planner_runner.models.adapters import LoraAdapters, random_adapters
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import without_graphs, without_speculation
-from capture_planner_runner.request import drafter_of
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.workload import Request, with_adapters
 from support.runs import CPU, pages_for, requests_for, runnable_specs

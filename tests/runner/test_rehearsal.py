@@ -6,8 +6,8 @@ import weakref
 import pytest
 
 from capture_planner.planning.planner import plan
-from capture_planner_runner.launch import launch
-from capture_planner_runner.request import RunRequest
+from capture_planner_runner.launch.launch import launch
+from capture_planner_runner.launch.request import RunRequest
 from support.launches import HERE, SPEC, CountingReference, ProgressRecord, registry_of, requests_of, started
 
 pytestmark = pytest.mark.usefixtures("one_thread")

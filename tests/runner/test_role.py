@@ -18,7 +18,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract, Where
 from capture_planner.records.batch import Batch
 from capture_planner.records.spec import Policy, Sizes
-from capture_planner_runner.plan_variants import without_graphs
+from capture_planner_runner.capture.variants import without_graphs
 from support.probe import Probe
 from support.worlds import requests_of, serve, spec_of, world_of, worlds
 

@@ -13,7 +13,7 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner

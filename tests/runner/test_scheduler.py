@@ -15,7 +15,7 @@ from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import decode_families, is_admissible, kind_of
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits
-from capture_planner_runner.ledger import Wait
+from capture_planner_runner.ledger.rows import Wait
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.scheduler import Scheduler
 from capture_planner_runner.serving.workload import Request

@@ -9,10 +9,10 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.model import DataType, Model
 from capture_planner.records.spec import Limits, Spec
+from capture_planner_runner.capture.variants import without_graphs
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import without_graphs
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.inputs import LOOKAHEAD
 from capture_planner_runner.serving.kv import PageFormat

@@ -6,9 +6,9 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture_planner_runner.ledger.session import Session
+from capture_planner_runner.ledger.tally import Distribution, Tally
 from capture_planner_runner.report.summary import Percentiles
-from capture_planner_runner.session import Session
-from capture_planner_runner.tally import Distribution, Tally
 from support import ledgers
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner_runner.serving.acceptance import SyntheticAcceptance, request_key
+from capture_planner_runner.serving.speculative import SyntheticAcceptance, request_key
 
 KEYS = np.array([request_key(f"request-{number}") for number in range(2000)], dtype=np.uint64)
 RATES = st.lists(st.sampled_from((0.0, 1.0)) | st.floats(0, 1), min_size=1, max_size=4).map(

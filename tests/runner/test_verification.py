@@ -212,7 +212,7 @@ def test_a_weight_that_serving_changes_is_found():
 
 def test_rows_without_memory_are_counted_and_not_compared(monkeypatch):
     """Tokens are verified all the same."""
-    monkeypatch.setattr("capture_planner_runner.launch.RowKeeper.__init__.__defaults__", (4000,))
+    monkeypatch.setattr("capture_planner_runner.launch.launch.RowKeeper.__init__.__defaults__", (4000,))
     check = Deployment(dtype=DataType.FLOAT32, layers=1, requests=3).launch().report.verification
     assert check.passed, check.verdict
     assert 0 < check.rows.compared < check.not_kept

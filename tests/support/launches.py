@@ -11,8 +11,8 @@ from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_reference import Reference
-from capture_planner_runner.launch import launch
-from capture_planner_runner.request import RunRequest
+from capture_planner_runner.launch.launch import launch
+from capture_planner_runner.launch.request import RunRequest
 from capture_planner_runner.serving.workload import Request, generated
 
 MODEL = Model(

@@ -16,9 +16,9 @@ from capture_planner.records.plan import Waiver
 from capture_planner.records.spec import CapturePolicy, CaptureTiming
 from capture_planner.testing import arbitrary_plans, batches, plans
 from capture_planner_runner.graphs.reading import Reading
-from capture_planner_runner.ledger import CacheMemory, Forward, GraphCapture, RequestResult, Step, Wait, WarmUp
+from capture_planner_runner.ledger.rows import CacheMemory, Forward, GraphCapture, RequestResult, Step, Wait, WarmUp
+from capture_planner_runner.ledger.session import RunReport
 from capture_planner_runner.numerics.record import Comparison, Difference, FieldSnapshot, LargestError
-from capture_planner_runner.session import RunReport
 
 LOCKED = {
     path.stem: codec.load_plan(path) for path in sorted((Path(__file__).parents[2] / "plans" / "locked").glob("*.yaml"))

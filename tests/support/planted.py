@@ -15,9 +15,9 @@ from capture_planner.planning.planner import plan
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_reference import Reference
-from capture_planner_runner.launch import Outcome, launch
+from capture_planner_runner.launch.launch import Outcome, launch
+from capture_planner_runner.launch.request import RunRequest
 from capture_planner_runner.models.huggingface import HuggingFaceModel
-from capture_planner_runner.request import RunRequest
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.workload import generated
 from support.launches import HERE, ProgressRecord, registry_of

@@ -14,7 +14,7 @@ import torch
 from capture_planner.errors import RankError
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.ranks.collectives import Collectives
 from capture_planner_runner.ranks.peers import Place

@@ -10,7 +10,7 @@ from capture_planner.modes import Role
 from capture_planner.records._base import replace
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
-from capture_planner_runner.ledger import Wait
+from capture_planner_runner.ledger.rows import Wait
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.scheduler import Scheduler
 from capture_planner_runner.serving.speculative import settle

@@ -19,10 +19,10 @@ from capture_planner.records._base import replace  # noqa: E402
 from capture_planner.records.model import Speculative  # noqa: E402
 from capture_planner.records.plan import Plan  # noqa: E402
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec  # noqa: E402
-from capture_planner_runner.assembly import dtype_of  # noqa: E402
 from capture_planner_runner.bench.rig import QUICK, HostClock, Rig  # noqa: E402
 from capture_planner_runner.graphs.recorded import RecordedGraphs  # noqa: E402
-from capture_planner_runner.models.auxiliary import choose_drafter  # noqa: E402
+from capture_planner_runner.launch.assembly import dtype_of  # noqa: E402
+from capture_planner_runner.models.drafters import choose_drafter  # noqa: E402
 from capture_planner_runner.models.huggingface import load_target  # noqa: E402
 from capture_planner_runner.serving.kv import PageFormat  # noqa: E402
 

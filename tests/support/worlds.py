@@ -32,7 +32,7 @@ from capture_planner_runner.execution.fields import tensor_of
 from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import ForwardObserver, RoleRun
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.models.protocols import Drafter, TargetModel
 from capture_planner_runner.runner import Runner

@@ -19,29 +19,28 @@ from capture_planner.errors import RunError
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.plan import Plan
-from capture_planner_runner.assembly import assemble
-from capture_planner_runner.capture import Order, capture_all, session
-from capture_planner_runner.compilation.forwards import Compilation
-from capture_planner_runner.compiling import compile_bodies, compiled_seconds
-from capture_planner_runner.execution.role import ForwardObserver
+from capture_planner_runner.capture.first_use import FirstUse
+from capture_planner_runner.capture.sessions import Order, capture_all, session
+from capture_planner_runner.capture.variants import as_captured, without_graphs
+from capture_planner_runner.compilation.forwards import Compilation, Inputs, compiled_seconds, compiler_for
+from capture_planner_runner.execution.fields import Extents
+from capture_planner_runner.execution.role import ForwardObserver, RoleRun
 from capture_planner_runner.execution.updates import DraftState
-from capture_planner_runner.first_use import FirstUse
 from capture_planner_runner.graphs.graph import Grapher
-from capture_planner_runner.ledger import GraphCapture, LazyCaptures, RequestResult, Wait, WarmUp
+from capture_planner_runner.launch.assembly import assemble
+from capture_planner_runner.ledger.rows import GraphCapture, LazyCaptures, RequestResult, Wait, WarmUp
+from capture_planner_runner.ledger.session import Session
 from capture_planner_runner.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import as_captured, without_graphs
 from capture_planner_runner.ranks.peers import ALONE, Peers
-from capture_planner_runner.serving.acceptance import SyntheticAcceptance
-from capture_planner_runner.serving.agreement import ReplicaPlanner, StepPlanner
 from capture_planner_runner.serving.inputs import DraftRows
 from capture_planner_runner.serving.kv import PageFormat
-from capture_planner_runner.serving.launching import StepLauncher
+from capture_planner_runner.serving.launching import StepLauncher, WarmUpLauncher
 from capture_planner_runner.serving.scheduler import Scheduler
 from capture_planner_runner.serving.serving import Answers, Serving
-from capture_planner_runner.serving.warming import WarmUpLauncher
+from capture_planner_runner.serving.speculative import SyntheticAcceptance
+from capture_planner_runner.serving.steps import ReplicaPlanner, StepPlanner
 from capture_planner_runner.serving.workload import Request
-from capture_planner_runner.session import Session
 
 WARM_UP = 60.0
 """Seconds for which steps are warmed up at most."""
@@ -371,3 +370,24 @@ def _unused_tokens(requests: Sequence[Request]) -> tuple[int, int]:
     stops = frozenset[int]().union(*(request.stop for request in requests))
     first = next(token for token in itertools.count() if token not in stops)
     return first, next(token for token in itertools.count(first + 1) if token not in stops)
+
+
+def compile_bodies(roles: Sequence[RoleRun], device: torch.device, compilation: Compilation) -> None:
+    """Compile the bodies of all roles. What cannot be compiled runs as it is; ``compilation`` has the reason.
+
+    All of its ranks do so together, and what one of them cannot compile runs as it is on all.
+    """
+    weights = [weight for role in roles for weight in role.body.weights()]  # a drafter may read the target's
+    compiler = compiler_for(device, compilation.peers.place)
+    with torch.no_grad():
+        for role, variant, inputs in _variants(roles):
+            body, label = role.body, f"{role.role.value}{f' ({variant})' if variant else ''}"
+            body.forwards.compile(body.forward, body.network, variant, inputs, weights, compiler, compilation, label)
+
+
+def _variants(roles: Sequence[RoleRun]) -> Iterator[tuple[RoleRun, int, Inputs]]:
+    """Yield each variant of a forward that graphs hold, and the one without adapters, with inputs for it."""
+    for role in roles:
+        for adapters in sorted({0} | {role.adapters_of(entry) for entry in role.plan.entries}):
+            extents = Extents(tokens=1, reqs=1, pages=role.fields.capacity.pages, adapters=adapters)
+            yield from ((role, *example) for example in role.body.examples(extents))

@@ -31,7 +31,7 @@ from capture_planner.records.profile import GraphCost
 from capture_planner.records.spec import CapturePolicy, CaptureTiming, Limits, Policy, Sizes, Spec
 from capture_planner.report.plans import price_lines
 from capture_planner.testing import FakeBackend, PlanInputs, deployments
-from capture_planner_runner.plan_variants import at_start
+from capture_planner_runner.capture.variants import at_start
 from support.measured import GPU, MODEL, decodes, lines, profile
 
 LAZY = CaptureTiming(policy=CapturePolicy.LAZY, memory=1 << 29, seconds_per_minute=1.0)

@@ -20,7 +20,7 @@ from capture_planner.records.batch import Kind  # noqa: E402
 from capture_planner.records.plan import Waiver  # noqa: E402
 from capture_planner_runner.bench import capturing  # noqa: E402
 from capture_planner_runner.bench.capturing import BareGraphs, capture, refuse_dropped  # noqa: E402
-from capture_planner_runner.ledger import GraphCapture  # noqa: E402
+from capture_planner_runner.ledger.rows import GraphCapture  # noqa: E402
 from support.tiny import planned, rigged  # noqa: E402
 
 

@@ -24,7 +24,7 @@ from capture_planner.report.plain import plain  # noqa: E402
 from capture_planner.report.terminal import tables  # noqa: E402
 from capture_planner_runner.bench import record, verdicts  # noqa: E402
 from capture_planner_runner.bench.record import BenchReport, TargetVerdict  # noqa: E402
-from capture_planner_runner.ledger import GraphCapture  # noqa: E402
+from capture_planner_runner.ledger.rows import GraphCapture  # noqa: E402
 from capture_planner_runner.report.bench import bench_report  # noqa: E402
 from support.pages import check_plots  # noqa: E402
 from support.tiny import planned  # noqa: E402

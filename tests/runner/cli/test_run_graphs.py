@@ -15,7 +15,7 @@ from support.commands import Run, spec_for
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-launch = pytest.importorskip("capture_planner_runner.launch")
+launch = pytest.importorskip("capture_planner_runner.launch.launch")
 
 SPEC = spec_for(3)
 LAZY = "capture: {policy: lazy, memory: 64MiB, seconds_per_minute: 600}\n"

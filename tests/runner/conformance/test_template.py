@@ -95,8 +95,8 @@ def test_the_template_says_what_the_reference_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
     """Token for token, in a whole run with a drafter: two backends that share no line."""
-    from capture_planner_runner.launch import launch
-    from capture_planner_runner.request import RunRequest
+    from capture_planner_runner.launch.launch import launch
+    from capture_planner_runner.launch.request import RunRequest
     from capture_planner_runner.serving.workload import generated
 
     write_template("template-under-test", tmp_path / "made")

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import DraftModel, Method, Speculative
-from capture_planner_runner.models.auxiliary import OracleDrafter, choose_drafter
-from capture_planner_runner.models.eagle import Eagle3, load_drafter
+from capture_planner_runner.models.drafters import Eagle3, OracleDrafter, choose_drafter, load_drafter
 
 PLACES, LENGTH, VOCAB, HIDDEN = 3, 12, 50, 24
 KINDS = ("copy", "miss", "chance")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Method
-from capture_planner_runner.models.eagle import load_drafter
+from capture_planner_runner.models.drafters import load_drafter
 from support.published_heads import CONFIG, DRAFTED, HIDDEN, VOCAB, published, random_tensor, speculative, write
 
 MASK = 7

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Method
-from capture_planner_runner.models.eagle import load_drafter
+from capture_planner_runner.models.drafters import load_drafter
 from support.published_heads import DRAFTED, EPS, HIDDEN, VOCAB, WrittenHead, published, speculative, write
 
 METHODS = (Method.EAGLE, Method.EAGLE3)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Latent, Method
-from capture_planner_runner.models.eagle import load_drafter
+from capture_planner_runner.models.drafters import load_drafter
 from support.published_heads import CONFIG, DRAFTED, HIDDEN, VOCAB, WIDTH, published, speculative, write
 
 METHODS = (Method.EAGLE, Method.EAGLE3)

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Method
-from capture_planner_runner.models.eagle import load_drafter
+from capture_planner_runner.models.drafters import load_drafter
 from support.published_heads import HIDDEN, VOCAB, WrittenHead, published_modules, speculative, write
 
 FIRST = 4

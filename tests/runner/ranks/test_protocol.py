@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.errors import RankError
-from capture_planner_runner.ranks.plane import ControlPlane, meet
+from capture_planner_runner.ranks.connection import ControlPlane, meet
 from capture_planner_runner.ranks.watch import RankVerdict, RankWatch, WaitLimits
 from support.ranks import World
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.errors import RankError
-from capture_planner_runner.ranks.rows import MOST, SharedRows, create, usable
+from capture_planner_runner.ranks.group import MOST, SharedRows, create, usable
 
 pytestmark = pytest.mark.skipif(not usable(), reason="rows are shared on x86-64 processors")
 

@@ -14,10 +14,10 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method
 from capture_planner.records.spec import CapturePolicy, CaptureTiming, Parallel
-from capture_planner_runner import compiling
+from capture_planner_runner import runner as compiling
 from capture_planner_runner.compilation import compilers
 from capture_planner_runner.graphs.recorded import RecordedGraphs
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
 from capture_planner_runner.ranks.collectives import WHOLE

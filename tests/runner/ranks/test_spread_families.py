@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Model
-from capture_planner_runner.compilation.compilers import operators
+from capture_planner_runner.compilation.forwards import operators
 from capture_planner_runner.compilation.pieces import compiled
 from capture_planner_runner.compilation.trace import traced
 from capture_planner_runner.models.huggingface import load_target

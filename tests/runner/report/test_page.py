@@ -18,12 +18,11 @@ from capture_planner.report.page import page
 from capture_planner.report.plots import MAX_POINTS
 from capture_planner.report.printable import printable
 from capture_planner.report.writing import ran
-from capture_planner_runner.ledger import Forward, GraphCapture, RequestResult, Step
+from capture_planner_runner.ledger.rows import Forward, GraphCapture, RequestResult, Step
+from capture_planner_runner.ledger.session import RunReport
 from capture_planner_runner.report.charts import Buckets, cumulative, thinned
-from capture_planner_runner.report.run import run_report
-from capture_planner_runner.report.sections import sections
+from capture_planner_runner.report.run import run_report, sections
 from capture_planner_runner.report.summary import summary
-from capture_planner_runner.session import RunReport
 from support import ledgers
 from support.pages import check_plots
 

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.records._base import replace
-from capture_planner_runner.ledger import RankRecord, RequestResult, Wait
-from capture_planner_runner.report.run import summary
-from capture_planner_runner.report.sections import JOINT, alert, sections
-from capture_planner_runner.report.verdict import verdict
+from capture_planner_runner.ledger.rows import RankRecord, RequestResult, Wait
+from capture_planner_runner.report.run import JOINT, alert, sections, summary
+from capture_planner_runner.report.summary import verdict
 from support import ledgers
 
 TOLD = RankRecord(rows=(), agreements=0, skews=(), vectors=())

@@ -20,12 +20,20 @@ from capture_planner.report.plain import plain
 from capture_planner.report.terminal import tables
 from capture_planner.report.writing import size
 from capture_planner_runner.graphs.reading import Reading
-from capture_planner_runner.ledger import Accounts, Forward, GraphCapture
-from capture_planner_runner.report.run import run_report, summary
-from capture_planner_runner.report.sections import MAX_FALLBACKS, MAX_GRAPHS, MAX_NAMED, MOST_APART, NONE, sections
+from capture_planner_runner.ledger.rows import Accounts, Forward, GraphCapture
+from capture_planner_runner.ledger.session import RunReport
+from capture_planner_runner.ledger.tally import Distribution
+from capture_planner_runner.report.run import (
+    MAX_FALLBACKS,
+    MAX_GRAPHS,
+    MAX_NAMED,
+    MOST_APART,
+    NONE,
+    run_report,
+    sections,
+    summary,
+)
 from capture_planner_runner.report.summary import Percentiles
-from capture_planner_runner.session import RunReport
-from capture_planner_runner.tally import Distribution
 from support import ledgers
 
 REPORTS = ledgers.reports()

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from capture_planner.modes import Reason
 from capture_planner.report.plain import plain
 from capture_planner.report.writing import seconds
-from capture_planner_runner.ledger import Forward, GraphCapture, LazyCaptures, RequestResult, Step, Wait
-from capture_planner_runner.report.run import summary
-from capture_planner_runner.report.sections import sections
-from capture_planner_runner.report.verdict import verdict
-from capture_planner_runner.session import RunReport
+from capture_planner_runner.ledger.rows import Forward, GraphCapture, LazyCaptures, RequestResult, Step, Wait
+from capture_planner_runner.ledger.session import RunReport
+from capture_planner_runner.report.run import sections, summary
+from capture_planner_runner.report.summary import verdict
 from support import ledgers
 
 

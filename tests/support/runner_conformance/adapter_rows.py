@@ -28,11 +28,11 @@ from capture_planner.records.spec import Limits, Lora, Policy, Sizes, Spec
 from capture_planner_runner.conformance.failure import Check, Violation, located
 from capture_planner_runner.conformance.stage import under_test
 from capture_planner_runner.conformance.suite import search_settings
-from capture_planner_runner.execution.calls import LayerCalls
+from capture_planner_runner.execution.attention import LayerCalls
 from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import ForwardObserver, RoleRun
 from capture_planner_runner.models.adapters import Adapter, LoraAdapters, Product, random_adapters
-from capture_planner_runner.models.auxiliary import choose_drafter
+from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner

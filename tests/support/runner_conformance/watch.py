@@ -20,8 +20,7 @@ from capture_planner_runner.conformance.memory import bits
 from capture_planner_runner.conformance.watch import FieldValues, Key, Watch, WatchedGraphs
 from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import RoleRun
-from capture_planner_runner.graphs.graph import Graph, GraphPool
-from capture_planner_runner.graphs.leftover import Leftover
+from capture_planner_runner.graphs.graph import Graph, GraphPool, Leftover
 from support.reference import dispatch as cheapest
 from support.runner_conformance.classification import check_classified
 from support.runner_conformance.laws import RunnerCheck

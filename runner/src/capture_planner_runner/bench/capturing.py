@@ -23,13 +23,12 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner_runner.bench.record import CaptureCost, CaptureFigure, Pools
 from capture_planner_runner.bench.rig import Absence, Rig
-from capture_planner_runner.capture import begin
-from capture_planner_runner.compiling import compiled_seconds
+from capture_planner_runner.capture.sessions import begin
+from capture_planner_runner.compilation.forwards import compiled_seconds
 from capture_planner_runner.graphs.cuda import CudaPool
-from capture_planner_runner.graphs.graph import GraphPool
-from capture_planner_runner.graphs.leftover import Leftover
+from capture_planner_runner.graphs.graph import GraphPool, Leftover
 from capture_planner_runner.graphs.reading import Reading
-from capture_planner_runner.ledger import GraphCapture
+from capture_planner_runner.ledger.rows import GraphCapture
 from capture_planner_runner.runner import Runner
 
 

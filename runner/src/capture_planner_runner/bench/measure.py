@@ -20,16 +20,15 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner_runner import host
 from capture_planner_runner.bench.capturing import capture, pool_lengths, pools
-from capture_planner_runner.bench.chain import HOST_STEPS, MOST, chain
-from capture_planner_runner.bench.decode import WARM, decode
+from capture_planner_runner.bench.decode import HOST_STEPS, MOST, WARM, chain, decode
 from capture_planner_runner.bench.preparation import preparation
 from capture_planner_runner.bench.record import FIGURES, AbsentFigure, BenchReport
 from capture_planner_runner.bench.rig import QUICK, Effort, Rig, clock_of, decoding_lengths, served_sizes
 from capture_planner_runner.bench.throughput import Load, throughput
-from capture_planner_runner.graphs.choice import grapher_for
+from capture_planner_runner.graphs.recorded import grapher_for
+from capture_planner_runner.launch.refusals import refuse_backends, refuse_plan
+from capture_planner_runner.launch.request import drafter_of, model_of, page_memory
 from capture_planner_runner.options import Options, refuse_acceptance
-from capture_planner_runner.refusals import refuse_backends, refuse_plan
-from capture_planner_runner.request import drafter_of, model_of, page_memory
 from capture_planner_runner.serving.kv import PageFormat
 
 if TYPE_CHECKING:

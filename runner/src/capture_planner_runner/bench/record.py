@@ -13,7 +13,7 @@ from capture_planner.modes import Role
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner_runner.ledger import GraphCapture
+from capture_planner_runner.ledger.rows import GraphCapture
 
 FIGURES = ("decode", "preparation", "chain", "throughput", "capture", "pools")
 """The figures of a bench, in the order of measuring."""

@@ -25,14 +25,14 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner_runner import host
 from capture_planner_runner.bench.record import AbsentFigure, GraphReplays
+from capture_planner_runner.capture.variants import all_at_start, without_graphs
 from capture_planner_runner.compilation.forwards import Compilation
 from capture_planner_runner.execution.inputs import StepInputs
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.graphs.graph import Grapher
-from capture_planner_runner.ledger import Forward
+from capture_planner_runner.ledger.rows import Forward
 from capture_planner_runner.models.protocols import Drafter
 from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import all_at_start, without_graphs
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import Request

@@ -36,11 +36,11 @@ from capture_planner_runner.cli.options import RANGE, acceptance, compiling, pro
 from capture_planner_runner.cli.run_ranks import RankCommand, launched, run_as_rank, run_here
 
 if TYPE_CHECKING:
-    from capture_planner_runner.launch import MakeReport, Outcome
+    from capture_planner_runner.launch.launch import MakeReport, Outcome
+    from capture_planner_runner.ledger.session import RunReport
     from capture_planner_runner.ranks.peers import Peers
     from capture_planner_runner.ranks.processes import RankProcess
     from capture_planner_runner.serving.workload import Decode, Request
-    from capture_planner_runner.session import RunReport
 
 
 MAX_CHANGES = 8
@@ -278,10 +278,10 @@ def _launch(
     """Execute a plan, with the other ranks where there are any."""
     import torch
 
-    from capture_planner_runner.launch import launch
+    from capture_planner_runner.launch.launch import launch
+    from capture_planner_runner.launch.request import RunRequest
     from capture_planner_runner.options import Options
     from capture_planner_runner.ranks.peers import ALONE
-    from capture_planner_runner.request import RunRequest
 
     torch.set_num_threads(values["threads"])
     (source, decode), drafter, peers = _workload(values), values["drafter"], peers or ALONE

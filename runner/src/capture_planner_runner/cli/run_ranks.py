@@ -17,11 +17,11 @@ from capture_planner.errors import CapturePlannerError, RankError, RunError
 from capture_planner.records.plan import Plan
 
 if TYPE_CHECKING:
-    from capture_planner_runner.launch import MakeReport, Outcome
+    from capture_planner_runner.launch.launch import MakeReport, Outcome
+    from capture_planner_runner.ledger.session import RunReport
     from capture_planner_runner.ranks.peers import Peers
     from capture_planner_runner.ranks.processes import RankProcess
     from capture_planner_runner.ranks.watch import RankVerdict
-    from capture_planner_runner.session import RunReport
 
 LAST_WORDS = 2.0
 """Seconds for a partial report of a process whose main thread hangs."""
@@ -81,10 +81,10 @@ class RankCommand:
         return exit_code_of(work, as_json=self.as_json and self.me.rank == 0, say=say_once)
 
     def _run(self, partial_report: PartialReport, say: Say) -> object:
+        from capture_planner_runner.launch.refusals import refuse_other_size
         from capture_planner_runner.ranks.connection import connected
         from capture_planner_runner.ranks.group import RankGroup
         from capture_planner_runner.ranks.watch import WaitLimits, sentence
-        from capture_planner_runner.refusals import refuse_other_size
 
         def end(verdict: RankVerdict, is_raised: bool) -> NoReturn:
             """End around a main thread that hangs in a collective: first the error, then what has run."""
@@ -159,8 +159,8 @@ def run_here(plan: Plan, size: int, command: Callable[[RankProcess], RankCommand
     """Run all ranks of a plan on this host, and return the exit code of the first that failed, or 0."""
     # Imported before the fork, so that the ranks share it.
     importlib.import_module("capture_planner_runner.models.huggingface")
+    from capture_planner_runner.launch.refusals import refuse_other_size
     from capture_planner_runner.ranks.forking import run_ranks
-    from capture_planner_runner.refusals import refuse_other_size
 
     refuse_other_size(plan, size)
     return run_ranks(size, lambda me, say: command(me)(say), say_error)

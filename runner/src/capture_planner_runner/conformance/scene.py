@@ -35,7 +35,7 @@ from capture_planner.records.spec import (
     Spec,
 )
 from capture_planner.records.text import counted
-from capture_planner_runner.capture import Work
+from capture_planner_runner.capture.sessions import Work
 
 VOCABULARY = 53
 

@@ -26,7 +26,6 @@ from capture_planner.records.batch_space import most_loras, request_step, token_
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan, StatePool
 from capture_planner.records.spec import Parallel
-from capture_planner_runner.assembly import kv_dtype_of
 from capture_planner_runner.conformance.failure import Check, Violation
 from capture_planner_runner.conformance.probe import GARBAGE, LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner_runner.conformance.scene import VOCABULARY, Case, DraftScheme, Scene, loads
@@ -36,9 +35,10 @@ from capture_planner_runner.conformance.watch import EAGER, InjectedError, Watch
 from capture_planner_runner.conformance.world import ModelCache, World
 from capture_planner_runner.execution.inputs import ForwardStep, StepInputs
 from capture_planner_runner.execution.role import RoleRun
-from capture_planner_runner.graphs.choice import grapher_for
 from capture_planner_runner.graphs.graph import Grapher
+from capture_planner_runner.graphs.recorded import grapher_for
 from capture_planner_runner.host import device_of, this_environment
+from capture_planner_runner.launch.assembly import kv_dtype_of
 from capture_planner_runner.numerics.tolerance import TOLERANCES
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner

@@ -37,8 +37,7 @@ from capture_planner_runner.execution.fields import FieldBuffer, tensor_of
 from capture_planner_runner.execution.inputs import Array, ForwardStep
 from capture_planner_runner.execution.padding import Write, out_of_bounds
 from capture_planner_runner.execution.role import ForwardObserver, RoleRun
-from capture_planner_runner.graphs.graph import Graph, Grapher, GraphPool
-from capture_planner_runner.graphs.leftover import Leftover
+from capture_planner_runner.graphs.graph import Graph, Grapher, GraphPool, Leftover
 from capture_planner_runner.graphs.reading import Reading
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.serving import Serving

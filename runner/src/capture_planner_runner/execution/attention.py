@@ -1,16 +1,16 @@
-"""The attention backends of one role: prepared before each forward, called by its layers, released last."""
+"""The attention of one role: backends prepared before each forward, called by its layers, released last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
 import torch
 
-from capture_planner.errors import BackendError, CapturePlannerError
+from capture_planner.errors import BackendError, CapturePlannerError, RunError
 from capture_planner.modes import Role
-from capture_planner.plugins.backend import Executor, LayerCache, Metadata, Scoring
+from capture_planner.plugins.backend import NULL_SLOT, Executor, LayerCache, Metadata, Scoring
 from capture_planner.records.backend import Lifetime
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import GroupPlan
@@ -195,3 +195,30 @@ class RoleAttention:
         where = f"{self._role.value}, group {group.plan.name}{step}"
         message = " ".join(f"{type(error).__name__}: {error}".split())
         return BackendError(f"{group.label} broke in {call} ({where}): {message}; tell its authors")
+
+
+def _no_state(layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    raise RunError(f"recurrent layer {layer} has no state here; run the model without recurrent layers")
+
+
+@attrs.frozen(eq=False)
+class LayerCalls:
+    """An ``Attend`` of one forward."""
+
+    _attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], torch.Tensor]
+    _slots: torch.Tensor
+    """``int64[T]``: the slots that the tokens are stored in; the null slot for padding."""
+    _recur: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] = _no_state
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        return self._attend(layer, query, keys, values, scoring)
+
+    def recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        return self._recur(layer, inputs, decays)
+
+    @property
+    def real(self) -> torch.Tensor:
+        # A graph pads tokens alone or requests too, and in both the slots of padding are filled.
+        return self._slots != NULL_SLOT

@@ -25,9 +25,8 @@ from capture_planner.plugins.backend import Scoring
 from capture_planner.records.batch import Batch, Entry, batch_text
 from capture_planner.records.plan import RolePlan
 from capture_planner_runner.execution import padding
-from capture_planner_runner.execution.attention import GroupRun, RoleAttention
+from capture_planner_runner.execution.attention import GroupRun, LayerCalls, RoleAttention
 from capture_planner_runner.execution.bodies import Body
-from capture_planner_runner.execution.calls import LayerCalls
 from capture_planner_runner.execution.fields import ACROSS_REPLICAS, Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner_runner.execution.guards import PointerGuard, refuse_unpadded_requests
 from capture_planner_runner.execution.inputs import DERIVED, ForwardStep, StepInputs, null_inputs

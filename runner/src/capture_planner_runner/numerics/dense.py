@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from capture_planner.plugins.backend import Scoring
-from capture_planner_runner.execution.calls import LayerCalls
+from capture_planner_runner.execution.attention import LayerCalls
 from capture_planner_runner.models.protocols import Adapters, LayeredModel, Weight
 
 ROWS = 4096

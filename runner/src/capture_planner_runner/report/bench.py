@@ -14,7 +14,7 @@ from capture_planner.report.plots import MAX_POINTS, MODE_COLORS, Chart, Color, 
 from capture_planner.report.writing import Grid, Report, Section, noted, seconds, size, warned
 from capture_planner_runner.bench import record
 from capture_planner_runner.bench.record import BenchReport, verdicts
-from capture_planner_runner.report.sections import NONE
+from capture_planner_runner.report.run import NONE
 
 STOPPED = "the bench was stopped before all figures were measured"
 

@@ -26,9 +26,9 @@ from capture_planner.report.plots import (
     drawn,
 )
 from capture_planner.report.writing import CAPTURED_MODES, MODES, ran
-from capture_planner_runner.ledger import Forward, GraphCapture, Step
-from capture_planner_runner.report.summary import first_token_times, nearest_rank, padding, per_token_times, size
-from capture_planner_runner.session import RunReport
+from capture_planner_runner.ledger.rows import Forward, GraphCapture, Step
+from capture_planner_runner.ledger.session import RunReport
+from capture_planner_runner.report.summary import entry_order, first_token_times, nearest_rank, padding, per_token_times
 
 _DASHES: dict[Role, Dash] = {Role.TARGET: "-", Role.DRAFT_PREFILL: "--", Role.DRAFT_DECODE: ":"}
 _AXES = ("tokens", "requests")
@@ -135,7 +135,7 @@ def _memory(report: RunReport) -> Chart:
     plots = []
     for role, mode in product(Role, CAPTURED_MODES):
         if graphs := [graph for graph in captured if graph.role is role and graph.entry.mode is mode]:
-            graphs.sort(key=lambda graph: size(graph.entry))
+            graphs.sort(key=lambda graph: entry_order(graph.entry))
             plots.append(_graph_memory(role, mode, graphs))
     return Chart(
         name="memory",

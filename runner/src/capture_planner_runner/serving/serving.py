@@ -11,18 +11,16 @@ import numpy as np
 import torch
 
 from capture_planner.errors import RunError
+from capture_planner_runner.capture.first_use import FirstUse
 from capture_planner_runner.execution.inputs import Array
-from capture_planner_runner.first_use import FirstUse
-from capture_planner_runner.ledger import RequestResult, Step
+from capture_planner_runner.ledger.rows import RequestResult, Step
+from capture_planner_runner.ledger.session import Session
 from capture_planner_runner.models.protocols import Drafter
-from capture_planner_runner.serving.acceptance import SyntheticAcceptance
-from capture_planner_runner.serving.agreement import StepPlanner
 from capture_planner_runner.serving.launching import StepLauncher
 from capture_planner_runner.serving.scheduler import Scheduler
-from capture_planner_runner.serving.speculative import Verification, settle, store_tokens
+from capture_planner_runner.serving.speculative import SyntheticAcceptance, Verification, settle, store_tokens
 from capture_planner_runner.serving.states import AdmittedRequest, ScheduledBatch
-from capture_planner_runner.serving.steps import PendingStep, PlannedStep
-from capture_planner_runner.session import Session
+from capture_planner_runner.serving.steps import PendingStep, PlannedStep, StepPlanner
 
 Answers = Mapping[str, tuple[int, ...]]
 """The target's tokens for each request, prompt included, by the request's name."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from capture_planner.plugins.backend import NULL_STATE
 from capture_planner_runner.execution.inputs import query_lens
-from capture_planner_runner.ledger import Wait
+from capture_planner_runner.ledger.rows import Wait
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import Request
 

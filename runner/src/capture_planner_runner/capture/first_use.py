@@ -23,14 +23,14 @@ from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.plan import Plan
-from capture_planner_runner.capture import capture_late
+from capture_planner_runner.capture.sessions import capture_late
+from capture_planner_runner.capture.variants import as_captured, without_lost
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.graphs.graph import Grapher
-from capture_planner_runner.ledger import GraphCapture, LazyCaptures
-from capture_planner_runner.plan_variants import as_captured, without_lost
+from capture_planner_runner.ledger.rows import GraphCapture, LazyCaptures
+from capture_planner_runner.ledger.session import Session
 from capture_planner_runner.ranks.collectives import Collectives
 from capture_planner_runner.ranks.peers import Peers
-from capture_planner_runner.session import Session
 
 MINUTE = 60.0
 

@@ -12,7 +12,7 @@ import attrs
 from capture_planner.records.fingerprint import Fingerprints
 from capture_planner.records.plan import Plan
 from capture_planner_runner.graphs.reading import Reading
-from capture_planner_runner.ledger import (
+from capture_planner_runner.ledger.rows import (
     CacheMemory,
     Forward,
     GraphCapture,
@@ -23,8 +23,8 @@ from capture_planner_runner.ledger import (
     Step,
     WarmUp,
 )
+from capture_planner_runner.ledger.tally import Tally
 from capture_planner_runner.numerics.record import Comparison, OutputCheck
-from capture_planner_runner.tally import Tally
 
 MOST_ROWS = 10_000
 """Rows of each kind that ``run`` keeps; of a longer run every second one, then every fourth, and so on."""

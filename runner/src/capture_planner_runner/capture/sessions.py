@@ -31,7 +31,7 @@ from capture_planner.records.text import counted, format_bytes
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.graphs.graph import Graph, Grapher
 from capture_planner_runner.graphs.reading import Reading
-from capture_planner_runner.ledger import GraphCapture
+from capture_planner_runner.ledger.rows import GraphCapture
 from capture_planner_runner.ranks.collectives import WHOLE, Collectives
 from capture_planner_runner.ranks.outcomes import Result, StageOutcome, on_every_rank, refuse_other_states
 from capture_planner_runner.ranks.peers import ALONE, Peers

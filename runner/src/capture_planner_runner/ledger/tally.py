@@ -14,7 +14,7 @@ import attrs
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Entry
-from capture_planner_runner.ledger import Forward, RankStep, RequestResult, Step, Wait
+from capture_planner_runner.ledger.rows import Forward, RankStep, RequestResult, Step, Wait
 
 BOUND = 0.01
 """Largest relative error of a percentile from buckets."""

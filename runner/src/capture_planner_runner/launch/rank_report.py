@@ -11,10 +11,10 @@ import attrs
 
 from capture_planner.analysis.data_parallel import Vector
 from capture_planner.modes import Role
-from capture_planner_runner.ledger import RankRecord, RankRow, RequestResult, VectorCount, Wait
+from capture_planner_runner.ledger.rows import RankRecord, RankRow, RequestResult, VectorCount, Wait
+from capture_planner_runner.ledger.session import RunReport, Session
 from capture_planner_runner.ranks.peers import Peers, Plain
-from capture_planner_runner.serving.agreement import vectors_of
-from capture_planner_runner.session import RunReport, Session
+from capture_planner_runner.serving.steps import vectors_of
 
 ROW = ("steps", "idle_steps", "eager_by_others", "larger_by_others")
 """Counts of a tally in the row of a rank."""

@@ -17,8 +17,14 @@ from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
 from capture_planner_runner.execution import padding
 from capture_planner_runner.execution.attention import GroupRun, RoleAttention
-from capture_planner_runner.execution.bodies import Body, DraftDecodeBody, DraftPrefillBody, TargetBody
-from capture_planner_runner.execution.draft_bodies import ModulesBody, ParallelDraftBody
+from capture_planner_runner.execution.bodies import (
+    Body,
+    DraftDecodeBody,
+    DraftPrefillBody,
+    ModulesBody,
+    ParallelDraftBody,
+    TargetBody,
+)
 from capture_planner_runner.execution.fields import SAMPLED_FIELDS, Extents, Fields, accepted_field, tensor_of
 from capture_planner_runner.execution.padding import Bounds, Write
 from capture_planner_runner.execution.recurrent import RecurrentLayers, StateCache

@@ -11,7 +11,7 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.records.spec import CaptureTiming
-from capture_planner_runner.ledger import GraphCapture
+from capture_planner_runner.ledger.rows import GraphCapture
 
 
 def as_captured(plan: Plan, captured: Sequence[GraphCapture]) -> Plan:

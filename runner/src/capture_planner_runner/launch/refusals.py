@@ -22,10 +22,10 @@ from capture_planner.records.fingerprint import digest_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner_runner import host
-from capture_planner_runner.assembly import capacity_of, refuse_planning_backends, reserve_all
 from capture_planner_runner.execution.fields import Fields
+from capture_planner_runner.launch.assembly import capacity_of, refuse_planning_backends, reserve_all
+from capture_planner_runner.launch.request import ORACLES, RunRequest
 from capture_planner_runner.options import ExecutionPolicy
-from capture_planner_runner.request import ORACLES, RunRequest
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import Request
 

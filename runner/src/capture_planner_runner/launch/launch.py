@@ -13,39 +13,37 @@ from capture_planner.errors import CaptureError, DifferenceError, RunError
 from capture_planner.plugins.profiler import Progress
 from capture_planner.plugins.registry import Registry
 from capture_planner.records.plan import Plan
-from capture_planner_runner import cache_memory, host
-from capture_planner_runner.assembly import buffer_bytes, kv_cache_bytes, kv_dtype_of
-from capture_planner_runner.compilation.forwards import Compilation
-from capture_planner_runner.compiling import compiled_seconds
+from capture_planner_runner import host
+from capture_planner_runner.capture.variants import without_graphs, without_speculation
+from capture_planner_runner.compilation.forwards import Compilation, compiled_seconds
 from capture_planner_runner.execution.fields import tensor_of
 from capture_planner_runner.execution.role import ForwardObserver
-from capture_planner_runner.graphs.choice import grapher_for
-from capture_planner_runner.graphs.dump import dump_graphs
-from capture_planner_runner.graphs.graph import Grapher
-from capture_planner_runner.ledger import CacheMemory, RequestResult, WarmUp
-from capture_planner_runner.models.protocols import Adapters, Drafter, LayeredModel, Weight
-from capture_planner_runner.numerics.record import OutputCheck
-from capture_planner_runner.numerics.rows import RowKeeper
-from capture_planner_runner.numerics.verification import check_output, refuse_infinite, weight_sums
-from capture_planner_runner.options import Options
-from capture_planner_runner.plan_variants import without_graphs, without_speculation
-from capture_planner_runner.rank_report import with_ranks
-from capture_planner_runner.ranks.outcomes import refuse_differences
-from capture_planner_runner.ranks.peers import ALONE, Peers
-from capture_planner_runner.ranks.symmetric import collectives_of
-from capture_planner_runner.refusals import (
+from capture_planner_runner.graphs.graph import Grapher, dump_graphs
+from capture_planner_runner.graphs.recorded import grapher_for
+from capture_planner_runner.launch import cache_memory
+from capture_planner_runner.launch.assembly import buffer_bytes, kv_cache_bytes, kv_dtype_of
+from capture_planner_runner.launch.rank_report import with_ranks
+from capture_planner_runner.launch.refusals import (
     refuse_backends,
     refuse_contradictions,
     refuse_plan,
     request_facts,
     start_facts,
 )
-from capture_planner_runner.request import ORACLES, RunRequest, adapters_of, drafter_of, model_of
+from capture_planner_runner.launch.request import ORACLES, RunRequest, adapters_of, drafter_of, model_of
+from capture_planner_runner.ledger.rows import CacheMemory, RequestResult, WarmUp
+from capture_planner_runner.ledger.session import MOST_ROWS, RunReport, Session
+from capture_planner_runner.models.protocols import Adapters, Drafter, LayeredModel, Weight
+from capture_planner_runner.numerics.record import OutputCheck
+from capture_planner_runner.numerics.verification import RowKeeper, check_output, refuse_infinite, weight_sums
+from capture_planner_runner.options import Options
+from capture_planner_runner.ranks.outcomes import refuse_differences
+from capture_planner_runner.ranks.peers import ALONE, Peers
+from capture_planner_runner.ranks.symmetric import collectives_of
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.serving import Answers
 from capture_planner_runner.serving.workload import Decode, Request, admit, with_adapters
-from capture_planner_runner.session import MOST_ROWS, RunReport, Session
 
 Workload = Callable[[int], Sequence[Request]]
 """Returns the requests, given the size of the vocabulary."""

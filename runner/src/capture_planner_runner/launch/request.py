@@ -12,7 +12,7 @@ from capture_planner.errors import RunError
 from capture_planner.modes import Role
 from capture_planner.records.backend import Attention
 from capture_planner.records.plan import Plan
-from capture_planner_runner.assembly import dtype_of, kv_dtype_of
+from capture_planner_runner.launch.assembly import dtype_of, kv_dtype_of
 from capture_planner_runner.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner_runner.options import Options
 from capture_planner_runner.ranks.collectives import WHOLE, Collectives
@@ -20,6 +20,7 @@ from capture_planner_runner.ranks.symmetric import AllReduce
 
 if TYPE_CHECKING:
     from capture_planner_runner.models.huggingface import HuggingFaceModel
+
 
 ORACLES = ("copy", "miss", "chance")
 """Drafters that know the target's answers, from a rehearsal."""
@@ -102,7 +103,7 @@ def drafter_of(
     """Return the chosen drafter, sized for the plan; None for a plan without one. ``seed`` is the model's."""
     if plan.speculative is None:
         return None
-    from capture_planner_runner.models.auxiliary import choose_drafter
+    from capture_planner_runner.models.drafters import choose_drafter
 
     states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
     return choose_drafter(

@@ -19,11 +19,11 @@ from capture_planner.records._base import grouped
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner_runner import host
-from capture_planner_runner.ledger import CacheMemory, GraphCapture
+from capture_planner_runner.capture.variants import at_start, sampled
+from capture_planner_runner.launch.request import page_memory
+from capture_planner_runner.ledger.rows import CacheMemory, GraphCapture
 from capture_planner_runner.models.protocols import TargetModel
-from capture_planner_runner.plan_variants import at_start, sampled
 from capture_planner_runner.ranks.peers import ALONE, Peers
-from capture_planner_runner.request import page_memory
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.workload import Request
