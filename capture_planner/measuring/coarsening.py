@@ -1,9 +1,9 @@
-"""Rounds rare batch shapes up until there are few enough: so a bounded list has the steps of all shapes."""
+"""Counts steps by batch shape, and rounds rare shapes up until there are few enough for a bounded list."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import index
 
@@ -26,60 +26,67 @@ Room = Callable[[Outcome], tuple[int, int]]
 """The most requests and tokens that a shape may be rounded up to: those of its graph, or the limits."""
 
 
-@attrs.frozen(kw_only=True)
-class CoarseSteps:
-    """Steps by shape, some of which stand for rarer ones."""
+@attrs.frozen
+class ShapeTally:
+    """Steps of one shape, and mean and spread of the intervals until the next steps, without the intervals."""
 
-    steps: Counter[Outcome]
-    rounded: Counter[Outcome]
-    """Steps of shapes that were rounded up; part of ``steps``."""
-    lost: Counter[Outcome]
-    """Steps of shapes for which there was no room, because they are decodes or of many roles, graphs and reasons."""
-    larger: Mapping[Outcome, Outcome]
-    """The shape that each shape was rounded up to, where that is another."""
+    steps: int = 0
+    rounded: int = 0
+    """Steps that were of smaller shapes, and were rounded up."""
+    timed: int = 0
+    """Number of intervals."""
+    mean: float = 0.0
+    """Mean interval in milliseconds."""
+    squares: float = 0.0
+    """Sum of the squared distances from the mean."""
+
+    def __add__(self, other: ShapeTally) -> ShapeTally:
+        steps, rounded, timed = self.steps + other.steps, self.rounded + other.rounded, self.timed + other.timed
+        if not self.timed or not other.timed:
+            one = self if self.timed else other
+            return ShapeTally(steps, rounded, timed, one.mean, one.squares)
+        apart = other.mean - self.mean
+        squares = self.squares + other.squares + apart * apart * self.timed * other.timed / timed
+        return ShapeTally(steps, rounded, timed, self.mean + apart * other.timed / timed, squares)
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean interval; None of fewer than two."""
+        return math.sqrt(self.squares / (self.timed - 1) / self.timed) if self.timed > 1 else None
 
 
-def coarsened(steps: Mapping[Outcome, int], most: int, room: Room) -> CoarseSteps:
-    """Return steps of at most ``most`` shapes.
+Tallies = dict[Outcome, ShapeTally]
+
+
+def coarsened(tallies: Mapping[Outcome, ShapeTally], most: int, room: Room) -> tuple[Tallies, Tallies]:
+    """Return tallies of at most ``most`` shapes, and those for which there was no room.
 
     The most frequent half stays as it is, and so do decodes. The others are rounded up as little as it takes,
-    within the graph that served them: then the larger shape has the same graph.
+    within the graph that served them: then the larger shape has the same graph. There is no room where decodes, or
+    roles, graphs and reasons, are too many.
     """
-    if len(steps) <= most:
-        return CoarseSteps(steps=Counter(steps), rounded=Counter(), lost=Counter(), larger={})
-    by_count = Counter(steps).most_common()
-    kept, rare = Counter(dict(by_count[: most // 2])), by_count[most // 2 :]
-    exact = Counter({outcome: count for outcome, count in rare if _is_decode(outcome)})
-    uneven = {outcome: count for outcome, count in rare if not _is_decode(outcome)}
-    merged: Counter[Outcome] = Counter()
-    rounded: Counter[Outcome] = Counter()
-    larger: dict[Outcome, Outcome] = {}
+    by_steps = sorted(tallies, key=lambda outcome: -tallies[outcome].steps)
+    kept = dict.fromkeys(by_steps if len(by_steps) <= most else by_steps[: most // 2])
 
-    def fits(grid: tuple[float, float]) -> bool:
-        for found in (merged, rounded, larger):
-            found.clear()
-        for outcome, count in uneven.items():
-            place = _rounded(outcome, *grid, room)
-            merged[place] += count
-            rounded[place] += count * (place[1:3] != outcome[1:3])
-            if place != outcome:
-                larger[outcome] = place
-        return len(kept) + len(exact) + len(merged.keys() - kept.keys()) <= most
+    def merged(grid: tuple[float, float]) -> Tallies:
+        found = {outcome: tallies[outcome] for outcome in kept}
+        for outcome in by_steps[len(kept) :]:
+            place, tally = _rounded(outcome, *grid, room), tallies[outcome]
+            if place[1:3] != outcome[1:3]:
+                tally = attrs.evolve(tally, rounded=tally.steps)
+            found[place] = found[place] + tally if place in found else tally
+        return found
 
-    finest = bisect_left(GRIDS, True, key=fits)
-    fits(GRIDS[min(finest, len(GRIDS) - 1)])
-    own = [(outcome, count) for outcome, count in (exact + merged).most_common() if outcome not in kept]
-    lost = Counter(dict(own[most - len(kept) :]))
-    return CoarseSteps(steps=kept + exact + merged - lost, rounded=rounded - lost, lost=lost, larger=larger)
-
-
-def _is_decode(outcome: Outcome) -> bool:
-    _, _, _, query_len, past_prompt, *_ = outcome
-    return past_prompt and query_len is not None
+    finest = bisect_left(GRIDS, True, key=lambda grid: len(merged(grid)) <= most)
+    found = merged(GRIDS[min(finest, len(GRIDS) - 1)])
+    rest = sorted(found.keys() - kept.keys(), key=lambda outcome: -found[outcome].steps)
+    return found, {outcome: found.pop(outcome) for outcome in rest[most - len(kept) :]}
 
 
 def _rounded(outcome: Outcome, tokens: float, reqs: float, room: Room) -> Outcome:
-    role, num_reqs, num_tokens, _, past_prompt, loras, graph, reason = outcome
+    role, num_reqs, num_tokens, query_len, past_prompt, loras, graph, reason = outcome
+    if past_prompt and query_len is not None:
+        return outcome
     # An engine may count in NumPy's integers.
     before_reqs, before_tokens = index(num_reqs), index(num_tokens)
     most_reqs, most_tokens = room(outcome)

@@ -13,24 +13,25 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from operator import index
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 
 from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.errors import CapturePlannerError
-from capture_planner.measuring.coarsening import Outcome, coarsened
-from capture_planner.measuring.intervals import Intervals, Spread
-from capture_planner.measuring.intervals import rounded as rounded_up
+from capture_planner.measuring.coarsening import Outcome, Tallies, ShapeTally, coarsened
+from capture_planner.measuring.intervals import Intervals, Judged
 from capture_planner.measuring.vector_counts import Shared, VectorCounts
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.observation import MAX_BATCHES, MAX_VECTORS, BatchCount, Observation, ObservedRole
+
+T = TypeVar("T")
 
 LOGGER = logging.getLogger("capture_planner")
 
@@ -47,8 +48,8 @@ TimedShape = tuple[Role, int, int, int | None, bool, int, float]
 """A shape, and the milliseconds of one step."""
 
 
-class StepSink(Protocol):
-    """Takes what an engine's steps did."""
+class StepSink:
+    """Takes what an engine's steps did; what is not overridden is not kept."""
 
     def add(self, outcome: Outcome, steps: int) -> None:
         """Count so many steps that were alike."""
@@ -69,20 +70,6 @@ class StepSink(Protocol):
         """Count one step in which this rank had no work."""
 
 
-@attrs.frozen
-class _StepTallies:
-    """Steps by outcome; those of them that are of rarer shapes; and those without a shape, by role and graph.
-
-    And the intervals of steps by outcome, with the stalls that are none of them.
-    """
-
-    steps: Counter[Outcome]
-    rounded: Counter[Outcome]
-    forgotten: Counter[tuple[Role, int | None]]
-    intervals: Mapping[Outcome, Spread]
-    stalls: Counter[Role]
-
-
 @attrs.define
 class _Samples:
     """Timed steps of one shape: how many there were, and the latest, in milliseconds."""
@@ -91,7 +78,7 @@ class _Samples:
     latest: deque[float] = attrs.field(factory=lambda: deque(maxlen=MAX_SAMPLES))
 
 
-class Recorder:
+class Recorder(StepSink):
     """Counts the batches of one process, and writes them as ``FOLDER/NAME.yaml``, whole or not at all.
 
     The file is written by ``begin``, then every ``every`` seconds if something changed, by a daemon thread, and by
@@ -106,24 +93,28 @@ class Recorder:
         self._every = every
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._queue: deque[Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
-        self._timed: deque[TimedShape] = deque()
-        self._apart: deque[tuple[Outcome, float]] = deque()
-        self._steps: Counter[Outcome] = Counter()
-        self._samples: dict[Shape, _Samples] = {}
-        self._intervals = Intervals()
-        self._rounded: Counter[Outcome] = Counter()  # of the steps, those of rarer shapes
-        self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # by role and graph
-        self._drafted: list[int] = []
-        self._accepted: list[int] = []
-        self._vectors = VectorCounts()
-        self._idle_steps = 0
         self._base: Observation | None = None
-        self._since = time.monotonic()
         self._changed = False
         self._failed = False
         self._closed = threading.Event()
         self._process: int | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start all counts anew."""
+        self._queue: deque[Outcome] = deque()  # Its methods are atomic, so that counting needs no lock.
+        self._timed: deque[TimedShape] = deque()
+        self._apart: deque[tuple[Outcome, float]] = deque()
+        self._tallies: Tallies = {}
+        self._samples: dict[Shape, _Samples] = {}
+        self._intervals = Intervals()
+        self._stalls: Counter[Role] = Counter()
+        self._forgotten: Counter[tuple[Role, int | None]] = Counter()  # steps without a shape, by role and graph
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+        self._vectors = VectorCounts()
+        self._idle_steps = 0
+        self._since = time.monotonic()
 
     def begin(self, base: Observation) -> None:
         """Set the part that counting does not change, and write the file.
@@ -135,13 +126,7 @@ class Recorder:
         """
         with self._lock:
             if self._base is None or _graphs(self._base) != _graphs(base):
-                for queue in (self._queue, self._timed, self._apart):
-                    queue.clear()
-                tallies = (self._steps, self._rounded, self._samples, self._intervals, self._forgotten)
-                for counts in (*tallies, self._drafted, self._accepted, self._vectors):
-                    counts.clear()
-                self._idle_steps = 0
-                self._since = time.monotonic()
+                self._forget()
             self._base, self._changed = base, True
         if self._process != os.getpid():
             self._process = os.getpid()
@@ -154,34 +139,28 @@ class Recorder:
         self._queue.append(outcome)
 
     def add(self, outcome: Outcome, steps: int) -> None:
-        """Count so many steps that were alike."""
         with self._lock:
-            self._steps[outcome] += steps
+            self._add(outcome, ShapeTally(steps))
             self._changed = True
 
     def sample(self, *timed: *TimedShape) -> None:
-        """Add the time of one step that is also counted."""
         self._timed.append(timed)
 
     def interval(self, outcome: Outcome, milliseconds: float) -> None:
-        """Add the time by which one step of the target put off the next; the engine did not wait for a request."""
         self._apart.append((outcome, milliseconds))
 
     def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add how many drafts were proposed and accepted, each by position: ``[i]`` is about draft i."""
         with self._lock:
             for totals, more in ((self._drafted, drafted), (self._accepted, accepted)):
                 totals[:] = [a + index(b) for a, b in zip_longest(totals, more, fillvalue=0)]
             self._changed = True
 
     def vector(self, shared: Shared) -> None:
-        """Count one step by what the data-parallel ranks brought to it."""
         with self._lock:
             self._vectors.add(shared)
             self._changed = True
 
     def idle(self) -> None:
-        """Count one step in which this rank had no work."""
         with self._lock:
             self._idle_steps += 1
             self._changed = True
@@ -199,45 +178,39 @@ class Recorder:
         with self._lock:
             self._take()
             base, seconds = self._base, time.monotonic() - self._since
-            tallies = _StepTallies(
-                self._steps.copy(), self._rounded.copy(), self._forgotten.copy(), *self._intervals.read()
-            )
-            drafted, accepted = tuple(self._drafted), tuple(self._accepted)
+            tallies, stalls, forgotten = self._tallies.copy(), self._stalls.copy(), self._forgotten.copy()
+            _judge(self._intervals.waiting(), tallies, stalls)
             vectors = {role: self._vectors.vectors(role, min(most, MAX_VECTORS)) for role in Role}
-            idle_steps = self._idle_steps
+            totals = {
+                "drafted": tuple(self._drafted),
+                "accepted": tuple(self._accepted),
+                "idle_steps": self._idle_steps,
+            }
         if base is None:
             raise CapturePlannerError("nothing was observed: the recorder has not begun")
         known = {role.role: role for role in base.roles}
-        met = {outcome[0] for outcome in tallies.steps} | {role for role, _ in tallies.forgotten}
-        roles = (known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE) for role in Role)
-        return replace(
-            base,
-            seconds=round(seconds, 3),
-            roles=tuple(
-                replace(
-                    self._with_counts(role, tallies, most),
-                    vectors=vectors[role.role][0],
-                    other_vectors=vectors[role.role][1],
-                )
-                for role in roles
-                if role.role in known or role.role in met
-            ),
-            drafted=drafted,
-            accepted=accepted,
-            idle_steps=idle_steps,
-        )
+        met = {outcome[0] for outcome in tallies} | {role for role, _ in forgotten}
+        roles = []
+        for role in Role:
+            if role in known or role in met:
+                plain = known.get(role) or ObservedRole(role=role, mode=GraphMode.NONE)
+                own = {each: tally for each, tally in tallies.items() if each[0] is role and tally.steps}
+                unlisted = {graph: steps for (each, graph), steps in forgotten.items() if each is role}
+                listed, others = vectors[role]
+                counts = self._counts(plain, own, Counter(unlisted), most)
+                roles.append(replace(plain, **counts, stalls=stalls[role], vectors=listed, other_vectors=others))
+        return replace(base, seconds=round(seconds, 3), roles=tuple(roles), **totals)
 
-    def _with_counts(self, role: ObservedRole, tallies: _StepTallies, most: int) -> ObservedRole:
-        """Return the role with its batches, the rarest rounded up, and the number of its other steps."""
-        own = {outcome: count for outcome, count in tallies.steps.items() if outcome[0] is role.role}
-        coarse = coarsened(own, most, self._room)
-        listed = coarse.steps.most_common()
-        rounded = sum(min(coarse.rounded[each] + tallies.rounded[each], count) for each, count in listed)
+    def _counts(self, role: ObservedRole, tallies: Tallies, unlisted: Counter[int | None], most: int) -> dict[str, Any]:
+        """Return the graphs and batches of a role, the rarest rounded up, and the number of its other steps.
+
+        :param unlisted: steps without a shape by graph.
+        """
+        coarse, lost = coarsened(tallies, most, self._room)
+        listed = sorted(coarse.items(), key=lambda each: -each[1].steps)
         with self._lock:
             timed = [self._samples.get(outcome[:6], _Samples()) for outcome, _ in listed]
             samples = [(each.count, tuple(each.latest)) for each in timed]
-        apart = rounded_up(tallies.intervals, coarse.larger)
-        intervals = [apart.get(outcome, Spread()) for outcome, _ in listed]
         batches = [
             BatchCount(
                 # An engine may count in NumPy's integers, which no file takes.
@@ -246,38 +219,37 @@ class Recorder:
                 query_len=None if outcome[3] is None else index(outcome[3]),
                 past_prompt=bool(outcome[4]),
                 active_loras=index(outcome[5]),
-                steps=count,
+                steps=tally.steps,
                 graph=None if outcome[6] is None else index(outcome[6]),
                 reason=outcome[7],
                 milliseconds=round(statistics.median(latest), 5) if latest else None,
                 samples=times,
-                interval=round(spread.mean, 5) if spread.count else None,
-                intervals=spread.count,
-                interval_error=None if spread.error is None else round(spread.error, 5),
+                interval=round(tally.mean, 5) if tally.timed else None,
+                intervals=tally.timed,
+                interval_error=None if tally.error is None else round(tally.error, 5),
             )
-            for (outcome, count), (times, latest), spread in zip(listed, samples, intervals, strict=True)
+            for (outcome, tally), (times, latest) in zip(listed, samples, strict=True)
         ]
-        replays = Counter({graph: count for (each, graph), count in tallies.forgotten.items() if each is role.role})
-        other_batches = replays.total() + coarse.lost.total()
-        for outcome, count in own.items():
-            replays[outcome[6]] += count
-        graphs = (attrs.evolve(graph, replays=replays[number]) for number, graph in enumerate(role.graphs))
-        return replace(
-            role,
-            graphs=tuple(graphs),
-            batches=tuple(batches),
-            rounded_batches=rounded,
-            other_batches=other_batches,
-            stalls=tallies.stalls[role.role],
-        )
+        replays = unlisted.copy()
+        for outcome, tally in tallies.items():
+            replays[outcome[6]] += tally.steps
+        return {
+            "graphs": tuple(attrs.evolve(graph, replays=replays[n]) for n, graph in enumerate(role.graphs)),
+            "batches": tuple(batches),
+            "rounded_batches": sum(tally.rounded for tally in coarse.values()),
+            "other_batches": unlisted.total() + sum(tally.steps for tally in lost.values()),
+        }
 
     def _room(self, outcome: Outcome) -> tuple[int, int]:
         """Return the requests and the tokens of the graph that served a batch, or else the limits."""
-        base, (role, *_, graph, _) = self._base, outcome
-        graphs = () if base is None else next((each.graphs for each in base.roles if each.role is role), ())
-        entry = None if graph is None or graph >= len(graphs) else graphs[graph].entry
-        reqs, tokens = (0, 0) if base is None else (base.limits.max_num_reqs, base.limits.max_num_tokens)
-        return (reqs, tokens) if entry is None else (entry.num_reqs or reqs, entry.num_tokens)
+        base, role, graph = self._base, outcome[0], outcome[6]
+        if base is None:
+            return 0, 0
+        limits = base.limits.max_num_reqs, base.limits.max_num_tokens
+        graphs = next((each.graphs for each in base.roles if each.role is role), ())
+        if graph is None or graph >= len(graphs):
+            return limits
+        return graphs[graph].entry.num_reqs or limits[0], graphs[graph].entry.num_tokens
 
     def close(self) -> None:
         """Write the file a last time, and stop; again, or in a fork, it does nothing."""
@@ -326,21 +298,40 @@ class Recorder:
         """Count what is queued, and bound the memory: the rarest shapes are rounded up, or become a number of steps."""
         if self._queue or self._timed or self._apart:
             self._changed = True
-        self._steps.update([self._queue.popleft() for _ in range(len(self._queue))])
-        for timed in [self._timed.popleft() for _ in range(len(self._timed))]:
+        for outcome, steps in Counter(_drained(self._queue)).items():
+            self._add(outcome, ShapeTally(steps))
+        for timed in _drained(self._timed):
             samples = self._samples.setdefault(timed[:6], _Samples())
             samples.count += 1
             samples.latest.append(timed[6])
-        self._intervals.add([self._apart.popleft() for _ in range(len(self._apart))])
-        if len(self._steps) > MAX_SHAPES:
-            coarse = coarsened(self._steps, MAX_SHAPES // 2, self._room)
-            for outcome, steps in coarse.lost.items():
-                self._forgotten[outcome[0], outcome[6]] += steps
-            before = Counter({each: self._rounded[each] for each in coarse.steps if each in self._rounded})
-            self._steps, self._rounded = coarse.steps, before + coarse.rounded
-            self._intervals.round(coarse.larger, self._steps)
-            for shape in self._samples.keys() - {outcome[:6] for outcome in self._steps}:
+        for each in _drained(self._apart):
+            self._intervals.add(*each)
+        _judge(self._intervals.taken(), self._tallies, self._stalls)
+        if len(self._tallies) > MAX_SHAPES:
+            # Intervals that are judged later would name shapes that are not there.
+            _judge(self._intervals.taken(0), self._tallies, self._stalls)
+            self._tallies, lost = coarsened(self._tallies, MAX_SHAPES // 2, self._room)
+            for outcome, tally in lost.items():
+                self._forgotten[outcome[0], outcome[6]] += tally.steps
+            for shape in self._samples.keys() - {outcome[:6] for outcome in self._tallies}:
                 del self._samples[shape]
+
+    def _add(self, outcome: Outcome, tally: ShapeTally) -> None:
+        self._tallies[outcome] = self._tallies.get(outcome, ShapeTally()) + tally
+
+
+def _drained(queue: deque[T]) -> list[T]:
+    """Take what is queued now; other threads go on queueing."""
+    return [queue.popleft() for _ in range(len(queue))]
+
+
+def _judge(timed: Judged, tallies: Tallies, stalls: Counter[Role]) -> None:
+    """Add intervals to the tallies of their shapes, and count stalls."""
+    for outcome, milliseconds, is_stall in timed:
+        if is_stall:
+            stalls[outcome[0]] += 1
+        else:
+            tallies[outcome] = tallies.get(outcome, ShapeTally()) + ShapeTally(timed=1, mean=milliseconds)
 
 
 def _graphs(base: Observation) -> dict[Role, list[object]]:

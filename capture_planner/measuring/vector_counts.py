@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import attrs
-
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.observation import MAX_VECTORS, ObservedVector
 
@@ -19,33 +17,31 @@ Shared = tuple[Role, tuple[RankShare, ...], int | None, Reason | None]
 """The role, the share of each rank, and the observed rank's graph or its reason for none."""
 
 
-@attrs.define
 class VectorCounts:
     """Steps by vector; not for several threads at once."""
 
-    _steps: Counter[Shared] = attrs.field(init=False, factory=Counter)
-    _forgotten: Counter[Role] = attrs.field(init=False, factory=Counter)
+    def __init__(self) -> None:
+        self._steps: Counter[Shared] = Counter()
+        self._forgotten: Counter[Role] = Counter()
 
     def add(self, shared: Shared, steps: int = 1) -> None:
         """Count so many steps of one vector."""
         self._steps[shared] += steps
         if len(self._steps) > MAX_KNOWN:
             kept = _chosen(self._steps, MAX_KNOWN // 2)
-            for each, count in self._steps.items():
-                if each not in kept:
-                    self._forgotten[each[0]] += count
+            for each, count in (self._steps - kept).items():
+                self._forgotten[each[0]] += count
             self._steps = kept
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._steps.clear()
-        self._forgotten.clear()
 
     def vectors(self, role: Role, most: int = MAX_VECTORS) -> tuple[tuple[ObservedVector, ...], int]:
         """Return at most so many vectors of a role, and how many steps had others."""
         own = Counter({each: count for each, count in self._steps.items() if each[0] is role})
         chosen = _chosen(own, most)
-        listed = tuple(_observed(each, count) for each, count in chosen.items())
+        fields = ("num_reqs", "num_tokens", "query_len", "past_prompt", "modes")
+        listed = tuple(
+            ObservedVector(**dict(zip(fields, zip(*ranks, strict=True), strict=True)), steps=n, graph=graph, reason=why)
+            for (_, ranks, graph, why), n in chosen.items()
+        )
         return listed, self._forgotten[role] + own.total() - chosen.total()
 
 
@@ -55,18 +51,3 @@ def _chosen(steps: Counter[Shared], most: int) -> Counter[Shared]:
     eager = dict([(each, count) for each, count in by_count if each[2] is None][: most // 2])
     others = [(each, count) for each, count in by_count if each not in eager]
     return Counter(eager | dict(others[: most - len(eager)]))
-
-
-def _observed(shared: Shared, steps: int) -> ObservedVector:
-    _, ranks, graph, reason = shared
-    reqs, tokens, lengths, past, modes = zip(*ranks, strict=True)
-    return ObservedVector(
-        num_reqs=reqs,
-        num_tokens=tokens,
-        query_len=lengths,
-        past_prompt=past,
-        modes=modes,
-        steps=steps,
-        graph=graph,
-        reason=reason,
-    )

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.measuring.intervals import SETTLED, STALL, Intervals, Spread
+from capture_planner.measuring.coarsening import ShapeTally, coarsened
+from capture_planner.measuring.intervals import SETTLED, STALL, Intervals
 from capture_planner.modes import Reason, Role
 
 TIMES = st.lists(st.floats(1.0, 5.0), min_size=1, max_size=50)
@@ -17,48 +18,67 @@ def eager(tokens):
     return (Role.TARGET, 1, tokens, None, False, 0, None, Reason.SIZES)
 
 
+def joined(intervals, kept):
+    """Return the tallies of what was taken and what waits, and the stalls."""
+    tallies, stalls = dict(kept), Counter()
+    for outcome, time, is_stall in intervals.waiting():
+        if is_stall:
+            stalls[outcome[0]] += 1
+        else:
+            tallies[outcome] = tallies.get(outcome, ShapeTally()) + ShapeTally(timed=1, mean=time)
+    return tallies, stalls
+
+
 @given(TIMES, st.integers(0, 50))
-def test_spread_of_two_parts_is_that_of_all(times, cut):
+def test_tally_of_two_parts_is_that_of_all(times, cut):
     """Mean and standard error, against the standard library's."""
-    parts = [Spread(), Spread()]
+    parts = [ShapeTally(), ShapeTally()]
     for number, time in enumerate(times):
-        parts[number >= cut] = parts[number >= cut].and_(Spread(1, time))
-    both = parts[0].and_(parts[1])
-    assert (both.count, both.mean) == (len(times), pytest.approx(statistics.fmean(times)))
+        parts[number >= cut] += ShapeTally(1, timed=1, mean=time)
+    both = parts[0] + parts[1]
+    assert (both.steps, both.timed, both.mean) == (len(times), len(times), pytest.approx(statistics.fmean(times)))
     if len(times) > 1:
         assert both.error == pytest.approx(statistics.stdev(times) / len(times) ** 0.5, abs=1e-9)
     else:
         assert both.error is None
 
 
-@given(TIMES, st.sets(st.integers(0, 50)), st.integers(0, 3))
-def test_rounded_shapes_keep_the_mean_of_all_steps(times, cuts, round_after):
-    """Whenever they are read, and however many at a time."""
-    intervals, chunk = Intervals(), []
-    for number, time in enumerate(times):
-        chunk.append((eager(600 + number % 7), time))
-        if number in cuts:
-            intervals.add(chunk)
-            chunk = []
-            if number % 4 == round_after:
-                intervals.round({eager(tokens): eager(612) for tokens in range(600, 612)}, [eager(612)])
-    intervals.add(chunk)
-    known, stalls = intervals.read()
-    whole = Spread()
-    for spread in known.values():
-        whole = whole.and_(spread)
-    assert (whole.count, whole.mean) == (len(times), pytest.approx(statistics.fmean(times)))
-    assert not stalls
+@given(st.dictionaries(st.integers(600, 800), TIMES, min_size=1), st.integers(4, 50))
+def test_rounded_shapes_keep_the_steps_and_the_mean_of_all(times, most):
+    tallies = {}
+    for tokens, own in times.items():
+        for time in own:
+            tallies[eager(tokens)] = tallies.get(eager(tokens), ShapeTally()) + ShapeTally(1, timed=1, mean=time)
+    coarse, lost = coarsened(tallies, most, lambda outcome: (1, 4096))
+    assert len(coarse) <= most
+    assert not lost
+    whole = sum(coarse.values(), ShapeTally())
+    every = [time for own in times.values() for time in own]
+    assert (whole.steps, whole.timed, whole.mean) == (len(every), len(every), pytest.approx(statistics.fmean(every)))
+    assert whole.rounded >= sum(tally.steps for each, tally in tallies.items() if each not in coarse)
+    assert len(tallies) > most or (coarse == tallies and not whole.rounded)
 
 
 @given(st.integers(0, 3), st.floats(STALL * 5.01, 1e6), st.lists(st.floats(4.0, 5.0), min_size=SETTLED, max_size=60))
 def test_stalls_are_counted_apart_even_if_they_come_first(number, time, times):
     """As the steps that compile kernels do; a step of so many times the tokens is none."""
     intervals = Intervals()
-    for each in ([time] * number, times):
-        intervals.add((eager(512), milliseconds) for milliseconds in each)
-    intervals.add([(eager(512 * STALL * 2), STALL * 4.5)])
-    known, stalls = intervals.read()
+    for each in [time] * number + times:
+        intervals.add(eager(512), each)
+    intervals.add(eager(512 * STALL * 2), STALL * 4.5)
+    known, stalls = joined(intervals, {})
     assert stalls == Counter({Role.TARGET: number} if number else {})
     assert known[eager(512)].mean == pytest.approx(statistics.fmean(times))
-    assert known[eager(512 * STALL * 2)].count == 1
+    assert known[eager(512 * STALL * 2)].timed == 1
+    taken = [*intervals.taken()]
+    assert sum(is_stall for *_, is_stall in taken) == number
+    assert [*intervals.waiting()] == []
+
+
+def test_first_steps_of_a_kind_wait_until_there_are_enough():
+    intervals = Intervals()
+    for _ in range(SETTLED - 1):
+        intervals.add(eager(512), 5.0)
+    assert [*intervals.taken()] == []
+    intervals.add(eager(512), 5.0)
+    assert len([*intervals.taken()]) == SETTLED

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from capture_planner.measuring.coarsening import Outcome
-from capture_planner.measuring.recorder import Shape, TimedShape
-from capture_planner.measuring.vector_counts import Shared
+from capture_planner.measuring.recorder import Shape, StepSink, TimedShape
 from capture_planner.modes import Role
 from capture_planner.records.observation import EagerCost
 from capture_planner_vllm.inside import device
@@ -59,8 +58,8 @@ def replays(manager: Any, descriptors: Sequence[Any], create_forward: Callable[.
     return [round(min(start.elapsed_time(end) for start, end in runs), 5) if runs else None for runs in timed]
 
 
-class EagerSteps:
-    """Takes the steps of dummy runs, and keeps the times of eager ones."""
+class EagerSteps(StepSink):
+    """Takes the steps of dummy runs, and keeps the times of eager ones; dummy runs verify no drafts."""
 
     def __init__(self) -> None:
         self._graphs: dict[Shape, int | None] = {}
@@ -75,18 +74,6 @@ class EagerSteps:
         # A dummy step that found a graph says nothing about eager ones.
         if self._graphs.get(timed[:6]) is None:
             self._times.setdefault(timed[:6], []).append(timed[6])
-
-    def interval(self, outcome: Outcome, milliseconds: float) -> None:
-        """Dummy runs do not follow each other as steps do."""
-
-    def draft(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Dummy runs verify no drafts."""
-
-    def vector(self, shared: Shared) -> None:
-        """Ranks bring dummy batches."""
-
-    def idle(self) -> None:
-        """Dummy runs are no steps without work."""
 
     def costs(self) -> dict[Role, tuple[EagerCost, ...]]:
         """Return the medians by role, ascending."""
