@@ -24,7 +24,7 @@ import attrs
 from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.errors import CapturePlannerError
-from capture_planner.measuring.coarsening import Outcome, Tallies, ShapeTally, coarsened
+from capture_planner.measuring.coarsening import Outcome, ShapeTally, Tallies, coarsened
 from capture_planner.measuring.intervals import Intervals, Judged
 from capture_planner.measuring.vector_counts import Shared, VectorCounts
 from capture_planner.modes import GraphMode, Role
