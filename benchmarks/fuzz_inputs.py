@@ -1,10 +1,11 @@
 """Random and mutated inputs that are no documents, through what reads them.
 
 Model folders (into ``run`` and the engines), plugins, traces, prompts with their tokenizers, plans with control
-characters in their texts, and outputs. Every input is made from ``--seed`` and its index alone. Only
-``CapturePlannerError`` may be raised; nothing may be opened outside of the input's folder but installed code, no
-program started and no connection made, which audit hooks watch; no control character may be printed; and a model
-folder whose index leaves it must be refused. Exit code 1 on any violation, each with the command that repeats it.
+characters in their texts, outputs, and what ``traffic`` reads, which may take no more time than its bytes. Every
+input is made from ``--seed`` and its index alone. Only ``CapturePlannerError`` may be raised; nothing may be opened
+outside of the input's folder but installed code, no program started and no connection made, which audit hooks watch;
+no control character may be printed; and a model folder whose index leaves it must be refused. Exit code 1 on any
+violation, each with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import site
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import _fuzz_inputs as make
+import _fuzz_logs
 import attrs
 import safetensors.torch
 import torch
@@ -51,8 +54,11 @@ from capture_planner_runner.models.drafters import load_drafter
 from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target
 from capture_planner_runner.serving.workload import from_prompts, from_trace
 
-KINDS = ("folder", "plugin", "trace", "prompts", "text", "output")
-WEIGHTS = (6, 4, 3, 3, 2, 2)
+KINDS = ("folder", "plugin", "trace", "prompts", "text", "output", "log")
+WEIGHTS = (6, 4, 3, 3, 2, 2, 6)
+
+SECONDS, SECONDS_PER_BYTE = 0.5, 10e-6
+"""Most processor time that ``traffic`` may take, of its own and for each byte of a source."""
 
 SHAPE = Model(
     name="tiny",
@@ -303,6 +309,20 @@ def _output(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> s
     return f"code {code}: " + re.sub(r"/\S+|x{9,}", "...", text.strip().rpartition("\n")[2])[:60]
 
 
+def _log(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
+    made = _fuzz_logs.log(rng, folder)
+    outcome.made_by, outcome.size = made.made_by, made.files[0].stat().st_size
+    start = time.process_time()
+    with watched(folder):
+        code, text = _command("traffic", str(made.files[0]), "-o", str(folder / "traffic.yaml"), *made.words)
+    if (taken := time.process_time() - start) > SECONDS + SECONDS_PER_BYTE * outcome.size:
+        raise BrokenLawError(f"{outcome.size} bytes took {taken:.1f} s")
+    if made.must_read and code:
+        raise BrokenLawError(f"an odd line beside a good one loses the report: {text[-200:]!a}")
+    reason = re.search(r"error: .*?: ([a-z ]+)", text.lower())
+    return f"code {code}: {reason[1][:40] if code and reason else ''}"
+
+
 _USES: dict[str, Callable[[random.Random, Path, int, Outcome], str]] = {
     "folder": _folder,
     "plugin": _plugin,
@@ -310,6 +330,7 @@ _USES: dict[str, Callable[[random.Random, Path, int, Outcome], str]] = {
     "prompts": _prompts,
     "text": _text,
     "output": _output,
+    "log": _log,
 }
 
 

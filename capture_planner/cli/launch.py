@@ -12,7 +12,7 @@ import click
 
 from capture_planner.cli.auto import prepared_launch
 from capture_planner.cli.common import read_document, show_notes
-from capture_planner.cli.options import FILE, flag, option
+from capture_planner.cli.options import FILE, Number, flag, option
 from capture_planner.engines import engines
 from capture_planner.engines.child import run_marked
 from capture_planner.engines.command_line import script_command, started
@@ -38,7 +38,7 @@ from capture_planner.records.spec import Spec
 )
 @option(
     "--tune-seconds",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=30.0,
     help="With --auto: most time that tuning takes before a start; after it, the plan that is known runs.",
 )

@@ -135,6 +135,17 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+class Number(click.FloatRange):
+    """A number of a range; NaN, which no comparison refuses, and infinity are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 class ParsedText(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A value that a function reads from text; it raises ``ValueError`` or ``InvalidValue`` with the message."""
 

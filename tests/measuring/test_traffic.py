@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from capture_planner import codec
 from capture_planner.engines import logs as engine_logs
 from capture_planner.engines.logs import read_traffic
 from capture_planner.errors import InvalidDocument
-from capture_planner.measuring.traffic import SourceOptions, forward_pass
+from capture_planner.measuring.traffic import SourceOptions, fitting, forward_pass
+from capture_planner.measuring.traffic import lines as lines_module
 from capture_planner.measuring.traffic import source as sources
+from capture_planner.records.traffic import Traffic
 from support import log_lines
 from support.log_steps import batches_of, batches_of_iterations, read_batches
 from support.traffic_shapes import file_of, shapes
@@ -243,6 +247,48 @@ def test_a_broken_line_is_counted_and_shown(tmp_path, line):
     assert shapes(traffic) == {(12, 48, 4): 2}
     assert traffic.skipped == 1
     assert unreadable[0].startswith(f"{path}:2: ")
+
+
+ODD = ("-1", "", "1.5", "1e999", "NaN", "0x10", "\u0663", "9" * 9, "9" * 19, "9" * 400, "9" * 5000)
+
+
+@pytest.mark.parametrize("line_format", [each for each in LINE_FORMATS if each.detail], ids=lambda each: each.name)
+def test_an_odd_number_costs_its_line_alone(tmp_path, line_format):
+    """Whichever number of a line it stands for; what no batch has is not read as one, and traffic fits its file."""
+    line = line_format.example
+    numbers = list(re.finditer(r"\d+", line))
+    lines = [line[: at.start()] + odd + line[at.end() :] for at in numbers for odd in ODD]
+    whole = read_traffic([file_of(tmp_path, [line])], ALL)[0]
+    traffic = read_traffic([file_of(tmp_path, [line, *lines])], ALL)[0]
+    assert set(shapes(whole)) <= set(shapes(traffic))
+    assert traffic.skipped >= len(ODD)
+    assert codec.loads(codec.dumps(fitting(traffic)), Traffic) == fitting(traffic)
+
+
+def test_members_of_gzip_are_one_log(tmp_path):
+    """However many they are, and however little each has."""
+    line = log_lines.vllm_iteration(0, 1, (0, 0), (12, 12)).encode() + b"\n"
+    path = tmp_path / "a.gz"
+    path.write_bytes(b"".join(gzip.compress(line[at : at + 1]) + gzip.compress(b"") for at in range(len(line))) * 20)
+    assert shapes(read_traffic([str(path)])[0]) == {(12, 12, 1): 20}
+
+
+@pytest.mark.parametrize("kind", ["iterations", "tables"])
+def test_shapes_without_prompts_are_bounded_too(tmp_path, kind, monkeypatch):
+    """Decodes whose requests differ are rounded up and still differ; rows of a table are one for each size."""
+    monkeypatch.setattr(lines_module, "MAX_SHAPES", 1 << 8)
+    if kind == "iterations":
+        text = [log_lines.vllm_iteration(0, 1, (0, 0), (20, 700 + index)) for index in range(2000)]
+    else:
+        text = log_lines.vllm_graph_table([(index % 9 + 1, 16, "FULL", index + 1) for index in range(2000)])
+    traffic = read_traffic([file_of(tmp_path, text)])[0]
+    if kind == "tables":
+        assert shapes(traffic).keys() == {(None, tokens, None) for tokens in range(1, 10)}
+        assert traffic.steps == 2000 * 2001 // 2
+        return
+    assert (traffic.steps, len(traffic.batches) <= 300) == (2000, True)
+    even = {batch.num_tokens: batch.count for batch in traffic.batches if batch.query_len is not None}
+    assert even == dict.fromkeys(range(700, 2700, 20), 1)
 
 
 def test_two_processes_in_one_line(tmp_path):

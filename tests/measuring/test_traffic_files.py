@@ -55,6 +55,33 @@ def test_prometheus_histograms_are_read_with_their_warning(tmp_path):
     assert "2 steps above the last bucket are not counted" in text
 
 
+@pytest.mark.parametrize("odd", ["NaN", "1e999", "-Inf", "1e300", "0x10", "9" * 5000, ""])
+@pytest.mark.parametrize("at", ['"8.0"', '"0"', " 7.0", " 12.0"])
+def test_an_odd_value_of_a_metric_costs_its_line_alone(tmp_path, at, odd):
+    """NaN is legal Prometheus text; a bound or a position may be anything, too."""
+    lines = [
+        'vllm:iteration_tokens_total_bucket{engine="1",le="1.0"} 3.0',
+        'vllm:iteration_tokens_total_bucket{engine="0",le="8.0"} 12.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 7.0',
+    ]
+    path = tmp_path / "metrics"
+    path.write_text("\n".join(line.replace(at, at[0] + odd + at[-1].strip("0")) for line in lines))
+    traffic = read_traffic([str(path)])[0]
+    assert shapes(traffic)[None, 1, None] == 3
+    assert codec.loads(codec.dumps(traffic), Traffic) == traffic
+
+
+@pytest.mark.parametrize("wrong", ['"num_reqs": 1e999', '"num_reqs": NaN', '"forwards": ' + "[" * 20_000])
+def test_a_report_with_odd_numbers_is_refused(tmp_path, wrong):
+    """As one that is none."""
+    path = tmp_path / "report.json"
+    forward = '{"step": 0, "role": "target", "num_tokens": 2, "query_len": 1, "repeats": 1, "num_reqs": 2}'
+    report = f'{{"environment": 1, "captured": 1, "steps": [{{"index": 0, "seconds": 1}}], "forwards": [{forward}]}}'
+    path.write_text(report.replace('"num_reqs": 2' if "reqs" in wrong else f'"forwards": [{forward}]', wrong))
+    with pytest.raises(InvalidDocument, match="no run report"):
+        read_traffic([str(path)])
+
+
 def test_prometheus_of_sglang_has_no_shapes(tmp_path):
     """Its counter is of passes."""
     path = tmp_path / "metrics"

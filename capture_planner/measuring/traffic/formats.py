@@ -60,6 +60,8 @@ class LineFormat:
     """Index of the step's duration in a key, where lines have one; the first item then names engine or rank."""
     shape: Callable[[Key], Shape]
     """Return the shape of a key, without the duration."""
+    times: Callable[[Key], int] = lambda key: 1
+    """Return how many steps a key stands for."""
     count: Callable[[Counter[Shape], SourceOptions], LineCounts]
     """Return the batches of counted shapes."""
     repeats: Callable[[Counter[Shape]], frozenset[Any]] = lambda shapes: frozenset()

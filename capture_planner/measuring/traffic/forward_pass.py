@@ -20,10 +20,10 @@ _FIELDS = ("num_prefill_requests", "sum_prefill_tokens", "num_decode_requests")
 
 
 _LINE = re.compile(
-    rb'^\{"version": ?\d+, ?"worker_id": ?"([^"\\\n]*)", ?"dp_rank": ?(\d+), ?"counter_id": ?\d+, ?'
-    rb'"wall_time": ?(\d+\.?\d*(?:e-?\d+)?), ?"scheduled_requests": ?\{"num_prefill_requests": ?(\d+), ?'
-    rb'"sum_prefill_tokens": ?(\d+), ?"var_prefill_length": ?[\d.e-]+, ?"sum_prefill_kv_tokens": ?\d+, ?'
-    rb'"num_decode_requests": ?(\d+), ?"sum_decode_kv_tokens": ?\d+, ?"var_decode_kv_tokens": ?[\d.e-]+\}, ?'
+    rb'^\{"version": ?\d+, ?"worker_id": ?"([^"\\\n]*)", ?"dp_rank": ?(\d{1,9}), ?"counter_id": ?\d+, ?'
+    rb'"wall_time": ?(\d{1,9}\.?\d{0,18}(?:e-\d\d)?), ?"scheduled_requests": ?\{"num_prefill_requests": ?(\d{1,9}), ?'
+    rb'"sum_prefill_tokens": ?(\d{1,9}), ?"var_prefill_length": ?[\d.e-]+, ?"sum_prefill_kv_tokens": ?\d+, ?'
+    rb'"num_decode_requests": ?(\d{1,9}), ?"sum_decode_kv_tokens": ?\d+, ?"var_decode_kv_tokens": ?[\d.e-]+\}, ?'
     rb'"queued_requests": ?\{[^{}\n]*\}\}\r?$',
     re.MULTILINE,
 )
@@ -51,7 +51,9 @@ def _key(line: bytes) -> Key | None:
         rank = f"{data.get('worker_id', '')}/{data.get('dp_rank', 0)}"
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
-    if any(type(number) is not int or number < 0 for number in numbers) or type(seconds) not in (int, float):
+    if any(type(number) is not int or not 0 <= number < 1e9 for number in numbers):
+        return None
+    if type(seconds) not in (int, float) or not 0 <= seconds < 1e9:  # also no NaN
         return None
     return rank, *numbers, seconds * 1000
 

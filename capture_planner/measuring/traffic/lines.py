@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from capture_planner.analysis.arrivals import OrderedBlocks
+from capture_planner.codec.rows import MAX_TOKENS
 from capture_planner.measuring.traffic.fitting import rounded_up
-from capture_planner.measuring.traffic.formats import PROMPTS, LineFormat, Shape
+from capture_planner.measuring.traffic.formats import PROMPTS, Key, LineFormat, Shape
 from capture_planner.measuring.traffic.source import MAX_SAMPLES, SourceCounts, SourceOptions
 from capture_planner.records.traffic import TrafficCount
 
@@ -23,6 +23,9 @@ SAMPLE_LENGTH = 200
 
 FIRST_BYTES = 512
 """Length of a block of time at first."""
+
+EVERY_SHAPE = 2.0
+"""Share from which decodes whose requests are alike are rounded, too: there are more of them than any engine has."""
 
 RESOLUTION = 0.005
 """How far rare shapes are rounded up at first where there are more."""
@@ -73,7 +76,7 @@ class LineReader:
     def _search(self, block: bytes, formats: Sequence[LineFormat], readable: bool) -> None:
         """Note each line of a block that has the marker of a format and is not of it, or is no text."""
         for number, line in enumerate(block.split(b"\n"), self._lines):
-            broken = any(sum(map(line.count, each.markers)) > len(each.find(line)) for each in formats)
+            broken = any(sum(map(line.count, each.markers)) > _num_readable(each, line) for each in formats)
             if broken or not (readable or _is_text(line) or any(tally.format.find(line) for tally in self._tallies)):
                 self._skipped += 1
                 if len(self._samples) < MAX_SAMPLES:
@@ -103,7 +106,7 @@ class LineReader:
                 if kept[id(tally)]
             )
             if merged := sum(tally.merged for tally in rich):
-                share = max(tally.share for tally in rich)
+                share = min(1, max(tally.share for tally in rich))
                 notes += (f"{merged} rare shapes were rounded up by at most {share:.1%} each, to bound the memory",)
             batches = tuple(batch for part in parts for batch in part.batches)
             lines = sum(
@@ -149,6 +152,7 @@ class _LineTally:
         self.format = line_format
         self.keys: Counter[Shape] = Counter()
         self.merged, self.share = 0, RESOLUTION
+        self._most = MAX_SHAPES
         self._milliseconds: dict[Any, float] = {}
         self._first = self._last = b""
 
@@ -164,34 +168,37 @@ class _LineTally:
             columns = list(zip(*found, strict=True))
             times = columns.pop(self.format.milliseconds)
             counted = Counter(zip(*columns, strict=True))
-            engines = set(columns[0])
-            for engine in engines:
-                own = times if len(engines) == 1 else itertools.compress(times, map(engine.__eq__, columns[0]))
-                before = self._milliseconds.get(engine, 0.0)
-                self._milliseconds[engine] = math.fsum(map(float, filter(None, own))) + before
-        shape = self.format.shape
+            own: defaultdict[Any, list[float]] = defaultdict(list)
+            for engine, each in zip(columns[0], times, strict=True):
+                own[engine].append(float(each or 0))
+            for engine, milliseconds in own.items():
+                self._milliseconds[engine] = math.fsum(milliseconds) + self._milliseconds.get(engine, 0.0)
+        readable = 0
         for key, count in counted.items():
-            shapes[shape(key)] += count
+            shape = self.format.shape(key)
+            if _is_possible(shape):
+                shapes[shape] += count * self.format.times(key)
+                readable += count
         self.keys.update(shapes)
         if self.format.clock is not None and (moments := set(self.format.clock.findall(block))):
             self._first = min(moments | ({self._first} if self._first else set()))
             self._last = max(moments | {self._last})
-        if len(self.keys) > MAX_SHAPES:
+        if len(self.keys) > self._most:
             self._merge()
-        return len(found) == expected, shapes
+        return readable == expected, shapes
 
     def _merge(self) -> None:
-        """Round up the rarer shapes with prompts, as little as it takes to bound the memory."""
-        while len(self.keys) > MAX_SHAPES * 3 // 4:
+        """Round up the rarer shapes, as little as it takes to bound the memory."""
+        while True:
             for key, _ in self.keys.most_common()[len(self.keys) // 4 :]:
                 rounded = _coarser(key, self.share)
                 if rounded != key:
                     self.merged += 1
                     self.keys[rounded] += self.keys.pop(key)
-            if len(self.keys) > MAX_SHAPES * 3 // 4:
-                if self.share > 1:  # decodes alone are more
-                    return
-                self.share *= 2
+            if len(self.keys) <= MAX_SHAPES * 3 // 4 or self.share >= EVERY_SHAPE:
+                break
+            self.share *= 2
+        self._most = max(MAX_SHAPES, 2 * len(self.keys))  # what cannot be rounded is not tried again for each block
 
     @property
     def seconds(self) -> float | None:
@@ -203,10 +210,33 @@ class _LineTally:
         return round(most / 1000, 6) or None
 
 
+def _is_possible(shape: Shape) -> bool:
+    """Say whether a batch can have such numbers, and a file hold them."""
+    return shape[1] <= MAX_TOKENS and shape[2] <= MAX_TOKENS
+
+
+def _num_readable(line_format: LineFormat, line: bytes) -> int:
+    return sum(_is_possible(line_format.shape(_timeless(line_format, key))) for key in line_format.find(line))
+
+
+def _timeless(line_format: LineFormat, key: Key) -> Key:
+    at = line_format.milliseconds
+    return key if at is None else (*key[:at], *key[at + 1 :])
+
+
 def _coarser(shape: Shape, share: float) -> Shape:
-    """Return a shape with prompts whose numbers are rounded up by at most a share; others stay."""
+    """Return a shape whose numbers are rounded up by at most a share.
+
+    Decodes whose requests differ keep their requests, and still differ; those whose requests are alike stay.
+    """
     kind, reqs, tokens = shape
-    return (kind, rounded_up(reqs, share), rounded_up(tokens, share)) if PROMPTS in kind else shape
+    if PROMPTS in kind or share >= EVERY_SHAPE:
+        share = min(share, 1)
+        return kind, rounded_up(reqs, share), rounded_up(tokens, share)
+    if not reqs or tokens % reqs == 0:
+        return shape
+    rounded = rounded_up(tokens, share)
+    return kind, reqs, rounded - (rounded % reqs == 0)
 
 
 def _without(shapes: Counter[Shape], kinds: frozenset[Any]) -> Counter[Shape]:

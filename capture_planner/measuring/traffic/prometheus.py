@@ -11,9 +11,11 @@ from capture_planner.measuring.traffic.formats import Labels, MetricFormat
 from capture_planner.measuring.traffic.source import MAX_SAMPLES, SourceCounts
 
 NAME = "Prometheus text"
+MOST = 1e18
+"""What no counter reaches; a value may also be NaN."""
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})? +([-+.\w]+)(?: +-?\d+)?")
-_LABEL = re.compile(r"(\w+)=\"((?:[^\"\\]|\\.)*)\"")
+_LABEL = re.compile(r"(?<!\w)(\w+)=\"((?:[^\"\\]|\\.)*)\"")
 
 
 def read_prometheus(text: str, name: str, metrics: MetricFormat) -> SourceCounts:
@@ -45,12 +47,13 @@ def read_prometheus(text: str, name: str, metrics: MetricFormat) -> SourceCounts
 
 
 def _sample(line: str) -> tuple[tuple[str, Labels], float] | None:
-    """Return name, labels and value of a line of the text format; None where it is none."""
+    """Return name, labels and value of a line of the text format; None where it is none, or no number."""
     match = _SAMPLE.fullmatch(line)
     if match is None:
         return None
     name, labels, value = match.groups()
     try:
-        return (name, tuple(_LABEL.findall(labels or ""))), float(value)
+        number = float(value)
     except ValueError:
         return None
+    return ((name, tuple(_LABEL.findall(labels or ""))), number) if abs(number) < MOST else None

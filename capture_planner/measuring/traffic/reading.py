@@ -236,7 +236,7 @@ def _whole_format(head: bytes, formats: Sequence[LogFormats]) -> Whole | None:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -271,7 +271,7 @@ def _prometheus(metrics: MetricFormat, text: str, name: str, options: SourceOpti
 def _report(text: str, name: str, options: SourceOptions) -> SourceCounts:
     try:
         return read_run_report(json.loads(text), options)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
         message = f"JSON, and no run report: {error!r}"
         raise InvalidDocument(
             [Problem(file=name, message=message, remedy="write one with run --format json")]

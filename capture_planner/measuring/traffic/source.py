@@ -21,6 +21,8 @@ from capture_planner.records.traffic import TrafficCount
 
 BLOCK = 1 << 22
 """Bytes that are read at once."""
+SLICE = 1 << 14
+"""Bytes that are decompressed at once."""
 HEAD = 1 << 16
 """Bytes that a format is recognised by."""
 MAX_WHOLE = 1 << 28
@@ -168,13 +170,14 @@ def _plain(blocks: Iterator[bytes], note: Note) -> Iterator[bytes]:
     """Yield the text of a file, whether it is compressed or not, as UTF-8."""
     first = next(blocks, b"")
     blocks = itertools.chain([first], blocks)
-    return _as_utf8(_decompressed(blocks, note) if first.startswith(b"\x1f\x8b") else blocks)
+    return _as_utf8(_joined(_decompressed(blocks, note)) if first.startswith(b"\x1f\x8b") else blocks)
 
 
 def _decompressed(blocks: Iterator[bytes], note: Note) -> Iterator[bytes]:
     """Yield what gzip compressed, member by member, as far as it goes: a log may still be written."""
     member = None
-    for block in blocks:
+    # In slices, because what is behind the end of a member is copied, and members may be many and empty.
+    for block in (each[at : at + SLICE] for each in blocks for at in range(0, len(each), SLICE)):
         while block:
             if member is None:
                 block = block.lstrip(b"\0")  # padding behind a member
@@ -188,6 +191,18 @@ def _decompressed(blocks: Iterator[bytes], note: Note) -> Iterator[bytes]:
         yield member.flush()
         if not member.eof:
             note("the compressed file is cut short, as one that is still written; it is read as far as it goes")
+
+
+def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield pieces of any length as blocks."""
+    held, length = [], 0
+    for piece in pieces:
+        held.append(piece)
+        length += len(piece)
+        if length >= BLOCK:
+            yield b"".join(held)
+            held, length = [], 0
+    yield b"".join(held)
 
 
 def _as_utf8(blocks: Iterator[bytes]) -> Iterator[bytes]:

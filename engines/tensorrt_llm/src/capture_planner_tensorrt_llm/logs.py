@@ -23,11 +23,14 @@ from capture_planner.measuring.traffic.formats import (
 )
 from capture_planner.measuring.traffic.source import SourceOptions
 
+# Every repetition is bounded, so that no line takes more time than its length: a log may hold anything.
 _LINE = re.compile(
-    rb"iter = \d+, global_rank = (\d+), rank = \d+, (?:num_scheduled_requests = (\d+), )?(?:kv_cache_util = [^,\n]+, )?"
-    rb"currank_total_requests = \d+/\d+, (?:host_step_time = (\d+\.?\d*(?:e-?\d+)?)ms, prev_device_step_time = [^,\n]+"
-    rb"|elapsed_time = \d+\.?\d*(?:e-?\d+)?s), timestamp = [^,\n]+, (?:num_scheduled_requests: (\d+), )?"
-    rb"states = \{'num_ctx_requests': (\d+), 'num_ctx_tokens': (\d+), 'num_generation_tokens': (\d+)[,}]"
+    rb"iter = \d{1,18}, global_rank = (\d{1,5}), rank = \d{1,9}, (?:num_scheduled_requests = (\d{1,9}), )?"
+    rb"(?:kv_cache_util = [^,\n]{1,40}, )?currank_total_requests = \d{1,9}/\d{1,9}, "
+    rb"(?:host_step_time = (\d{1,18}\.?\d{0,18}(?:e-\d\d)?)ms, prev_device_step_time = [^,\n]{1,40}"
+    rb"|elapsed_time = \d{1,18}\.?\d{0,18}(?:e-\d\d)?s), timestamp = [^,\n]{1,40}, "
+    rb"(?:num_scheduled_requests: (\d{1,9}), )?"
+    rb"states = \{'num_ctx_requests': (\d{1,9}), 'num_ctx_tokens': (\d{1,9}), 'num_generation_tokens': (\d{1,9})[,}]"
 )
 _CLOCK = re.compile(rb"timestamp = \d{4}-(\d\d-\d\d \d\d:\d\d:\d\d), ")
 

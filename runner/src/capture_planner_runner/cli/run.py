@@ -25,7 +25,7 @@ from capture_planner.cli.common import (
     show_notes,
 )
 from capture_planner.cli.ending import INTERRUPTED, exit_interrupted, say_error
-from capture_planner.cli.options import FILE, SIZE, F, ParsedText, dashed, flag, option, stated
+from capture_planner.cli.options import FILE, SIZE, F, Number, ParsedText, dashed, flag, option, stated
 from capture_planner.codec import dumps
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
@@ -81,7 +81,7 @@ def _replaced(name: str, check: str) -> Callable[[F], F]:
     "random weights, or a folder with an EAGLE or EAGLE-3 head, MTP modules or a draft model. The first three copy a "
     "rehearsal, which holds in float32 and float64; in bfloat16 give --acceptance.",
 )
-@option("--chance", type=click.FloatRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@option("--chance", type=Number(0, 1), default=0.5, help="Probability that --drafter chance is right.")
 @acceptance
 @proposals
 @click.option(
@@ -94,7 +94,7 @@ def _replaced(name: str, check: str) -> Callable[[F], F]:
 @click.option("--trace", type=FILE, help="CSV of arrival times, prompt and output lengths.")
 @click.option("--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer.")
 @click.option("--tokenizer", type=FILE, help="Folder of the tokenizer.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Request rate (req/s). Default: all at once.")
+@click.option("--rate", type=Number(0, min_open=True), help="Request rate (req/s). Default: all at once.")
 @option("--prompt-tokens", type=RANGE, default="1:64", help="Prompt length of generated requests.")
 @option(
     "--output-tokens",
@@ -102,13 +102,8 @@ def _replaced(name: str, check: str) -> Callable[[F], F]:
     default="16:32",
     help="Output length of generated requests; for --prompts, HIGH is the limit.",
 )
-@option("--speed", type=click.FloatRange(0, min_open=True), default=1.0, help="Speed-up factor for --trace.")
-@option(
-    "--step-time",
-    type=click.FloatRange(0, min_open=True),
-    default=0.01,
-    help="Seconds of simulated arrival time per step.",
-)
+@option("--speed", type=Number(0, min_open=True), default=1.0, help="Speed-up factor for --trace.")
+@option("--step-time", type=Number(0, min_open=True), default=0.01, help="Seconds of simulated arrival time per step.")
 @flag("--clip", "Truncate requests that exceed the model length.")
 @options.seed
 @options.page_size(16)
@@ -116,7 +111,7 @@ def _replaced(name: str, check: str) -> Callable[[F], F]:
 @options.pages("every request at full length, as far as memory allows: on a GPU by --memory-utilization, else 1 GiB")
 @click.option(
     "--memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     help="Share of a GPU's memory that weights, buffers, graphs and KV cache may take together. Default: 0.9.",
 )
 @option(
@@ -157,7 +152,7 @@ def _replaced(name: str, check: str) -> Callable[[F], F]:
 )
 @click.option(
     "--rank-timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     metavar="SECONDS",
     help="Longest wait for a rank that answers but is behind the others. Default: 10 at the start, then no limit.",
 )

@@ -30,16 +30,17 @@ from capture_planner.records.traffic import TrafficCount
 
 _SPECULATIVE = "speculative"
 
-_CLOCK = re.compile(rb"\[\d{4}-(\d\d-\d\d \d\d:\d\d:\d\d)[^\]\n]*\] \S*(?:Decode|Prefill) batch")
+# Every repetition is bounded, so that no line takes more time than its length: a log may hold anything.
+_CLOCK = re.compile(rb"\[\d{4}-(\d\d-\d\d \d\d:\d\d:\d\d)[^\]\n]{0,99}\] \S{0,99}(?:Decode|Prefill) batch")
 _DECODE = re.compile(
-    rb"Decode batch(?: \[\d+\])?, #running-req: (\d+), ([^\n]*?)"
+    rb"Decode batch(?: \[\d{1,18}\])?, #running-req: (\d{1,9}), ([^\n]{0,500}?)"
     rb"(?:cuda|cpu|npu|musa) graph: \w+, gen throughput \(token/s\): [\d.]+"
 )
 _PREFILL = re.compile(
-    rb"Prefill batch(?: \[\d+\])?, #new-seq: (\d+), #new-token: (\d+), ([^\n]*?)"
+    rb"Prefill batch(?: \[\d{1,18}\])?, #new-seq: (\d{1,9}), #new-token: (\d{1,9}), ([^\n]{0,500}?)"
     rb"(?:cuda|cpu|npu|musa) graph: \w+, input throughput \(token/s\): [\d.]+"
 )
-_REPLAY = re.compile(rb"#replay-token: (\d+), ")
+_REPLAY = re.compile(rb"#replay-token: (\d{1,9}), ")
 
 
 def _find_decodes(block: bytes) -> list[Key]:

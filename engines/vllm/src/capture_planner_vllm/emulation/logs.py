@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from capture_planner.codec.rows import MAX_TOKENS
 from capture_planner.errors import InvalidValue, Problem
 from capture_planner.measuring.traffic.formats import (
     DECODE,
@@ -32,14 +33,15 @@ from capture_planner.measuring.traffic.source import SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount
 
+# Every repetition is bounded, so that no line takes more time than its length: a log may hold anything.
 _DUMMY, _EMPTY = "dummy", "empty"
 
 _ITERATION = re.compile(
-    rb"Iteration\((?:(?<=(\d\d\d): Iteration\()|)\d+\): (\d+) context requests, (\d+) context tokens, "
-    rb"(\d+) generation requests, (\d+) generation tokens(?:, )iteration elapsed time: (\d+\.?\d*) ms"
+    rb"Iteration\((?:(?<=(\d\d\d): Iteration\()|)\d+\): (\d{1,9}) context requests, (\d{1,9}) context tokens, "
+    rb"(\d{1,9}) generation requests, (\d{1,9}) generation tokens(?:, )iteration elapsed time: (\d{1,18}\.?\d{0,18}) ms"
     rb'(?=( \(dummy\))?(?:[,\r\n"\\\x1b]|\Z))'
 )
-_CLOCK = re.compile(rb"INFO\S* \S*?(\d\d-\d\d \d\d:\d\d:\d\d)\S* \S*(?:loggers|cuda_graph)\.py:")
+_CLOCK = re.compile(rb"INFO\S{0,20} \S{0,20}?(\d\d-\d\d \d\d:\d\d:\d\d)\S{0,20} \S{0,200}(?:loggers|cuda_graph)\.py:")
 
 
 def _iteration_shape(key: Key) -> Shape:
@@ -78,39 +80,36 @@ _ITERATIONS = LineFormat(
 )
 
 
-_ROW = re.compile(rb"\| +?(\d+) +\| (\d+) +\| (\d+) +\| (NONE|PIECEWISE|FULL) +\| (\d+) +\|")
-_MODE = re.compile(rb"- Mode: (\w+)")
+_ROW = re.compile(rb"\| +?(\d{1,9}) +\| \d{1,9} +\| \d{1,9} +\| (NONE|PIECEWISE|FULL) +\| (\d{1,18}) +\|")
+_MODE = re.compile(rb"- Mode: (\w{1,99})")
 
 
 def _find_rows(block: bytes) -> list[Key]:
-    rows = [(mode, tokens, int(count)) for tokens, _, _, mode, count in _ROW.findall(block)]
-    return [*rows, *((b"Mode", mode, 0) for mode in _MODE.findall(block))]
+    return [*_ROW.findall(block), *((0, b"Mode", mode) for mode in _MODE.findall(block))]
 
 
 def _row_shape(key: Key) -> Shape:
-    """Keep how often each row occurs apart by its count, which is multiplied at the end."""
-    mode, tokens, count = key
-    return (mode.decode(), 0 if mode == b"Mode" else count, tokens.decode()), 0, 0
+    tokens, mode, named = key
+    return ("Mode", named.decode()) if mode == b"Mode" else (mode.decode(),), 0, int(tokens)
+
+
+def _row_times(key: Key) -> int:
+    return 1 if key[1] == b"Mode" else int(key[2])
 
 
 def _count_rows(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
-    modes = {text for ((kind, _, text), *_) in shapes if kind == "Mode"}
+    modes = {kind[1] for kind, *_ in shapes if kind[0] == "Mode"}
     # Where decodes have graphs of their own, a FULL graph serves nothing else.
     separate = bool(modes) and modes <= {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}
     batches = []
-    for ((mode, steps, text), *_), times in shapes.items():
-        if mode != "Mode":
-            batch = TrafficCount(
-                role=Role.TARGET,
-                num_tokens=int(text),
-                past_prompt=True if mode == "FULL" and separate else None,
-                count=steps * times,
-            )
-            batches.append(batch)
+    for ((mode, *_), _, tokens), count in shapes.items():
+        if mode != "Mode" and tokens and count:
+            past_prompt = True if mode == "FULL" and separate else None
+            batches.append(TrafficCount(role=Role.TARGET, num_tokens=tokens, past_prompt=past_prompt, count=count))
     notes = ["vLLM's table of graphs has tokens only: neither requests nor query lengths"]
     if not separate:
         notes.append("which batches are decodes is not known: the table does not name a mode that separates them")
-    return LineCounts(batches=[batch for batch in batches if batch.count and batch.num_tokens], notes=tuple(notes))
+    return LineCounts(batches=batches, notes=tuple(notes))
 
 
 # Written every few seconds, and counted from 0 each time, so the tables of a log add up.
@@ -122,14 +121,15 @@ _GRAPH_TABLE = LineFormat(
     example="| 12              | 16            | 4            | FULL         | 305   |",
     find=_find_rows,
     shape=_row_shape,
+    times=_row_times,
     count=_count_rows,
     clock=_CLOCK,
 )
 
 
 _ACCEPTANCE_LINE = re.compile(
-    rb"SpecDecoding metrics: Mean acceptance length: [^\n]*?Drafted: (\d+) tokens, "
-    rb"Per-position acceptance rate: ((?:\d\.\d+(?:, )?)+), Avg"
+    rb"SpecDecoding metrics: Mean acceptance length: [^\n]{0,300}?Drafted: (\d{1,15}) tokens, "
+    rb"Per-position acceptance rate: (\d\.\d{1,9}(?:, \d\.\d{1,9}){0,63}), Avg"
 )
 
 
@@ -202,7 +202,7 @@ def _histogram(samples: Samples) -> tuple[dict[int, int], int]:
     series: dict[Labels, dict[float, float]] = {}
     for (metric, labels), value in samples.items():
         if metric == _TOKENS:
-            bound = float(dict(labels).get("le", "nan"))
+            bound = _bound(dict(labels).get("le", ""))
             series.setdefault(tuple(label for label in labels if label[0] != "le"), {})[bound] = value
     steps: Counter[int] = Counter()
     above = 0
@@ -210,11 +210,19 @@ def _histogram(samples: Samples) -> tuple[dict[int, int], int]:
         before = 0.0
         for bound, value in sorted(buckets.items()):
             count, before = round(value - before), value
-            if bound == float("inf"):
+            if bound > MAX_TOKENS:
                 above += count
             elif count > 0 and bound >= 1:
                 steps[int(bound)] += count
     return dict(sorted(steps.items())), above
+
+
+def _bound(text: str) -> float:
+    """Return the upper bound of a bucket; one that is no number is none of a batch."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def _drafts(samples: Samples) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -229,7 +237,7 @@ def _drafts(samples: Samples) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _positions(samples: Samples) -> Iterator[tuple[int, float]]:
     for (metric, labels), value in samples.items():
         position = dict(labels).get("position", "")
-        if metric == _ACCEPTED and position.isdecimal() and int(position) < 64:
+        if metric == _ACCEPTED and re.fullmatch(r"\d{1,2}", position):
             yield int(position), value
 
 
