@@ -11,11 +11,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import attrs
 
+from capture_planner.analysis.trace import TraceRow
 from capture_planner.modes import Role
+from capture_planner.planning.measured import percentile
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, draft_prefill_of
 from capture_planner.records.model import Speculative
@@ -45,21 +47,7 @@ class Pace:
         return cls(lambda batch: milliseconds, f"every step takes {milliseconds:g} ms")
 
 
-class Arrival(Protocol):
-    """One request of a trace, as ``analysis.trace.read_trace`` returns it."""
-
-    @property
-    def arrival(self) -> float:
-        """Seconds from the start."""
-        ...
-
-    @property
-    def prompt(self) -> int: ...
-    @property
-    def output(self) -> int: ...
-
-
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class ServingLatency:
     """Waiting times of requests, in milliseconds."""
 
@@ -98,26 +86,11 @@ def latency_of(simulations: Iterable[Simulation]) -> ServingLatency | None:
         later.update(each.inter_token)
     if not first or not later:
         return None
-    return ServingLatency(
-        first_token_p50=_percentile(first, 50),
-        first_token_p99=_percentile(first, 99),
-        inter_token_p50=_percentile(later, 50),
-        inter_token_p99=_percentile(later, 99),
-    )
-
-
-def _percentile(counts: Counter[float], percent: float) -> float:
-    """Return the least value that so many of all are not above."""
-    left = counts.total() * percent / 100
-    for value, count in sorted(counts.items()):
-        left -= count
-        if left <= 1e-9:
-            return value
-    return max(counts)
+    return ServingLatency(*(percentile(sorted(waits.items()), share) for waits in (first, later) for share in (50, 99)))
 
 
 def simulate(
-    arrivals: Iterable[Arrival],
+    arrivals: Iterable[TraceRow],
     limits: Limits,
     speculative: Speculative | None,
     step_time: StepTime,
@@ -135,8 +108,8 @@ def simulate(
     :param window: seconds from the start; steps that begin, and requests that arrive, outside are simulated, but not
         counted.
     """
-    scheduler = _Scheduler(arrivals, limits, speculative, step_time, acceptance, window)
-    return scheduler.run()
+    waiting = deque(sorted(arrivals, key=lambda request: request.arrival))
+    return _Scheduler(waiting, limits, speculative, cache(step_time), acceptance, window).run()
 
 
 @attrs.define(eq=False)
@@ -148,6 +121,7 @@ class _PromptInProgress:
     output: int
 
 
+@attrs.define(eq=False, slots=False)
 class _Scheduler:
     """Runs a trace, from one change of the batch to the next.
 
@@ -155,25 +129,22 @@ class _Scheduler:
     got since the start (``_progress``), and at which number each request ends (``_ends``).
     """
 
-    def __init__(
-        self,
-        arrivals: Iterable[Arrival],
-        limits: Limits,
-        speculative: Speculative | None,
-        step_time: StepTime,
-        acceptance: Sequence[float],
-        window: tuple[float, float],
-    ) -> None:
-        self._limits, self._step_time, self._window = limits, cache(step_time), window
-        self._slots = 0 if speculative is None else speculative.extra_slots
-        self._speculative, self._acceptance = speculative, acceptance
-        self._waiting = deque(sorted(arrivals, key=lambda request: request.arrival))
-        self._prompts: deque[_PromptInProgress] = deque()
-        self._ends: list[float] = []
-        self._progress = 0.0
+    _waiting: deque[TraceRow]
+    _limits: Limits
+    _speculative: Speculative | None
+    _step_time: StepTime
+    _acceptance: Sequence[float]
+    _window: tuple[float, float]
+    _prompts: deque[_PromptInProgress] = attrs.field(init=False, factory=deque)
+    _ends: list[float] = attrs.field(init=False, factory=list)
+    _progress: float = attrs.field(init=False, default=0.0)
+    _blocks: OrderedBlocks[Batch] = attrs.field(init=False, factory=lambda: OrderedBlocks[Batch]())
+    _first_token: Counter[float] = attrs.field(init=False, factory=Counter)
+    _inter_token: Counter[float] = attrs.field(init=False, factory=Counter)
+
+    def __attrs_post_init__(self) -> None:
         self._start = self._clock = self._waiting[0].arrival if self._waiting else 0.0
-        self._blocks: OrderedBlocks[Batch] = OrderedBlocks()
-        self._first_token, self._inter_token = Counter[float](), Counter[float]()
+        self._slots = 0 if self._speculative is None else self._speculative.extra_slots
         self._tokens, self._decode = cache(self._tokens_of), cache(self._decode_of)
 
     def run(self) -> Simulation:

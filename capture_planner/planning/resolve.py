@@ -33,10 +33,28 @@ class GroupSupport:
 
 @attrs.frozen(kw_only=True)
 class ResolvedMode:
-    """A resolved mode, and the downgrades that led to it."""
+    """A mode on its way down, and the downgrades that led to it."""
 
+    role: Role
     mode: GraphMode
     decisions: tuple[Decision, ...] = ()
+
+    def step(self, rule: str, after: GraphMode, message: str, cause: GroupSupport | None = None) -> ResolvedMode:
+        """Return what follows from a rule, with its decision where the mode changes.
+
+        :param cause: the group whose backend is the reason.
+        """
+        if after is self.mode:
+            return self
+        step = _decision(self.role, rule, self.mode.value, after.value, message, cause)
+        return attrs.evolve(self, mode=after, decisions=(*self.decisions, step))
+
+
+def _decision(
+    role: Role, rule: str, before: str, after: str, message: str, cause: GroupSupport | None = None
+) -> Decision:
+    named = {} if cause is None else {"backend": cause.backend, "group": cause.group}
+    return Decision(rule=rule, before=before, after=after, role=role, message=message, **named)
 
 
 def resolve_roles(
@@ -60,9 +78,7 @@ def resolve_roles(
         decision = resolve_varying(role, resolved.mode, supports[role])
         if decision is None and Role.TARGET not in (role, *varying):
             message = "the draft prefill follows the target's batch, whose decodes do not vary"
-            decision = Decision(
-                rule="varying-decode-target", before="varying", after="uniform", role=role, message=message
-            )
+            decision = _decision(role, "varying-decode-target", "varying", "uniform", message)
         if decision is None:
             varying.append(role)
         else:
@@ -94,25 +110,6 @@ def weakest(groups: Sequence[GroupSupport]) -> GroupSupport:
     return min(groups, key=lambda group: group.support.level)
 
 
-@attrs.define
-class _Ladder:
-    """A mode while it is resolved."""
-
-    role: Role
-    cause: GroupSupport
-    mode: GraphMode
-    decisions: list[Decision] = attrs.field(factory=list)
-
-    def step(self, rule: str, after: GraphMode, message: str, *, backend: bool = True) -> None:
-        if after is self.mode:
-            return
-        cause = {"backend": self.cause.backend, "group": self.cause.group} if backend else {}
-        before, self.mode = self.mode.value, after
-        self.decisions.append(
-            Decision(rule=rule, before=before, after=after.value, role=self.role, message=message, **cause)
-        )
-
-
 def resolve(
     role: Role, requested: GraphMode, groups: Sequence[GroupSupport], *, max_query_len: int, piecewise: Piecewise
 ) -> ResolvedMode:
@@ -122,35 +119,36 @@ def resolve(
     :raises PlanningError: FULL is requested of a target whose backend has no full graphs at all.
         vLLM refuses that too; a drafter is lowered instead.
     """
+    return _resolved(ResolvedMode(role=role, mode=requested), groups, max_query_len, piecewise)
+
+
+def _resolved(
+    found: ResolvedMode, groups: Sequence[GroupSupport], max_query_len: int, piecewise: Piecewise
+) -> ResolvedMode:
     cause = weakest(groups)
-    level = cause.support.level
+    level, requested = cause.support.level, found.mode
     why = f"{cause.backend} declares {level.name}: {cause.support.reason}"
-    ladder = _Ladder(role, cause, requested)
     # Where attention cannot be split out of the graph there are no piecewise graphs to fall back on.
     split = piecewise.split_attention
+    without_full = _PIECEWISE if split else _NONE
 
-    if ladder.mode.mixed_mode is _FULL and level < GraphSupport.ALWAYS:
-        if level is GraphSupport.NEVER and role is Role.TARGET:
+    if requested.mixed_mode is _FULL and level < GraphSupport.ALWAYS:
+        if level is GraphSupport.NEVER and found.role is Role.TARGET:
             message = f"{requested.value} is not possible: {why.rstrip('.')}"
             remedy = "request PIECEWISE or FULL_AND_PIECEWISE, or choose another backend"
             raise PlanningError([Problem(path=("mode",), message=message, remedy=remedy)])
         after = GraphMode.FULL_AND_PIECEWISE if split else GraphMode.FULL_DECODE_ONLY
-        ladder.step("mixed-full-unsupported", after, f"full graphs of mixed batches need ALWAYS, but {why}")
-    if ladder.mode.decode_mode is _FULL and level is GraphSupport.NEVER:
-        after = _PIECEWISE if split else _NONE
-        ladder.step("decode-full-unsupported", after, f"full graphs are not possible: {why}")
-    if ladder.mode.decode_mode is _FULL and max_query_len > 1 and level < GraphSupport.UNIFORM_BATCH:
-        after = _PIECEWISE if split else _NONE
+        message = f"full graphs of mixed batches need ALWAYS, but {why}"
+        found = found.step("mixed-full-unsupported", after, message, cause)
+    if found.mode.decode_mode is _FULL and level is GraphSupport.NEVER:
+        found = found.step("decode-full-unsupported", without_full, f"full graphs are not possible: {why}", cause)
+    if found.mode.decode_mode is _FULL and max_query_len > 1 and level < GraphSupport.UNIFORM_BATCH:
         message = f"decodes of {counted(max_query_len, 'token')} need UNIFORM_BATCH, but {why}"
-        ladder.step("speculative-decode-unsupported", after, message)
-    if ladder.mode.has_piecewise and not piecewise.capturable:
-        ladder.step(
-            "piecewise-not-capturable",
-            ladder.mode.without_piecewise,
-            "the spec says that the model cannot be captured between attention layers",
-            backend=False,
-        )
-    return ResolvedMode(mode=ladder.mode, decisions=tuple(ladder.decisions))
+        found = found.step("speculative-decode-unsupported", without_full, message, cause)
+    if found.mode.has_piecewise and not piecewise.capturable:
+        message = "the spec says that the model cannot be captured between attention layers"
+        found = found.step("piecewise-not-capturable", found.mode.without_piecewise, message)
+    return found
 
 
 def resolve_draft_prefill(
@@ -169,13 +167,11 @@ def resolve_draft_prefill(
         vLLM 0.33 (``MultiModuleMTPSpeculator.init_cudagraph_manager``): between two modules tokens are drafted for
         each request, and PIECEWISE does not pad requests.
     """
-    start, lowered = _lowered(Role.DRAFT_PREFILL, target, wanted)
-    resolved = resolve(Role.DRAFT_PREFILL, start, groups, max_query_len=max_query_len, piecewise=piecewise)
-    ladder = _Ladder(Role.DRAFT_PREFILL, weakest(groups), resolved.mode)
-    if modules:
-        message = "between two modules tokens are drafted for each request, and PIECEWISE does not pad requests"
-        ladder.step("modules-never-piecewise", resolved.mode.without_piecewise, message, backend=False)
-    return ResolvedMode(mode=ladder.mode, decisions=(*lowered, *resolved.decisions, *ladder.decisions))
+    found = _resolved(_start(Role.DRAFT_PREFILL, target, wanted), groups, max_query_len, piecewise)
+    if not modules:
+        return found
+    message = "between two modules tokens are drafted for each request, and PIECEWISE does not pad requests"
+    return found.step("modules-never-piecewise", found.mode.without_piecewise, message)
 
 
 def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Sequence[GroupSupport]) -> ResolvedMode:
@@ -184,22 +180,20 @@ def resolve_draft_decode(target: GraphMode, wanted: GraphMode | None, groups: Se
     PIECEWISE pads tokens but not requests, so a backend that indexes by request would read entries
     of an earlier, larger batch (vllm#39773).
     """
-    start, lowered = _lowered(Role.DRAFT_DECODE, target, wanted)
-    cause = weakest(groups)
-    ladder = _Ladder(Role.DRAFT_DECODE, cause, start, list(lowered))
-    if start.decode_mode is not _FULL:
+    found, cause = _start(Role.DRAFT_DECODE, target, wanted), weakest(groups)
+    if found.mode.decode_mode is not _FULL:
         message = (
-            f"the target's decodes run {start.decode_mode.value}, but draft decodes need full graphs: "
+            f"the target's decodes run {found.mode.decode_mode.value}, but draft decodes need full graphs: "
             "PIECEWISE does not pad requests"
         )
-        ladder.step("draft-decode-never-piecewise", _NONE, message, backend=False)
+        found = found.step("draft-decode-never-piecewise", _NONE, message)
     else:
         message = "every draft decode is a uniform decode of one token"
-        ladder.step("draft-decode-only", GraphMode.FULL_DECODE_ONLY, message, backend=False)
-    if cause.support.level is GraphSupport.NEVER:
-        message = f"full graphs are not possible: {cause.backend} declares NEVER: {cause.support.reason}"
-        ladder.step("decode-full-unsupported", _NONE, message)
-    return ResolvedMode(mode=ladder.mode, decisions=tuple(ladder.decisions))
+        found = found.step("draft-decode-only", GraphMode.FULL_DECODE_ONLY, message)
+    if cause.support.level is not GraphSupport.NEVER:
+        return found
+    message = f"full graphs are not possible: {cause.backend} declares NEVER: {cause.support.reason}"
+    return found.step("decode-full-unsupported", _NONE, message, cause)
 
 
 def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport]) -> Decision | None:
@@ -213,40 +207,26 @@ def resolve_varying(role: Role, mode: GraphMode, groups: Sequence[GroupSupport])
     cause = weakest(groups)
     if mode.decode_mode is not _FULL or cause.support.level is GraphSupport.ALWAYS:
         return None
-    return Decision(
-        rule="varying-decode-unsupported",
-        before="varying",
-        after="uniform",
-        role=role,
-        backend=cause.backend,
-        group=cause.group,
-        message="full graphs of decodes whose requests differ in tokens need ALWAYS, but "
-        f"{cause.backend} declares {cause.support.level.name}: {cause.support.reason}",
+    message = (
+        "full graphs of decodes whose requests differ in tokens need ALWAYS, but "
+        f"{cause.backend} declares {cause.support.level.name}: {cause.support.reason}"
     )
+    return _decision(role, "varying-decode-unsupported", "varying", "uniform", message, cause)
 
 
 def resolve_eager_drafter(role: Role, target: GraphMode, reason: str) -> ResolvedMode:
     """Resolve a role of a drafter that no graph can hold to NONE, with the drafter's reason (if there were graphs)."""
-    if target is _NONE:
-        return ResolvedMode(mode=_NONE)
-    message = f"the drafter has no graphs: {reason}"
-    step = Decision(
-        rule="drafter-without-graphs", before=target.value, after=_NONE.value, role=role, message=message[:500]
-    )
-    return ResolvedMode(mode=_NONE, decisions=(step,))
+    message = f"the drafter has no graphs: {reason}"[:500]
+    return ResolvedMode(role=role, mode=target).step("drafter-without-graphs", _NONE, message)
 
 
-def _lowered(role: Role, target: GraphMode, wanted: GraphMode | None) -> tuple[GraphMode, tuple[Decision, ...]]:
+def _start(role: Role, target: GraphMode, wanted: GraphMode | None) -> ResolvedMode:
     """Return where a drafter starts: the target's resolved mode, or a lower one that the spec requests."""
     if wanted is None or wanted is target:
-        return target, ()
+        return ResolvedMode(role=role, mode=target)
     less = wanted < target
-    decision = Decision(
-        rule="role-asks-for-less" if less else "role-asks-for-more",
-        before=target.value,
-        after=(wanted if less else target).value,
-        role=role,
-        message=f"the spec requests {wanted.value} for this role, the target resolved to {target.value}: "
-        + ("the lower mode is used" if less else "a drafter's mode is never above its target's"),
+    message = f"the spec requests {wanted.value} for this role, the target resolved to {target.value}: " + (
+        "the lower mode is used" if less else "a drafter's mode is never above its target's"
     )
-    return min(wanted, target), (decision,)
+    after, rule = min(wanted, target), "role-asks-for-less" if less else "role-asks-for-more"
+    return ResolvedMode(role=role, mode=after, decisions=(_decision(role, rule, target.value, after.value, message),))

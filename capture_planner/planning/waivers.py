@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import attrs
-
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
+from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import DecodeFamily, lora_cases, most_tokens, split_when
 from capture_planner.records.plan import Waiver
@@ -30,68 +29,39 @@ _OF_MOST_TOKENS = "decodes of {} to {} requests that no graph of mixed batches h
 """Varying decodes: those of few tokens may fit where the largest do not."""
 
 
-@attrs.frozen(kw_only=True)
-class _Tail:
-    """Batches that no entry serves: decodes by their requests, or mixed batches by their tokens."""
-
-    kind: Kind
-    query_len: int | None = None
-    varies: bool = False
-    """True for decodes of 1 to ``query_len`` tokens each."""
-    first: int
-    last: int
-    reason: Reason
-    price: str = ""
-    """The loss without a graph, in words."""
-
-
 def waivers(working: RoleInProgress) -> tuple[Waiver, ...]:
     """Return the waivers of a role whose ladders are final."""
     tails = list(_decode_tails(working))
     if working.role is not Role.DRAFT_DECODE:
         tails += _mixed_tails(working)
-    loras = lora_cases(working.role, working.spec)[-1]
-    return tuple(_waiver(tail, loras, has_mixed=working.mixed_ladder is not None) for tail in tails)
+    has_mixed, loras = working.mixed_ladder is not None, lora_cases(working.role, working.spec)[-1]
+    return tuple(replace(each, message=_message(each, has_mixed=has_mixed), max_loras=loras) for each in tails)
 
 
-def _waiver(tail: _Tail, loras: int, *, has_mixed: bool) -> Waiver:
-    name = _OF_MOST_TOKENS if tail.varies and has_mixed else _NAMES[tail.kind]
-    message = f"{name.format(tail.first, tail.last)} run eager: {_WHY[tail.reason]}"
-    return Waiver(
-        kind=tail.kind,
-        query_len=None if tail.varies else tail.query_len,
-        max_query_len=tail.query_len if tail.varies else None,
-        first=tail.first,
-        last=tail.last,
-        max_loras=loras,
-        reason=tail.reason,
-        message="; ".join(filter(None, (message, tail.price))),
+def _message(tail: Waiver, *, has_mixed: bool) -> str:
+    name = _OF_MOST_TOKENS if tail.max_query_len is not None and has_mixed else _NAMES[tail.kind]
+    return "; ".join(
+        filter(None, (f"{name.format(tail.first, tail.last)} run eager: {_WHY[tail.reason]}", tail.message))
     )
 
 
-def _decode_tails(working: RoleInProgress) -> Iterator[_Tail]:
-    """Yield the decodes that no entry serves, adjacent ranges with the same reason merged."""
+def _decode_tails(working: RoleInProgress) -> Iterator[Waiver]:
+    """Yield the decodes that no entry serves, adjacent ranges with the same reason merged; messages are prices."""
     tails = []
     for family in working.families:
         reach, reason, price = _decode_reach(working, family)
-        for first, last in family.requests.above(reach).intervals:
-            tails.append(
-                _Tail(
-                    kind=Kind.DECODE,
-                    query_len=family.query_len,
-                    varies=family.varies,
-                    first=first,
-                    last=last,
-                    reason=reason,
-                    price=price,
-                )
-            )
+        length = {"max_query_len" if family.varies else "query_len": family.query_len}
+        tails += [
+            Waiver(kind=Kind.DECODE, first=first, last=last, reason=reason, message=price, **length)
+            for first, last in family.requests.above(reach).intervals
+        ]
 
-    def apart(before: _Tail, after: _Tail) -> bool:
-        return attrs.evolve(before, first=before.last + 1, last=after.last) != after
+    def apart(before: Waiver, after: Waiver) -> bool:
+        return replace(before, first=before.last + 1, last=after.last) != after
 
-    for run in split_when(apart, sorted(tails, key=lambda tail: (tail.query_len or 0, tail.first))):
-        yield attrs.evolve(run[0], last=run[-1].last)
+    by_length = sorted(tails, key=lambda tail: (tail.query_len or tail.max_query_len or 0, tail.first))
+    for run in split_when(apart, by_length):
+        yield replace(run[0], last=run[-1].last)
 
 
 def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason, str]:
@@ -115,17 +85,18 @@ def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
     return max(serving, key=lambda ladder: ladder.sizes[-1:], default=None)
 
 
-def _mixed_tails(working: RoleInProgress) -> Iterator[_Tail]:
+def _mixed_tails(working: RoleInProgress) -> Iterator[Waiver]:
     ladder, limits = working.mixed_ladder, working.spec.limits
     last = most_tokens(working.role, working.spec)
     if ladder is None:
-        yield _Tail(kind=Kind.MIXED, first=1, last=last, reason=Reason.MODE)
+        yield Waiver(kind=Kind.MIXED, first=1, last=last, reason=Reason.MODE, message="")
         return
     top = ladder.sizes[-1] if ladder.sizes else 0
     most = ladder.max_num_reqs
     # A batch of few tokens may have more requests than a graph of its size holds.
     if most < min(top, limits.max_num_reqs):
-        yield _Tail(kind=Kind.MIXED, first=most + 1, last=min(top, last), reason=Reason.BACKEND_CAP)
+        end = min(top, last)
+        yield Waiver(kind=Kind.MIXED, first=most + 1, last=end, reason=Reason.BACKEND_CAP, message="")
     if top < last:
         reason = ladder.cut or Reason.SIZES
-        yield _Tail(kind=Kind.MIXED, first=top + 1, last=last, reason=reason, price=ladder.price)
+        yield Waiver(kind=Kind.MIXED, first=top + 1, last=last, reason=reason, message=ladder.price)

@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 import attrs
 
-from capture_planner.analysis.arrivals import Arrival, Pace
+from capture_planner.analysis.arrivals import Pace
+from capture_planner.analysis.trace import TraceRow
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.records.batch_space import Deployment
 from capture_planner.records.profile import Profile
@@ -74,7 +75,7 @@ class SourceOptions:
 class RequestTrace:
     """The requests of a trace, and the part of it that counts."""
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[TraceRow, ...]
     window: tuple[float, float]
     """Seconds from the start, as ``analysis.arrivals.simulate`` takes them."""
 
