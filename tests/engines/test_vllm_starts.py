@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from capture_planner.codec import load_plan
 from capture_planner.modes import Role
 
-CRASHING, REFUSED, FLAKY, SILENT = 3, 5, 6, 7
-"""Seeds that fail under their plan alone; with and without it; the first time; and by a signal under their plan."""
+CRASHING, REFUSED, FLAKY, SILENT, WRONG, ROUNDED = 3, 5, 6, 7, 208, 211
+"""Seeds that fail under their plan alone; with and without it; the first time; and by a signal under their plan; whose
+tokens differ under their plan alone; and without it, too."""
 
 
 def fake_start(start, folder, *, planned):
@@ -30,12 +31,21 @@ def fake_start(start, folder, *, planned):
     if start.seed == SILENT and planned:
         os.kill(os.getpid(), signal.SIGKILL)
     return {"start_seconds": 1, "serve_seconds": 1, "graphs": {"target": 2}, "replays": {"target": 3},
-            "tokens": [[start.seed] * request.output for request in start.requests]}  # fmt: skip
+            "tokens": [[token_of(start.seed, planned)] * request.output for request in start.requests]}  # fmt: skip
+
+
+def token_of(seed, planned):
+    """Return the token that a start gives all the time; the eager engine gives the seed."""
+    return -1 if seed == ROUNDED or (seed == WRONG and planned) else seed
 
 
 def fake_compare(starts, outputs, folder):
     """Stand for the eager engine: it agrees where each start has given its own tokens."""
-    different = [{"seed": start.seed} for start in starts if outputs[start.seed][0][0] != start.seed]
+    different = [
+        {"seed": start.seed, "log_probability_below": 1.0}
+        for start in starts
+        if outputs[start.seed][0][0] != start.seed
+    ]
     return {"requests": sum(len(start.requests) for start in starts), "tokens": 1, "ties": 0, "different": different}
 
 
@@ -72,10 +82,20 @@ def test_crash_is_what_vllm_alone_survives(campaign):
 
 def test_campaign_that_is_over_says_how_far_it_came(campaign):
     """It ends in its time, and misses its number of starts."""
-    code, written = campaign("--starts", "1000", "--seed", "100", "--jobs", "2", "--seconds", "82")
+    code, written = campaign("--starts", "1000", "--seed", "100", "--jobs", "2", "--seconds", "162")
     assert code == 1
     missed = [name for name, holds in written["targets"].items() if not holds]
     assert missed == [f"starts at least 1000 ({written['results']['starts']})"]
+
+
+def test_tokens_that_vllm_alone_gives_are_not_the_plans(campaign):
+    """A start that differs runs without its plan, too."""
+    code, written = campaign("--starts", "8", "--seed", "206", "--jobs", "4", "--seconds", "300")
+    tokens = written["results"]["tokens"].values()
+    assert [each["seed"] for answer in tokens for each in answer["different"]] == [WRONG]
+    assert sum(answer.get("as_vllm_alone", 0) for answer in tokens) == 1
+    assert [name for name, holds in written["targets"].items() if not holds] == ["differing tokens 0 (1)"]
+    assert code == 1
 
 
 def test_one_case_is_repeated(campaign):
