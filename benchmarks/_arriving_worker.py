@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +73,24 @@ def engine_of(options: Mapping[str, Any]) -> Vllm:
 
 
 def take_turns() -> None:
-    """Let only one of the engines that start together capture and profile at a time, as ``ARRIVING_LOCK`` names a file.
+    """Let only one of the engines that start together use the device at a time, as ``ARRIVING_LOCK`` names a file.
 
     What a graph takes and how long it replays would else be that of several engines.
     """
     from vllm.v1.worker.gpu_worker import Worker
 
-    warm_up = Worker.compile_or_warm_up_model
+    for name in ("load_model", "determine_available_memory", "initialize_from_config", "compile_or_warm_up_model"):
+        setattr(Worker, name, _alone(getattr(Worker, name)))
 
-    @functools.wraps(warm_up)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
         with Path(os.environ["ARRIVING_LOCK"]).open("w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return warm_up(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
-    Worker.compile_or_warm_up_model = alone
+    return locked
 
 
 def observation() -> Observation:

@@ -40,8 +40,11 @@ from capture_planner.records.batch import Batch
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
-TOLERANCE = 0.01
-"""Of the tables whose steps take longer by no more than this share of the best, the one with the fewest graphs."""
+TOLERANCE = 0.025
+"""Of the tables whose steps take longer by no more than this share of the best, the one with the fewest graphs.
+
+About what measured costs are known to: a finer table costs memory, which is KV cache, for a gain that is not sure.
+"""
 
 MORE = 0.01
 """Least gain of a step for more graphs, memory or start-up than today's, as a share."""
@@ -245,7 +248,7 @@ class TableSearch:
         return tier.graphs or max(MOST_GRAPHS, len(self.case.today.graphs))
 
     def worthwhile(self, tiers: Sequence[TuningBounds]) -> TuningBounds:
-        """Return the first bounds that no later ones improve on by ``MORE``, nor today; raises ``BudgetError``."""
+        """Return the first bounds that no later ones improve on enough, nor today; raises ``BudgetError``."""
         if len(tiers) == 1:
             return tiers[0]
         best, least = tiers[0], self.past.objective
@@ -256,8 +259,9 @@ class TableSearch:
             except BudgetError as error:
                 errors.append(error)
                 continue
-            # The first bounds are today's own and need no gain; each wider ones have to pay for what they take.
-            enough = tier is tiers[0] or top.chosen.objective < least * (1 - MORE)
+            # The first bounds are today's own and need no gain. Wider ones have to pay for what they take, also by a
+            # table of few graphs, which may be slower than their best.
+            enough = tier is tiers[0] or top.chosen.objective < least * (1 - MORE - TOLERANCE)
             if enough and self._is_admissible(top, tier):
                 best, least = tier, min(least, top.chosen.objective)
         # Some bounds may be too small for any table; only if all are is that the answer.
@@ -441,7 +445,8 @@ def tune(
 
     :param propose: chooses by the same objective.
     :param bounds: what ``propose`` keeps to; None: the number, the memory and the time of capture of today's graphs.
-        Where that takes ``MORE`` off a step, ``room`` for as many graphs, and where that does again, for more.
+        Where that takes ``MORE`` and ``TOLERANCE`` off a step, ``room`` for as many graphs, and where that does again,
+        for more.
     :param room: what graphs may take if that pays; None: anything.
     :raises PlanningError: the profile has no times of a role.
     """
