@@ -29,7 +29,7 @@ from _bench import CONSOLE, ROOT, conclude, parser, table
 
 from capture_planner import codec
 from capture_planner.engines.auto.decisions import graphs_of, plan_file
-from capture_planner.engines.auto.folder import JournalFolder
+from capture_planner.engines.auto.start import JournalFolder
 from capture_planner.measuring.promises import check_promise
 from capture_planner.measuring.workers import read_workers
 from capture_planner.records._base import digest, replace

@@ -27,15 +27,15 @@ _CORE = (
     ("traffic", "traffic:traffic", "Count the batches of logs, metrics, observations or traces."),
     ("profile", "profile:profile", "Measure what each size of graph costs on this machine."),
     ("tune", "tune:tune", "Choose sizes by measurements, and compare them with today's."),
-    ("init", "spec:init", "Write a commented spec from a model's configuration."),
+    ("init", "engine:init", "Write a commented spec from a model's configuration."),
     ("ranks", "ranks:ranks", "Show what data-parallel ranks run together."),
     ("engine", "engine:engine", "Show what an engine captures with its own flags."),
-    ("spec", "spec:spec", "Write the spec of an engine's command line."),
+    ("spec", "engine:spec", "Write the spec of an engine's command line."),
     ("compare", "compare:compare", "Compare two deployments side by side."),
     ("export", "engine:export", "Export a plan as the flags of an engine."),
     ("launch", "launch:launch", "Run an engine's own command under a plan."),
     ("new-backend", "new_backend:new_backend", "Start a new attention backend from a template."),
-    ("journal", "auto:journal", "Show what launch --auto decided, and why."),
+    ("journal", "launch:journal", "Show what launch --auto decided, and why."),
 )
 """Name, module and function, and the sentence of the help."""
 

@@ -25,7 +25,7 @@ from capture_planner.cli.options import FILE
 from capture_planner.cli.traffic import load_options, reading_bar, source_options
 from capture_planner.codec import Document
 from capture_planner.engines import emulate, engines, is_engine
-from capture_planner.engines.auto.folder import kept_plan
+from capture_planner.engines.auto.start import kept_plan
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.logs import read_traffic

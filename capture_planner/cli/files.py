@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -13,8 +13,9 @@ import click
 
 import capture_planner
 from capture_planner import codec
-from capture_planner.analysis import diff as difference
 from capture_planner.analysis.coverage import coverage
+from capture_planner.analysis.diff import Change, FieldChange, changed
+from capture_planner.analysis.diff import diff as diff_plans
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.explain import explanation
 from capture_planner.analysis.lint import RULES, Finding, Severity, lint
@@ -34,13 +35,10 @@ from capture_planner.cli.common import (
     show_notes,
     to_json,
 )
-from capture_planner.cli.drift import drift as drift_of
-from capture_planner.cli.drift import specs_of
 from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
-from capture_planner.cli.jsonl import answer_line, read_batches
 from capture_planner.cli.options import POSITIVE, ParsedText, flag, option
-from capture_planner.cli.run_reports import diff_runs
-from capture_planner.codec import Document, plain
+from capture_planner.cli.ranks import answer_line, read_batches
+from capture_planner.codec import Document, plain, structure
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
@@ -48,20 +46,185 @@ from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, check_ob
 from capture_planner.engines.deployments import coverage_of, emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.observed_diff import observed_diff
-from capture_planner.errors import DispatchError
+from capture_planner.errors import CapturePlannerError, DispatchError, InvalidValue
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
-from capture_planner.records.batch import Batch
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.environment import Environment
+from capture_planner.records.fingerprint import Fingerprint
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
 from capture_planner.report import findings, plans
+from capture_planner.report.findings import Drift
 from capture_planner.report.observation import observation_report
 from capture_planner.report.profile import profile_report
 from capture_planner.report.traffic import traffic_report
+
+
+def specs_of(plans: Sequence[str], specs: Sequence[str]) -> list[Document | None]:
+    """Return the spec of each plan: one for all, one for each in order, or from a folder by name.
+
+    Of a folder, ``NAME.MACHINE.yaml`` is the plan of ``NAME.yaml``, as ``plan --output`` is called.
+    """
+    if not specs:
+        return [None] * len(plans)
+    if len(specs) == 1 and Path(specs[0]).is_dir():
+        return [read_document(_spec_in(Path(specs[0]), plan)) for plan in plans]
+    if len(specs) == 1:
+        return [read_document(specs[0])] * len(plans)
+    if len(specs) != len(plans):
+        counts = f"{len(plans)} plans and {len(specs)} specs"
+        raise click.UsageError(f"{counts}: give --spec once, once for each plan in their order, or with a folder.")
+    return [read_document(spec) for spec in specs]
+
+
+def _spec_in(folder: Path, plan: str) -> str:
+    stem = Path(plan).stem
+    names = [name for name in (stem.rpartition(".")[0], stem) if name]
+    for name in names:
+        file = folder / f"{name}.yaml"
+        if file.exists() and not (Path(plan).exists() and file.samefile(plan)):
+            return str(file)
+    raise CapturePlannerError(f"{plan}: no spec for it in {folder}; it would be called {names[0]}.yaml")
+
+
+def drift(document: Document, spec: Document, environment: str | None) -> Iterator[Drift]:
+    """Compare a plan with what its spec gives now, each difference where a person made it.
+
+    Raises ``InvalidDocument`` for a file that is no plan.
+
+    :param environment: another machine than the plan's own; None: its own.
+    """
+    # No spec gives fingerprints: they are of a run.
+    plan = replace(document.load(Plan), fingerprints=None)
+    machine = ChosenMachine(plan.environment) if environment is None else machine_named(environment)
+    changes = diff_plans(plan, plan_document(spec, machine))
+    places = _Places(document, spec, environment)
+    cause: tuple[str, int, int] | None = None
+    for change in changes:
+        for field in change.fields:
+            file, line, column = places.of_field(field)
+            cause = cause or (file, line, column)
+            yield Drift(file=file, line=line, column=column, message=_says(field, document.name, places.giver(field)))
+    for change in (change for change in changes if not change.fields):
+        file, line, column = cause or places.of_change(change)
+        yield Drift(file=file, line=line, column=column, message=f"{document.name}: {change.message}")
+    yield from _reordered(document, plan)
+
+
+def _says(field: FieldChange, plan: str, giver: str) -> str:
+    return f"{'.'.join(field.path)}: {plan} has {field.before}, {giver} gives {field.after}"
+
+
+class _Places:
+    """Where a person changes what a plan follows from."""
+
+    def __init__(self, plan: Document, spec: Document, environment: str | None) -> None:
+        shipped = environment is None or environment in catalog.shipped_environments()
+        self._machine = None if shipped or environment is None else Document.read(environment)
+        self._plan, self._spec, self._environment = plan, spec, environment
+
+    def giver(self, field: FieldChange) -> str:
+        """Name what gives the new value."""
+        return "the spec" if field.path[0] != "environment" else str(self._environment)
+
+    def of_field(self, field: FieldChange) -> tuple[str, int, int]:
+        """Return file, line and column of a field: in the spec, or of the machine in its file, if it has one."""
+        document, path = self._spec, field.path
+        if field.path[0] == "environment" and self._machine is not None:
+            document, path = self._machine, field.path[1:]
+        elif field.path[0] == "environment":
+            document = self._plan
+        return (document.name, *document.node.locate(path))
+
+    def of_change(self, change: Change) -> tuple[str, int, int]:
+        """Return the place in the spec that decides what changed, where no field of it did."""
+        return (self._spec.name, *self._spec.node.locate((_DECIDES.get(change.subject, "sizes"),)))
+
+
+_DECIDES = {"backend": "backend", "mode": "mode", "role": "speculative"}
+
+
+def _reordered(document: Document, plan: Plan) -> Iterator[Drift]:
+    """Yield the roles whose graphs are listed in another order than they are captured in; both read as one plan."""
+    files = document.node.plain(), codec.to_data(plan)
+    for index, role in enumerate(plan.roles):
+        listed, written = (
+            codec.structure(file["roles"][index].get("entries", []), tuple[Entry, ...]) for file in files
+        )
+        if listed != written:
+            line, column = document.node.locate(("roles", index, "entries"))
+            message = f"{role.role}: the sizes are not in the order of capture, the largest first; plan it again"
+            yield Drift(file=document.name, line=line, column=column, message=message)
+
+
+MAX_BYTES = 1 << 28
+"""A report has a row for every forward."""
+
+Graphs = Mapping[tuple[Role, Entry], Fingerprint | None]
+
+
+def run_graphs(path: str) -> Graphs | None:
+    """Return the graphs of a JSON report of ``run`` with their fingerprints; None for any other file.
+
+    Raises ``CapturePlannerError`` for a report whose graphs cannot be read.
+    """
+    file = Path(path)
+    if file.suffix != ".json" or not file.is_file() or file.stat().st_size > MAX_BYTES:
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # the reader of plans says what is wrong with it
+    if not (isinstance(data, dict) and {"captured", "served_from", "forwards"} <= data.keys()):
+        return None
+    try:
+        return dict(map(_graph, data["captured"]["entries"]))
+    except (InvalidValue, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CapturePlannerError(
+            f"{path}: its captured.entries cannot be read ({reason}); run the plan again"
+        ) from None
+
+
+def _graph(row: Mapping[str, Any]) -> tuple[tuple[Role, Entry], Fingerprint | None]:
+    entry = structure({name: value for name, value in row["entry"].items() if value is not None}, Entry)
+    found = row["fingerprint"]
+    return (Role(row["role"]), entry), None if found is None else structure(found, Fingerprint)
+
+
+def diff_runs(old: str, new: str) -> tuple[Change, ...] | None:
+    """Return what changed in the graphs from one report of ``run`` to another; None where neither is a report.
+
+    Raises ``click.UsageError`` where only one of them is a report, and where one has no fingerprints.
+    """
+    before, after = run_graphs(old), run_graphs(new)
+    if before is None and after is None:
+        return None
+    if before is None or after is None:
+        other = old if before is None else new
+        raise click.UsageError(f"{other} is no JSON report of run, and the other file is; give two reports.")
+    for path, graphs in ((old, before), (new, after)):
+        if graphs and not any(graphs.values()):
+            raise click.UsageError(
+                f"{path} has no fingerprints of its graphs; install cuda-bindings, and run it again."
+            )
+    known, known_after = ({key: found for key, found in graphs.items() if found} for graphs in (before, after))
+    changes = [
+        Change(role, "fingerprint", f"{role} {entry}: {text}", entries=(entry,))
+        for (role, entry), text in changed(known, known_after)
+    ]
+    for subject, word, keys in (
+        ("added", "also captured", after.keys() - before.keys()),
+        ("gone", "no longer captured", before.keys() - after.keys()),
+    ):
+        for role, entry in sorted(keys, key=lambda key: (key[0].value, key[1].capture_order)):
+            changes.append(Change(role, subject, f"{role} {entry} is {word}", entries=(entry,)))
+    return tuple(changes)
 
 
 @click.command()
@@ -281,7 +444,7 @@ def check(
     sources = specs_of(files, spec)
     observed = None if observation is None else read_document(observation)
     placed: list[findings.FileFinding] = []
-    drift: list[findings.Drift] = []
+    drifts: list[Drift] = []
     budgets: list[str] = []
     for file, source in zip(files, sources, strict=True):
         document = read_document(file)
@@ -294,30 +457,30 @@ def check(
         placed += _checked(document, plan, ignored)
         budgets += [f"{document.name}: {line}" for line in [plans.budget_line(plan)] if line is not None]
         if source is not None:
-            drift += drift_of(document, source, environment)
+            drifts += drift(document, source, environment)
         if observed is not None:
             changes = observed_diff(plan, observed.load(Observation)).changes
-            drift += (findings.Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
+            drifts += (Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
 
     def show_annotations() -> None:
         show_notes(assumed())
         sarif = to.form == "sarif"
         written = (
-            to_json(findings.as_sarif(placed, drift, capture_planner.__version__))
+            to_json(findings.as_sarif(placed, drifts, capture_planner.__version__))
             if sarif
-            else findings.as_github(placed, drift)
+            else findings.as_github(placed, drifts)
         )
         if written:
             show_lines(written)
 
     other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
     to.show(
-        lambda: {"findings": placed, "drift": drift, "budgets": budgets},
-        lambda: findings.check_report(placed, drift, budgets, len(files), other),
+        lambda: {"findings": placed, "drift": drifts, "budgets": budgets},
+        lambda: findings.check_report(placed, drifts, budgets, len(files), other),
         assumed(),
         show_annotations if to.form in ("github", "sarif") else None,
     )
-    if drift or any(strict or p.severity is not Severity.NOTE for p in placed):
+    if drifts or any(strict or p.severity is not Severity.NOTE for p in placed):
         click.get_current_context().exit(FINDINGS)
 
 
@@ -367,7 +530,7 @@ def diff(old: str, new: str, environment: str | None, to: Output) -> None:
     # Two plans differ least on one machine: a spec beside a plan is planned for the plan's.
     own = next((each.load(Plan).environment for each in documents if each.is_plan and environment is None), None)
     before, after = (_planned(each, environment, own) for each in documents)
-    _show_changes(difference.diff(before, after), to, "the plans are the same")
+    _show_changes(diff_plans(before, after), to, "the plans are the same")
 
 
 def _planned(document: Document, environment: str | None, own: Environment | None) -> Plan:
@@ -378,7 +541,7 @@ def _planned(document: Document, environment: str | None, own: Environment | Non
 
 
 def _show_changes(
-    changes: Sequence[difference.Change], to: Output, same: str, notes: Sequence[str] = (), data: Any = None
+    changes: Sequence[Change], to: Output, same: str, notes: Sequence[str] = (), data: Any = None
 ) -> None:
     """Show what differs, and exit with 2 if something does; ``data``: the JSON, where it is more than changes."""
     report = partial(findings.changes_report, [change.message for change in changes], same, notes)

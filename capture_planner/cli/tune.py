@@ -26,11 +26,20 @@ from capture_planner.cli.options import FILE, POSITIVE, SIZE, Number, ParsedText
 from capture_planner.cli.traffic import load_options, reading_bar, source_options
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import engines, find_engine, is_engine
-from capture_planner.engines.command_line import started
-from capture_planner.engines.shell import split_variables
-from capture_planner.engines.tuning.inputs import TuneSubject, engine_subject, observed_subject, spec_subject
+from capture_planner.engines.command_line import split_variables, started
 from capture_planner.engines.tuning.judgement import TuneVerdict
-from capture_planner.engines.tuning.session import FILES, LAUNCH_FILE, PLAN_FILE, TuneOptions, TuneResult, tuned
+from capture_planner.engines.tuning.session import (
+    FILES,
+    LAUNCH_FILE,
+    PLAN_FILE,
+    TuneOptions,
+    TuneResult,
+    TuneSubject,
+    engine_subject,
+    observed_subject,
+    spec_subject,
+    tuned,
+)
 from capture_planner.engines.tuning.tune import Progress
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from capture_planner.codec import hub
-from capture_planner.engines.json_tables import json_table
+from capture_planner.engines.history import json_table
 
 FOLDER, CACHE, KNOWN, FAMILY, ASSUMED = "model", "cache", "known", "family", "assumed"
 """Where facts come from, as settings say it: the model's own folder, Hugging Face's cache, the list of known models,

@@ -1,15 +1,25 @@
-"""Older releases of an engine: flags with other names, and other defaults."""
+"""Older releases of an engine: flags with other names, and other defaults; and the JSON files of such tables."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any
 
 import attrs
 
 from capture_planner.errors import Problem
+
+
+@cache
+def json_table(package: str, file: str) -> dict[str, Any]:
+    """Return the content of a file next to a package's modules; it is read once, so do not change it."""
+    content: dict[str, Any] = json.loads((resources.files(package) / file).read_text(encoding="utf-8"))
+    return content
 
 
 @attrs.frozen(kw_only=True)

@@ -14,10 +14,9 @@ from capture_planner.analysis.arrivals import ServingLatency
 from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.tuning.guards import EVERY, lost_graphs, slower_batches
 from capture_planner.engines.tuning.judgement import LEAST_STEPS, SideFigures, TuneVerdict, subject_of
 from capture_planner.engines.tuning.session import Churn
-from capture_planner.engines.tuning.tune import Beyond, ParetoPoint, Tuning
+from capture_planner.engines.tuning.tune import EVERY, Beyond, ParetoPoint, Tuning, lost_graphs, slower_batches
 from capture_planner.modes import Role
 from capture_planner.planning.measured.steps import PassCost
 from capture_planner.records._base import grouped

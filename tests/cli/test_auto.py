@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from capture_planner import codec
-from capture_planner.cli import auto
-from capture_planner.engines.auto import folder, start
+from capture_planner.cli import launch as auto
+from capture_planner.engines.auto import start
 from capture_planner.engines.auto.decisions import TuneProposal, graphs_of
-from capture_planner.engines.auto.folder import JournalFolder
+from capture_planner.engines.auto.start import JournalFolder
 from capture_planner.records._base import digest
 from capture_planner.records.journal import Event, JournalRecord
 from capture_planner.records.plan import Plan
@@ -187,7 +187,7 @@ def test_folder_without_write_access_is_only_read(loop: Loop, monkeypatch: pytes
     def refused(path: object, flags: int, mode: int = 0o777) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(folder.os, "open", refused)
+    monkeypatch.setattr(start.os, "open", refused)
     lines = loop.start(OTHER)
     assert "cannot be written (Permission denied): it is only read" in lines[0]
     assert (loop.ran[-1], loop.engine.calls[-1]["observe"]) == (stem(GOOD), None)
@@ -334,7 +334,7 @@ def environment_of(loop: Loop) -> dict[str, str]:
 def launched(loop: Loop) -> subprocess.Popen[str]:
     """Start launch --auto in a process of its own, and wait until its engine is up."""
     (loop.engine.home / "up").unlink(missing_ok=True)
-    program = "from capture_planner.cli import auto, main; auto.tuned = lambda *_: None; main()"
+    program = "from capture_planner.cli import launch, main; launch.tuned = lambda *_: None; main()"
     words = [sys.executable, "-c", program, "launch", "--auto", str(loop.folder), "--", *SERVE]
     process = subprocess.Popen(words, env=environment_of(loop), stderr=subprocess.PIPE, text=True)
     while not (loop.engine.home / "up").exists():

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from capture_planner.engines import child
-from capture_planner.engines.command_line import started
+from capture_planner.engines import launch as child
+from capture_planner.engines.command_line import split_variables, started
 from capture_planner.engines.launch import STARTED, mark_started
-from capture_planner.engines.shell import split_variables
 from support.commands import SPEC, Run, edited
 
 launch = importlib.import_module("capture_planner.cli.launch")

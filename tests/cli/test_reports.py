@@ -12,7 +12,7 @@ import pytest
 from capture_planner import codec
 from capture_planner.cli import cli
 from capture_planner.cli.common import OutputFile
-from capture_planner.engines.auto.folder import JournalFolder
+from capture_planner.engines.auto.start import JournalFolder
 from capture_planner.records._base import replace
 from capture_planner.records.journal import Event, JournalRecord
 from support.commands import Run, spec_for

@@ -12,7 +12,7 @@ import pytest
 from capture_planner import codec
 from capture_planner.analysis.arrivals import simulate
 from capture_planner.cli.tune import subject_of
-from capture_planner.engines.tuning.inputs import load_of, today_pace
+from capture_planner.engines.tuning.session import load_of, today_pace
 from capture_planner.measuring.traffic import SourceOptions
 from capture_planner.planning.costs import Costs
 from support.commands import Run

@@ -19,7 +19,7 @@ from capture_planner.engines.auto.decisions import (
     failed,
     start_record,
 )
-from capture_planner.engines.auto.folder import line_of, record_of
+from capture_planner.engines.auto.start import line_of, record_of
 from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
 
 NOW = "2026-11-24T12:00:00Z"

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.tuning.judgement import Pricing
-from capture_planner.engines.tuning.promising import promise_of, promising
+from capture_planner.engines.tuning.judgement import Pricing, promise_of, promising
 from capture_planner.measuring.promises import check_promise
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs

@@ -12,9 +12,18 @@ from capture_planner.analysis.lint import Severity, lint
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.tuning.inputs import PLAIN_MODEL, costs_of, engine_subject, observed_subject
 from capture_planner.engines.tuning.judgement import TuneVerdict
-from capture_planner.engines.tuning.session import TuneOptions, TuneResult, churn_between, grown, tuned
+from capture_planner.engines.tuning.session import (
+    PLAIN_MODEL,
+    TuneOptions,
+    TuneResult,
+    churn_between,
+    costs_of,
+    engine_subject,
+    grown,
+    observed_subject,
+    tuned,
+)
 from capture_planner.engines.tuning.tune import MORE
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace

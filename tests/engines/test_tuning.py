@@ -14,7 +14,6 @@ from capture_planner.analysis.lint import Severity, lint
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.tuning.guards import finding_key, shifted
 from capture_planner.engines.tuning.judgement import (
     LEAST_LINES,
     LEAST_STEPS,
@@ -26,7 +25,17 @@ from capture_planner.engines.tuning.judgement import (
     noise_between,
     verdict_on,
 )
-from capture_planner.engines.tuning.tune import MORE, SHIFTED, TOLERANCE, TuneCase, Tuning, TuningBounds, tune
+from capture_planner.engines.tuning.tune import (
+    MORE,
+    SHIFTED,
+    TOLERANCE,
+    TuneCase,
+    Tuning,
+    TuningBounds,
+    finding_key,
+    shifted,
+    tune,
+)
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs

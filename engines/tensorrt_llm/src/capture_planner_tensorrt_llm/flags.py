@@ -21,8 +21,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.engines.history import History, old_names, values_behind
-from capture_planner.engines.json_tables import json_table
+from capture_planner.engines.history import History, json_table, old_names, values_behind
 from capture_planner.engines.parsing import did_you_mean
 from capture_planner.engines.yaml_files import located, read_yaml, refused_file
 from capture_planner.errors import InvalidDocument, Problem

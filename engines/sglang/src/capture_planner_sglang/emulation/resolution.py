@@ -12,7 +12,7 @@ import attrs
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import Decisions
-from capture_planner.engines.json_tables import json_table
+from capture_planner.engines.history import json_table
 from capture_planner.engines.parsing import refusal
 from capture_planner.records.environment import Environment
 

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from capture_planner.engines.emulation import EncoderGraphs
-from capture_planner.engines.json_tables import json_table
+from capture_planner.engines.history import json_table
 from capture_planner.engines.parsing import refusal
 from capture_planner_vllm.emulation.parts import Part
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from capture_planner.engines.json_tables import json_table
+from capture_planner.engines.history import json_table
 
 NEWEST = "0.33.0"
 _followed = ContextVar("release of vLLM", default=NEWEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from capture_planner.engines.json_tables import json_table
+from capture_planner.engines.history import json_table
 from capture_planner_vllm.emulation.releases import differences_to, followed
 
 
