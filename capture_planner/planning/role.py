@@ -112,7 +112,8 @@ class RoleInProgress:
                 self.decide("schedule-clamped", most, k, message)
         if self.role is Role.DRAFT_DECODE and not self.families:
             message = "the draft prefill makes the only draft token, so no draft decode follows"
-            self.decide("draft-decode-never-runs", self.mode.value, "no graphs", message)
+            self.decide("draft-decode-never-runs", self.mode.value, GraphMode.NONE.value, message)
+            self.resolved = attrs.evolve(self.resolved, mode=GraphMode.NONE)
         for _, last, k in () if self.role is Role.DRAFT_DECODE else decode_tiers(spec):
             width = 1 + k + extra_slots(spec)
             fits = limits.max_num_tokens // width
@@ -236,8 +237,7 @@ class RoleInProgress:
 
     def settle_mode(self) -> None:
         """Resolve to NONE where no ladder has a size left, so that nothing is captured (vLLM's ``needs_capture``)."""
-        # A role without ladders resolved to a mode without graphs, or has no decodes to run.
-        if self.ladders and self.mode is not GraphMode.NONE and not any(ladder.sizes for ladder in self.ladders):
+        if self.mode is not GraphMode.NONE and not any(ladder.sizes for ladder in self.ladders):
             message = "no size is left for any kind of batch, so there is nothing to capture and everything runs eager"
             self.decide("nothing-to-capture", self.mode.value, GraphMode.NONE.value, message)
             self.resolved = attrs.evolve(self.resolved, mode=GraphMode.NONE)

@@ -4,7 +4,7 @@ import itertools
 
 import attrs
 import pytest
-from hypothesis import assume, given, reject
+from hypothesis import assume, example, given, reject
 from hypothesis import strategies as st
 
 from capture_planner.analysis.lint import Severity, lint
@@ -16,7 +16,7 @@ from capture_planner.planning.resolve import GroupSupport, resolve, resolve_draf
 from capture_planner.plugins.registry import load_backends
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
-from capture_planner.records.spec import KindGraphs, Piecewise, Policy, Sizes
+from capture_planner.records.spec import Budget, KindGraphs, Piecewise, Policy, Sizes
 from capture_planner.testing import deployments, plans
 
 N, P, D, S, F = (
@@ -213,14 +213,30 @@ def test_a_drafter_that_no_graph_can_hold_has_none_and_says_why(deployment):
     assert plan.roles[0].mode is before.roles[0].mode or not (plan.num_graphs and before.num_graphs)
 
 
+def without_graphs(seconds):
+    """A plan with one draft token, within so many seconds of capture."""
+    spec = load_spec("plans/specs/tiny-reference-cpu.yaml")
+    speculative = replace(spec.speculative, num_tokens=1, schedule=())
+    spec = replace(spec, speculative=speculative, budget=Budget(seconds=seconds))
+    return make_plan(spec, load_environment("plans/environments/cpu.yaml"), load_backends())
+
+
 @given(plans(max_reqs=64))
 def test_a_role_without_a_size_resolves_to_none_with_a_decision(plan):
-    """Law 6: where nothing is captured no mode says otherwise; a draft decode that never runs has its own decision."""
+    """Law 6: where nothing is captured no mode says otherwise, as of a draft decode that never runs."""
     for role in plan.roles:
         rules = {decision.rule for decision in role.decisions}
         assert ("nothing-to-capture" in rules) <= (role.mode is N)
         if not role.entries and (role.role.is_drafter or not plan.num_graphs):
-            assert role.mode is N or rules & {"draft-decode-never-runs"}
+            assert role.mode is N
+
+
+@given(plans(max_reqs=64))
+@example(without_graphs(0.1))
+@example(without_graphs(1e9))
+def test_lint_finds_no_error_in_a_plan_that_was_just_made(plan):
+    """Law 6: whatever the budget leaves, and however short the drafts are, ``check`` and ``run`` accept it."""
+    assert [str(finding) for finding in lint(plan) if finding.severity is Severity.ERROR] == []
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -254,5 +270,4 @@ def test_planned_modes_obey_the_rules_of_their_role(deployment):
             assert role.requested is target or not plan.num_graphs
         if role.role is Role.DRAFT_DECODE:
             assert role.mode in (D, N)
-            runs = "draft-decode-never-runs" not in {decision.rule for decision in role.decisions}
-            assert role.mode is N or target in (D, S, F) or not runs
+            assert role.mode is N or target in (D, S, F)
