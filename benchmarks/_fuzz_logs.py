@@ -11,7 +11,6 @@ from pathlib import Path
 from _fuzz_inputs import Input, changed
 
 from capture_planner.engines.logs import log_formats
-from capture_planner.measuring.traffic.forward_pass import FORWARD_PASSES
 
 MOST_BYTES = 1 << 17
 """Text of one input: a pattern that is quadratic takes seconds for it."""
@@ -56,7 +55,7 @@ _OPTIONS = ("--step-ms", "--query-len", "--decode-log-interval", "--acceptance",
 def log(rng: random.Random, folder: Path) -> Input:
     """Write a source: some lines with odd numbers, or one good line beside a long hostile one."""
     steps = [line.example for each in log_formats() for line in each.lines if line.detail]
-    steps += [FORWARD_PASSES.example, _FORWARD_PASS]
+    steps += [_FORWARD_PASS]
     lines = [*steps, _ACCEPTANCE, *_METRICS, *_TRACES, _REPORT]
     must_read = False
     made_by = rng.choice(("numbers",) * 6 + ("repeated", "ranks", "shapes", "nested", "changed"))

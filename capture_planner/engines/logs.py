@@ -14,7 +14,7 @@ from capture_planner.records.traffic import Traffic
 
 WRITERS = {
     "vllm": re.compile(rb"(?i)vllm|\bIteration\(\d+\): \d+ context requests"),
-    "sglang": re.compile(rb"(?i)sglang|(?:Decode|Prefill) batch"),
+    "sglang": re.compile(rb'(?i)sglang|(?:Decode|Prefill) batch|"scheduled_requests": ?\{'),
     "tensorrt_llm": re.compile(rb"(?i)tensorrt.llm|trt-?llm|currank_total_requests = "),
 }
 """Engines whose distributions are in this repository, each with what shows that it wrote a log: for a message alone."""

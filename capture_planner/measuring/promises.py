@@ -15,7 +15,7 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, kind_of
 from capture_planner.records.journal import PromiseVerdict
-from capture_planner.records.observation import BatchCount, Observation, ObservedRole
+from capture_planner.records.observation import BatchCount, Observation
 from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.text import counted
 
@@ -139,108 +139,76 @@ def check_promise(promise: Promise, after: Observation, before: Observation | No
     :param before: of the engine as it was when the promise was made; it is reported, and decides nothing.
     """
     steps = _observed(after)
-    classes = tuple(_classes(promise.after, steps))
-    own = _side(promise.after, steps)
-    other = None if before is None else _side(promise.before, _observed(before))
-    without = _mean_expected(promise.before, promise.after, steps)
-
-    def result(verdict: PromiseVerdict, reason: str) -> PromiseCheck:
-        return PromiseCheck(
-            verdict=verdict, reason=reason, after=own, before=other, without_ms=without, classes=classes
-        )
-
-    lacking = _lacking(own)
-    if own is None or lacking is not None:
-        return result(PromiseVerdict.TOO_LITTLE_DATA, lacking or "no step of a promised shape was timed")
-    took = f"the mean step takes {own.measured_ms:.2f} ms"
-    tolerance = max(TOLERANCE * own.expected_ms, 2 * own.error_ms)
-    worst = max(_timed(classes), key=lambda each: each.excess_ms, default=None)
-    where = "" if worst is None else f"; most of it in {_where(worst)}"
-    if own.measured_ms > own.expected_ms + tolerance:
-        return result(
-            PromiseVerdict.BROKEN,
-            f"{took}, {own.off:.0%} more than the {own.expected_ms:.2f} ms promised for this load{where}",
-        )
-    if without is not None and own.measured_ms > without + max(LEAST_LOSS * without, 2 * own.error_ms):
-        return result(
-            PromiseVerdict.BROKEN,
-            f"{took}, {own.measured_ms / without - 1:.0%} more than the {without:.2f} ms that it takes without the "
-            f"plan{where}",
-        )
-    return result(PromiseVerdict.KEPT, f"{took}, and {own.expected_ms:.2f} ms were promised for this load")
-
-
-def _lacking(side: SideCheck | None) -> str | None:
-    """Return what is too little to decide; None: it is enough."""
-    if side is None:
-        return "no step of a promised shape was timed"
-    if side.share < LEAST_SHARE:
-        return f"only {side.share:.0%} of the steps have a promised shape and a time"
-    if side.steps < LEAST_STEPS:
-        return f"{counted(side.steps, 'step')} of promised shapes; below {LEAST_STEPS:,} nothing is decided"
-    if side.timed < LEAST_TIMED:
-        return f"{counted(side.timed, 'step')} were timed; below {LEAST_TIMED} nothing is decided"
-    return None
-
-
-def _where(worst: ClassCheck) -> str:
-    assert worst.measured_ms is not None
-    says = f"{worst.name}: {worst.measured_ms:.2f} ms, not {worst.promised_ms:.2f}"
-    return says + (f", {worst.other_mode:,} of {worst.steps:,} steps not {_served(worst.mode)}") * (
-        worst.other_mode > 0
+    classes, own, without = tuple(_classes(promise.after, steps)), _side(promise.after, steps), _without(promise, steps)
+    verdict, reason = _verdict(own, without, classes)
+    return PromiseCheck(
+        verdict=verdict,
+        reason=reason,
+        after=own,
+        before=None if before is None else _side(promise.before, _observed(before)),
+        without_ms=without,
+        classes=classes,
     )
 
 
-def _served(mode: GraphMode) -> str:
-    return "eager" if mode is GraphMode.NONE else f"on {mode.value} graphs"
-
-
-def _timed(classes: Sequence[ClassCheck]) -> Iterator[ClassCheck]:
-    return (each for each in classes if each.role is Role.TARGET and each.measured_ms is not None)
+def _verdict(own: SideCheck | None, without: float | None, classes: Sequence[ClassCheck]) -> tuple[PromiseVerdict, str]:
+    lacking = None
+    if own is None:
+        return PromiseVerdict.TOO_LITTLE_DATA, "no step of a promised shape was timed"
+    if own.share < LEAST_SHARE:
+        lacking = f"only {own.share:.0%} of the steps have a promised shape and a time"
+    elif own.steps < LEAST_STEPS:
+        lacking = f"{counted(own.steps, 'step')} of promised shapes; below {LEAST_STEPS:,} nothing is decided"
+    elif own.timed < LEAST_TIMED:
+        lacking = f"{counted(own.timed, 'step')} were timed; below {LEAST_TIMED} nothing is decided"
+    if lacking is not None:
+        return PromiseVerdict.TOO_LITTLE_DATA, lacking
+    took, where = f"the mean step takes {own.measured_ms:.2f} ms", ""
+    timed = [each for each in classes if each.role is Role.TARGET and each.measured_ms is not None]
+    if timed:
+        worst = max(timed, key=lambda each: each.excess_ms)
+        where = f"; most of it in {worst.name}: {worst.measured_ms:.2f} ms, not {worst.promised_ms:.2f}"
+        if worst.other_mode:
+            served = "eager" if worst.mode is GraphMode.NONE else f"on {worst.mode.value} graphs"
+            where += f", {worst.other_mode:,} of {worst.steps:,} steps not {served}"
+    if own.measured_ms > own.expected_ms + max(TOLERANCE * own.expected_ms, 2 * own.error_ms):
+        more = f"{own.off:.0%} more than the {own.expected_ms:.2f} ms promised for this load"
+        return PromiseVerdict.BROKEN, f"{took}, {more}{where}"
+    if without is not None and own.measured_ms > without + max(LEAST_LOSS * without, 2 * own.error_ms):
+        more = f"{own.measured_ms / without - 1:.0%} more than the {without:.2f} ms that it takes without the plan"
+        return PromiseVerdict.BROKEN, f"{took}, {more}{where}"
+    return PromiseVerdict.KEPT, f"{took}, and {own.expected_ms:.2f} ms were promised for this load"
 
 
 def _observed(observation: Observation) -> list[_Step]:
     """Return the steps of every role by shape."""
-    return [step for role in observation.roles for step in _of_role(role, observation)]
+    found = []
+    for role in observation.roles:
+        families = decode_families(role.role, observation)
+        for count in role.batches:
+            batch = count.batch(role.role)
+            kind = kind_of(batch, families)
+            query_len = batch.decode_query_len if kind is Kind.DECODE else None
+            mode = GraphMode.NONE if count.graph is None else role.graphs[count.graph].entry.mode
+            # The target's interval has the passes of its drafters in it.
+            time = (None, 0, 0.0) if role.role.is_drafter else _time(count)
+            found.append(_Step(role.role, query_len, batch.extent(kind), mode, count.steps, *time))
+    return found
 
 
-def _of_role(role: ObservedRole, observation: Observation) -> Iterator[_Step]:
-    families = decode_families(role.role, observation)
-    for count in role.batches:
-        batch = count.batch(role.role)
-        kind = kind_of(batch, families)
-        mode = GraphMode.NONE if count.graph is None else role.graphs[count.graph].entry.mode
-        yield _Step(
-            role.role,
-            batch.decode_query_len if kind is Kind.DECODE else None,
-            batch.extent(kind),
-            mode,
-            count.steps,
-            *_time(count, role.role),
-        )
-
-
-def _time(count: BatchCount, role: Role) -> tuple[float | None, int, float]:
+def _time(count: BatchCount) -> tuple[float | None, int, float]:
     """Return the mean milliseconds of a step, of how many steps it is, and its standard error."""
-    if role.is_drafter:
-        return None, 0, 0.0  # the target's interval has its passes in it
-    timed = count.intervals or count.samples
-    if count.interval_error is not None:
-        return count.interval, timed, count.interval_error
-    return count.interval, timed, SCATTER * (count.interval or 0.0) / math.sqrt(max(timed, 1))
+    timed, error = count.intervals or count.samples, count.interval_error
+    assumed = SCATTER * (count.interval or 0.0) / math.sqrt(max(timed, 1))
+    return count.interval, timed, assumed if error is None else error
 
 
-def _rows(side: ExpectedSteps, step: _Step) -> list[PromisedSteps]:
-    return [row for row in side.rows if row.role is step.role and row.query_len == step.query_len]
-
-
-def _row(side: ExpectedSteps, step: _Step) -> PromisedSteps | None:
-    """Return the row that promises most about a step: one that includes it, else the next larger one."""
-    rows = _rows(side, step)
-    including = [row for row in rows if row.first <= step.extent <= row.last]
-    if including:
-        return max(including, key=lambda row: (row.share, -row.last))
-    return min((row for row in rows if row.first > step.extent), key=lambda row: (row.first, row.last), default=None)
+def _about(side: ExpectedSteps, step: _Step) -> tuple[list[PromisedSteps], PromisedSteps | None, PromisedSteps | None]:
+    """Return the rows that include a step, and the next smaller and the next larger one of its kind."""
+    alike = [row for row in side.rows if row.role is step.role and row.query_len == step.query_len]
+    below = max((row for row in alike if row.last < step.extent), key=lambda row: (row.last, row.first), default=None)
+    above = min((row for row in alike if row.first > step.extent), key=lambda row: (row.first, row.last), default=None)
+    return [row for row in alike if row.first <= step.extent <= row.last], below, above
 
 
 def _promised_ms(side: ExpectedSteps, step: _Step) -> float | None:
@@ -248,78 +216,70 @@ def _promised_ms(side: ExpectedSteps, step: _Step) -> float | None:
 
     Rows that include it count by their shares; between two rows, time is interpolated.
     """
-    rows = _rows(side, step)
-    including = [row for row in rows if row.first <= step.extent <= row.last]
+    including, below, above = _about(side, step)
     if including:
         weight = sum(row.share for row in including)
         if not weight:
             return sum(row.milliseconds for row in including) / len(including)
         return sum(row.milliseconds * row.share for row in including) / weight
-    below = max((row for row in rows if row.last < step.extent), key=lambda row: (row.last, row.first), default=None)
-    above = min((row for row in rows if row.first > step.extent), key=lambda row: (row.first, row.last), default=None)
     if above is None or below is None:
         return None if above is None else above.milliseconds
     part = (step.extent - below.last) / (above.first - below.last)
     return below.milliseconds + part * (above.milliseconds - below.milliseconds)
 
 
-def _side(side: ExpectedSteps, steps: Sequence[_Step]) -> SideCheck | None:
-    own = [step for step in steps if not step.role.is_drafter]
-    pairs = [
+def _compared(side: ExpectedSteps, steps: Sequence[_Step]) -> list[tuple[_Step, float, float]]:
+    """Return the timed steps of promised shapes, each with its time and the promised one, in milliseconds."""
+    return [
         (step, step.milliseconds, promised)
-        for step in own
+        for step in steps
         if step.milliseconds is not None and (promised := _promised_ms(side, step)) is not None
     ]
-    number = sum(step.steps for step, *_ in pairs)
+
+
+def _side(side: ExpectedSteps, steps: Sequence[_Step]) -> SideCheck | None:
+    compared = _compared(side, steps)
+    number = sum(step.steps for step, *_ in compared)
     if not number:
         return None
-    expected = sum(promised * step.steps for step, _, promised in pairs) / number
-    measured = sum(taken * step.steps for step, taken, _ in pairs) / number
+    expected = sum(promised * step.steps for step, _, promised in compared) / number
     # What the costs were wrong by, they are wrong by under any load, in proportion.
     costs = side.error_ms * expected / side.mean_step_ms if side.mean_step_ms else side.error_ms
     return SideCheck(
         expected_ms=expected,
-        measured_ms=measured,
-        error_ms=math.hypot(costs, _sampling([step for step, *_ in pairs])),
+        measured_ms=sum(taken * step.steps for step, taken, _ in compared) / number,
+        error_ms=math.hypot(costs, *(step.error * step.steps / number for step, *_ in compared)),
         steps=number,
-        timed=sum(step.timed for step, *_ in pairs),
-        share=number / sum(step.steps for step in own),
+        timed=sum(step.timed for step, *_ in compared),
+        share=number / sum(step.steps for step in steps if not step.role.is_drafter),
     )
 
 
-def _sampling(steps: Sequence[_Step]) -> float:
-    """Return the standard error of the mean over steps that were timed, from the errors of each shape's own mean."""
-    number = sum(step.steps for step in steps)
-    return math.hypot(*(step.error * step.steps / number for step in steps))
+def _without(promise: Promise, steps: Sequence[_Step]) -> float | None:
+    """Return what the mean step takes without the plan, over the steps that are compared with those under it.
 
-
-def _mean_expected(side: ExpectedSteps, counterpart: ExpectedSteps, steps: Sequence[_Step]) -> float | None:
-    """Return what the mean step takes by ``side``, over the steps that ``counterpart`` is compared on.
-
-    None where ``side`` has no row about some of them.
+    None where the promise has no row about some of them.
     """
-    total = number = 0.0
-    for step in steps:
-        if step.role.is_drafter or step.milliseconds is None or _promised_ms(counterpart, step) is None:
-            continue
-        promised = _promised_ms(side, step)
-        if promised is None:
-            return None
-        total, number = total + promised * step.steps, number + step.steps
-    return total / number if number else None
+    compared = [step for step, *_ in _compared(promise.after, steps)]
+    expected = _compared(promise.before, compared)
+    number = sum(step.steps for step in compared)
+    if len(expected) < len(compared) or not number:
+        return None
+    return sum(promised * step.steps for step, _, promised in expected) / number
 
 
 def _classes(side: ExpectedSteps, steps: Sequence[_Step]) -> Iterator[ClassCheck]:
     """Yield the rows that were observed, in the order of the promise."""
     found: dict[int, list[_Step]] = {}
     for step in steps:
-        row = _row(side, step)
-        if row is not None:
-            found.setdefault(next(at for at, each in enumerate(side.rows) if each is row), []).append(step)
-    for at, row in enumerate(side.rows):
-        own = found.get(at, [])
-        timed = [(step, step.milliseconds) for step in own if step.milliseconds is not None]
-        weight = sum(step.steps for step, _ in timed)
+        # The row that promises most about a step: one that includes it, else the next larger one.
+        including, _, above = _about(side, step)
+        row = max(including, key=lambda row: (row.share, -row.last)) if including else above
+        found.setdefault(id(row), []).append(step)
+    for row in side.rows:
+        own = found.get(id(row), [])
+        timed = [(step.milliseconds, step.steps) for step in own if step.milliseconds is not None]
+        weight = sum(steps for _, steps in timed)
         if own:
             yield ClassCheck(
                 role=row.role,
@@ -329,7 +289,7 @@ def _classes(side: ExpectedSteps, steps: Sequence[_Step]) -> Iterator[ClassCheck
                 mode=row.mode,
                 steps=sum(step.steps for step in own),
                 promised_ms=row.milliseconds,
-                measured_ms=sum(taken * step.steps for step, taken in timed) / weight if weight else None,
+                measured_ms=sum(taken * steps for taken, steps in timed) / weight if weight else None,
                 timed=sum(step.timed for step in own),
                 other_mode=sum(step.steps for step in own if step.mode is not row.mode),
             )

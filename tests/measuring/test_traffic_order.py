@@ -66,7 +66,7 @@ def test_blocks_of_a_log_are_its_steps_in_order(steps, engine, tmp_path_factory)
 
 def test_blocks_of_a_long_log_are_many_and_bounded(tmp_path, monkeypatch):
     """Where shapes are too many, those with prompts are rounded up in blocks; steps and decodes stay exact."""
-    monkeypatch.setattr(lines, "MAX_SHAPES", 1 << 11)
+    monkeypatch.setattr(lines, "MAX_SHAPES", 1 << 10)
     draw = random.Random(0)
     text = [
         log_lines.vllm_iteration(0, index, (1, draw.randint(1, 8000)) if index % 2 else (0, 0), (index % 7 + 1,) * 2)

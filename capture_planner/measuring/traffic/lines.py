@@ -11,12 +11,11 @@ from typing import Any
 from capture_planner.analysis.arrivals import OrderedBlocks
 from capture_planner.codec.rows import MAX_TOKENS
 from capture_planner.measuring.traffic.fitting import rounded_up
-from capture_planner.measuring.traffic.formats import PROMPTS, Key, LineFormat, Shape
+from capture_planner.measuring.traffic.formats import PROMPTS, Key, LineCounts, LineFormat, Shape
 from capture_planner.measuring.traffic.source import MAX_SAMPLES, SourceCounts, SourceOptions
-from capture_planner.records.traffic import TrafficCount
 
-MAX_SHAPES = 1 << 16
-"""Shapes of one source that are counted apart; those of all its blocks of time together are half as many."""
+MAX_SHAPES = 1 << 17
+"""Shapes of one source that are counted apart, over all its blocks of time."""
 
 SAMPLE_LENGTH = 200
 """Characters that are shown of a line that could not be read."""
@@ -38,7 +37,7 @@ class LineReader:
         self._name = name
         self._tallies = [_LineTally(each) for each in formats]
         self._order: OrderedBlocks[tuple[int, Shape]] = OrderedBlocks(FIRST_BYTES)
-        self._share = 0.0
+        self._share, self._most = 0.0, MAX_SHAPES
         self._lines = 1
         self._skipped = 0
         self._samples: list[str] = []
@@ -57,20 +56,18 @@ class LineReader:
         for index, tally in enumerate(self._tallies):
             whole, shapes = tally.add(block)
             if not whole:
-                wrong.append(tally)
+                wrong.append(tally.format)
             for shape, count in shapes.items():
                 counts[index, _coarser(shape, self._share)] += count
         self._order.add(counts, len(block))
-        while self._order.entries > MAX_SHAPES // 2 and self._share < 1:
+        while self._order.entries > self._most:
+            if self._share >= EVERY_SHAPE:
+                self._most = 2 * self._order.entries  # what cannot be rounded is not tried again for each block
             self._share = max(2 * self._share, RESOLUTION)
             self._order.rename(lambda key: (key[0], _coarser(key[1], self._share)))
-        try:
-            block.decode("utf-8")
-            readable = True
-        except UnicodeDecodeError:
-            readable = False
+        readable = _is_text(block)
         if wrong or not readable:
-            self._search(block, [tally.format for tally in wrong], readable)
+            self._search(block, wrong, readable)
         self._lines += block.count(b"\n")
 
     def _search(self, block: bytes, formats: Sequence[LineFormat], readable: bool) -> None:
@@ -85,59 +82,56 @@ class LineReader:
 
     def results(self, options: SourceOptions) -> Iterator[SourceCounts]:
         """Yield what was counted, by engine: of the formats that show the same steps, the richest."""
-        filled = [tally for tally in self._tallies if tally.keys]
-        skipped, samples = self._skipped, tuple(self._samples)
-        for engine in dict.fromkeys(tally.format.engine for tally in filled):
-            alike = [tally for tally in filled if tally.format.engine == engine]
-            most = max(tally.format.detail for tally in alike)
-            rich = [tally for tally in alike if tally.format.detail == most]
-            names = " and ".join(tally.format.name for tally in rich)
-            notes = tuple(
-                f"{tally.format.name} show the same steps as {names}, and are not counted"
-                for tally in alike
-                if tally.format.detail < most and tally.format.detail > 0
+        blocks = [self._by_format(block) for block in self._order.blocks]
+        keys = {each: sum((block[each] for block in blocks), Counter[Shape]()) for each in self._by_format({})}
+        filled = [each for each in keys if keys[each]]
+        skipped, samples = self.skipped
+        for engine in dict.fromkeys(each.format.engine for each in filled):
+            alike = [each for each in filled if each.format.engine == engine]
+            most = max(each.format.detail for each in alike)
+            rich = [each for each in alike if each.format.detail == most]
+            names = " and ".join(each.format.name for each in rich)
+            counted = [each for each in alike if each in rich or not each.format.detail]
+            repeated = {each: each.format.repeats(keys[each]) for each in counted}
+            whole = _parts(keys, repeated, options)
+            batches = tuple(batch for part in whole for batch in part.batches)
+            in_order = (
+                tuple(batch for part in _parts(block, repeated, options) for batch in part.batches) for block in blocks
             )
-            counted = [tally for tally in alike if tally in rich or not tally.format.detail]
-            kept = {id(tally): tally.format.repeats(tally.keys) for tally in counted}
-            parts = [tally.format.count(_without(tally.keys, kept[id(tally)]), options) for tally in counted]
-            notes += tuple(
-                f"{tally.format.name} of several ranks that show the same steps are counted once"
-                for tally in counted
-                if kept[id(tally)]
-            )
-            if merged := sum(tally.merged for tally in rich):
-                share = min(1, max(tally.share for tally in rich))
-                notes += (f"{merged} rare shapes were rounded up by at most {share:.1%} each, to bound the memory",)
-            batches = tuple(batch for part in parts for batch in part.batches)
-            lines = sum(
-                sum(batch.count for batch in part.batches) if part.lines is None else part.lines for part in parts
-            )
+            steps = [sum(batch.count for batch in part.batches) for part in whole]
+            lines = sum(own if part.lines is None else part.lines for own, part in zip(steps, whole, strict=True))
             yield SourceCounts(
                 format=names,
                 batches=batches,
-                lines=None if lines == sum(batch.count for batch in batches) else lines,
-                blocks=tuple(self._blocks(counted, kept, options)),
+                lines=None if lines == sum(steps) else lines,
+                blocks=tuple(filter(None, in_order)),
                 seconds=max((seconds for each in rich if (seconds := each.seconds) is not None), default=None),
                 skipped=skipped,
                 samples=samples,
-                drafted=next((part.drafted for part in parts if part.drafted), ()),
-                accepted=next((part.accepted for part in parts if part.accepted), ()),
-                notes=tuple(note for part in parts for note in part.notes) + notes,
+                drafted=next((part.drafted for part in whole if part.drafted), ()),
+                accepted=next((part.accepted for part in whole if part.accepted), ()),
+                notes=(*(note for part in whole for note in part.notes), *self._notes(alike, names, most, repeated)),
             )
             skipped, samples = 0, ()
 
-    def _blocks(
-        self, tallies: Sequence[_LineTally], repeated: Mapping[int, frozenset[Any]], options: SourceOptions
-    ) -> Iterator[tuple[TrafficCount, ...]]:
-        """Yield the batches of formats, block of time by block of time."""
-        for block in self._order.blocks:
-            batches: list[TrafficCount] = []
-            for tally in tallies:
-                index = self._tallies.index(tally)
-                shapes = Counter({shape: count for (each, shape), count in block.items() if each == index})
-                batches += tally.format.count(_without(shapes, repeated[id(tally)]), options).batches
-            if batches:
-                yield tuple(batches)
+    def _notes(
+        self, alike: Sequence[_LineTally], names: str, most: int, repeated: Mapping[_LineTally, frozenset[Any]]
+    ) -> Iterator[str]:
+        for each in alike:
+            if 0 < each.format.detail < most:
+                yield f"{each.format.name} show the same steps as {names}, and are not counted"
+        for each, kinds in repeated.items():
+            if kinds:
+                yield f"{each.format.name} of several ranks that show the same steps are counted once"
+        if self._share:
+            yield f"rare shapes were rounded up by at most {min(1, self._share):.1%} each, to bound the memory"
+
+    def _by_format(self, block: Mapping[tuple[int, Shape], int]) -> dict[_LineTally, Counter[Shape]]:
+        """Return the counts of each format of a block of time."""
+        found = {tally: Counter[Shape]() for tally in self._tallies}
+        for (index, shape), count in block.items():
+            found[self._tallies[index]][shape] = count
+        return found
 
     @property
     def skipped(self) -> tuple[int, tuple[str, ...]]:
@@ -146,13 +140,10 @@ class LineReader:
 
 
 class _LineTally:
-    """The lines of one format: how often each shape occurs, and when."""
+    """The lines of one format: what they say, and when."""
 
     def __init__(self, line_format: LineFormat) -> None:
         self.format = line_format
-        self.keys: Counter[Shape] = Counter()
-        self.merged, self.share = 0, RESOLUTION
-        self._most = MAX_SHAPES
         self._milliseconds: dict[Any, float] = {}
         self._first = self._last = b""
 
@@ -179,26 +170,10 @@ class _LineTally:
             if _is_possible(shape):
                 shapes[shape] += count * self.format.times(key)
                 readable += count
-        self.keys.update(shapes)
         if self.format.clock is not None and (moments := set(self.format.clock.findall(block))):
             self._first = min(moments | ({self._first} if self._first else set()))
             self._last = max(moments | {self._last})
-        if len(self.keys) > self._most:
-            self._merge()
         return readable == expected, shapes
-
-    def _merge(self) -> None:
-        """Round up the rarer shapes, as little as it takes to bound the memory."""
-        while True:
-            for key, _ in self.keys.most_common()[len(self.keys) // 4 :]:
-                rounded = _coarser(key, self.share)
-                if rounded != key:
-                    self.merged += 1
-                    self.keys[rounded] += self.keys.pop(key)
-            if len(self.keys) <= MAX_SHAPES * 3 // 4 or self.share >= EVERY_SHAPE:
-                break
-            self.share *= 2
-        self._most = max(MAX_SHAPES, 2 * len(self.keys))  # what cannot be rounded is not tried again for each block
 
     @property
     def seconds(self) -> float | None:
@@ -224,6 +199,16 @@ def _timeless(line_format: LineFormat, key: Key) -> Key:
     return key if at is None else (*key[:at], *key[at + 1 :])
 
 
+def _parts(
+    keys: Mapping[_LineTally, Counter[Shape]], repeated: Mapping[_LineTally, frozenset[Any]], options: SourceOptions
+) -> list[LineCounts]:
+    """Return the batches of each format, without the kinds that other lines show too."""
+    return [
+        each.format.count(Counter({key: count for key, count in keys[each].items() if key[0] not in kinds}), options)
+        for each, kinds in repeated.items()
+    ]
+
+
 def _coarser(shape: Shape, share: float) -> Shape:
     """Return a shape whose numbers are rounded up by at most a share.
 
@@ -237,10 +222,6 @@ def _coarser(shape: Shape, share: float) -> Shape:
         return shape
     rounded = rounded_up(tokens, share)
     return kind, reqs, rounded - (rounded % reqs == 0)
-
-
-def _without(shapes: Counter[Shape], kinds: frozenset[Any]) -> Counter[Shape]:
-    return Counter({shape: count for shape, count in shapes.items() if shape[0] not in kinds}) if kinds else shapes
 
 
 def _span(first: bytes, last: bytes) -> float:

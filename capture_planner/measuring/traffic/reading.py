@@ -8,7 +8,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import attrs
@@ -18,8 +17,7 @@ from capture_planner.codec import Document
 from capture_planner.codec.documents import MAX_BYTES
 from capture_planner.errors import InvalidDocument, Problem
 from capture_planner.measuring.traffic.fitting import summed
-from capture_planner.measuring.traffic.formats import LogFormats, MetricFormat
-from capture_planner.measuring.traffic.forward_pass import FORWARD_PASSES
+from capture_planner.measuring.traffic.formats import LogFormats
 from capture_planner.measuring.traffic.lines import LineReader
 from capture_planner.measuring.traffic.observed import observed_counts, read_document, read_run_report
 from capture_planner.measuring.traffic.prometheus import NAME, read_prometheus
@@ -51,8 +49,6 @@ Unread = Callable[[bytes], str]
 _OURS = re.compile(rb"(?:\s|#[^\n]*\n)*[a-z_]+:[ \n](?s:.*\n)?(?:engine|batches|sources):")
 NO_PROMPTS = "the traffic has no prompts: it does not say which sizes mixed batches need, nor that they need none"
 """The note about traffic of decodes alone, such as SGLang's without its prefill lines."""
-
-_PARTLESS = "has no order in time, so no part of it can be read"
 
 
 @attrs.frozen(kw_only=True)
@@ -183,16 +179,19 @@ def _read_source(
     blocks = source.blocks(advance=advance, note=lambda note: said.update({note: None}))
     first = next(blocks, b"")
     if not first.strip():
-        raise InvalidDocument([Problem(file=source.name, message="the file is empty", remedy=_listed(formats))])
+        raise _refusal(source.name, "the file is empty", _listed(formats))
     head = first[:HEAD]
     whole = _whole_format(head, formats)
     if whole is not None:
-        return [_noting(whole(_text(source, itertools.chain([first], blocks)), source.name, options), said)]
+        if options.part != (0.0, 1.0) and whole not in (read_trace, _report):
+            raise _refusal(source.name, "has no order in time, so no part of it can be read", "give a log or a trace")
+        counts = whole(_text(source, itertools.chain([first], blocks)), source.name, options)
+        return [attrs.evolve(counts, notes=(*counts.notes, *said))]
     if options.part != (0.0, 1.0):
         blocks.close()  # type: ignore[attr-defined]
         blocks = source.blocks(options.part, advance, lambda note: said.update({note: None}))
         first = b""
-    reader = LineReader(source.name, [*(each for engine in formats for each in engine.lines), FORWARD_PASSES])
+    reader = LineReader(source.name, [each for engine in formats for each in engine.lines])
     for block in itertools.chain([first], blocks):
         reader.add(block)
     results = [counts for counts in reader.results(options) if counts.batches]
@@ -203,14 +202,9 @@ def _read_source(
             shown = "; it is binary, not text"
         if options.part != (0.0, 1.0):
             message = f"no steps in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its length{shown}"
-            raise InvalidDocument([Problem(file=source.name, message=message, remedy="read a larger part, or all")])
-        message = f"no batches in a known format{shown}"
-        raise InvalidDocument([Problem(file=source.name, message=message, remedy=unread(head) or _listed(formats))])
-    return [_noting(results[0], said), *results[1:]]
-
-
-def _noting(counts: SourceCounts, notes: Iterable[str]) -> SourceCounts:
-    return attrs.evolve(counts, notes=(*counts.notes, *notes))
+            raise _refusal(source.name, message, "read a larger part, or all")
+        raise _refusal(source.name, f"no batches in a known format{shown}", unread(head) or _listed(formats))
+    return [attrs.evolve(results[0], notes=(*results[0].notes, *said)), *results[1:]]
 
 
 Whole = Callable[[str, str, SourceOptions], SourceCounts]
@@ -222,7 +216,7 @@ def _whole_format(head: bytes, formats: Sequence[LogFormats]) -> Whole | None:
         return read_trace
     for engine in formats:
         if engine.metrics is not None and engine.metrics.is_in(head):
-            return partial(_prometheus, engine.metrics)
+            return lambda text, name, options, metrics=engine.metrics: read_prometheus(text, name, metrics)  # type: ignore[misc]
     if _OURS.match(head):
         return _document
     first, _, rest = head.lstrip().partition(b"\n")
@@ -247,45 +241,33 @@ def _text(source: TrafficSource, blocks: Iterable[bytes]) -> str:
     for block in blocks:
         parts.append(block)
         if sum(map(len, parts)) > MAX_WHOLE:
-            message = f"larger than {MAX_WHOLE >> 20} MiB, and its format is not read line by line"
-            raise InvalidDocument([Problem(file=source.name, message=message)])
+            raise _refusal(source.name, f"larger than {MAX_WHOLE >> 20} MiB, and its format is not read line by line")
     try:
         return b"".join(parts).decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        message = f"not UTF-8 text, at byte {error.start}"
-        raise InvalidDocument([Problem(file=source.name, message=message)]) from error
+        raise _refusal(source.name, f"not UTF-8 text, at byte {error.start}") from error
 
 
 def _document(text: str, name: str, options: SourceOptions) -> SourceCounts:
-    _refuse_part(name, options)
     if len(text.encode()) > MAX_BYTES:
-        raise InvalidDocument([Problem(file=name, message="the file is larger than 1 MiB")])
+        raise _refusal(name, "the file is larger than 1 MiB")
     return read_document(Document.parse(text, name), options)
-
-
-def _prometheus(metrics: MetricFormat, text: str, name: str, options: SourceOptions) -> SourceCounts:
-    _refuse_part(name, options)
-    return read_prometheus(text, name, metrics)
 
 
 def _report(text: str, name: str, options: SourceOptions) -> SourceCounts:
     try:
         return read_run_report(json.loads(text), options)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError) as error:
-        message = f"JSON, and no run report: {error!r}"
-        raise InvalidDocument(
-            [Problem(file=name, message=message, remedy="write one with run --format json")]
-        ) from error
+        raise _refusal(name, f"JSON, and no run report: {error!r}", "write one with run --format json") from error
 
 
-def _refuse_part(name: str, options: SourceOptions) -> None:
-    if options.part != (0.0, 1.0):
-        raise InvalidDocument([Problem(file=name, message=_PARTLESS, remedy="give a log or a trace")])
+def _refusal(name: str, message: str, remedy: str = "") -> InvalidDocument:
+    return InvalidDocument([Problem(file=name, message=message, remedy=remedy)])
 
 
 def _listed(formats: Sequence[LogFormats]) -> str:
     """Return all formats as a remedy, each with an example."""
-    lines = [*(each for engine in formats for each in engine.lines), FORWARD_PASSES]
+    lines = [each for engine in formats for each in engine.lines]
     metrics = [engine.metrics for engine in formats if engine.metrics is not None and engine.metrics.example]
     known = {each.name: each.example for each in lines if each.detail}
     known |= {f"{NAME} ({each.prefix})": each.example for each in metrics} | OTHER_FORMATS

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 writes about its batches: decode and prefill lines.
+"""What SGLang 0.5.23 writes about its batches: decode and prefill lines, and forward-pass metrics.
 
 They are from ``srt/managers/scheduler_components/metrics_reporter.py``. Its metrics have no batch shapes.
 """
@@ -27,6 +27,7 @@ from capture_planner.measuring.traffic.formats import (
 from capture_planner.measuring.traffic.source import SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount
+from capture_planner_sglang.emulation.forward_passes import FORWARD_PASSES
 
 _SPECULATIVE = "speculative"
 
@@ -126,4 +127,6 @@ def _count_metrics(samples: Samples) -> LineCounts:
     raise InvalidValue([Problem(message=reason, remedy="give SGLang's log")])
 
 
-LOGS = LogFormats(lines=(_DECODES, _PREFILLS), metrics=MetricFormat(prefix="sglang:", count=_count_metrics))
+LOGS = LogFormats(
+    lines=(_DECODES, _PREFILLS, FORWARD_PASSES), metrics=MetricFormat(prefix="sglang:", count=_count_metrics)
+)
