@@ -17,7 +17,7 @@ import click
 
 from capture_planner import codec
 from capture_planner.cli import options
-from capture_planner.cli.common import Output, read_document, show_notes
+from capture_planner.cli.common import Output, make_folder, read_document, show_notes
 from capture_planner.cli.options import FILE, Number, flag, option
 from capture_planner.engines import engines
 from capture_planner.engines.auto.decisions import StartDecision, TuneProposal, graphs_of
@@ -174,6 +174,8 @@ def launch(
         raise click.UsageError(f"the engine's command is missing: {_EXAMPLE}")
     if observe is not None and str(observe).startswith("-"):
         raise click.UsageError(f"--observe needs a FOLDER, got {observe}.")
+    if plan_file == "-" or plan_file.startswith("/dev/") or Path(plan_file).is_fifo():
+        raise click.UsageError(f"{plan_file} is read once, and the engine reads the plan itself; name its file.")
     document = read_document(plan_file)
     if document.kind is Spec:
         raise click.UsageError(f"{plan_file} is a spec; write its plan first: capture-planner plan {plan_file} -o PLAN")
@@ -182,11 +184,16 @@ def launch(
         raise click.UsageError("--profile writes its times into the observation; give --observe FOLDER too.")
     command, said = _of_script(command)
     variables, own = split_variables(command)
-    variables |= {PLAN: str(Path(plan_file).absolute())}
+    # What is exported reaches the engine, too.
+    exported = {name: os.environ[name] for name in (OBSERVE, PROFILE, STRICT) if os.environ.get(name)}
+    variables = {**exported, **variables, PLAN: str(Path(plan_file).absolute())}
     variables |= {OBSERVE: str(observe.absolute())} if observe is not None else {}
     variables |= {name: "1" for name, wanted in ((PROFILE, profile), (STRICT, strict)) if wanted}
     words, notes = _completed(plan, own)
     show_notes((*said, *notes))
+    if not dry_run and variables.get(OBSERVE):
+        # Hours of serving must not end without what was observed.
+        make_folder(OBSERVE if observe is None else "--observe", Path(variables[OBSERVE]))
     _show(variables, words)
     if not dry_run:
         applied = f"{plan_file} ({digest(plan)[:15]})"
@@ -251,12 +258,15 @@ def _completed(plan: Plan, command: Sequence[str]) -> tuple[list[str], list[str]
     if found is not None:
         engine, count = found
         assert engine.launch is not None
+        if "--" in command[count:]:
+            raise click.UsageError(f"{shlex.join(command)}: words after -- are no flags, and the plan's go last.")
         added = engine.launch(plan, command[count:])
         return [*command, *added.arguments], list(added.notes)
     other = started(command, [item.value for item in engines().values()])
     if other is not None:
         raise click.UsageError(f"{other[0].name} has no plugin that runs a plan; {_names(able)} have one.")
-    if not any(word.endswith(".py") or word in ("-m", "-c") for word in command):
+    python = any(Path(word).name.startswith("python") for word in command)  # a shell has -c, too
+    if not any(word.endswith(".py") or word == "-m" or (python and word == "-c") for word in command):
         programs = ", ".join(program for engine in able for program in engine.programs if " " in program)
         raise click.UsageError(f"{shlex.join(command)}: expected one of {programs}, or a Python script.")
     return list(command), [note for engine in able for note in _notes(engine, plan)]

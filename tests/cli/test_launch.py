@@ -1,6 +1,7 @@
 """launch: what it adds and prints, what it refuses, and how it runs the engine."""
 
 import importlib
+import os
 import shlex
 from pathlib import Path
 
@@ -195,6 +196,12 @@ def test_script_gets_the_environment_and_notes(call: Run) -> None:
         ((DENSE, "--observe", "--", *SERVE), "--observe needs a FOLDER, got --"),
         ((DENSE,), "is missing"),
         (("missing.yaml", "--", *SERVE), "missing.yaml: cannot be read"),
+        ((DENSE, "--dry-run", "--", "bash", "-c", "true"), "bash -c true: expected one of "),
+        ((DENSE, "--dry-run", "--", *SERVE, "--", "--x"), "words after -- are no flags"),
+        (("-", "--", *SERVE), "the engine reads the plan itself; name its file"),
+        (("/dev/stdin", "--", *SERVE), "the engine reads the plan itself; name its file"),
+        ((DENSE, "--observe", DENSE, "--", *SERVE), f"--observe {DENSE} is a file; name a folder."),
+        ((DENSE, "--observe", "/proc/x", "--", *SERVE), "--observe /proc/x cannot be written"),
     ],
 )
 def test_command_that_is_none_is_refused(call: Run, words: tuple[str, ...], error: str) -> None:
@@ -202,6 +209,33 @@ def test_command_that_is_none_is_refused(call: Run, words: tuple[str, ...], erro
     ran = call("launch", *words)
     assert (ran.code, ran.out) == (1, "")
     assert error in ran.err
+
+
+def test_a_pipe_is_no_plan_for_an_engine(call: Run, tmp_path: Path) -> None:
+    """It is read to its end before the engine opens it: ``launch <(...)``."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ran = call("launch", str(pipe), "--", *SERVE)
+    assert (ran.code, ran.out) == (1, "")
+    assert "the engine reads the plan itself; name its file" in ran.err
+
+
+def test_exported_variables_are_shown_and_checked(call: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They reach the engine, too; an option goes before them."""
+    monkeypatch.setattr(child, "run_engine", lambda *words: pytest.fail("it ran"))
+    monkeypatch.setenv("CAPTURE_PLANNER_STRICT", "1")
+    monkeypatch.setenv("CAPTURE_PLANNER_OBSERVE", "/proc/x")
+    monkeypatch.setenv("CAPTURE_PLANNER_PLAN", "other.yaml")
+    ran = call("launch", DENSE, "--dry-run", "--", *SERVE)
+    assert ran.out.splitlines()[:3] == [
+        "CAPTURE_PLANNER_OBSERVE=/proc/x",
+        "CAPTURE_PLANNER_STRICT=1",
+        f"CAPTURE_PLANNER_PLAN={DENSE}",
+    ]
+    ran = call("launch", DENSE, "--", *SERVE)
+    assert (ran.code, "CAPTURE_PLANNER_OBSERVE /proc/x cannot be written" in ran.err) == (1, True)
+    ran = call("launch", DENSE, "--observe", str(tmp_path), "--dry-run", "--", *SERVE)
+    assert f"CAPTURE_PLANNER_OBSERVE={tmp_path}\n" in ran.out
 
 
 def test_spec_is_refused(run: Run) -> None:
