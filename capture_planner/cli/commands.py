@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from typing import Any
 
 import click
 
@@ -107,6 +108,13 @@ class CommandGroup(click.Group):
         if cmd_name in OF_THE_RUNNER and cmd_name not in self.commands:
             raise needs_runner(cmd_name)
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; an interruption is click's own, which would print an empty line for it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with their sentences, and those that an installation would add."""

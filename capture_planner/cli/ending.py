@@ -5,9 +5,11 @@ SIGTERM, which a scheduler or ``docker stop`` sends, ends a run as Ctrl-C does, 
 
 from __future__ import annotations
 
+import _thread
 import io
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -38,15 +40,30 @@ class Interruption:
         raise KeyboardInterrupt
 
 
+def _interrupt_again() -> None:
+    time.sleep(0.01)
+    _thread.interrupt_main()
+
+
 @contextmanager
 def terminable() -> Iterator[Interruption]:
     """Let SIGTERM interrupt what runs inside the context."""
     interruption = Interruption()
-    before = signal.signal(signal.SIGTERM, interruption.terminate)
+    before, hook = signal.signal(signal.SIGTERM, interruption.terminate), sys.unraisablehook
+
+    def deliver(ignored: sys.UnraisableHookArgs) -> None:
+        # Python ignores what is raised in a destructor, as torch has them: a single Ctrl-C would be lost.
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            _thread.start_new_thread(_interrupt_again, ())
+        else:
+            hook(ignored)
+
+    sys.unraisablehook = deliver
     try:
         yield interruption
     finally:
         signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = hook
 
 
 def exit_interrupted() -> None:

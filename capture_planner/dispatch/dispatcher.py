@@ -96,8 +96,8 @@ class Dispatcher:
                     longest = batch.max_query_len if query_len is None and batch.past_prompt else None
                     answer = self._others.get((batch.role, num_reqs, num_tokens, batch.active_loras, longest))
             return self._miss(batch) if answer is None else answer
-        except TypeError as error:
-            _refuse_counts(batch, error)
+        except TypeError:
+            _refuse_counts(batch)
             raise
 
     def dispatch_counts(
@@ -131,6 +131,7 @@ class Dispatcher:
     def _miss(self, batch: Batch) -> Dispatch:
         """Answer from the tables, and cache the answer for the next batch like it."""
         tables = self._tables[self.plan.role(batch.role).role]
+        _refuse_counts(batch)
         answer = tables.answer(batch)
         role, loras, query_len = batch.role, batch.active_loras, batch.uniform_query_len
         longest = batch.max_query_len if batch.query_len is None and batch.past_prompt else None
@@ -226,14 +227,14 @@ class _RoleTables:
         )
 
 
-def _refuse_counts(batch: Batch, cause: TypeError) -> None:
-    """Raise ``DispatchError`` where counts of a batch are no numbers, with ``cause``."""
+def _refuse_counts(batch: Batch) -> None:
+    """Raise ``DispatchError`` where counts of a batch are no whole numbers."""
     required, optional = ("num_reqs", "num_tokens", "active_loras"), ("query_len", "max_query_len")
     counts = {name: getattr(batch, name) for name in required}
     counts |= {name: value for name in optional if (value := getattr(batch, name)) is not None}
-    wrong = [f"{name} is {value!r}" for name, value in counts.items() if not isinstance(value, int)]
+    wrong = [f"{name} is {value!r}" for name, value in counts.items() if not hasattr(value, "__index__")]
     if wrong:
-        raise DispatchError(f"{' and '.join(wrong)}; expected whole numbers") from cause
+        raise DispatchError(f"{' and '.join(wrong)}; expected whole numbers")
 
 
 def _binding_reqs(entry: Entry) -> int | None:

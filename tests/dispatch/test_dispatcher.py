@@ -267,6 +267,9 @@ def test_entry_as_text():
         (("x", 1), "num_reqs is 'x'; expected whole numbers"),
         ((None, 1), "num_reqs is None"),
         ((1, None), "num_tokens is None"),
+        ((1.5, 3), "num_reqs is 1.5"),
+        ((2, 2.5), "num_tokens is 2.5"),
+        ((1, float("nan")), "num_tokens is nan"),
         ((None, [1]), r"num_reqs is None and num_tokens is \[1\]"),
     ],
 )

@@ -47,7 +47,8 @@ def test_each_pass_has_one_time_once_the_device_is_done_with_it(steps):
 def test_seconds_that_are_no_number_are_the_default_with_a_warning(monkeypatch):
     """An unset and an empty variable are the default without one."""
     lines = []
-    for value, expected in (("", 30.0), ("0.5", 0.5), ("soon", 30.0)):
+    for value, expected in (("", 30.0), ("0.5", 0.5), ("soon", 30.0), ("nan", 30.0), ("-1", 30.0)):
         monkeypatch.setenv("SOME_SECONDS", value)
         assert seconds_of("SOME_SECONDS", 30.0, "files are written every", lines.append) == expected
-    assert lines == ["SOME_SECONDS is no number: 'soon'; files are written every 30 s"]
+    says = "SOME_SECONDS is no number of seconds: {!r}; files are written every 30 s"
+    assert lines == [says.format(value) for value in ("soon", "nan", "-1")]

@@ -24,10 +24,13 @@ def seconds_of(variable: str, default: float, what: str, warn: Callable[[str], o
     :param what: what the default is for, in front of it.
     """
     try:
-        return float(os.environ.get(variable) or default)
+        seconds = float(os.environ.get(variable) or default)
     except ValueError:
-        warn(f"{variable} is no number: {os.environ[variable]!r}; {what} {default:g} s")
-        return default
+        seconds = -1.0
+    if 0 <= seconds < 1e9:  # no NaN
+        return seconds
+    warn(f"{variable} is no number of seconds: {os.environ[variable]!r}; {what} {default:g} s")
+    return default
 
 
 def file_name(base: Observation, number: int = 1) -> str:

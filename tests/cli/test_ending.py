@@ -1,0 +1,55 @@
+"""How the program ends where it is interrupted."""
+
+import signal
+import time
+from contextlib import contextmanager
+
+import click
+import pytest
+
+from capture_planner.cli.commands import CommandGroup
+from capture_planner.cli.ending import INTERRUPTED, exit_code_of, terminable
+
+
+class Torn:
+    """Gets a signal while it is destroyed, where Python ignores what is raised."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def python_handler():
+    """Ctrl-C as Python takes it, whatever the test run has."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_is_one_line(capsys):
+    """Click's own empty line does not come before it."""
+
+    @click.group(cls=CommandGroup)
+    def program():
+        pass
+
+    @program.command()
+    def command():
+        raise KeyboardInterrupt
+
+    code = exit_code_of(lambda: program.main(["command"], standalone_mode=False), as_json=False)
+    assert (code, capsys.readouterr().err) == (INTERRUPTED, "interrupted\n")
+
+
+def test_an_interruption_in_a_destructor_is_not_lost(capsys):
+    """It comes again a moment later, and no traceback is printed for the first."""
+
+    def work():
+        Torn()
+        time.sleep(10)
+
+    with python_handler(), terminable(), pytest.raises(KeyboardInterrupt):
+        work()
+    assert capsys.readouterr().err == ""
