@@ -33,7 +33,7 @@ from capture_planner.engines.parsing import near
 from capture_planner.engines.side_by_side import compare as side_by_side
 from capture_planner.errors import FlagError
 from capture_planner.measuring.promises import PromiseCheck, check_promise
-from capture_planner.planning.measured import steps_of
+from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import digest
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment

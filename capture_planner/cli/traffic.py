@@ -19,7 +19,7 @@ from capture_planner.engines.logs import read_traffic
 from capture_planner.measuring.traffic import SourceOptions, TraceLimits, TrafficSource, fitting
 from capture_planner.measuring.traffic.source import BLOCK, Advance
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import every_size
+from capture_planner.planning.measured.steps import every_size
 from capture_planner.records.batch_space import Deployment
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Limits

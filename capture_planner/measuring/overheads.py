@@ -16,7 +16,7 @@ from capture_planner.errors import CapturePlannerError, PlanningError
 from capture_planner.measuring.steps import decode_lengths, kind_of_step, step_times
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Prices, passes_of
+from capture_planner.planning.measured.steps import Prices, passes_of
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import draft_steps

@@ -15,7 +15,7 @@ from capture_planner.engines.tuning.judgement import Pricing, promise_of, promis
 from capture_planner.measuring.promises import check_promise
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import steps_of
+from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import digest, replace
 from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.model import Method, Speculative

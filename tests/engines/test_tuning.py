@@ -39,7 +39,7 @@ from capture_planner.engines.tuning.tune import (
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import steps_of
+from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import batches

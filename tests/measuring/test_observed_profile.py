@@ -12,7 +12,7 @@ from capture_planner.measuring.observed import observed_profile
 from capture_planner.measuring.steps import decode_lengths, kind_of_step, step_times
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Prices, Steps, judge, passes_of
+from capture_planner.planning.measured.steps import Prices, Steps, judge, passes_of
 from capture_planner.records._base import replace
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.observation import BatchCount, EagerCost, ObservedGraph

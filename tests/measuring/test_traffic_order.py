@@ -16,7 +16,7 @@ from capture_planner.errors import InvalidDocument
 from capture_planner.measuring.traffic import SourceOptions, TraceLimits, fitting, lines
 from capture_planner.measuring.traffic.reading import NO_PROMPTS
 from capture_planner.modes import Role
-from capture_planner.planning.measured import steps_of
+from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits
 from capture_planner.records.traffic import Traffic

@@ -9,10 +9,10 @@ from capture_planner.modes import Chain, GraphMode, GraphSupport, Refresh, Role
 from capture_planner.planning import planner
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured import search as searching
-from capture_planner.planning.measured import steps_of
 from capture_planner.planning.measured.bounds import BudgetBounds
 from capture_planner.planning.measured.choice import _teams
 from capture_planner.planning.measured.search import Limit
+from capture_planner.planning.measured.steps import steps_of
 from capture_planner.planning.measured.teams import Demand
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Pool, Refresh, Role
-from capture_planner.planning.measured import judge, search
-from capture_planner.planning.measured.steps import LadderAnswers
+from capture_planner.planning.measured import search
+from capture_planner.planning.measured.steps import LadderAnswers, judge
 from capture_planner.planning.measured.teams import NANO, SCALE, prior_share
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import replace

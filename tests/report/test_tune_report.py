@@ -11,7 +11,7 @@ from capture_planner.engines.spec_of import spec_of
 from capture_planner.engines.tuning.tune import TuneCase, tune
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import steps_of
+from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import replace
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative

@@ -15,11 +15,10 @@ from hypothesis import assume
 from capture_planner.modes import Role
 from capture_planner.planning import planner
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Prices, passes_of, steps_of
 from capture_planner.planning.measured.bounds import BudgetBounds
 from capture_planner.planning.measured.choice import MeasuredSizes, _gaining, _teams, choose
 from capture_planner.planning.measured.search import PRICE
-from capture_planner.planning.measured.steps import LadderAnswers
+from capture_planner.planning.measured.steps import LadderAnswers, Prices, passes_of, steps_of
 from capture_planner.planning.measured.teams import NANO, SCALE, Demand
 from capture_planner.planning.sizing import Ladder
 from capture_planner.planning.sizing.program import TAIL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Judgement, judge, steps_of
+from capture_planner.planning.measured.steps import Judgement, judge, steps_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.traffic import Traffic
 

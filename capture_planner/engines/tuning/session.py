@@ -46,7 +46,7 @@ from capture_planner.measuring.traffic.request_trace import SCHEDULER, acceptanc
 from capture_planner.measuring.traffic.source import Advance
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs, Family
-from capture_planner.planning.measured import Steps, steps_of
+from capture_planner.planning.measured.steps import Steps, steps_of
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace

@@ -13,7 +13,7 @@ import attrs
 
 from capture_planner.errors import PlanningError, Problem
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.planning.costs import Costs, Family
+from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.bounds import MICRO, BudgetBounds
 from capture_planner.planning.measured.search import Aim, BudgetedTable, Limit, SizedGroup, table_within
 from capture_planner.planning.measured.steps import LadderAnswers, Modes, Prices, Steps, judge, passes_of, steps_of
@@ -44,12 +44,8 @@ class MeasuredSizes:
 
     ladders: tuple[Ladder, ...]
     """In the order in which the roles have them."""
-    sentences: tuple[str, ...]
-    """For each ladder, what its sizes cost."""
-    notes: tuple[str, ...]
-    """Sentences on the traffic, the profile, and what was decided about all ladders together."""
     decisions: tuple[Decision, ...]
-    """Sentences, notes and warnings as decisions, each with its role."""
+    """What the sizes of each ladder cost; and of the first role, what goes for all: notes, and a warning."""
     expected: float
     """The value of the objective, by the smoothed counts: milliseconds, or the worst ratio."""
     next_graph_ms: float
@@ -129,6 +125,7 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
         real = judge(answer, steps, costs, spec, modes).percentile(float(objective[1:]))
         said = tuple(_about_tail(objective, steps, expected, real))
     share = _prior(demand, active)
+    reach = {ladder.family: ladder.sizes[-1] * ladder.unit for ladder in table.ladders if ladder.sizes}
     notes = (
         f"{steps.total} steps of the target; smoothing and the prior have {share:.0%} of the weight",
         *(f"assumed: {each}" for each in steps.assumptions),
@@ -137,15 +134,12 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
         *said,
         *_about_ladders(teams, ladders, table.ladders, demand),
         *costs.assumptions([ladder.family for ladder in active]),
-        *(f"assumed: {each}" for each in costs.bounds(_reach_of(table.ladders))),
+        *(f"assumed: {each}" for each in costs.bounds(reach)),
     )
     sized = tuple(_priced(ladder, costs) for ladder in table.ladders)
-    sentences = tuple(_sentence(ladder, table.table.groups, steps.total) for ladder in sized)
     return MeasuredSizes(
         ladders=sized,
-        sentences=sentences,
-        notes=notes,
-        decisions=tuple(_decisions(roles, sized, sentences, notes, table.warning)),
+        decisions=tuple(_decisions(roles, sized, table, steps.total, notes)),
         expected=expected,
         next_graph_ms=_next_graph(table.table.groups),
         prior=share,
@@ -243,11 +237,6 @@ def _sentence(ladder: Ladder, groups: Sequence[SizedGroup], steps: int) -> str:
     return "no size is left within the budget" if ladder.cut is Reason.BUDGET else "nothing that sizes could serve"
 
 
-def _reach_of(ladders: Iterable[Ladder]) -> dict[Family, int]:
-    """Return the most tokens that the graphs of each family have."""
-    return {ladder.family: ladder.sizes[-1] * ladder.unit for ladder in ladders if ladder.sizes}
-
-
 def _next_graph(groups: Sequence[SizedGroup]) -> float:
     """Return the largest gain of one more size in any group, for each graph that it takes."""
     gains = [0.0]
@@ -302,20 +291,16 @@ def _about_ladders(
 
 
 def _decisions(
-    roles: Sequence[RoleInProgress],
-    ladders: Sequence[Ladder],
-    sentences: Sequence[str],
-    notes: Sequence[str],
-    warning: str | None,
+    roles: Sequence[RoleInProgress], ladders: Sequence[Ladder], table: BudgetedTable, steps: int, notes: Iterable[str]
 ) -> Iterator[Decision]:
     """Yield a decision of each ladder, and of the first role those about all of them."""
     before = (ladder for working in roles for ladder in working.ladders)
-    for old, new, sentence in zip(before, ladders, sentences, strict=True):
+    for old, new in zip(before, ladders, strict=True):
         sizes, last = counted(len(new.sizes), "size"), old.last if old.domain else 0
-        message = f"{new}: {sentence}"
+        message = f"{new}: {_sentence(new, table.table.groups, steps)}"
         yield Decision(rule="sizes-measured", before=f"1..{last}", after=sizes, role=new.role, message=message)
     first = roles[0].role
     for note in notes:
         yield Decision(rule="sizes-measured", before="traffic and profile", after="sizes", role=first, message=note)
-    if warning is not None:
-        yield Decision(rule="budget-too-small", before="graphs", after="none", role=first, message=warning)
+    if table.warning is not None:
+        yield Decision(rule="budget-too-small", before="graphs", after="none", role=first, message=table.warning)

@@ -221,7 +221,14 @@ def optimum(problem: DraftProblem) -> tuple[Span, ...]:
         times, taken = _layer(problem, layers, allowed)
         layers.append(times)
         steps.append(taken)
-    return tuple(reversed([*_walk(steps, problem.graphs, problem.most)]))
+    found, graphs, last = [], problem.graphs, problem.most
+    while last:
+        step = steps[graphs][last]
+        assert step is not None, "one size of some K covers every batch"
+        start, length = step
+        found.append(Span(start + 1, last, length.k))
+        graphs, last = graphs - length.graphs, start
+    return tuple(reversed(found))
 
 
 def _layer(
@@ -256,69 +263,34 @@ def _layer(
     return times, taken
 
 
-def _walk(steps: Sequence[Sequence[tuple[int, DraftLength] | None]], graphs: int, last: int) -> Iterator[Span]:
-    """Yield the spans of the least time, last one first."""
-    while last:
-        step = steps[graphs][last]
-        assert step is not None, "one size of some K covers every batch"
-        start, length = step
-        yield Span(start + 1, last, length.k)
-        graphs, last = graphs - length.graphs, start
-
-
-@attrs.frozen
-class _DraftRun:
-    """Neighbouring spans of one K, and what their work takes in the optimum."""
-
-    spans: tuple[Span, ...]
-    least: float
-
-    @property
-    def k(self) -> int:
-        return self.spans[0].k
-
-    @property
-    def width(self) -> int:
-        """Number of requests that it spans."""
-        return self.spans[-1].last - self.spans[0].first + 1
-
-    def with_k(self, k: int) -> tuple[Span, ...]:
-        return tuple(attrs.evolve(span, k=k) for span in self.spans)
-
-
 def _settled(problem: DraftProblem, spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """Return the spans with fewer changes of K: none of them gains less than ``NOISE`` over a neighbour's K.
 
     Ranges narrower than ``WIDTH`` are given up too, as far as all of that takes no more than ``SWITCH`` of the time.
     Gains are those over the optimum, so that all work takes longer than that by at most the sum of both.
     """
-    runs = [
-        _DraftRun(each := tuple(alike), problem.total(each)) for _, alike in groupby(spans, key=lambda span: span.k)
-    ]
-    graphs = problem.graphs_of
-    most = problem.total(spans) * (1 + SWITCH)
-    while len(runs) > 1:
-        present = [span for run in runs for span in run.spans]
-        spare = float("inf") if problem.graphs is None else problem.graphs - problem.num_graphs(present)
-        room = most - problem.total(present)
+    least, graphs, settled = [problem.cost(span) for span in spans], problem.graphs_of, [*spans]
+    while True:
+        runs = [[*alike] for _, alike in groupby(range(len(spans)), key=lambda index: settled[index].k)]
+        spare = float("inf") if problem.graphs is None else problem.graphs - problem.num_graphs(settled)
+        room = sum(least) * (1 + SWITCH) - problem.total(settled)
         changes = []
-        for index, run in enumerate(runs):
-            own = problem.total(run.spans)
-            for k in sorted({runs[near].k for near in (index - 1, index + 1) if 0 <= near < len(runs)}):
-                if (graphs[k] - graphs[run.k]) * len(run.spans) <= spare:
-                    other = problem.total(run.with_k(k))
-                    loss = other / run.least - 1
-                    gains = loss > NOISE and (run.width >= WIDTH or other - own > room)
-                    changes.append((gains, loss, index, k))
+        for before, run, after in zip([[], *runs], runs, [*runs[1:], []], strict=False):
+            own = [settled[index] for index in run]
+            for k in sorted({settled[near[0]].k for near in (before, after) if near}):
+                if (graphs[k] - graphs[own[0].k]) * len(run) <= spare:
+                    other = [attrs.evolve(span, k=k) for span in own]
+                    time = problem.total(other)
+                    loss = time / sum(least[index] for index in run) - 1
+                    is_wide = own[-1].last - own[0].first + 1 >= WIDTH
+                    gains = loss > NOISE and (is_wide or time - problem.total(own) > room)
+                    changes.append((gains, loss, run[0], other))
         # The change that gains nothing and loses least, if any, comes first.
-        gains, loss, index, k = min(changes, default=(True, float("inf"), 0, 0))
+        gains, loss, first, other = min(changes, default=(True, float("inf"), 0, []))
         # Where there are more ranges than a schedule may have, even one that gains is given up.
         if gains and (len(runs) <= MAX_TIERS or loss == float("inf")):
-            break
-        runs[index] = attrs.evolve(runs[index], spans=runs[index].with_k(k))
-        joined = [list(alike) for _, alike in groupby(runs, key=lambda run: run.k)]
-        runs = [_DraftRun(sum((r.spans for r in alike), ()), sum(r.least for r in alike)) for alike in joined]
-    return tuple(span for run in runs for span in run.spans)
+            return tuple(settled)
+        settled[first : first + len(other)] = other
 
 
 def ranges(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -357,7 +329,7 @@ def work_of(traffic: Traffic | None, tokens: tuple[float, ...], most: int) -> tu
     for batch in traffic.batches:
         num_reqs = _decode_requests(batch)
         if num_reqs is not None and num_reqs <= most:
-            given = tokens[min(batch.query_len or len(tokens), len(tokens)) - 1]
+            given = _given(batch, tokens)
             steps.setdefault(given, Counter())[num_reqs] += batch.count
     # Without a number of requests there is nothing to choose by.
     if not steps:
@@ -385,14 +357,18 @@ def rescheduled(traffic: Traffic, speculative: Speculative) -> Traffic:
         num_reqs = _decode_requests(batch)
         if num_reqs is not None:
             # The same tokens, in as many more steps as each gives fewer.
-            given = tokens[min(batch.query_len or len(tokens), len(tokens)) - 1]
             query_len = 1 + speculative.draft_tokens(num_reqs)
-            count *= given / tokens[query_len - 1]
+            count *= _given(batch, tokens) / tokens[query_len - 1]
             batch = attrs.evolve(batch, num_reqs=num_reqs, num_tokens=num_reqs * query_len, query_len=query_len)
         shape = attrs.evolve(batch, count=1)
         steps[shape] = steps.get(shape, 0.0) + count
     batches = (attrs.evolve(shape, count=max(round(count), 1)) for shape, count in steps.items())
     return replace(traffic, batches=tuple(batches))
+
+
+def _given(batch: TrafficCount, tokens: Sequence[float]) -> float:
+    """Return the tokens that each request got of a decode; ``tokens`` are those of K drafts, by K."""
+    return tokens[min(batch.query_len or len(tokens), len(tokens)) - 1]
 
 
 def _decode_requests(batch: TrafficCount) -> int | None:

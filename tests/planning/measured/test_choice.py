@@ -12,8 +12,8 @@ from capture_planner.codec.shipped import shipped_profiles
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.modes import GraphMode, GraphSupport, Reason, Refresh, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Prices, Steps, passes_of
 from capture_planner.planning.measured.choice import _about_tail, _gaining, _priced, _teams
+from capture_planner.planning.measured.steps import Prices, Steps, passes_of
 from capture_planner.planning.planner import plan
 from capture_planner.planning.sizing import Ladder
 from capture_planner.plugins.registry import RegisteredBackend, Registry

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Steps, passes_of
+from capture_planner.planning.measured.steps import Steps, passes_of
 from capture_planner.planning.measured.teams import (
     NANO,
     UNKNOWN,

@@ -17,7 +17,7 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import passes_of, steps_of
+from capture_planner.planning.measured.steps import passes_of, steps_of
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import grouped, replace
 from capture_planner.records.backend import Support

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Judgement, Prices, Steps, judge, passes_of
+from capture_planner.planning.measured.steps import Judgement, Prices, Steps, judge, passes_of
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured import Steps, every_size, judge
+from capture_planner.planning.measured.steps import Steps, every_size, judge
 from capture_planner.records.batch import Batch
 from capture_planner.records.model import Method, Speculative
 from capture_planner.testing import specs

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.modes import Role
-from capture_planner.planning.measured import Steps, passes_of, steps_of
+from capture_planner.planning.measured.steps import Steps, passes_of, steps_of
 from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import decode_families, extra_slots, most_loras, query_len_of
 from capture_planner.records.spec import Spec
