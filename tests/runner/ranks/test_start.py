@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.errors import RankError
+from capture_planner.errors import RankError, RunError
 from capture_planner_runner.ranks.outcomes import differences, refuse_differences
 from capture_planner_runner.ranks.peers import Place
+from capture_planner_runner.ranks.processes import RankProcess
 
 FACTS = st.lists(
     st.fixed_dictionaries({}, optional={name: st.sampled_from("12") for name in ("plan", "torch", "seed")}),
@@ -64,3 +66,12 @@ def test_ranks_that_are_alike_start():
 def test_a_fact_that_a_rank_lacks_differs():
     """A GPU on one machine alone, for example."""
     assert differences([{"cuda": "13.0"}, {}], ["a", "b"]) == ("cuda: 13.0 on rank 0 (a), nothing on rank 1 (b)",)
+
+
+@pytest.mark.parametrize("wrong", ["99999999", "65536", "-1", "1.5", "x", "9" * 5000, "\u00b2"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_variable_that_no_launcher_sets_is_named(name, wrong):
+    """Before torch takes it for a port."""
+    launcher = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    with pytest.raises(RunError, match=f"{name} is .*; expected a whole number of at most 65,535"):
+        RankProcess.of(launcher | {name: wrong})

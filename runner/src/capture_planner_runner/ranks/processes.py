@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 from collections.abc import Collection, Mapping, Sequence
@@ -46,8 +47,8 @@ class RankProcess:
             )
         numbers = {}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-            if not variables[name].isdecimal():
-                raise RunError(f"{name} is {variables[name]!r}; expected a whole number")
+            if not re.fullmatch(r"\d{1,5}", variables[name]) or int(variables[name]) > 65_535:
+                raise RunError(f"{name} is {variables[name]!r}; expected a whole number of at most 65,535")
             numbers[name] = int(variables[name])
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
             raise RunError(f"RANK is {numbers['RANK']}, and WORLD_SIZE {numbers['WORLD_SIZE']}; ranks count from 0")
