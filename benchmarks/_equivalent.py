@@ -110,10 +110,9 @@ RULES: dict[str, Rules] = {
         ),
     ),
     "planning/resolve": (
-        ("message[:500]", r"message\[: ?(499|501)", "one character of a long message"),
+        ("[:500]", r"\[: ?(499|501)", "one character of a long message"),
         (" is _FULL", r">= _FULL", _SORTS_LAST),
         (" is not _FULL", r" < _FULL", _SORTS_LAST),
-        (" is _NONE", r"<= _NONE", _SORTS_FIRST),
     ),
     "planning/planner": (
         (

@@ -1,21 +1,33 @@
-"""The profile that an observation has in it: what an engine measured of its own graphs and steps."""
+"""The profile that an observation has in it: what an engine measured of its own graphs and steps.
+
+What steps take besides their passes is fitted to the intervals. The model is ``Profile.step``: the target's pass, what
+its mode adds to the base overhead, the eager passes of a drafter, and the longer of the host's work and the drafter's
+graphs. The fit keeps totals: the mean step of each kind is predicted as it was measured, where no overhead would have
+to be negative.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from capture_planner.errors import CapturePlannerError
+import attrs
+
+from capture_planner.errors import CapturePlannerError, PlanningError
 from capture_planner.measuring.fits import Fit, GraphSample, curves_of, entry_family, fit_graphs
-from capture_planner.measuring.overheads import with_overheads
-from capture_planner.modes import GraphMode, Pool
-from capture_planner.planning.costs import Family
-from capture_planner.records.batch_space import decode_families
+from capture_planner.measuring.steps import decode_lengths, kind_of_step, step_times
+from capture_planner.modes import GraphMode, Pool, Role
+from capture_planner.planning.costs import Costs, Family
+from capture_planner.planning.measured.steps import Prices, passes_of
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Entry
+from capture_planner.records.batch_space import decode_families, draft_steps
 from capture_planner.records.environment import Device
 from capture_planner.records.model import Model
-from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole
-from capture_planner.records.profile import Profile
+from capture_planner.records.observation import BatchCount, Observation, ObservedGraph, ObservedRole
+from capture_planner.records.profile import Overhead, Profile, family_name
 from capture_planner.records.text import counted
 
 Timed = tuple[float, int]
@@ -183,3 +195,216 @@ def _samples(role: ObservedRole, graphs: Iterable[ObservedGraph]) -> Iterator[Gr
                 seconds=graph.seconds,
                 mib=graph.mib,
             )
+
+
+# What steps take besides their passes ------------------------------------------------------------
+
+
+ROUNDS = 4
+"""Times that the slope by requests and the base overhead are fitted by turns."""
+
+HALVINGS = 48
+"""Halvings of the range of the base overhead."""
+
+TOLERANCE = 0.01
+"""Share of a step by which passes may take longer than it, before that is said."""
+
+Kind = tuple[GraphMode, int | None]
+
+
+ByKind = Mapping[Kind, "Sequence[ServedStep]"]
+
+
+@attrs.frozen(kw_only=True)
+class ServedStep:
+    """Times of the steps of one shape, and of their passes."""
+
+    kind: Kind
+    num_reqs: int
+    weight: int
+    interval: float
+    """Mean milliseconds until the next step."""
+    passes: float
+    """Milliseconds of the target's pass, and of eager passes of the drafter."""
+    graphs: float
+    """Milliseconds of the drafter's graphs."""
+
+    @property
+    def rest(self) -> float:
+        """What is not the target's pass or an eager one."""
+        return self.interval - self.passes
+
+
+def with_overheads(profile: Profile, observation: Observation) -> Profile:
+    """Return a profile with what the observed steps took besides the passes that it has the times of.
+
+    Without intervals it is as it was, with a note.
+    """
+    overlaps = observation.speculative is not None
+    try:
+        times = step_times(observation)
+    except CapturePlannerError as error:
+        return _noted(profile, f"the time of a step besides its passes is unknown: {error}")
+    steps, notes = served_steps(profile, observation)
+    if not steps:
+        return _noted(profile, *notes)
+    slope, base, apart = _fit_overheads(steps, overlaps=overlaps)
+    by_kind = {(each.mode, each.query_len): each for each in times.kinds}
+    overheads = tuple(
+        Overhead(
+            mode=mode,
+            query_len=query_len,
+            milliseconds=round(max(0.0, milliseconds), 5),
+            error=round(_finite(by_kind[mode, query_len].error_ms, by_kind[mode, query_len].mean_ms), 5),
+            steps=by_kind[mode, query_len].steps,
+        )
+        for (mode, query_len), milliseconds in sorted(apart.items(), key=str)
+    )
+    fitted = replace(
+        profile,
+        step_milliseconds=round(base, 5),
+        step_milliseconds_per_request=round(slope, 7),
+        overheads=overheads,
+        drafts_overlap=overlaps,
+    )
+    return _noted(fitted, *notes, *_off(steps, apart))
+
+
+def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[ServedStep, ...], tuple[str, ...]]:
+    """Return the steps of the target whose intervals are known, and sentences on those whose passes have no times.
+
+    :param profile: its overheads do not count.
+    """
+    bare = replace(profile, overheads=(), step_milliseconds=0.0, step_milliseconds_per_request=0.0)
+    prices = Prices(Costs(bare), observation, {role.role: role.mode for role in observation.roles})
+    roles = {role.role: _ServedRole(role) for role in observation.roles}
+    lengths, found, missing = decode_lengths(observation), [], dict[str, int]()
+    target = roles[Role.TARGET].role
+    for count in target.batches:
+        if not count.interval or not count.num_tokens:
+            continue
+        kind = kind_of_step(target, count, lengths)
+        entry = None if count.graph is None else target.graphs[count.graph].entry
+        batch = count.batch(Role.TARGET)
+        if entry is None and kind[1] is None:
+            batch = attrs.evolve(batch, query_len=None)  # of a length that is not scheduled: a mixed batch
+        try:
+            own, *drafting = (
+                prices.of(each, entry if each is batch else roles[each.role].entry(each, observation), repeats)
+                for each, repeats in passes_of(batch, observation)
+                if each.role in roles
+            )
+        except PlanningError as error:
+            missing[str(error)] = missing.get(str(error), 0) + count.steps
+            continue
+        eager = sum(each.milliseconds for each in drafting if each.is_eager)
+        graphs = sum(each.milliseconds for each in drafting if not each.is_eager)
+        found.append(
+            ServedStep(
+                kind=kind,
+                num_reqs=count.num_reqs,
+                weight=count.steps,
+                interval=count.interval,
+                passes=own.milliseconds + eager,
+                graphs=graphs,
+            )
+        )
+    notes = (f"{steps} steps have no part in the overheads: {reason}" for reason, steps in sorted(missing.items()))
+    return tuple(found), tuple(notes)
+
+
+@attrs.frozen(eq=False)
+class _ServedRole:
+    """Graph that served each batch of a role."""
+
+    role: ObservedRole
+    _ran: dict[Batch, BatchCount] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_ran", {count.batch(self.role.role): count for count in self.role.batches})
+
+    def entry(self, batch: Batch, observation: Observation) -> Entry | None:
+        """Return the graph that a batch ran on, or would by the role's graphs; None: eager."""
+        count = self._ran.get(batch)
+        if count is not None:
+            return None if count.graph is None else self.role.graphs[count.graph].entry
+        length = draft_steps(batch.role, batch.num_reqs, observation.speculative)
+        fitting = (graph.entry for graph in self.role.graphs if graph.entry.rejection(batch, length) is None)
+        return min(fitting, key=lambda entry: entry.cost, default=None)
+
+
+def _fit_overheads(steps: Sequence[ServedStep], *, overlaps: bool) -> tuple[float, float, Mapping[Kind, float]]:
+    """Return the milliseconds of a request, the base overhead, and the overhead of each kind."""
+    by_kind: dict[Kind, list[ServedStep]] = {}
+    for step in steps:
+        by_kind.setdefault(step.kind, []).append(step)
+    slope, base = 0.0, _base(by_kind, 0.0, overlaps=overlaps)
+    for _ in range(ROUNDS if overlaps else 1):
+        # Where the drafter's graphs take longer than the host, steps say nothing about the host's work.
+        telling = (
+            [each for each in alike if not overlaps or each.graphs <= base + slope * each.num_reqs]
+            for alike in by_kind.values()
+        )
+        slope = _slope([alike for alike in telling if alike])
+        base = _base(by_kind, slope, overlaps=overlaps)
+    return slope, base, {kind: base + more for kind, more in _apart(by_kind, base, slope, overlaps=overlaps).items()}
+
+
+def _apart(by_kind: ByKind, base: float, slope: float, *, overlaps: bool) -> dict[Kind, float]:
+    """Return what is left of each kind's mean step by this base overhead."""
+    return {
+        kind: _mean([(each.rest - _beside(each, base, slope, overlaps=overlaps), each.weight) for each in alike])
+        for kind, alike in by_kind.items()
+    }
+
+
+def _base(by_kind: ByKind, slope: float, *, overlaps: bool) -> float:
+    """Return the base overhead by which the least that is left of a kind is 0; it falls as the base grows."""
+    low, high = 0.0, max(0.0, *(each.rest for alike in by_kind.values() for each in alike))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        left = min(_apart(by_kind, middle, slope, overlaps=overlaps).values())
+        low, high = (middle, high) if left > 0 else (low, middle)
+    return (low + high) / 2
+
+
+def _beside(step: ServedStep, base: float, slope: float, *, overlaps: bool) -> float:
+    """Return what a step takes besides its passes, apart from what its kind adds."""
+    host = base + slope * step.num_reqs
+    return max(host, step.graphs) if overlaps else host + step.graphs
+
+
+def _slope(kinds: Sequence[Sequence[ServedStep]]) -> float:
+    """Return by how much the rest grows with each request, within the kinds: at least 0, and no more than all of it."""
+    above = below = 0.0
+    most = math.inf
+    for alike in kinds:
+        reqs = _mean([(float(each.num_reqs), each.weight) for each in alike])
+        rest = _mean([(each.rest, each.weight) for each in alike])
+        above += sum(each.weight * (each.num_reqs - reqs) * (each.rest - rest) for each in alike)
+        below += sum(each.weight * (each.num_reqs - reqs) ** 2 for each in alike)
+        most = min(most, max(rest, 0.0) / reqs)
+    return min(max(above / below, 0.0), most) if below else 0.0
+
+
+def _mean(weighed: Sequence[tuple[float, int]]) -> float:
+    return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)
+
+
+def _finite(error: float, mean: float) -> float:
+    """Return an error as a file has it; of one step it is not known, and counts as what the step took."""
+    return error if math.isfinite(error) else mean
+
+
+def _off(steps: Sequence[ServedStep], apart: Mapping[Kind, float]) -> Iterator[str]:
+    """Say where passes take longer by the profile than the steps that ran them."""
+    for kind, milliseconds in apart.items():
+        if milliseconds < 0:
+            mean = _mean([(each.interval, each.weight) for each in steps if each.kind == kind])
+            if -milliseconds > TOLERANCE * mean:
+                name = family_name(Role.TARGET, *kind, None)
+                yield f"steps of {name} took {mean:.3f} ms, {-milliseconds:.3f} ms less than their passes when measured"
+
+
+def _noted(profile: Profile, *notes: str) -> Profile:
+    return replace(profile, notes=(*profile.notes, *notes))

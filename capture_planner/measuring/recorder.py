@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from operator import index
 from pathlib import Path
@@ -25,11 +25,16 @@ from capture_planner import codec
 from capture_planner.codec.documents import MAX_NODES, num_nodes
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.coarsening import Outcome, ShapeTally, Tallies, coarsened
-from capture_planner.measuring.intervals import Intervals, Judged
-from capture_planner.measuring.vector_counts import Shared, VectorCounts
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
-from capture_planner.records.observation import MAX_BATCHES, MAX_VECTORS, BatchCount, Observation, ObservedRole
+from capture_planner.records.observation import (
+    MAX_BATCHES,
+    MAX_VECTORS,
+    BatchCount,
+    Observation,
+    ObservedRole,
+    ObservedVector,
+)
 
 T = TypeVar("T")
 
@@ -337,3 +342,95 @@ def _judge(timed: Judged, tallies: Tallies, stalls: Counter[Role]) -> None:
 def _graphs(base: Observation) -> dict[Role, list[object]]:
     """Return what indices into the graphs of each role mean."""
     return {role.role: [graph.entry for graph in role.graphs] for role in base.roles}
+
+
+STALL = 10
+"""A step is a stall where it takes so many times the median of its kind, by tokens where it has more than those."""
+
+SETTLED = 32
+"""Steps of a kind before which none is judged: the first ones may be those that compile kernels."""
+
+MEMORY = 255
+"""Latest steps of a kind that the median is of."""
+
+Kind = tuple[Role, bool, bool]
+"""Role, whether eager, and whether a decode."""
+
+Judged = Iterator[tuple[Outcome, float, bool]]
+"""Steps with their milliseconds, and whether each is a stall."""
+
+
+class Intervals:
+    """Holds the intervals of steps until there are enough of their kind; not by several threads at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Kind, list[tuple[Outcome, float]]] = {}
+        self._latest: dict[Kind, deque[tuple[float, int]]] = {}
+
+    def add(self, outcome: Outcome, milliseconds: float) -> None:
+        """Add one step."""
+        role, _, tokens, query_len, past_prompt, _, graph, _ = outcome
+        kind = (role, graph is None, past_prompt and query_len is not None)
+        self._waiting.setdefault(kind, []).append((outcome, milliseconds))
+        self._latest.setdefault(kind, deque(maxlen=MEMORY)).append((milliseconds, tokens))
+
+    def taken(self, least: int = SETTLED) -> Judged:
+        """Take the steps of kinds of which ``least`` were added so far."""
+        for kind in [kind for kind in self._waiting if len(self._latest[kind]) >= least]:
+            yield from self._judged(kind, self._waiting.pop(kind))
+
+    def waiting(self) -> Judged:
+        """Yield the steps that were not taken, judged by what was added so far."""
+        for kind, steps in self._waiting.items():
+            yield from self._judged(kind, steps)
+
+    def _judged(self, kind: Kind, steps: list[tuple[Outcome, float]]) -> Judged:
+        usual, tokens = (statistics.median(column) for column in zip(*self._latest[kind], strict=True))
+        for outcome, milliseconds in steps:
+            yield outcome, milliseconds, milliseconds > STALL * usual * max(1.0, outcome[2] / max(tokens, 1))
+
+
+MAX_KNOWN = 1 << 11
+"""Most vectors that are counted apart; beyond it, steps of the rarer half are only counted."""
+
+RankShare = tuple[int, int, int | None, bool, GraphMode]
+"""Of one rank: requests, tokens, query length, whether past the prompt, and the graph that it would run by itself."""
+
+Shared = tuple[Role, tuple[RankShare, ...], int | None, Reason | None]
+"""The role, the share of each rank, and the observed rank's graph or its reason for none."""
+
+
+class VectorCounts:
+    """Steps by vector; not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._steps: Counter[Shared] = Counter()
+        self._forgotten: Counter[Role] = Counter()
+
+    def add(self, shared: Shared, steps: int = 1) -> None:
+        """Count so many steps of one vector."""
+        self._steps[shared] += steps
+        if len(self._steps) > MAX_KNOWN:
+            kept = _chosen(self._steps, MAX_KNOWN // 2)
+            for each, count in (self._steps - kept).items():
+                self._forgotten[each[0]] += count
+            self._steps = kept
+
+    def vectors(self, role: Role, most: int = MAX_VECTORS) -> tuple[tuple[ObservedVector, ...], int]:
+        """Return at most so many vectors of a role, and how many steps had others."""
+        own = Counter({each: count for each, count in self._steps.items() if each[0] is role})
+        chosen = _chosen(own, most)
+        fields = ("num_reqs", "num_tokens", "query_len", "past_prompt", "modes")
+        listed = tuple(
+            ObservedVector(**dict(zip(fields, zip(*ranks, strict=True), strict=True)), steps=n, graph=graph, reason=why)
+            for (_, ranks, graph, why), n in chosen.items()
+        )
+        return listed, self._forgotten[role] + own.total() - chosen.total()
+
+
+def _chosen(steps: Counter[Shared], most: int) -> Counter[Shared]:
+    """Return the most frequent vectors, half of them eager if there are so many: those are the ones to explain."""
+    by_count = steps.most_common()
+    eager = dict([(each, count) for each, count in by_count if each[2] is None][: most // 2])
+    others = [(each, count) for each, count in by_count if each not in eager]
+    return Counter(eager | dict(others[: most - len(eager)]))

@@ -10,23 +10,18 @@ from capture_planner.errors import BackendError, PlanningError, Problem
 from capture_planner.modes import Role
 from capture_planner.planning.resolve import GroupSupport
 from capture_planner.plugins.registry import RegisteredBackend, Registry
-from capture_planner.records.backend import Attention, Support
+from capture_planner.records.backend import Attention
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import GroupSpec, Spec
 
 
 @attrs.frozen(kw_only=True)
-class Group:
+class Group(GroupSupport):
     """An attention group while it is planned."""
 
     spec: GroupSpec
     registered: RegisteredBackend
     attention: Attention
-    support: Support
-
-    @property
-    def for_resolution(self) -> GroupSupport:
-        return GroupSupport(group=self.spec.name, backend=self.registered.name, support=self.support)
 
 
 def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Registry) -> tuple[Group, ...]:
@@ -39,7 +34,8 @@ def ask_backends(spec: Spec, role: Role, environment: Environment, registry: Reg
         registered = _backend(spec, role, index, group, registry)
         attention = Attention.of(spec, role, layers=group.layers, window=group.window)
         support = registered.support(role, attention, environment)
-        groups.append(Group(spec=group, registered=registered, attention=attention, support=support))
+        named = {"group": group.name, "backend": registered.name}
+        groups.append(Group(spec=group, registered=registered, attention=attention, support=support, **named))
     return tuple(groups)
 
 

@@ -93,8 +93,7 @@ def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple
     The spec is returned as it was resolved: with the roles whose decodes can vary in length.
     """
     groups = {role: ask_backends(spec, role, environment, registry) for role in spec.active_roles}
-    supports = {role: [group.for_resolution for group in each] for role, each in groups.items()}
-    spec, modes = resolve_roles(spec, supports)
+    spec, modes = resolve_roles(spec, groups)
     return spec, [RoleInProgress(spec, environment, role, groups[role], *modes[role]) for role in groups]
 
 

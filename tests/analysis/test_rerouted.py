@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.analysis.rerouted import rerouted
+from capture_planner.analysis.diff import rerouted
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.plan import Plan

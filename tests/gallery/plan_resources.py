@@ -54,7 +54,7 @@ def _weakest_of_all_models(recorded: bool) -> Plan:
         def resolved(
             spec: Spec, role: Role, groups: Sequence[GroupSupport], target: GraphMode | None
         ) -> tuple[GraphMode, ResolvedMode]:
-            every = (*groups, *(each.for_resolution for each in drafter)) if role is Role.TARGET else groups
+            every = (*groups, *drafter) if role is Role.TARGET else groups
             requested, resolution = own(spec, role, every, target)
             quiet = role is Role.TARGET and not recorded
             return requested, attrs.evolve(resolution, decisions=()) if quiet else resolution

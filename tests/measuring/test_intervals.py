@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.measuring.coarsening import ShapeTally, coarsened
-from capture_planner.measuring.intervals import SETTLED, STALL, Intervals
+from capture_planner.measuring.recorder import SETTLED, STALL, Intervals
 from capture_planner.modes import Reason, Role
 
 TIMES = st.lists(st.floats(1.0, 5.0), min_size=1, max_size=50)

@@ -6,8 +6,8 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.measuring import vector_counts
-from capture_planner.measuring.vector_counts import VectorCounts
+from capture_planner.measuring import recorder
+from capture_planner.measuring.recorder import VectorCounts
 from capture_planner.modes import GraphMode, Reason, Role
 
 SHARES = st.tuples(st.integers(1, 9), st.just(9), st.none(), st.just(True), st.sampled_from(GraphMode))
@@ -19,7 +19,7 @@ def test_every_step_is_listed_or_counted(events, most):
     """With few kept apart: the sums by role stay, the listed ones are exact where nothing was forgotten."""
     steps = [(role, shares, *outcome) for role, shares, outcome in events]
     for known in (4, 1000):
-        with mock.patch.object(vector_counts, "MAX_KNOWN", known):
+        with mock.patch.object(recorder, "MAX_KNOWN", known):
             counts = VectorCounts()
             for each in steps:
                 counts.add(each)

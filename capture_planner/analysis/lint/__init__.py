@@ -4,7 +4,7 @@ Each rule comes from a bug reported in public, and names the threads. Importing 
 them all; ``lint`` runs them.
 """
 
-from capture_planner.analysis.lint import coverage_rules, file_rules, mode_rules, resource_rules, shape_rules
+from capture_planner.analysis.lint import coverage_rules, mode_rules, resource_rules, shape_rules
 from capture_planner.analysis.lint.core import RULES, BugClass, Diagnostic, Finding, Rule, Severity, lint
 
 for _code in sorted(RULES):  # modules register in the order of import
@@ -18,7 +18,6 @@ __all__ = [
     "Rule",
     "Severity",
     "coverage_rules",
-    "file_rules",
     "lint",
     "mode_rules",
     "resource_rules",

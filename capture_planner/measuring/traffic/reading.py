@@ -15,15 +15,14 @@ import attrs
 from capture_planner.analysis.arrivals import MOST_BLOCKS
 from capture_planner.codec import Document
 from capture_planner.codec.documents import MAX_BYTES
-from capture_planner.errors import InvalidDocument, Problem
+from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.measuring.traffic.fitting import summed
-from capture_planner.measuring.traffic.formats import LogFormats
+from capture_planner.measuring.traffic.formats import Labels, LogFormats, MetricFormat
 from capture_planner.measuring.traffic.lines import LineReader
-from capture_planner.measuring.traffic.observed import observed_counts, read_document, read_run_report
-from capture_planner.measuring.traffic.prometheus import NAME, read_prometheus
 from capture_planner.measuring.traffic.request_trace import drafter_batches, is_trace, read_trace
 from capture_planner.measuring.traffic.source import (
     HEAD,
+    MAX_SAMPLES,
     MAX_WHOLE,
     Advance,
     RequestTrace,
@@ -31,8 +30,10 @@ from capture_planner.measuring.traffic.source import (
     SourceOptions,
     TrafficSource,
 )
-from capture_planner.measuring.workers import read_workers
+from capture_planner.measuring.workers import read_workers, speaker
 from capture_planner.modes import Role
+from capture_planner.records.observation import Observation
+from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
 
 OTHER_FORMATS = {
@@ -309,3 +310,141 @@ def _unknown(batches: Sequence[TrafficCount]) -> Iterator[str]:
     for name, text in follows.items():
         if missing[name]:
             yield text.format(f"{missing[name] / steps:.1%}")
+
+
+# Prometheus text ---------------------------------------------------------------------------------
+
+
+NAME = "Prometheus text"
+MOST = 1e18
+"""What no counter reaches; a value may also be NaN."""
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})? +([-+.\w]+)(?: +-?\d+)?")
+_LABEL = re.compile(r"(?<!\w)(\w+)=\"((?:[^\"\\]|\\.)*)\"")
+
+
+def read_prometheus(text: str, name: str, metrics: MetricFormat) -> SourceCounts:
+    """Return the counts of the last scrape in a text; raises ``InvalidDocument`` where it has no batch shapes."""
+    samples: dict[tuple[str, Labels], float] = {}
+    skipped: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            sample = _sample(line.strip())
+            if sample is None:
+                skipped.append(f"{name}:{number}: {line[:160]!a}")
+            else:
+                samples[sample[0]] = sample[1]
+    try:
+        counts = metrics.count(samples)
+    except InvalidValue as error:
+        raise InvalidDocument(
+            attrs.evolve(problem, file=name, message=f"{NAME}: {problem.message}") for problem in error.problems
+        ) from None
+    return SourceCounts(
+        format=NAME,
+        batches=tuple(counts.batches),
+        skipped=len(skipped),
+        samples=tuple(skipped[:MAX_SAMPLES]),
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        notes=counts.notes,
+    )
+
+
+def _sample(line: str) -> tuple[tuple[str, Labels], float] | None:
+    """Return name, labels and value of a line of the text format; None where it is none, or no number."""
+    match = _SAMPLE.fullmatch(line)
+    if match is None:
+        return None
+    name, labels, value = match.groups()
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return ((name, tuple(_LABEL.findall(labels or ""))), number) if abs(number) < MOST else None
+
+
+# Files of ours -----------------------------------------------------------------------------------
+
+
+def read_document(document: Document, options: SourceOptions) -> SourceCounts:
+    """Return the counts of an observation or of a traffic file; raises ``InvalidDocument``."""
+    if document.is_traffic:
+        traffic = document.load(Traffic)
+        return SourceCounts(
+            format="traffic file",
+            batches=traffic.batches,
+            lines=traffic.lines,
+            seconds=traffic.seconds,
+            skipped=traffic.skipped,
+            drafted=traffic.drafted,
+            accepted=traffic.accepted,
+            notes=traffic.notes,
+        )
+    return observed_counts(document.load(Observation))
+
+
+def observed_counts(observation: Observation) -> SourceCounts:
+    """Return the counts of an observation."""
+    others = sum(role.other_batches for role in observation.roles)
+    rounded = sum(role.rounded_batches for role in observation.roles)
+    notes = {
+        f"{counted(rounded, 'step')} of rare shapes are listed as larger ones: an observation is bounded": rounded,
+        f"{counted(others, 'step')} of shapes that the observation does not list are not counted": others,
+    }
+    return SourceCounts(
+        format="observation",
+        batches=tuple(
+            TrafficCount(
+                role=role.role,
+                num_reqs=batch.num_reqs,
+                num_tokens=batch.num_tokens,
+                query_len=batch.query_len if batch.past_prompt else None,
+                past_prompt=batch.past_prompt,
+                active_loras=batch.active_loras,
+                count=batch.steps,
+            )
+            for role in observation.roles
+            for batch in role.batches
+            if batch.steps and batch.num_reqs and batch.num_tokens
+        ),
+        seconds=observation.seconds or None,
+        drafted=observation.drafted,
+        accepted=observation.accepted,
+        notes=tuple(note for note, steps in notes.items() if steps),
+        worker=(
+            (observation.engine, observation.model, observation.world_size, *speaker(observation)),
+            observation.rank,
+        ),
+    )
+
+
+def read_run_report(data: dict[str, object], options: SourceOptions) -> SourceCounts:
+    """Return the counts of what ``capture-planner run --format json`` printed: its forwards.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is no such report.
+    """
+    forwards, steps = data["forwards"], data["steps"]
+    assert isinstance(forwards, list) and isinstance(steps, list)
+    first, last = (round(share * len(steps)) for share in options.part)
+    chosen = {step["index"] for step in steps[first:last]}
+    batches = []
+    for forward in forwards:
+        if forward["step"] in chosen:
+            query_len = forward["query_len"]
+            batch = TrafficCount(
+                role=Role(forward["role"]),
+                num_reqs=int(forward["num_reqs"]),
+                num_tokens=int(forward["num_tokens"]),
+                query_len=query_len,
+                past_prompt=query_len is not None,
+                count=int(forward["repeats"]),
+            )
+            batches.append(batch)
+    seconds = sum(float(step["seconds"]) for step in steps[first:last])
+    return SourceCounts(
+        format="run report",
+        batches=tuple(batches),
+        seconds=round(seconds, 6) or None,
+        notes=("accepted drafts by position are not in a run report",) if any(s["drafted"] for s in steps) else (),
+    )

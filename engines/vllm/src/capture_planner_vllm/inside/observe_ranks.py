@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from capture_planner.measuring.vector_counts import RankShare
+from capture_planner.measuring.recorder import RankShare
 from capture_planner.modes import GraphMode
 
 TOKENS, MODE, UNIFORM, LONGEST, _, REQUESTS, _ = range(7)
