@@ -23,30 +23,7 @@ _SIZES = {
     "vocab_size": ("vocab_size",),
 }
 
-_TEMPLATE = """\
-# Spec of {name}, written by `capture-planner init` from {source}.
-# Edit it, then plan it for a machine: capture-planner plan THIS_FILE -e h100
-version: 1
-
-# The architecture, as far as CUDA graphs depend on it.
-model:
-{model}
-
-# Limits of the scheduler: they decide which batches can occur. Copy them from your engine.
-limits:
-  max_num_reqs: 256  # most requests per batch (vLLM: --max-num-seqs)
-  max_num_tokens: 8192  # most tokens per batch (vLLM: --max-num-batched-tokens)
-
-# FULL graphs for decodes and PIECEWISE graphs for batches with prompts. Also: FULL, FULL_DECODE_ONLY,
-# PIECEWISE, NONE. What the backend cannot do is lowered, and the plan says why.
-mode: FULL_AND_PIECEWISE
-
-# Attention backend: `capture-planner backends` lists the installed ones and what they support.
-backend: flash_attention
-
-# Speculative decoding: K tokens are drafted per step, so decodes have 1 + K tokens per request.
-# speculative: {speculative}
-{roles}"""
+_TEMPLATE = Path(__file__).with_name("spec_template.txt")
 
 _UNKNOWN_WINDOW = """
 # The configuration has sliding_window {window}, but not which layers use it: all are planned with full attention.
@@ -134,7 +111,9 @@ def spec_text(config: dict[str, Any], source: str, name: str) -> str:
     if any("mrope_section" in str(text.get(key)) for key in ("rope_scaling", "rope_parameters")):
         lines.append("mrope: true  # positions have three sections")
     model, roles = "\n".join(f"  {line}" for line in lines), _roles(text, sizes["num_layers"])
-    return _TEMPLATE.format(name=name, source=source, model=model, speculative=draft, roles=roles)
+    return _TEMPLATE.read_text(encoding="utf-8").format(
+        name=name, source=source, model=model, speculative=draft, roles=roles
+    )
 
 
 def _size(config: dict[str, Any], *keys: str) -> int:

@@ -77,24 +77,17 @@ def summed(batches: Iterable[TrafficCount]) -> tuple[TrafficCount, ...]:
 
 
 def _merged(rare: list[TrafficCount], tokens: float, reqs: float) -> tuple[Counter[Shape], float]:
-    """Return the shapes on a grid, and by which share their tokens grew."""
-    # Each number occurs in many shapes.
-    grown_of = _rounded({batch.num_tokens for batch in rare}, tokens)
-    room_of = _rounded({batch.num_reqs for batch in rare}, reqs)
+    """Return the shapes on a grid, none above the largest, and by which share their tokens grew."""
+    most_reqs, most_tokens = (
+        max(each or 0 for each in column) for column in zip(*((b.num_reqs, b.num_tokens) for b in rare), strict=True)
+    )
     rounded: Counter[Shape] = Counter()
     before = after = 0
     for batch in rare:
         *kind, num_reqs, num_tokens = batch.shape
         assert num_tokens is not None
-        grown = grown_of[num_tokens]
+        grown = min(rounded_up(num_tokens, tokens), most_tokens)
         before, after = before + num_tokens * batch.count, after + grown * batch.count
-        room = num_reqs and min(room_of[num_reqs], grown)
+        room = num_reqs and min(rounded_up(num_reqs, reqs), most_reqs, grown)
         rounded[(*kind, room, grown)] += batch.count  # type: ignore[index]
     return rounded, after / before - 1
-
-
-def _rounded(numbers: set[int | None], share: float) -> dict[int, int]:
-    """Return what each number is rounded up to, none of them above the largest."""
-    given = [number for number in numbers if number]
-    largest = max(given, default=0)
-    return {number: min(rounded_up(number, share), largest) for number in given}

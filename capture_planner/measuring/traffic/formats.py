@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from capture_planner.measuring.traffic.source import SourceOptions
+from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount
 
@@ -28,18 +28,6 @@ DECODE, PROMPTS = "decode", "prompts"
 Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[tuple[str, Labels], float]
 """Last value of each metric, by its name and its labels."""
-
-
-@attrs.frozen(kw_only=True)
-class LineCounts:
-    """Batches of the lines of one format."""
-
-    batches: Sequence[TrafficCount]
-    lines: int | None = None
-    """Number of lines, where each stands for several steps; None: each step has one."""
-    notes: tuple[str, ...] = ()
-    drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +50,7 @@ class LineFormat:
     """Return the shape of a key, without the duration."""
     times: Callable[[Key], int] = lambda key: 1
     """Return how many steps a key stands for."""
-    count: Callable[[Counter[Shape], SourceOptions], LineCounts]
+    count: Callable[[Counter[Shape], SourceOptions], SourceCounts]
     """Return the batches of counted shapes."""
     repeats: Callable[[Counter[Shape]], frozenset[Any]] = lambda shapes: frozenset()
     """Return the kinds whose lines show the same steps as others, by all lines of a source."""
@@ -78,7 +66,7 @@ class MetricFormat:
     """Beginning of their names: ``vllm:``."""
     example: str = ""
     """Line with batch shapes; empty: the engine has none."""
-    count: Callable[[Samples], LineCounts]
+    count: Callable[[Samples], SourceCounts]
     """Returns the batches of a scrape; raises ``InvalidValue`` where it has none, with what to do."""
 
     def is_in(self, head: bytes) -> bool:

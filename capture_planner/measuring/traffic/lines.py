@@ -11,7 +11,7 @@ from typing import Any
 from capture_planner.analysis.arrivals import OrderedBlocks
 from capture_planner.codec.rows import MAX_TOKENS
 from capture_planner.measuring.traffic.fitting import rounded_up
-from capture_planner.measuring.traffic.formats import PROMPTS, Key, LineCounts, LineFormat, Shape
+from capture_planner.measuring.traffic.formats import PROMPTS, Key, LineFormat, Shape
 from capture_planner.measuring.traffic.source import MAX_SAMPLES, SourceCounts, SourceOptions
 
 MAX_SHAPES = 1 << 17
@@ -201,7 +201,7 @@ def _timeless(line_format: LineFormat, key: Key) -> Key:
 
 def _parts(
     keys: Mapping[_LineTally, Counter[Shape]], repeated: Mapping[_LineTally, frozenset[Any]], options: SourceOptions
-) -> list[LineCounts]:
+) -> list[SourceCounts]:
     """Return the batches of each format, without the kinds that other lines show too."""
     return [
         each.format.count(Counter({key: count for key, count in keys[each].items() if key[0] not in kinds}), options)

@@ -340,15 +340,7 @@ def read_prometheus(text: str, name: str, metrics: MetricFormat) -> SourceCounts
         raise InvalidDocument(
             attrs.evolve(problem, file=name, message=f"{NAME}: {problem.message}") for problem in error.problems
         ) from None
-    return SourceCounts(
-        format=NAME,
-        batches=tuple(counts.batches),
-        skipped=len(skipped),
-        samples=tuple(skipped[:MAX_SAMPLES]),
-        drafted=counts.drafted,
-        accepted=counts.accepted,
-        notes=counts.notes,
-    )
+    return attrs.evolve(counts, format=NAME, skipped=len(skipped), samples=tuple(skipped[:MAX_SAMPLES]))
 
 
 def _sample(line: str) -> tuple[tuple[str, Labels], float] | None:

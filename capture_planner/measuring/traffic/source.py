@@ -82,12 +82,12 @@ class RequestTrace:
 
 @attrs.frozen(kw_only=True)
 class SourceCounts:
-    """Counts of one source. ``seconds`` and ``skipped`` are as in ``Traffic``."""
+    """Counts of one source, or of its lines in one format. ``seconds`` and ``skipped`` are as in ``Traffic``."""
 
-    format: str
-    batches: tuple[TrafficCount, ...]
+    format: str = ""
+    batches: tuple[TrafficCount, ...] = attrs.field(converter=tuple[TrafficCount, ...])
     lines: int | None = None
-    """Lines that the target's steps rest on, as in ``Traffic``."""
+    """Lines that the target's steps rest on, as in ``Traffic``; None: each step has one."""
     blocks: tuple[tuple[TrafficCount, ...], ...] = ()
     """Batches in stretches of the order of time; rare shapes may be larger ones. Empty: it has no order."""
     trace: RequestTrace | None = None

@@ -13,7 +13,6 @@ from capture_planner.measuring.traffic.formats import (
     DECODE,
     PROMPTS,
     Key,
-    LineCounts,
     LineFormat,
     LogFormats,
     Shape,
@@ -21,7 +20,7 @@ from capture_planner.measuring.traffic.formats import (
     prompts,
     uniform_note,
 )
-from capture_planner.measuring.traffic.source import SourceOptions
+from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 
 # Every repetition is bounded, so that no line takes more time than its length: a log may hold anything.
 _LINE = re.compile(
@@ -59,13 +58,13 @@ def _repeats(shapes: Counter[Shape]) -> frozenset[Any]:
     return frozenset((rank, kind) for rank in others for kind in (PROMPTS, DECODE))
 
 
-def _count(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+def _count(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     added: Counter[Shape] = Counter()
     for ((_, kind), reqs, tokens), count in shapes.items():
         if reqs and tokens:
             added[kind, reqs, tokens] += count
     batches = [*decodes(added), *prompts(added)]
-    return LineCounts(batches=batches, notes=tuple(uniform_note(batches)))
+    return SourceCounts(batches=batches, notes=tuple(uniform_note(batches)))
 
 
 _ITERATIONS = LineFormat(

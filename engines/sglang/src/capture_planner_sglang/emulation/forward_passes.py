@@ -9,8 +9,8 @@ import json
 from collections import Counter
 from typing import Any
 
-from capture_planner.measuring.traffic.formats import DECODE, PROMPTS, Key, LineCounts, LineFormat, Shape, prompts
-from capture_planner.measuring.traffic.source import SourceOptions
+from capture_planner.measuring.traffic.formats import DECODE, PROMPTS, Key, LineFormat, Shape, prompts
+from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount
 
@@ -46,7 +46,7 @@ def _shape(key: Key) -> Shape:
     return (PROMPTS, decoding) if decoding else PROMPTS, prompted + decoding, tokens
 
 
-def _count(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+def _count(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     batches = [batch for batch in prompts(shapes) if batch.num_tokens]
     unknown = 0
     for (kind, reqs, tokens), count in shapes.items():
@@ -67,7 +67,7 @@ def _count(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
     notes = ["forward-pass metrics do not say how many tokens a decode has"]
     if unknown:
         notes.append(f"so the tokens of {unknown} batches of prompts and decodes are not known; give --query-len")
-    return LineCounts(batches=batches, notes=tuple(notes))
+    return SourceCounts(batches=batches, notes=tuple(notes))
 
 
 FORWARD_PASSES = LineFormat(

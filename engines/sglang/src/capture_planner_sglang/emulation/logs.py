@@ -15,7 +15,6 @@ from capture_planner.measuring.traffic.formats import (
     DECODE,
     PROMPTS,
     Key,
-    LineCounts,
     LineFormat,
     LogFormats,
     MetricFormat,
@@ -24,7 +23,7 @@ from capture_planner.measuring.traffic.formats import (
     decodes,
     prompts,
 )
-from capture_planner.measuring.traffic.source import SourceOptions
+from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount
 from capture_planner_sglang.emulation.forward_passes import FORWARD_PASSES
@@ -65,7 +64,7 @@ def _prefill_shape(key: Key) -> Shape:
     return PROMPTS, int(key[0]), key[1]
 
 
-def _count_decodes(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+def _count_decodes(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     shapes = Counter({shape: count for shape, count in shapes.items() if shape[1]})
     interval = options.decode_log_interval
     batches = [
@@ -82,17 +81,17 @@ def _count_decodes(shapes: Counter[Shape], options: SourceOptions) -> LineCounts
             f"each of SGLang's {sum(shapes.values())} decode lines counts as {interval} steps, because SGLang logs one "
             f"decode in {interval}; start it with --decode-log-interval 1 for all"
         )
-    return LineCounts(
+    return SourceCounts(
         batches=[attrs.evolve(batch, count=batch.count * interval) for batch in batches],
         lines=sum(shapes.values()),
         notes=tuple(notes),
     )
 
 
-def _count_prefills(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+def _count_prefills(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     batches = [batch for batch in prompts(shapes) if batch.num_tokens]
     note = "decodes that SGLang runs within a batch of prompts (--enable-mixed-chunk) are not in its lines"
-    return LineCounts(batches=batches, notes=(note,))
+    return SourceCounts(batches=batches, notes=(note,))
 
 
 _DECODES = LineFormat(
@@ -121,7 +120,7 @@ _PREFILLS = LineFormat(
 )
 
 
-def _count_metrics(samples: Samples) -> LineCounts:
+def _count_metrics(samples: Samples) -> SourceCounts:
     has_passes = any(name.startswith("sglang:cuda_graph_passes_total") for name, _ in samples)
     reason = "SGLang counts passes by mode, which are no batch shapes" if has_passes else "no batch shapes of SGLang"
     raise InvalidValue([Problem(message=reason, remedy="give SGLang's log")])

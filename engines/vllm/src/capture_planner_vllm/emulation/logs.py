@@ -19,7 +19,6 @@ from capture_planner.measuring.traffic.formats import (
     PROMPTS,
     Key,
     Labels,
-    LineCounts,
     LineFormat,
     LogFormats,
     MetricFormat,
@@ -29,7 +28,7 @@ from capture_planner.measuring.traffic.formats import (
     prompts,
     uniform_note,
 )
-from capture_planner.measuring.traffic.source import SourceOptions
+from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount
 
@@ -54,7 +53,7 @@ def _iteration_shape(key: Key) -> Shape:
     return PROMPTS if int(context_reqs) else DECODE, num_reqs, num_tokens
 
 
-def _count_iterations(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+def _count_iterations(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     notes = [
         f"{count} {kind}"
         for name, kind in ((_DUMMY, "dummy steps of idle data-parallel ranks"), (_EMPTY, "steps without requests"))
@@ -62,7 +61,7 @@ def _count_iterations(shapes: Counter[Shape], options: SourceOptions) -> LineCou
     ]
     listed = [f"{' and '.join(notes)} are not counted"] if notes else []
     batches = [*decodes(shapes), *prompts(shapes)]
-    return LineCounts(batches=batches, notes=(*listed, *uniform_note(batches)))
+    return SourceCounts(batches=batches, notes=(*listed, *uniform_note(batches)))
 
 
 _ITERATIONS = LineFormat(
@@ -97,7 +96,7 @@ def _row_times(key: Key) -> int:
     return 1 if key[1] == b"Mode" else int(key[2])
 
 
-def _count_rows(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+def _count_rows(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     modes = {kind[1] for kind, *_ in shapes if kind[0] == "Mode"}
     # Where decodes have graphs of their own, a FULL graph serves nothing else.
     separate = bool(modes) and modes <= {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"}
@@ -109,7 +108,7 @@ def _count_rows(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
     notes = ["vLLM's table of graphs has tokens only: neither requests nor query lengths"]
     if not separate:
         notes.append("which batches are decodes is not known: the table does not name a mode that separates them")
-    return LineCounts(batches=batches, notes=tuple(notes))
+    return SourceCounts(batches=batches, notes=tuple(notes))
 
 
 # Written every few seconds, and counted from 0 each time, so the tables of a log add up.
@@ -133,7 +132,7 @@ _ACCEPTANCE_LINE = re.compile(
 )
 
 
-def _count_acceptance(shapes: Counter[Shape], options: SourceOptions) -> LineCounts:
+def _count_acceptance(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     drafted: Counter[int] = Counter()
     accepted: Counter[int] = Counter()
     for ((tokens, text), *_), times in shapes.items():
@@ -143,7 +142,7 @@ def _count_acceptance(shapes: Counter[Shape], options: SourceOptions) -> LineCou
             drafted[position] += round(each)
             accepted[position] += round(each * rate)
     note = "accepted drafts by position are from vLLM's rounded rates, and taken as equally many at each position"
-    return LineCounts(
+    return SourceCounts(
         batches=(),
         drafted=tuple(drafted[position] for position in sorted(drafted)),
         accepted=tuple(accepted[position] for position in sorted(drafted)),
@@ -175,7 +174,7 @@ BUCKETS = (*range(1, 17), *range(24, 257, 8), *range(272, 513, 16), 1024, 2048, 
 """Bounds for ``--custom-histogram-buckets`` of vLLM that are as fine as its list of capture sizes."""
 
 
-def _count_metrics(samples: Samples) -> LineCounts:
+def _count_metrics(samples: Samples) -> SourceCounts:
     steps, above = _histogram(samples)
     if not steps:
         remedy = f"scrape a vLLM that ran steps ({_TOKENS}), or give the engine's log"
@@ -189,7 +188,7 @@ def _count_metrics(samples: Samples) -> LineCounts:
     ]
     if above:
         notes.append(f"{above} steps above the last bucket are not counted")
-    return LineCounts(
+    return SourceCounts(
         batches=[TrafficCount(role=Role.TARGET, num_tokens=tokens, count=count) for tokens, count in steps.items()],
         drafted=drafted,
         accepted=accepted,
