@@ -15,6 +15,7 @@ from typing import IO
 import attrs
 import click
 
+import capture_planner
 from capture_planner import codec
 from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
@@ -34,7 +35,7 @@ from capture_planner.cli.common import (
 from capture_planner.cli.options import flag
 from capture_planner.cli.ranks import answer_line, read_batches
 from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_engine
-from capture_planner.engines.check import check
+from capture_planner.engines.check import check, fixed_together
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.export import prove, within_budget
 from capture_planner.engines.spec_of import spec_of, with_sizes
@@ -46,6 +47,7 @@ from capture_planner.planning.planner import plan
 from capture_planner.plugins import registry
 from capture_planner.records.spec import Spec
 from capture_planner.report.engine import emulation_report, export_report, findings_report, launch_command
+from capture_planner.report.findings import Drift, FileFinding, as_github, as_sarif
 from capture_planner.report.printable import printable
 
 
@@ -140,17 +142,37 @@ def check_engine(
     name: str, flags: Sequence[str], environment: str | None, to: Output, strict: bool, ignore: Collection[str] = ()
 ) -> None:
     """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings."""
-    if to.form not in ("text", "json"):
-        raise click.UsageError(f"--format {to.form} is for files; with --engine use text or json.")
+    file = next((word for word in flags if Path(word).is_file()), "")
+    if to.form not in ("text", "json") and not file:
+        raise click.UsageError(f"--format {to.form} is for files; name one with the line, or use text or json.")
     machine = machine_named(environment)
     emulation = emulate(name, flags, machine.environment)
     show_notes(emulation.notes)
     found = check(emulation, find_engine(name), machine.environment)
     findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
-    to.show(lambda: {"findings": findings}, partial(findings_report, emulation, findings), assumptions)
+    if to.form == "text":
+        # A finding about an assumption says it, too.
+        said = {each.diagnosis.message for each in findings}
+        assumptions = tuple(each for each in assumptions if each.rpartition("; ")[0] not in said)
+    own = find_engine(name)
+    together = fixed_together(emulation, findings, own, machine.environment)
+    report = partial(findings_report, emulation, findings, own.programs[0], together)
+    placed = [FileFinding(finding=each, file=file, line=1, column=1) for each in findings]
+    annotations = None if to.form in ("text", "json") else partial(annotate, to, placed)
+    to.show(lambda: {"findings": findings, "together": together}, report, assumptions, annotations)
     if any(strict or each.severity is not Severity.NOTE for each in findings):
         click.get_current_context().exit(FINDINGS)
+
+
+def annotate(to: Output, placed: Sequence[FileFinding], drift: Sequence[Drift] = ()) -> None:
+    """Print findings as GitHub annotations or SARIF."""
+    if to.form == "sarif":
+        text = to_json(as_sarif(placed, drift, capture_planner.__version__))
+    else:
+        text = as_github(placed, drift)
+    if text:
+        show_lines(text)
 
 
 @click.command()

@@ -11,7 +11,6 @@ from typing import IO, Any
 
 import click
 
-import capture_planner
 from capture_planner import codec
 from capture_planner.analysis.coverage import coverage
 from capture_planner.analysis.diff import Change, FieldChange, changed
@@ -31,11 +30,10 @@ from capture_planner.cli.common import (
     plan_of,
     read_document,
     record_text,
-    show_lines,
     show_notes,
     to_json,
 )
-from capture_planner.cli.engine import EngineName, FileOrEngineCommand, check_engine
+from capture_planner.cli.engine import EngineName, FileOrEngineCommand, annotate, check_engine
 from capture_planner.cli.options import POSITIVE, ParsedText, flag, option
 from capture_planner.cli.ranks import answer_line, read_batches
 from capture_planner.codec import Document, plain, structure
@@ -464,14 +462,7 @@ def check(
 
     def show_annotations() -> None:
         show_notes(assumed())
-        sarif = to.form == "sarif"
-        written = (
-            to_json(findings.as_sarif(placed, drifts, capture_planner.__version__))
-            if sarif
-            else findings.as_github(placed, drifts)
-        )
-        if written:
-            show_lines(written)
+        annotate(to, placed, drifts)
 
     other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
     to.show(

@@ -7,6 +7,7 @@ observed: each is decided over the whole admissible space, through the engine's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import attrs
 
@@ -84,8 +85,12 @@ class EngineFinding:
         return self.diagnosis.severity or self.rule.severity
 
     def __str__(self) -> str:
-        threads = ", ".join(self.rule.threads)
-        return f"{self.rule.code} {self.rule.name}: {self.diagnosis.message}; {self.fix} ({threads})"
+        return f"{self.rule.code} {self.rule.name}: {self.text} ({', '.join(self.rule.threads)})"
+
+    @property
+    def text(self) -> str:
+        """The message, and how to fix it."""
+        return f"{self.diagnosis.message}; {self.fix}"
 
 
 ENGINE_RULES: dict[str, EngineRule] = {}
@@ -116,6 +121,68 @@ def check(
         for _, each in sorted(ENGINE_RULES.items())
         for diagnosis in each.check(subject)
     )
+
+
+@attrs.frozen(kw_only=True)
+class Together:
+    """One command line with the fixes of several findings, proved together."""
+
+    command: tuple[str, ...]
+    """The flags, without the program."""
+    changes: tuple[FlagChange, ...]
+    price: str
+    left: tuple[str, ...]
+    """Codes of the findings that stay."""
+
+
+def fixed_together(
+    emulation: Emulation, findings: Sequence[EngineFinding], engine: Engine, environment: Environment
+) -> Together | None:
+    """Return changes that remove all findings with a flag to give, each of which adds none; None if one is enough.
+
+    The fixes of ``check`` are proved one by one, and two of them may contradict each other. Here each is chosen for
+    the command line that has those before it. None gives something up.
+    """
+    fixes = {each.fix: each.rule.code for each in findings if each.fix.startswith("give ")}
+    if len(fixes) < 2:
+        return None
+    current, found, changes = emulation, _diagnoses(emulation, engine), []
+    while (step := _step(current, found, engine, environment)) is not None:
+        current, found, change = step
+        changes.append(change)
+    left = tuple(dict.fromkeys(code for code, _ in found))
+    if set(left) & set(fixes.values()):
+        return None
+    return Together(
+        command=tuple(current.command), changes=tuple(changes), price=change_text(emulation, current), left=left
+    )
+
+
+Diagnoses = dict[tuple[str, Role], Diagnosis]
+
+
+def _diagnoses(emulation: Emulation, engine: Engine) -> Diagnoses:
+    """Return what the rules find, by code and role."""
+    subject = _subject(emulation, engine)
+    return {(code, each.role): each for code, rule in sorted(ENGINE_RULES.items()) for each in rule.check(subject)}
+
+
+def _step(
+    current: Emulation, found: Diagnoses, engine: Engine, environment: Environment
+) -> tuple[Emulation, Diagnoses, FlagChange] | None:
+    """Return the first change that removes a finding and adds none, with what it makes of the engine."""
+    for (code, role), diagnosis in found.items():
+        for change in islice(engine.fixes.changes(code, current, role, diagnosis.runs), MOST_TRIED):
+            if change.instead:
+                continue
+            try:
+                after = engine.fixes.after(engine.emulate, current.command, change, environment)
+            except InvalidValue:
+                continue
+            left = _diagnoses(after, engine)
+            if left.keys() < found.keys():
+                return after, left, change
+    return None
 
 
 MOST_TRIED = 6

@@ -9,7 +9,7 @@ from typing import Any
 
 from capture_planner.codec import json_fields
 from capture_planner.engines.auto.decisions import StartDecision, short
-from capture_planner.engines.check import EngineFinding
+from capture_planner.engines.check import EngineFinding, Together
 from capture_planner.engines.emulation import CapturedGraph, Emulation, EncoderGraphs, Manager
 from capture_planner.engines.export import DRAFT_MODEL, Effect, Export, Proof
 from capture_planner.engines.parsing import as_words
@@ -152,25 +152,38 @@ def sizes_text(sizes: Sequence[int]) -> str:
     return " ".join(parts) or "none"
 
 
-def findings_report(emulation: Emulation, findings: Sequence[EngineFinding]) -> Report:
-    """Return one finding a paragraph: what, its fix, and where it was seen; the same finding of several roles once."""
+def findings_report(
+    emulation: Emulation, findings: Sequence[EngineFinding], program: str = "", together: Together | None = None
+) -> Report:
+    """Return one finding a paragraph: what, its fix, and where it was reported; those of one fix once.
+
+    :param program: what the flags of ``together`` are given to.
+    """
     parts: list[Part] = []
-    for (title, text, fix, seen), alike in grouped(findings, _paragraph).items():
-        message = alike[0].diagnosis.message
-        # Several roles, or one whose name its message begins with: name them once, in front.
-        if message != text:
-            message = f"{' and '.join(each.diagnosis.role for each in alike)}: {text}"
-        parts += [f"{title}: {message}", f"  fix: {fix}", f"  seen: {seen}"]
-    total = counted(len(findings), "finding") if findings else "nothing to report"
+    paragraphs = grouped(findings, _paragraph)
+    for (title, fix, seen), alike in paragraphs.items():
+        messages = []
+        for text, roles in grouped(alike, _unnamed).items():
+            message = roles[0].diagnosis.message
+            # Several roles, or one whose name its message begins with: name them once, in front.
+            if message != text:
+                message = f"{' and '.join(each.diagnosis.role for each in roles)}: {text}"
+            messages.append(message)
+        parts += [f"{title}: {'; '.join(messages)}", f"  fix: {fix}", f"  reported: {seen}"]
+    if together is not None:
+        flags = all(flag.startswith("-") for change in together.changes for flag, _ in change.flags)
+        line = f"{program} {shlex.join(together.command)}" if flags else ", then ".join(map(str, together.changes))
+        left = f"leaves {', '.join(together.left)}" if together.left else "leaves nothing to report"
+        parts += [f"together ({together.price}; {left}):", TonedText(f"  {line}", "verbatim")]
+    total = counted(len(paragraphs), "finding") if findings else "nothing to report"
     title = f"{emulation.engine} {emulation.version}: {total}"
     return Report(kind="check", title=title, sections=(Section(name="check", title="", parts=(*parts, title)),))
 
 
-def _paragraph(finding: EngineFinding) -> tuple[str, str, str, str]:
-    """Return what is shown of a finding; findings of several roles that differ in nothing else are shown together."""
+def _paragraph(finding: EngineFinding) -> tuple[str, str, str]:
+    """Return what is shown of a finding once, for all of several roles."""
     rule = finding.rule
-    title = f"{finding.severity.value}: {rule.code} {rule.name}"
-    return title, _unnamed(finding), finding.fix, ", ".join(rule.threads)
+    return f"{finding.severity.value}: {rule.code} {rule.name}", finding.fix, ", ".join(rule.threads)
 
 
 def _unnamed(finding: EngineFinding) -> str:

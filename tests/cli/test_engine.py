@@ -1,6 +1,7 @@
 """engine, check --engine, compare and export: what people type, what they read, and what is refused."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -346,15 +347,55 @@ def test_what_is_assumed_comes_first(call: Run, name: str, flag: str) -> None:
     assert shown.err == ""
     assert "folder with its config.json" in assumption
     checked = call("check", "--engine", *command, *H100, "--format", "json")
-    assert (checked.err, list(json.loads(checked.out))) == ("", ["assumptions", "findings"])
+    assert (checked.err, list(json.loads(checked.out))) == ("", ["assumptions", "findings", "together"])
     assert json.loads(checked.out)["assumptions"] == [assumption]
-    for words in (("engine",), ("check", "--engine")):
-        text = " ".join(call(*words, *command, *H100).out.split())
-        assert text.startswith(f"assumption: {assumption}")
+    text = " ".join(call("engine", *command, *H100).out.split())
+    assert text.startswith(f"assumption: {assumption}")
+    # There the finding about it says it, once.
+    text = " ".join(call("check", "--engine", *command, *H100).out.split())
+    assert text.count(assumption.rpartition("; ")[0]) == 1
     sides = call("compare", " ".join(command), f"{name} {flag} Qwen/Qwen3-8B", *H100, "--format", "json")
     assert (sides.err, sides.data["assumptions"]) == ("", [f"A: {assumption}"])
     unnamed = call("engine", *command, "--format", "json")
     assert unnamed.data["assumptions"] == ["no --environment given; using h100", assumption]
+
+
+@pytest.mark.parametrize("form", ["github", "sarif"])
+def test_findings_of_a_pasted_line_are_annotations_of_its_file(call: Run, tmp_path: Path, form: str) -> None:
+    """The line of a service that is kept in git is checked there."""
+    script = tmp_path / "serve.sh"
+    script.write_text(shlex.join(["vllm", "serve", *EAGLE, "--max-num-seqs", "256"]))
+    ran = call("check", "--engine", "vllm", str(script), *H100, "--format", form)
+    assert ran.code == 2
+    if form == "github":
+        assert f"::warning file={script},line=1,col=1,title=EN001 decodes-without-graph::target: decodes" in ran.out
+    else:
+        assert json.loads(ran.out)["runs"][0]["results"][0]["ruleId"] == "EN001"
+    ran = call("check", "--engine", "vllm", *EAGLE, *H100, "--format", form)
+    assert (ran.code, "is for files; name one with the line" in ran.err) == (1, True)
+
+
+EAGLE = ("--model", "Qwen/Qwen3-8B", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+NEXTN = ("--model-path", "Qwen/Qwen3-8B", "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("vllm", *EAGLE, "--max-num-seqs", "256"),
+        ("vllm", *EAGLE, "--max-num-seqs", "200", "--max-cudagraph-capture-size", "256"),
+        ("sglang", *NEXTN, "--cuda-graph-max-bs-decode", "32", "--max-running-requests", "256"),
+    ],
+)
+def test_fixes_are_one_line_that_was_proved(call: Run, command: tuple[str, ...]) -> None:
+    """What ``check`` then finds of it is what it said to be left; text counts what it shows."""
+    ran = call("check", "--engine", *command, *H100)
+    assert ran.out.rstrip().endswith(f": {ran.out.count('  fix: ')} findings")
+    together = call("check", "--engine", *command, *H100, "--format", "json").document(2)["together"]
+    assert shlex.join(together["command"]) in ran.out
+    again = json.loads(call("check", "--engine", command[0], *together["command"], *H100, "--format", "json").out)
+    assert sorted({each["code"] for each in again["findings"]}) == together["left"]
+    assert again["together"] is None
 
 
 @pytest.mark.parametrize("command", [("vllm", "Qwen/Qwen3-8B"), ("vllm",), ("tensorrt-llm", "some/model")])
