@@ -290,15 +290,12 @@ class OrderedBlocks(Generic[K]):
         self._filled += length
         if self._filled >= self._length:
             if len(self._blocks) >= MOST_BLOCKS:
-                self._halve()
+                firsts, seconds = self._blocks[::2], self._blocks[1::2]
+                for first, second in zip(firsts, seconds, strict=True):
+                    first.update(second)
+                self._blocks, self._length = firsts, 2 * self._length
             self._blocks.append(Counter())
             self._filled = 0
-
-    def _halve(self) -> None:
-        firsts, seconds = self._blocks[::2], self._blocks[1::2]
-        for first, second in zip(firsts, seconds, strict=True):
-            first.update(second)
-        self._blocks, self._length = firsts, 2 * self._length
 
     @property
     def blocks(self) -> tuple[Counter[K], ...]:

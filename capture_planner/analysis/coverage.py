@@ -107,7 +107,10 @@ def coverage(plan: Plan) -> Coverage:
 
 
 def _role_cells(role: RolePlan, plan: Plan, dispatcher: Dispatcher) -> Iterator[Cell]:
-    adapters = list(_lora_ranges(role, plan))
+    # The LoRA counts, split where the answer can change; drafters take none.
+    cases = {entry.active_loras for entry in role.entries}
+    cases |= {case for waiver in role.waivers for case in (waiver.min_loras - 1, waiver.max_loras)}
+    adapters = list(split_at(0, most_loras(role.role, plan), cases))
     for family in decode_families(role.role, plan):
         for alike in _decodes_of(role, family):
             for first, last in _ranges(alike.requests, _decode_stops(role, alike)):
@@ -221,14 +224,6 @@ def _ranges(domain: Domain, stops: Iterable[int]) -> Iterator[tuple[int, int]]:
         if last is not None and last >= first:
             yield first, last
             first = domain.after(last)
-
-
-def _lora_ranges(role: RolePlan, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Split the LoRA counts where the answer can change; drafters take none."""
-    stops = {entry.active_loras for entry in role.entries}
-    for waiver in role.waivers:
-        stops |= {waiver.min_loras - 1, waiver.max_loras}
-    return split_at(0, most_loras(role.role, plan), stops)
 
 
 def nearest_group_misses(plan: Plan, role: Role) -> tuple[int, ...]:

@@ -160,10 +160,13 @@ def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
         plan.role(vector.role)
         none = Answer(batch=None, dispatch=Dispatch(None, reason=Reason.IDLE))
         return Agreement(vector=vector, answers=(none,) * len(vector.ranks))
-    common = dispatcher.dispatch(joint)
+    common = attrs.evolve(dispatcher.dispatch(joint), padded_tokens=0, padded_reqs=0)
     lost_entry = common.entry if common.entry is not None and vector.lacking(common.entry) else None
     if lost_entry is not None:
-        entry = _next(plan, vector, joint)
+        # The cheapest compatible entry that every rank has: a scan, as it is seldom needed.
+        steps = draft_steps(joint.role, joint.num_reqs, plan.speculative)
+        able = [each for each in plan.role(joint.role).entries if each.rejection(joint, steps) is None]
+        entry = min((e for e in able if not vector.lacking(e)), key=lambda e: e.cost, default=None)
         common = Dispatch(entry, reason=Reason.RANK if entry is None else None)
     idle = _dummy(plan, joint)
     return Agreement(
@@ -171,7 +174,10 @@ def agree(dispatcher: AnyDispatcher, vector: Vector) -> Agreement:
         joint=joint,
         draft_tokens=None if plan.speculative is None else plan.speculative.draft_tokens(joint.num_reqs),
         lost_entry=lost_entry,
-        answers=tuple(_answer(common, submitted.batch or idle) for submitted in vector.ranks),
+        answers=tuple(
+            Answer(batch=batch, dispatch=common if common.entry is None else served(common.entry, batch))
+            for batch in (submitted.batch or idle for submitted in vector.ranks)
+        ),
     )
 
 
@@ -191,14 +197,6 @@ def without_agreed_entry(dispatcher: Dispatcher, vector: Vector, lost: Collectio
     return attrs.evolve(vector, ranks=tuple(ranks))
 
 
-def _next(plan: Plan, vector: Vector, joint: Batch) -> Entry | None:
-    """Return the cheapest compatible entry that every rank has. A scan, as it is seldom needed."""
-    steps = draft_steps(joint.role, joint.num_reqs, plan.speculative)
-    common = (entry for entry in plan.role(joint.role).entries if not vector.lacking(entry))
-    able = (entry for entry in common if entry.rejection(joint, steps) is None)
-    return min(able, key=lambda entry: entry.cost, default=None)
-
-
 def _dummy(plan: Plan, joint: Batch) -> Batch:
     """Return the dummy batch of an idle rank: one decode of the joint or the scheduled length.
 
@@ -208,13 +206,6 @@ def _dummy(plan: Plan, joint: Batch) -> Batch:
     query_len = query_len_of(joint.role, plan, joint.num_reqs)
     most = joint.decode_query_len or joint.num_tokens
     return Batch.decode(joint.role, 1, joint.query_len or min(query_len, most))
-
-
-def _answer(common: Dispatch, batch: Batch) -> Answer:
-    entry = common.entry
-    if entry is None:
-        return Answer(batch=batch, dispatch=attrs.evolve(common, padded_tokens=0, padded_reqs=0))
-    return Answer(batch=batch, dispatch=served(entry, batch))
 
 
 # Explanations ----------------------------------------------------------------------------------
@@ -260,11 +251,15 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
 def _missing(agreement: Agreement, lacking: tuple[int, ...], rank: int) -> str:
     """Name the ranks that cannot replay the joint batch's entry, seen from ``rank``."""
     others = tuple(other for other in lacking if other != rank)
     names = (["this rank"] if rank in lacking else []) + ([ranks_text(others)] if others else [])
-    have = f"{' and '.join(names)} {'has' if len(lacking) == 1 else 'have'}"
+    have = f"{' and '.join(names)} {_has(lacking)}"
     if all(not agreement.vector.ranks[other].captured for other in lacking):
         return f"{have} no graphs"
     return f"{have} not captured {agreement.lost_entry}"
@@ -277,8 +272,7 @@ def _larger(vector: Vector, joint: Batch, own: Batch) -> list[str]:
     length = own.uniform_query_len
     if length is not None and joint.uniform_query_len is None:
         others = tuple(rank for rank, batch in batches.items() if batch.uniform_query_len != length)
-        verb = "has" if len(others) == 1 else "have"
-        causes.append(f"{ranks_text(others)} {verb} no decodes of {counted(length, 'token')}")
+        causes.append(f"{ranks_text(others)} {_has(others)} no decodes of {counted(length, 'token')}")
     more: dict[int, list[str]] = {}
     for name, noun in (("num_reqs", "requests"), ("num_tokens", "tokens"), ("active_loras", "active LoRA")):
         most = getattr(joint, name)
@@ -304,8 +298,7 @@ def explain_share(role: Role, vector: ObservedVector, rank: int, entry: Entry | 
     if uniform is not None and entry.query_len is None:
         mixed = [other for other in others if vector.query_len[other] != uniform]
         if mixed:
-            verb = "has" if len(mixed) == 1 else "have"
-            causes.append(f"{ranks_text(mixed)} {verb} no decodes of {counted(uniform, 'token')}")
+            causes.append(f"{ranks_text(mixed)} {_has(mixed)} no decodes of {counted(uniform, 'token')}")
     most = max(vector.num_tokens)
     if vector.num_tokens[rank] < most:
         causes.append(f"rank {vector.num_tokens.index(most)} has {counted(most, 'token')}")
@@ -315,16 +308,13 @@ def explain_share(role: Role, vector: ObservedVector, rank: int, entry: Entry | 
 def _eager(role: Role, vector: ObservedVector, rank: int) -> str:
     lacking = [other for other in range(vector.num_ranks) if vector.modes[other] is GraphMode.NONE]
     if rank in lacking:
-        alone = "this rank has no graph"
         others = [other for other in lacking if other != rank]
-        return f"all ran eager: {alone}" + (
-            f", and neither {'has' if len(others) == 1 else 'have'} {ranks_text(others)}" if others else ""
-        )
+        more = f", and neither {_has(others)} {ranks_text(others)}" if others else ""
+        return f"all ran eager: this rank has no graph{more}"
     if lacking:
         first = vector.batch(role, lacking[0])
-        shape = "" if first is None else f" for {shape_text(first)}"
-        verb = "has" if len(lacking) == 1 else "have"
-        return f"all ran eager: {ranks_text(lacking)} {verb} no graph{shape if len(lacking) == 1 else ''}"
+        shape = f" for {shape_text(first)}" if first is not None and len(lacking) == 1 else ""
+        return f"all ran eager: {ranks_text(lacking)} {_has(lacking)} no graph{shape}"
     lengths = {length for length, reqs in zip(vector.query_len, vector.num_reqs, strict=True) if reqs}
     length = lengths.pop() if len(lengths) == 1 else None
     kind = "mixed" if length is None else f"decodes of {counted(length, 'token')}"

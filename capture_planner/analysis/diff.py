@@ -55,7 +55,13 @@ class Change:
 
 def diff(old: Plan, new: Plan) -> tuple[Change, ...]:
     """Return the differences from ``old`` to ``new``, the whole plan first, then role by role."""
-    changes = (*_whole(old, new), *_roles(old, new, _batches(old, new)), *_fingerprints(old, new))
+    before, after = (dict(plan.fingerprinted()) for plan in (old, new))
+    # Graphs that are made of something else, where both plans have fingerprints.
+    fingerprints = (
+        Change(role, "fingerprint", f"{role} {entry}: {text}", entries=(entry,))
+        for (role, entry), text in changed(before, after)
+    )
+    changes = (*_whole(old, new), *_roles(old, new, _batches(old, new)), *fingerprints)
     if changes or old == new:
         return changes
     return (Change(None, "plan", f"the plans differ in {_differing(old, new)} and nothing else"),)
@@ -145,15 +151,13 @@ def _roles(old: Plan, new: Plan, batches: Mapping[Role, Sequence[Change]]) -> It
         elif role in after and role not in before:
             yield Change(role, "role", f"{role} is new, with {graphs_text(after[role].entries)}")
         elif role in before:
-            yield from _role(before[role], after[role], batches.get(role, ()))
-
-
-def _role(old: RolePlan, new: RolePlan, batches: Sequence[Change]) -> Iterator[Change]:
-    changes = [*_modes(old, new), *_groups(old, new), *_entries(old, new), *batches, *_waivers(old, new)]
-    if not changes and old != new:
-        message = f"{new.role}: the same graphs, but different {_differing(old, new)}"
-        changes.append(Change(new.role, "decision", message))
-    yield from changes
+            old_role, new_role = before[role], after[role]
+            found = [*_modes(old_role, new_role), *_groups(old_role, new_role), *_entries(old_role, new_role)]
+            found += [*batches.get(role, ()), *_waivers(old_role, new_role)]
+            yield from found
+            if not found and old_role != new_role:
+                message = f"{role}: the same graphs, but different {_differing(old_role, new_role)}"
+                yield Change(role, "decision", message)
 
 
 def _differing(old: Any, new: Any) -> str:
@@ -239,13 +243,6 @@ def _group(old: GroupPlan, new: GroupPlan) -> Iterator[str]:
 def _caps(support: Support) -> str:
     caps = {"graphs": support.max_graphs, "requests": support.max_num_reqs}
     return ", ".join(f"{most} {name}" for name, most in caps.items() if most is not None) or "none"
-
-
-def _fingerprints(old: Plan, new: Plan) -> Iterator[Change]:
-    """Yield the graphs that are made of something else, where both plans have fingerprints."""
-    before, after = (dict(plan.fingerprinted()) for plan in (old, new))
-    for (role, entry), text in changed(before, after):
-        yield Change(role, "fingerprint", f"{role} {entry}: {text}", entries=(entry,))
 
 
 MAX_KERNELS = 4

@@ -12,7 +12,7 @@ from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch, Entry, Rejection
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.model import Speculative
-from capture_planner.records.plan import Plan, RolePlan
+from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 
 _WHY_NOT: dict[Rejection, Callable[[Entry, Batch], str]] = {
@@ -87,17 +87,13 @@ def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
     explained = explanation(batch, answer, role.entries, dispatcher.plan.speculative)
     if answer.entry not in role.lazy:
         return explained
-    until = _before_first_use(role, batch, draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative))
+    # Until then the cheapest graph captured at start serves it; drafters have no adapters.
+    asked = attrs.evolve(batch, active_loras=0) if batch.role.is_drafter else batch
+    steps = draft_steps(batch.role, batch.num_reqs, dispatcher.plan.speculative)
+    able = (entry for entry in role.at_start if entry.rejection(asked, steps) is None)
+    until = min(able, key=lambda entry: entry.cost, default=None)
     before = "the batch runs eager" if until is None else f"the batch runs on {until}"
     return attrs.evolve(explained, message=f"{explained.message}; captured on first use, before that {before}")
-
-
-def _before_first_use(role: RolePlan, batch: Batch, steps: int | None) -> Entry | None:
-    """Return the cheapest graph captured at start that serves a batch."""
-    if batch.role.is_drafter:
-        batch = attrs.evolve(batch, active_loras=0)
-    able = (entry for entry in role.at_start if entry.rejection(batch, steps) is None)
-    return min(able, key=lambda entry: entry.cost, default=None)
 
 
 def explanation(

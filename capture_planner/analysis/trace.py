@@ -73,7 +73,8 @@ def read_trace(path: str | Path) -> list[TraceRow]:
 
 def has_requests(line: str) -> bool:
     """Say whether a line is a request of a trace in JSON lines."""
-    return _has_all(_json_object(line), KEYS)
+    found = _json_object(line)
+    return all(any(name in found for name in names) for names in KEYS.values())
 
 
 def trace_of(text: str, file: str) -> ParsedTrace:
@@ -88,10 +89,6 @@ def _json_object(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _has_all(found: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> bool:
-    return all(any(name in found for name in names) for names in keys.values())
 
 
 def _json_rows(text: str, file: str) -> list[TraceRow]:

@@ -17,6 +17,7 @@ import attrs
 
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.planning.costs import Costs, Family
+from capture_planner.records._base import grouped
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import CostCurve, GraphCost, Profile, family_name
@@ -137,9 +138,7 @@ def fit_graphs(captures: Sequence[Sequence[GraphSample]], alone: Sequence[GraphS
     samples = [sample for capture in captures for sample in capture]
     known = all(sample.alone_mib is not None for sample in samples)
     firsts = {id(sample) for capture in captures for sample in _growing(capture)}
-    by_family: dict[Family, list[GraphSample]] = {}
-    for sample in samples:
-        by_family.setdefault(sample.family, []).append(sample)
+    by_family = grouped(samples, lambda sample: sample.family)
     costs = tuple(
         _family_cost(
             family,
@@ -259,15 +258,15 @@ class Prediction:
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
-    """Predict memory and time of a capture from a profile.
-
-    Raises ``PlanningError`` where the profile has no costs of graphs of a role that the plan captures.
-    """
+    """Predict the capture of a plan, as ``predict_graphs``."""
     return predict_graphs(profile, [(role.role, entry) for role in plan.roles for entry in role.entries], plan.pool)
 
 
 def predict_graphs(profile: Profile, work: Sequence[tuple[Role, Entry]], sharing: Pool = Pool.SHARED) -> Prediction:
-    """Predict memory and time of the capture of any graphs, as ``predict``: a plan's, or an engine's by itself."""
+    """Predict memory and time of a capture of graphs from a profile.
+
+    Raises ``PlanningError`` where the profile has no costs of graphs of a role that is captured.
+    """
     costs = Costs(profile)
     if not work:
         return Prediction(memory_mib=0.0, memory_error_mib=0.0, seconds=0.0, seconds_error=0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import attrs
@@ -21,12 +21,12 @@ from capture_planner.measuring.steps import decode_lengths, kind_of_step, step_t
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.planning.costs import Costs, Family
 from capture_planner.planning.measured.steps import Prices, passes_of
-from capture_planner.records._base import replace
+from capture_planner.records._base import grouped, replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import decode_families, draft_steps
 from capture_planner.records.environment import Device
 from capture_planner.records.model import Model
-from capture_planner.records.observation import BatchCount, Observation, ObservedGraph, ObservedRole
+from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole
 from capture_planner.records.profile import Overhead, Profile, family_name
 from capture_planner.records.text import counted
 
@@ -255,10 +255,12 @@ def with_overheads(profile: Profile, observation: Observation) -> Profile:
             mode=mode,
             query_len=query_len,
             milliseconds=round(max(0.0, milliseconds), 5),
-            error=round(_finite(by_kind[mode, query_len].error_ms, by_kind[mode, query_len].mean_ms), 5),
-            steps=by_kind[mode, query_len].steps,
+            # Of one step the error is not known, and counts as what the step took.
+            error=round(served.error_ms if math.isfinite(served.error_ms) else served.mean_ms, 5),
+            steps=served.steps,
         )
         for (mode, query_len), milliseconds in sorted(apart.items(), key=str)
+        for served in (by_kind[mode, query_len],)
     )
     fitted = replace(
         profile,
@@ -277,9 +279,9 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
     """
     bare = replace(profile, overheads=(), step_milliseconds=0.0, step_milliseconds_per_request=0.0)
     prices = Prices(Costs(bare), observation, {role.role: role.mode for role in observation.roles})
-    roles = {role.role: _ServedRole(role) for role in observation.roles}
+    graph_of = {role.role: _graph_of(role, observation) for role in observation.roles}
     lengths, found, missing = decode_lengths(observation), [], dict[str, int]()
-    target = roles[Role.TARGET].role
+    target = next(role for role in observation.roles if role.role is Role.TARGET)
     for count in target.batches:
         if not count.interval or not count.num_tokens:
             continue
@@ -290,9 +292,9 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
             batch = attrs.evolve(batch, query_len=None)  # of a length that is not scheduled: a mixed batch
         try:
             own, *drafting = (
-                prices.of(each, entry if each is batch else roles[each.role].entry(each, observation), repeats)
+                prices.of(each, entry if each is batch else graph_of[each.role](each), repeats)
                 for each, repeats in passes_of(batch, observation)
-                if each.role in roles
+                if each.role in graph_of
             )
         except PlanningError as error:
             missing[str(error)] = missing.get(str(error), 0) + count.steps
@@ -313,31 +315,24 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
     return tuple(found), tuple(notes)
 
 
-@attrs.frozen(eq=False)
-class _ServedRole:
-    """Graph that served each batch of a role."""
+def _graph_of(role: ObservedRole, observation: Observation) -> Callable[[Batch], Entry | None]:
+    """Return a function to the graph that a batch of a role ran on, or would by the role's graphs; None: eager."""
+    ran = {count.batch(role.role): count.graph for count in role.batches}
 
-    role: ObservedRole
-    _ran: dict[Batch, BatchCount] = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "_ran", {count.batch(self.role.role): count for count in self.role.batches})
-
-    def entry(self, batch: Batch, observation: Observation) -> Entry | None:
-        """Return the graph that a batch ran on, or would by the role's graphs; None: eager."""
-        count = self._ran.get(batch)
-        if count is not None:
-            return None if count.graph is None else self.role.graphs[count.graph].entry
+    def graph_of(batch: Batch) -> Entry | None:
+        if batch in ran:
+            graph = ran[batch]
+            return None if graph is None else role.graphs[graph].entry
         length = draft_steps(batch.role, batch.num_reqs, observation.speculative)
-        fitting = (graph.entry for graph in self.role.graphs if graph.entry.rejection(batch, length) is None)
+        fitting = (graph.entry for graph in role.graphs if graph.entry.rejection(batch, length) is None)
         return min(fitting, key=lambda entry: entry.cost, default=None)
+
+    return graph_of
 
 
 def _fit_overheads(steps: Sequence[ServedStep], *, overlaps: bool) -> tuple[float, float, Mapping[Kind, float]]:
     """Return the milliseconds of a request, the base overhead, and the overhead of each kind."""
-    by_kind: dict[Kind, list[ServedStep]] = {}
-    for step in steps:
-        by_kind.setdefault(step.kind, []).append(step)
+    by_kind = grouped(steps, lambda step: step.kind)
     slope, base = 0.0, _base(by_kind, 0.0, overlaps=overlaps)
     for _ in range(ROUNDS if overlaps else 1):
         # Where the drafter's graphs take longer than the host, steps say nothing about the host's work.
@@ -389,11 +384,6 @@ def _slope(kinds: Sequence[Sequence[ServedStep]]) -> float:
 
 def _mean(weighed: Sequence[tuple[float, int]]) -> float:
     return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)
-
-
-def _finite(error: float, mean: float) -> float:
-    """Return an error as a file has it; of one step it is not known, and counts as what the step took."""
-    return error if math.isfinite(error) else mean
 
 
 def _off(steps: Sequence[ServedStep], apart: Mapping[Kind, float]) -> Iterator[str]:

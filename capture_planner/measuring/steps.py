@@ -10,6 +10,7 @@ import attrs
 
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import GraphMode, Role
+from capture_planner.records._base import grouped
 from capture_planner.records.batch_space import decode_families
 from capture_planner.records.observation import BatchCount, Observation, ObservedRole
 
@@ -112,11 +113,8 @@ def kind_of_step(target: ObservedRole, count: BatchCount, lengths: Collection[in
 def _grouped(
     target: ObservedRole, counts: Iterable[BatchCount], key: Callable[[BatchCount], Any], lengths: Collection[int]
 ) -> tuple[StepTime, ...]:
-    groups: dict[Any, list[BatchCount]] = {}
-    for count in counts:
-        groups.setdefault(key(count), []).append(count)
     found = []
-    for alike in groups.values():
+    for alike in grouped(counts, key).values():
         timed = [count for count in alike if count.interval]
         if not timed:
             continue

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.errors import InvalidDocument, Problem
-from capture_planner.records._base import replace
+from capture_planner.records._base import grouped, replace
 from capture_planner.records.observation import BatchCount, Observation, ObservedRole
 from capture_planner.records.text import counted
 
@@ -86,8 +87,8 @@ def as_one(named: Sequence[tuple[str, Observation]]) -> Observation:
             for place in range(len(first.roles))
         ),
         decisions=tuple(dict.fromkeys(decision for each in seen for decision in each.decisions)),
-        drafted=_sums(_drafts(seen, "drafted")),
-        accepted=_sums(_drafts(seen, "accepted")),
+        drafted=_drafts(seen, "drafted"),
+        accepted=_drafts(seen, "accepted"),
         idle_steps=sum(each.idle_steps for each in speaking),
         notes=tuple(dict.fromkeys(_notes(seen))),
     )
@@ -129,17 +130,11 @@ def _of(items: Sequence[Any], name: str, choose: Callable[[Iterable[Any]], T]) -
     return choose(values) if values else None
 
 
-def _drafts(seen: Sequence[Observation], name: str) -> Iterator[tuple[int, ...]]:
-    """Yield the drafts of each data-parallel rank: of its workers, one has the tokens."""
-    by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for each in seen:
-        by_rank.setdefault(speaker(each), []).append(getattr(each, name))
-    for drafts in by_rank.values():
-        yield max(drafts, key=sum)
-
-
-def _sums(columns: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sum(column) for column in zip_longest(*columns, fillvalue=0))
+def _drafts(seen: Sequence[Observation], name: str) -> tuple[int, ...]:
+    """Return the drafts of all data-parallel ranks: of the workers of each, one has the tokens."""
+    of_ranks = grouped(seen, speaker).values()
+    most = (max((getattr(each, name) for each in own), key=sum) for own in of_ranks)
+    return tuple(map(sum, zip_longest(*most, fillvalue=0)))
 
 
 def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> ObservedRole:
@@ -152,10 +147,8 @@ def _role(every: Sequence[ObservedRole], speaking: Sequence[ObservedRole]) -> Ob
         )
         for place, graphs in enumerate(zip(*(role.graphs for role in every), strict=True))
     )
-    batches: dict[tuple[Any, ...], list[BatchCount]] = {}
-    for count in (count for role in speaking for count in role.batches):
-        shape = (count.num_reqs, count.num_tokens, count.query_len, count.past_prompt, count.active_loras)
-        batches.setdefault((*shape, count.graph, count.reason), []).append(count)
+    shape = attrgetter("num_reqs", "num_tokens", "query_len", "past_prompt", "active_loras", "graph", "reason")
+    batches = grouped((count for role in speaking for count in role.batches), shape)
     # A vector is counted by each rank that had work.
     by_steps = sorted((each for role in speaking for each in role.vectors), key=lambda each: each.steps)
     vectors = {replace(each, steps=0): each for each in by_steps}
@@ -184,11 +177,9 @@ def _batch(counts: Sequence[BatchCount]) -> BatchCount:
     )
 
 
-def _mean(counts: Sequence[BatchCount], name: str, weight_name: str) -> float | None:
-    """Return the mean of figures, by how many steps each is of."""
-    timed = [
-        (getattr(count, name), getattr(count, weight_name) or 1) for count in counts if getattr(count, name) is not None
-    ]
+def _mean(counts: Sequence[BatchCount], *names: str) -> float | None:
+    """Return the mean of figures, by how many steps each is of; both by name."""
+    timed = [(value, steps or 1) for value, steps in map(attrgetter(*names), counts) if value is not None]
     weight = sum(samples for _, samples in timed)
     return round(sum(value * samples for value, samples in timed) / weight, 5) if timed else None
 

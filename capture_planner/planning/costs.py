@@ -101,10 +101,12 @@ class Costs:
         """
         nearest = self._nearest(family)
         # A chain of draft decodes is its number of single passes, or a part or a multiple of another chain.
-        curve = Curve.of(nearest, (family[3] or 1) / (nearest.draft_steps or 1), self._overhead(family))
+        role, mode, query_len, draft_steps = family
+        # What the mode of the target's pass adds to the base overhead of a step.
+        overhead = 0.0 if role.is_drafter else self.profile.overhead(mode, query_len) - self.profile.base_overhead
+        curve = Curve.of(nearest, (draft_steps or 1) / (nearest.draft_steps or 1), overhead)
         if not curve.is_graph:
             return curve
-        role, mode, query_len, draft_steps = family
         bounds = [self.known((role, GraphMode.NONE, query_len, draft_steps))]
         if mode is GraphMode.FULL and draft_steps is None and self.has_mode(role, GraphMode.PIECEWISE):
             bounds.append(self.known((role, GraphMode.PIECEWISE, None, None)))
@@ -199,11 +201,6 @@ class Costs:
         """Return what is added to each time of the nearest curve for the pieces of a family's graphs."""
         assumed = family[1] is GraphMode.PIECEWISE and nearest.mode is GraphMode.FULL
         return PIECES * nearest.milliseconds[0] if assumed else 0.0
-
-    def _overhead(self, family: Family) -> float:
-        """Return what the mode of the target's pass adds to the base overhead of a step; 0 for a drafter."""
-        role, mode, query_len, _ = family
-        return 0.0 if role.is_drafter else self.profile.overhead(mode, query_len) - self.profile.base_overhead
 
     def _nearest(self, family: Family) -> CostCurve:
         alike = self._alike(family)

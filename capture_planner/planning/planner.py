@@ -35,7 +35,7 @@ from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method
-from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, Decision, GroupPlan, Plan, RolePlan
+from capture_planner.records.plan import MAX_GRAPHS, MAX_SIZES, GroupPlan, Plan, RolePlan
 from capture_planner.records.spec import CapturePolicy, Policy, Spec
 from capture_planner.records.text import counted
 
@@ -51,7 +51,10 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         sizes or a measured schedule are wanted without measurements.
     :raises BackendError: a backend breaks its contract.
     """
-    _refuse_unmeasured(spec, measurements)
+    if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
+        message = "the policy measured needs a traffic and a profile"
+        remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
+        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
     resolved, roles = _resolved(spec, environment, registry)
     load = measurements
     if resolved.speculative is not None and resolved.speculative.is_measured:
@@ -66,8 +69,15 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
     if measured is None:
         _fit_bounds(resolved, roles)
     else:
-        _take(roles, measured.ladders, measured.decisions)
-    _settle_modes(roles)
+        sized = iter(measured.ladders)
+        for working in roles:
+            working.ladders = tuple(next(sized) for _ in working.ladders)
+            working.decisions += [decision for decision in measured.decisions if decision.role is working.role]
+    has_graphs = any(ladder.sizes for ladder in _ladders(roles))
+    for working in roles:
+        # A target without graphs next to a drafter with some keeps its mode: a drafter's is never above its target's.
+        if working.role.is_drafter or not has_graphs:
+            working.settle_mode()
     _refuse_excess(roles)
     if resolved.capture.policy is CapturePolicy.LAZY:
         leave_to_first_use(resolved, roles, load)
@@ -78,13 +88,6 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
     made = Plan.of(spec, environment, written, forecast=forecast, speculative=resolved.speculative)
     _refuse_unreadable(made)
     return made
-
-
-def _refuse_unmeasured(spec: Spec, measurements: Measurements | None) -> None:
-    if spec.sizes.policy is Policy.MEASURED and (measurements is None or measurements.traffic is None):
-        message = "the policy measured needs a traffic and a profile"
-        remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
-        raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
 
 
 def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple[Spec, list[RoleInProgress]]:
@@ -99,14 +102,6 @@ def _resolved(spec: Spec, environment: Environment, registry: Registry) -> tuple
 
 def _modes(roles: Iterable[RoleInProgress]) -> dict[Role, GraphMode]:
     return {working.role: working.mode for working in roles}
-
-
-def _take(roles: Sequence[RoleInProgress], ladders: Iterable[Ladder], decisions: Sequence[Decision]) -> None:
-    """Give each role its measured ladders and the decisions about them."""
-    sized = iter(ladders)
-    for working in roles:
-        working.ladders = tuple(next(sized) for _ in working.ladders)
-        working.decisions += [decision for decision in decisions if decision.role is working.role]
 
 
 def _fit_bounds(spec: Spec, roles: Sequence[RoleInProgress]) -> None:
@@ -151,15 +146,6 @@ def _fit(
 
 def _ladders(roles: Iterable[RoleInProgress]) -> list[Ladder]:
     return [ladder for working in roles for ladder in working.ladders]
-
-
-def _settle_modes(roles: Sequence[RoleInProgress]) -> None:
-    """Resolve roles without graphs to NONE."""
-    has_graphs = any(ladder.sizes for ladder in _ladders(roles))
-    for working in roles:
-        # A target without graphs next to a drafter with some keeps its mode: a drafter's is never above its target's.
-        if working.role.is_drafter or not has_graphs:
-            working.settle_mode()
 
 
 def _refuse_excess(roles: Sequence[RoleInProgress]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.role import RoleInProgress
-from capture_planner.planning.sizing import Ladder
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import DecodeFamily, lora_cases, most_tokens, split_when
@@ -66,7 +65,9 @@ def _decode_tails(working: RoleInProgress) -> Iterator[Waiver]:
 
 def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, Reason, str]:
     """Return the most requests that an entry serves, why none serves more, and the price of that."""
-    mixed, own = working.mixed_ladder, _ladder_of(working, family)
+    alike = [ladder for ladder in working.ladders if ladder.query_len == family.query_len]
+    serving = [ladder for ladder in alike if ladder.draft_steps in (None, family.draft_steps)]
+    mixed, own = working.mixed_ladder, max(serving, key=lambda ladder: ladder.sizes[-1:], default=None)
     reach = own.sizes[-1] if own is not None and own.sizes else 0
     # Graphs of mixed batches serve decodes too; FULL ones hold no more requests than they were captured with.
     if mixed is not None and mixed.sizes:
@@ -77,12 +78,6 @@ def _decode_reach(working: RoleInProgress, family: DecodeFamily) -> tuple[int, R
     if own is None and mixed is not None and mixed.sizes and reach == mixed.max_num_reqs:
         reason = Reason.BACKEND_CAP
     return reach, reason, "" if ladder is None else ladder.price
-
-
-def _ladder_of(working: RoleInProgress, family: DecodeFamily) -> Ladder | None:
-    alike = [ladder for ladder in working.ladders if ladder.query_len == family.query_len]
-    serving = [ladder for ladder in alike if ladder.draft_steps in (None, family.draft_steps)]
-    return max(serving, key=lambda ladder: ladder.sizes[-1:], default=None)
 
 
 def _mixed_tails(working: RoleInProgress) -> Iterator[Waiver]:

@@ -173,15 +173,16 @@ def test_decodes_next_to_each_other_are_waived_together():
 def test_what_is_waived_begins_above_all_ladders_of_the_same_decodes(drawn):
     """A chain's own graphs and single steps may both serve it: the one that reaches furthest counts."""
     ladders = [
-        SimpleNamespace(query_len=1, draft_steps=steps, sizes=tuple(sorted(sizes)))
+        SimpleNamespace(query_len=1, draft_steps=steps, sizes=tuple(sorted(sizes)), cut=None, price="")
         for sizes, steps in zip(drawn, (None, 2, None), strict=False)
     ]
     others = [SimpleNamespace(query_len=4, draft_steps=None, sizes=(99,))]
     others.append(SimpleNamespace(query_len=1, draft_steps=3, sizes=(99,)))
     family = SimpleNamespace(query_len=1, draft_steps=2)
-    found = waivers._ladder_of(SimpleNamespace(ladders=[*others, *ladders]), family)
-    assert (found is None) == (not ladders)
-    assert found is None or found.sizes[-1:] == tuple([max(set().union(*drawn))] if any(drawn) else [])
+    working = SimpleNamespace(ladders=[*others, *ladders], mixed_ladder=None)
+    reach, reason, _ = waivers._decode_reach(working, family)
+    assert reach == max(set().union(*drawn), default=0)
+    assert reason is (Reason.SIZES if ladders else Reason.MODE)
 
 
 @pytest.mark.parametrize(

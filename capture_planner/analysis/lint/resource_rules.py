@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from capture_planner.analysis.coverage import Cell, Coverage
+from capture_planner.analysis.coverage import Coverage
 from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role, warning
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.records.batch import Kind, batch_text
@@ -111,12 +111,19 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
             continue
         if any(decision.rule == "budget" for decision in role.decisions):
             continue
-        coarse = [cell for cell in coverage.cells if cell.role is role.role and _is_coarse(cell)]
+        decodes = [cell for cell in coverage.cells if cell.role is role.role and cell.kind is Kind.DECODE]
+        served = [(cell, cell.entry.num_tokens) for cell in decodes if cell.entry is not None and not cell.min_loras]
+        # The smallest decode of each of these cells is mostly padding.
+        coarse = [
+            (cell, tokens, real)
+            for cell, tokens in served
+            if cell.worst > COARSE_RATIO and tokens - (real := cell.first * (cell.query_len or 1)) > COARSE_TOKENS
+        ]
         if coarse:
-            worst = max(coarse, key=lambda cell: cell.worst)
-            assert worst.entry is not None
-            padded = f"from {worst.first * (worst.query_len or 1)} to {worst.entry.num_tokens} tokens"
-            message = f"{worst.first} requests are padded {padded}, although more graphs would fit"
+            worst, tokens, real = max(coarse, key=lambda found: found[0].worst)
+            message = (
+                f"{worst.first} requests are padded from {real} to {tokens} tokens, although more graphs would fit"
+            )
             yield of_role(coverage, role, message, "entries")
 
 
@@ -176,11 +183,3 @@ def lazy_without_entry(coverage: Coverage) -> Iterator[Diagnostic]:
         for entry, count in listed.items():
             if count > 1:
                 yield of_role(coverage, role, f"{entry} is listed {count} times in lazy", "lazy")
-
-
-def _is_coarse(cell: Cell) -> bool:
-    """Whether the smallest decode of a cell is mostly padding."""
-    if cell.kind is not Kind.DECODE or cell.entry is None or cell.min_loras:
-        return False
-    rows = cell.entry.num_tokens - cell.first * (cell.query_len or 1)
-    return cell.worst > COARSE_RATIO and rows > COARSE_TOKENS

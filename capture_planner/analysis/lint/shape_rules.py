@@ -13,7 +13,6 @@ from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Entry, Kind
 from capture_planner.records.batch_space import decode_families, request_step, token_step
 from capture_planner.records.plan import RolePlan
-from capture_planner.records.spec import Parallel
 from capture_planner.records.text import spans
 
 HEAVY_RATIO = 2.0
@@ -142,20 +141,14 @@ def _beyond(coverage: Coverage, role: RolePlan) -> Iterator[tuple[Entry, bool]]:
         reqs = entry.num_reqs or 0
         if reqs > limits.max_num_reqs or entry.num_tokens > limits.max_num_tokens:
             step = 1 if entry.tokens_each is None else request_step(entry.tokens_each, parallel)
-            aligned = reqs < limits.max_num_reqs + step
-            yield entry, aligned and entry.num_tokens < limits.max_num_tokens + _token_step(entry, parallel)
+            tokens = token_step(parallel) if entry.tokens_each is None else step * entry.tokens_each
+            aligned = reqs < limits.max_num_reqs + step and entry.num_tokens < limits.max_num_tokens + tokens
+            yield entry, aligned
 
 
 def _beyond_text(coverage: Coverage, entry: Entry) -> str:
     limits = coverage.plan.limits
     return f"{entry}: the limits admit {limits.max_num_reqs} requests and {limits.max_num_tokens} tokens"
-
-
-def _token_step(entry: Entry, parallel: Parallel) -> int:
-    """Return what an entry's tokens are rounded up to."""
-    if entry.tokens_each is None:
-        return token_step(parallel)
-    return request_step(entry.tokens_each, parallel) * entry.tokens_each
 
 
 @warning("CP020", "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")

@@ -88,27 +88,18 @@ def decodes(shapes: Counter[Shape], kind: str = DECODE) -> Iterator[TrafficCount
     for (each, reqs, tokens), count in shapes.items():
         if each == kind:
             query_len = tokens // reqs if tokens % reqs == 0 else None
-            yield _target(reqs, tokens, query_len, True, count)
+            yield TrafficCount(
+                role=Role.TARGET, num_reqs=reqs, num_tokens=tokens, query_len=query_len, past_prompt=True, count=count
+            )
 
 
 def prompts(shapes: Counter[Shape], kind: str = PROMPTS) -> Iterator[TrafficCount]:
     """Yield the batches with prompts among their requests."""
     for (each, reqs, tokens), count in shapes.items():
         if each == kind:
-            yield _target(reqs or None, tokens, None, False, count)
-
-
-def _target(
-    num_reqs: int | None, num_tokens: int | None, query_len: int | None, past_prompt: bool | None, count: int
-) -> TrafficCount:
-    return TrafficCount(
-        role=Role.TARGET,
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
-        query_len=query_len,
-        past_prompt=past_prompt,
-        count=count,
-    )
+            yield TrafficCount(
+                role=Role.TARGET, num_reqs=reqs or None, num_tokens=tokens, past_prompt=False, count=count
+            )
 
 
 def uniform_note(batches: Iterable[TrafficCount]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from capture_planner.analysis.arrivals import OrderedBlocks
 from capture_planner.codec.rows import MAX_TOKENS
 from capture_planner.measuring.traffic.fitting import rounded_up
-from capture_planner.measuring.traffic.formats import PROMPTS, Key, LineFormat, Shape
+from capture_planner.measuring.traffic.formats import PROMPTS, LineFormat, Shape
 from capture_planner.measuring.traffic.source import MAX_SAMPLES, SourceCounts, SourceOptions
 
 MAX_SHAPES = 1 << 17
@@ -73,7 +73,7 @@ class LineReader:
     def _search(self, block: bytes, formats: Sequence[LineFormat], readable: bool) -> None:
         """Note each line of a block that has the marker of a format and is not of it, or is no text."""
         for number, line in enumerate(block.split(b"\n"), self._lines):
-            broken = any(sum(map(line.count, each.markers)) > _num_readable(each, line) for each in formats)
+            broken = not all(_LineTally(each).add(line)[0] for each in formats)
             if broken or not (readable or _is_text(line) or any(tally.format.find(line) for tally in self._tallies)):
                 self._skipped += 1
                 if len(self._samples) < MAX_SAMPLES:
@@ -188,15 +188,6 @@ class _LineTally:
 def _is_possible(shape: Shape) -> bool:
     """Say whether a batch can have such numbers, and a file hold them."""
     return shape[1] <= MAX_TOKENS and shape[2] <= MAX_TOKENS
-
-
-def _num_readable(line_format: LineFormat, line: bytes) -> int:
-    return sum(_is_possible(line_format.shape(_timeless(line_format, key))) for key in line_format.find(line))
-
-
-def _timeless(line_format: LineFormat, key: Key) -> Key:
-    at = line_format.milliseconds
-    return key if at is None else (*key[:at], *key[at + 1 :])
 
 
 def _parts(

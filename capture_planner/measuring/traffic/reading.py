@@ -19,7 +19,7 @@ from capture_planner.errors import InvalidDocument, InvalidValue, Problem
 from capture_planner.measuring.traffic.fitting import summed
 from capture_planner.measuring.traffic.formats import Labels, LogFormats, MetricFormat
 from capture_planner.measuring.traffic.lines import LineReader
-from capture_planner.measuring.traffic.request_trace import drafter_batches, is_trace, read_trace
+from capture_planner.measuring.traffic.request_trace import drafter_batches, is_trace, read_trace, traffic_count
 from capture_planner.measuring.traffic.source import (
     HEAD,
     MAX_SAMPLES,
@@ -387,15 +387,7 @@ def observed_counts(observation: Observation) -> SourceCounts:
     return SourceCounts(
         format="observation",
         batches=tuple(
-            TrafficCount(
-                role=role.role,
-                num_reqs=batch.num_reqs,
-                num_tokens=batch.num_tokens,
-                query_len=batch.query_len if batch.past_prompt else None,
-                past_prompt=batch.past_prompt,
-                active_loras=batch.active_loras,
-                count=batch.steps,
-            )
+            traffic_count(batch.batch(role.role), batch.steps)
             for role in observation.roles
             for batch in role.batches
             if batch.steps and batch.num_reqs and batch.num_tokens

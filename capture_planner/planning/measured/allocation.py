@@ -128,7 +128,7 @@ def _walk(
         # What the later groups need at least is not for this one to spend.
         needed = [sum(each[i] for each in least[position + 1 :]) for i in range(len(bounds))]
         last = position == len(groups) - 1
-        at_least = partial(_at_least, prices=prices, completed=position + 1)
+        at_least = partial(prices.completed, position + 1)
         found = (new for state in states for new in _choices(state, group, needed, last=last))
         if most is not None:
             found = (new for new in found if at_least(new) <= most)
@@ -162,13 +162,10 @@ class _Prices:
     each: tuple[Value, ...]
     least: tuple[Value, ...]
 
-    def of(self, taken: Sequence[int]) -> Value:
-        return sum(map(mul, self.each, taken))
-
-
-def _at_least(state: _Allocation, *, prices: _Prices, completed: int) -> Value:
-    """Return what a choice for the first groups costs at least when it is completed."""
-    return state.value + sum(prices.least[completed:]) - prices.of(state.left)
+    def completed(self, number: int, state: _Allocation) -> Value:
+        """Return what a choice for the first groups, of that number, costs at least when it is completed."""
+        spent: Value = sum(map(mul, self.each, state.left))
+        return state.value + sum(self.least[number:]) - spent
 
 
 _ROUNDS = 2
@@ -296,12 +293,10 @@ def least_worst(groups: Sequence[SizeGroup], bounds: Sequence[int]) -> list[tupl
         else:
             low = middle
     ready = iter(chosen(high))
-    return [next(ready) if group.is_bound else _free(group.problem) for group in groups]
-
-
-def _free(problem: LadderProblem) -> tuple[int, ...]:
-    """Return the fewest sizes within ``FREE_RATIO``, or within the least ratio that there is."""
-    return problem.within(max(FREE_RATIO, problem.worst(range(len(problem.sizes)))))
+    # The fewest sizes within ``FREE_RATIO``, or within the least ratio that there is.
+    free = (group.problem for group in groups if not group.is_bound)
+    others = iter([each.within(max(FREE_RATIO, each.worst(range(len(each.sizes))))) for each in free])
+    return [next(ready if group.is_bound else others) for group in groups]
 
 
 def by_sum(costs: Mapping[int, int]) -> Iterator[tuple[int, Subset]]:

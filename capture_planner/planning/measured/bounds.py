@@ -186,19 +186,18 @@ def _counted(budget: Budget, roles: Sequence[RoleInProgress]) -> Iterator[GraphB
         allowed = budget.allowed_of(kind)
         if allowed is not None:
             text = f"graphs.{kind.value} {allowed}"
-            each = partial(_is_of, kind=kind)
+            each = partial(_counts, kind=kind)
             yield GraphBound(limit=allowed, path=("budget", "graphs", kind.value), text=text, each=each)
     for working in roles:
         group = fewest_graphs(working.groups)
         if group is not None:
             least = group.support.max_graphs or 0
             text = f"{group.registered.name} can hold {least} full graphs"
-            yield GraphBound(limit=least, path=(), text=text, each=partial(_is_full, role=working.role))
+            yield GraphBound(
+                limit=least, path=(), text=text, each=partial(_counts, role=working.role, mode=GraphMode.FULL)
+            )
 
 
-def _is_of(ladder: Ladder, *, kind: Kind) -> int:
-    return int(ladder.kind is kind)
-
-
-def _is_full(ladder: Ladder, *, role: Role) -> int:
-    return int(ladder.role is role and ladder.mode is GraphMode.FULL)
+def _counts(ladder: Ladder, **alike: object) -> int:
+    """Return 1 for a ladder that has these attributes, else 0."""
+    return int(all(getattr(ladder, name) is value for name, value in alike.items()))

@@ -124,7 +124,9 @@ def choose(spec: Spec, roles: Sequence[RoleInProgress], measurements: Measuremen
         expected = judge(answer, Steps({tail: 1}), costs, spec, modes).mean_step_ms
         real = judge(answer, steps, costs, spec, modes).percentile(float(objective[1:]))
         said = tuple(_about_tail(objective, steps, expected, real))
-    share = _prior(demand, active)
+    # The prior's part of the weight of all passes.
+    passes = [demand.passes(ladder) for ladder in active]
+    share = sum(float(prior_share(each)) * each for each in passes) / sum(passes) if any(passes) else 1.0
     reach = {ladder.family: ladder.sizes[-1] * ladder.unit for ladder in table.ladders if ladder.sizes}
     notes = (
         f"{steps.total} steps of the target; smoothing and the prior have {share:.0%} of the weight",
@@ -267,13 +269,6 @@ def _priced(ladder: Ladder, costs: Costs) -> Ladder:
     bound = "at least " if first > costs.reach(family) and loss > 0 else ""
     price = f"at {first} that takes {bound}{loss:.3g} ms more than a graph" if loss > 0 else _NO_GAIN.format(first)
     return attrs.evolve(ladder, price=price)
-
-
-def _prior(demand: Demand, ladders: Sequence[Ladder]) -> float:
-    """Return the prior's part of the weight of all passes."""
-    passes = sum(map(demand.passes, ladders))
-    prior = sum(float(prior_share(demand.passes(ladder))) * demand.passes(ladder) for ladder in ladders)
-    return prior / passes if passes else 1.0
 
 
 def _about_ladders(

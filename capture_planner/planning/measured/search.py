@@ -428,12 +428,14 @@ class _WaivedSets:
             SizedGroup(team=self._teams[index], group=group, indices=indices)
             for index, group, indices in zip(alive, groups, chosen, strict=True)
         )
+        ratios = [ratio for _, ratio in self._ratios_of(dropped)]
+        ratios += [each.group.problem.worst(each.indices) for each in sized]
         lost = sum(waived(self._teams[index], self._serving(index, alive), self._costs) for index in dropped)
         return Table(
             groups=sized,
             waived=frozenset(ladder for index in dropped for ladder in self._teams[index].ladders),
             value=sum(each.cost for each in sized) + lost,
-            worst=max([self._ratio(dropped), *(each.group.problem.worst(each.indices) for each in sized)]),
+            worst=max(ratios, default=Fraction(1)),
             limit=limit,
         )
 
@@ -456,10 +458,6 @@ class _WaivedSets:
 
     def _serving(self, index: int, alive: Iterable[int]) -> list[Team]:
         return [self._teams[each] for each in alive if serves(self._teams[each], self._teams[index])]
-
-    def _ratio(self, dropped: Waivers) -> Fraction:
-        """Return the largest ratio of the passes of waived teams that run eager, to those on graphs of their own."""
-        return max((ratio for _, ratio in self._ratios_of(dropped)), default=Fraction(1))
 
     def _is_within(self, dropped: Waivers, limit: Limit) -> bool:
         """Say whether the passes of waived teams that run eager are within a limit."""

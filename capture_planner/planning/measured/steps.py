@@ -117,7 +117,11 @@ def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
         else:
             found[attrs.evolve(batch, active_loras=min(line.active_loras, loras, batch.num_reqs))] += line.count
             # Traffic of another K: its decodes are not those that this deployment will run.
-            if line.past_prompt is not False and line.query_len is not None and not _has(families, batch):
+            if (
+                line.past_prompt is not False
+                and line.query_len is not None
+                and not any(each.query_len == batch.query_len and batch.num_reqs in each.requests for each in families)
+            ):
                 foreign[line.query_len] += line.count
             if line.num_reqs is None:
                 which = "decodes" if batch.query_len else f"mixed batches of {typical} requests"
@@ -133,11 +137,6 @@ def steps_of(traffic: Traffic, deployment: Deployment) -> Steps:
         # Which lines those left out are is not known.
         None if traffic.lines is None else round(traffic.lines * steps / max(listed, 1)),
     )
-
-
-def _has(families: tuple[DecodeFamily, ...], batch: Batch) -> bool:
-    """Say whether a batch is one of the deployment's own decodes."""
-    return any(each.query_len == batch.query_len and batch.num_reqs in each.requests for each in families)
 
 
 def _foreign(steps: Counter[int], families: tuple[DecodeFamily, ...]) -> Iterator[str]:
@@ -371,10 +370,7 @@ class LadderAnswers:
 
     def __call__(self, batch: Batch) -> Entry | None:
         """Return the entry that serves a batch of a role without adapters' limits, or None for none."""
-        return min(self._fits(batch), key=lambda entry: entry.cost, default=None)
-
-    def _fits(self, batch: Batch) -> Iterator[Entry]:
-        steps = draft_steps(batch.role, batch.num_reqs, self._speculative)
+        steps, found = draft_steps(batch.role, batch.num_reqs, self._speculative), []
         for ladder in self._ladders[batch.role]:
             # Of one ladder the next size that holds the batch is the cheapest.
             index = bisect_left(ladder.sizes, batch.extent(ladder.kind))
@@ -382,4 +378,5 @@ class LadderAnswers:
                 case = next((case for case in ladder.served(size) if case >= batch.active_loras), None)
                 entry = None if case is None else ladder.entry(size, case)
                 if entry is not None and entry.rejection(batch, steps) is None:
-                    yield entry
+                    found.append(entry)
+        return min(found, key=lambda entry: entry.cost, default=None)

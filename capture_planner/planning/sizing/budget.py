@@ -88,28 +88,19 @@ def _thinned(ladders: Sequence[Ladder], allowed: int) -> tuple[Ladder, ...] | No
 
 def price_of(budget: Budget, before: Sequence[Ladder], after: Sequence[Ladder]) -> str:
     """Say what it costs that ``before`` became ``after``, ladder by ladder."""
-    reached = []
+    reached, within = [], 0  # graphs that are wanted, those of each kind within its own limit
     for kind in Kind:
         wanted, most = (total([ladder for ladder in before if ladder.kind is kind]), budget.allowed_of(kind))
+        within += wanted if most is None else min(wanted, most)
         if most is not None and wanted > most:
             reached.append(f"graphs.{kind.value} allows {most} of {wanted} graphs")
-    left = total(before) if not reached else min(total(before), _within_kinds(budget, before))
+    left = total(before) if not reached else min(total(before), within)
     bounds = sorted(budget.bounds())
     if bounds and left > bounds[0][0]:
         others = "".join(f", {text} would allow {graphs}" for graphs, text in bounds[1:])
         reached.append(f"{bounds[0][1]} allows {bounds[0][0]} of {left} graphs{others}")
-    return "; ".join((*reached, *(_padding(kind, before, after) for kind in Kind if _has(kind, before))))
-
-
-def _within_kinds(budget: Budget, ladders: Sequence[Ladder]) -> int:
-    """Return how many graphs are wanted, those of each kind within its own limit."""
-    wanted = {kind: total([ladder for ladder in ladders if ladder.kind is kind]) for kind in Kind}
-    allowed = {kind: budget.allowed_of(kind) for kind in Kind}
-    return sum(count if (most := allowed[kind]) is None else min(count, most) for kind, count in wanted.items())
-
-
-def _has(kind: Kind, ladders: Sequence[Ladder]) -> bool:
-    return any(ladder.kind is kind and ladder.sizes for ladder in ladders)
+    sized = {ladder.kind for ladder in before if ladder.sizes}
+    return "; ".join((*reached, *(_padding(kind, before, after) for kind in Kind if kind in sized)))
 
 
 def _padding(kind: Kind, before: Sequence[Ladder], after: Sequence[Ladder]) -> str:

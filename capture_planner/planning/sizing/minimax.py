@@ -69,7 +69,11 @@ def minimax(domain: Domain, graphs: int, anchors: Sequence[int] = ()) -> tuple[i
         rounds -= 1
         sizes = _least(rest, max(graphs - len(chosen), 1), anchors)
         worst = worst_ratio(rest, sizes)
-        last = sizes[-1] if worst == 1 or not rounds else _reached(rest, sizes, worst)
+        last = sizes[-1]
+        if worst > 1 and rounds:
+            # The first size that pads its least count by the worst ratio.
+            ratios = ((size, Fraction(size, rest.round_up(least))) for size, least in rest.served(sizes))
+            last = next(size for size, ratio in ratios if ratio == worst)
         chosen += [size for size in sizes if size <= last]
         rest = rest.above(last)
     return tuple(chosen)
@@ -84,9 +88,3 @@ def _least(domain: Domain, graphs: int, anchors: Sequence[int]) -> tuple[int, ..
 
     bounds = range(grid, grid * domain.ceiling)
     return ladder(grid + bisect_left(bounds, True, key=lambda bound: len(ladder(bound)) <= graphs))
-
-
-def _reached(domain: Domain, sizes: Sequence[int], worst: Fraction) -> int:
-    """Return the first size that pads its least count by the worst ratio."""
-    ratios = ((size, Fraction(size, domain.round_up(least))) for size, least in domain.served(sizes))
-    return next(size for size, ratio in ratios if ratio == worst)

@@ -127,11 +127,6 @@ class LadderProblem:
         """The least cost that any number of sizes has."""
         return min(self.with_each_top[self.least_top :])
 
-    @property
-    def eager_ratio(self) -> Fraction:
-        """The largest ratio of a count's time to that of its own size, where no count has a graph."""
-        return self.alone[-1]
-
     def first_served(self, index: int, ratio: Fraction) -> int:
         """Return the index of the smallest size whose counts a larger one may serve within ``ratio``.
 
