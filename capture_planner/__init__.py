@@ -3,13 +3,14 @@
 A ``Spec`` describes what is wanted, an ``Environment`` and the backends what is possible, a ``Plan``
 what was decided. A ``Dispatcher`` finds the graph for a batch. Importing this imports no torch::
 
-    from capture_planner import explain, lint, load_backends, load_environment, load_spec, plan
+    from capture_planner import Batch, Role, explain, lint, load_environment, load_spec, plan
 
-    planned = plan(load_spec("spec.yaml"), load_environment("h100.yaml"), load_backends())
+    planned = plan(load_spec("spec.yaml"), load_environment("h100"))
     findings = lint(planned)
     explanation = explain(planned, Batch.decode(Role.TARGET, num_reqs=100, query_len=4))
 
-``plan`` makes a plan, ``lint`` checks it, ``explain`` tells why a batch gets its graph, and ``diff``
+``load_environment`` takes the name of a shipped machine or a file, ``plan`` the installed backends unless it is given
+others. ``plan`` makes a plan, ``lint`` checks it, ``explain`` tells why a batch gets its graph, and ``diff``
 lists what changes between two plans.
 """
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from capture_planner.analysis.diff import diff
     from capture_planner.analysis.explain import explain
     from capture_planner.analysis.lint import lint
-    from capture_planner.codec import dumps, load_environment, load_plan, load_spec, loads
+    from capture_planner.codec import dumps, load_plan, load_spec, loads
+    from capture_planner.codec.shipped import load_environment
     from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
     from capture_planner.errors import (
         BackendError,
@@ -79,7 +81,8 @@ _HOMES = {
     "analysis.diff": ("diff",),
     "analysis.explain": ("explain",),
     "analysis.lint": ("lint",),
-    "codec": ("dumps", "load_environment", "load_plan", "load_spec", "loads"),
+    "codec": ("dumps", "load_plan", "load_spec", "loads"),
+    "codec.shipped": ("load_environment",),
     "dispatch.dispatcher": ("Dispatch", "Dispatcher"),
     "errors": (
         "BackendError",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shutil
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,24 @@ def page(name: str) -> str:
 @pytest.mark.parametrize("path", EXECUTABLE, ids=lambda path: path.stem)
 def test_page_is_current_and_its_examples_run(path: Path) -> None:
     assert path.read_text("utf-8") == generate.render(path), "run: tox -e write-docs"
+
+
+def _api_examples() -> Iterator[tuple[str, str]]:
+    """Yield each public module of the reference whose docstring has Python in it, with that."""
+    for page in sorted((ROOT / "docs" / "reference" / "api").glob("*.md")):
+        for name in re.findall(r"automodule:: (\S+)", page.read_text("utf-8")):
+            text = importlib.import_module(name).__doc__ or ""
+            for block in re.findall(r"::\n\n((?: {4}.*\n|\n)+)", text):
+                if " import " in block:
+                    yield name, textwrap.dedent(block)
+
+
+@pytest.mark.parametrize(("name", "block"), list(_api_examples()))
+def test_example_of_an_api_page_runs(name: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with a spec; names that an example leaves to its reader are of classes to write."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "plans" / "specs" / "qwen3-8b-eagle3.yaml", "spec.yaml")
+    exec(block, {})
 
 
 def _write_result(folder: Path, script: str, content: dict[str, Any], date: str, name: str) -> None:

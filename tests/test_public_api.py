@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 import capture_planner
-from capture_planner import Batch, Dispatcher, Role, explain, load_plan
+from capture_planner import (
+    Batch,
+    CapturePlannerError,
+    Dispatcher,
+    Role,
+    explain,
+    load_backends,
+    load_environment,
+    load_plan,
+    load_spec,
+    plan,
+)
 
 LOCKED = Path(__file__).parent.parent / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml"
 HEAVY = {"torch", "triton", "numpy", "hypothesis", "matplotlib", "click", "rich", "transformers"}
@@ -37,6 +48,24 @@ def test_explain_takes_a_plan_or_a_dispatcher():
     plan = load_plan(LOCKED)
     batch = Batch.decode(Role.TARGET, num_reqs=100, query_len=4)
     assert explain(plan, batch) == explain(Dispatcher(plan), batch)
+
+
+def test_a_plan_is_one_line_and_reads_well_in_a_notebook():
+    """Shipped machines have names, backends are the installed ones, and what is shown is text for people."""
+    machine = load_environment("H200")
+    assert load_environment(Path(__file__).parent.parent / "plans" / "environments" / "h200.yaml") == machine
+    with pytest.raises(CapturePlannerError, match="no environment is named 'h2000'; did you mean h200"):
+        load_environment("h2000")
+    spec = load_spec(LOCKED.parent.parent / "specs" / "qwen3-8b-eagle3.yaml")
+    planned = plan(spec, machine)
+    assert planned == plan(spec, machine, load_backends())
+    dispatcher = Dispatcher(planned)
+    assert repr(dispatcher).startswith("Dispatcher(Qwen/Qwen3-8B on h200: target FULL_AND_PIECEWISE with ")
+    explained = explain(dispatcher, Batch.decode(Role.TARGET, num_reqs=100, query_len=4))
+    first, *others = str(explained).split("\n")
+    assert first.endswith(explained.message)
+    assert len(others) == len(explained.near_misses) > 0
+    assert explained._repr_html_() == f"<pre>{explained}</pre>"
 
 
 def test_importing_loads_no_upper_part_and_nothing_heavy():

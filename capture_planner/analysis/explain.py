@@ -75,6 +75,16 @@ class Explanation:
     message: str
     near_misses: tuple[NearMiss, ...]
 
+    def __str__(self) -> str:
+        lines = [f"{self.batch.role}: {self.answer.entry or 'no graph'}: {self.message}"]
+        return "\n".join(lines + [f"  not {miss.entry}: it {miss.message}" for miss in self.near_misses])
+
+    def _repr_html_(self) -> str:
+        """Return the text as a notebook shows it."""
+        from html import escape  # every start would import a table of all entities
+
+        return f"<pre>{escape(str(self))}</pre>"
+
 
 def explain(plan: Plan | Dispatcher, batch: Batch) -> Explanation:
     """Explain which entry serves a batch, or why none does, and what the nearest other entries lack.

@@ -168,6 +168,11 @@ def _distance(profile: Profile, model: Model, factor: float) -> str:
     return f"{measured}: a model of the same shape" if factor == 1 else f"{measured}: a factor of {factor:.1f} in size"
 
 
+def load_environment(name: str | Path) -> Environment:
+    """Return a shipped environment by its name, or any environment by its file, as ``find_environment`` does."""
+    return find_environment(str(name))
+
+
 def find_environment(name: str) -> Environment:
     """Return a shipped environment by its name, in any case and with any separators, or any environment by its file.
 

@@ -76,6 +76,11 @@ class Dispatcher:
         self._others: dict[tuple[str, int, int, int, int | None], Dispatch] = {}
         self._cached = 0
 
+    def __repr__(self) -> str:
+        """Name the plan, and how many graphs each role dispatches to."""
+        roles = ", ".join(f"{role.role} {role.mode.value} with {len(role.entries)}" for role in self.plan.roles)
+        return f"Dispatcher({self.plan.model.name} on {self.plan.environment.name}: {roles})"
+
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the cheapest entry that serves the batch, or none with the reason.
 

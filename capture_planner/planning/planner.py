@@ -18,7 +18,7 @@ from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder, fit, total
 from capture_planner.planning.sizing.budget import PRICE_RULE, price_of
 from capture_planner.planning.waivers import waivers
-from capture_planner.plugins.registry import Registry
+from capture_planner.plugins.registry import Registry, load_backends
 from capture_planner.records._base import replace
 from capture_planner.records.backend import (
     COMMON_FIELDS,
@@ -42,10 +42,12 @@ from capture_planner.records.text import counted
 __all__ = ["plan"]
 
 
-def plan(spec: Spec, environment: Environment, registry: Registry, measurements: Measurements | None = None) -> Plan:
+def plan(
+    spec: Spec, environment: Environment, registry: Registry | None = None, measurements: Measurements | None = None
+) -> Plan:
     """Return the plan of ``spec`` for ``environment``. Deterministic; needs neither torch nor a device.
 
-    :param registry: the installed backends, from ``load_backends()``.
+    :param registry: the backends; the installed ones by default, as ``load_backends()`` finds them.
     :param measurements: what measured sizes and a measured schedule are chosen by, from ``codec.load_measurements``.
     :raises PlanningError: a mode is not possible, a backend is not installed, there are too many graphs, or measured
         sizes or a measured schedule are wanted without measurements.
@@ -55,6 +57,7 @@ def plan(spec: Spec, environment: Environment, registry: Registry, measurements:
         message = "the policy measured needs a traffic and a profile"
         remedy = "name their files in sizes.traffic and sizes.profile, and pass codec.load_measurements(spec file)"
         raise PlanningError([Problem(path=("sizes",), message=message, remedy=remedy)])
+    registry = load_backends() if registry is None else registry
     resolved, roles = _resolved(spec, environment, registry)
     load = measurements
     if resolved.speculative is not None and resolved.speculative.is_measured:
