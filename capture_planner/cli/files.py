@@ -100,7 +100,11 @@ def drift(document: Document, spec: Document, environment: str | None) -> Iterat
     # No spec gives fingerprints: they are of a run.
     plan = replace(document.load(Plan), fingerprints=None)
     machine = ChosenMachine(plan.environment) if environment is None else machine_named(environment)
-    changes = diff_plans(plan, plan_document(spec, machine))
+    planned = plan_document(spec, machine)
+    changes = diff_plans(plan, planned)
+    # Other sizes by the same decisions: nobody touched the spec.
+    roles = enumerate(zip(plan.roles, planned.roles, strict=False))
+    edited = {old.role: index for index, (old, new) in roles if old.decisions == new.decisions}
     places = _Places(document, spec, environment)
     cause: tuple[str, int, int] | None = None
     for change in changes:
@@ -109,6 +113,11 @@ def drift(document: Document, spec: Document, environment: str | None) -> Iterat
             cause = cause or (file, line, column)
             yield Drift(file=file, line=line, column=column, message=_says(field, document.name, places.giver(field)))
     for change in (change for change in changes if not change.fields):
+        if cause is None and change.role in edited and change.subject in ("added", "gone", "batches"):
+            line, column = document.node.locate(("roles", edited[change.role], "entries"))
+            message = f"{change.message}; the spec decides as it did: the plan was edited, or another release made it"
+            yield Drift(file=document.name, line=line, column=column, message=message)
+            continue
         file, line, column = cause or places.of_change(change)
         yield Drift(file=file, line=line, column=column, message=f"{document.name}: {change.message}")
     yield from _reordered(document, plan)

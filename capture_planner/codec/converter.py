@@ -61,15 +61,21 @@ ELSEWHERE = {
     "specialize_active_lora": "lora.specialize",
     "max_graphs": "budget.max_graphs",
     "memory": "budget.memory",
+    "speculative.backend": "roles.draft_decode.backend",
+    "speculative.mode": "roles.draft_decode.mode",
+    "speculative.sizes": "roles.draft_decode.sizes",
+    "budget.decode": "budget.graphs.decode",
+    "budget.mixed": "budget.graphs.mixed",
 }
-"""Names of vLLM, SGLang and TensorRT-LLM, or of a field without its block, each with the field of a spec."""
+"""Names of vLLM, SGLang and TensorRT-LLM, or of a field without its block or in another, each with that of a spec."""
 
 
-def _key_meant(key: str, known: Iterable[str], *, in_spec: bool) -> str | None:
+def _key_meant(key: str, known: Iterable[str], block: str, *, in_spec: bool) -> str | None:
     """Return the field that an unknown key probably means: an engine's name for it, or one spelt nearly so."""
     name = key[:100].replace("-", "_").lower()
-    if in_spec and name in ELSEWHERE:
-        return ELSEWHERE[name]
+    meant = ELSEWHERE.get(f"{block}.{name}") or ELSEWHERE.get(name)
+    if in_spec and meant:
+        return meant
     return next(iter(difflib.get_close_matches(key[:100], list(known), n=1)), None)
 
 
@@ -102,7 +108,7 @@ def problems_of(error: Exception) -> list[Problem]:
 
 def _unknown_key(key: str, kind: type, *, first: bool) -> Problem:
     known = [key_of(f) for f in attrs.fields(kind) if f.init]
-    near = _key_meant(key, known, in_spec=kind.__module__ in (Spec.__module__, Model.__module__))
+    near = _key_meant(key, known, kind.__name__.lower(), in_spec=kind.__module__ in (Spec.__module__, Model.__module__))
     remedy = f"known are {', '.join(known)}" if first else ""  # once, not with each of 500 keys
     return Problem(path=(KeyPart(key),), message="unknown key", remedy=f"did you mean {near}?" if near else remedy)
 

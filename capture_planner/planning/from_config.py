@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,32 @@ def spec_text(config: dict[str, Any], source: str, name: str) -> str:
     lines.append(f"dtype: {dtype}" if dtype in ("bfloat16", "float16", "float32") else f"dtype: bfloat16  # {ASSUMED}")
     if text.get("model_type") == "gpt_oss":
         lines.append("sinks: true  # gpt-oss has learned attention sinks")
+    lines += _recurrent(text, sizes["num_layers"])
     if any("mrope_section" in str(text.get(key)) for key in ("rope_scaling", "rope_parameters")):
         lines.append("mrope: true  # positions have three sections")
     model, roles = "\n".join(f"  {line}" for line in lines), _roles(text, sizes["num_layers"])
     return _TEMPLATE.read_text(encoding="utf-8").format(
         name=name, source=source, model=model, speculative=draft, roles=roles
     )
+
+
+def _recurrent(config: dict[str, Any], num_layers: int) -> Iterator[str]:
+    """Yield the line of a gated delta net's recurrent layers, if the model has some, as Qwen3-Next has.
+
+    A state has a matrix for each value head, and the last inputs of a convolution over queries, keys and values.
+    """
+    kinds, every = config.get("layer_types"), config.get("full_attention_interval")
+    if isinstance(kinds, list):
+        layers = kinds.count("linear_attention")
+    else:
+        layers = 0 if every is None else num_layers - num_layers // _size(config, "full_attention_interval")
+    if not layers:
+        return
+    names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
+    key_heads, key, value_heads, value = (_size(config, name) for name in names)
+    inputs = (2 * key_heads * key + value_heads * value) * (_size(config, "linear_conv_kernel_dim") - 1)
+    state = 4 * value_heads * key * value + 2 * inputs
+    yield f"recurrent: {{layers: {layers}, state: {state}}}  # bytes, {ASSUMED}: float32, the convolution bfloat16"
 
 
 def _size(config: dict[str, Any], *keys: str) -> int:
@@ -134,9 +155,10 @@ def _or_assumed(config: dict[str, Any], key: str, default: int, meaning: str) ->
 def _roles(config: dict[str, Any], num_layers: int) -> str:
     """Return the attention groups of a model with sliding windows; nothing for one group of full attention."""
     kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
-    if isinstance(kinds, list) and (other := set(map(str, kinds)) - {"full_attention", "sliding_attention"}):
-        remedy = "; write the spec by hand, with model.recurrent" if other == {"linear_attention"} else ""
-        raise CapturePlannerError(f"layer_types: a spec cannot describe {', '.join(sorted(other))}{remedy}")
+    if isinstance(kinds, list) and (
+        other := set(map(str, kinds)) - {"full_attention", "sliding_attention", "linear_attention"}
+    ):
+        raise CapturePlannerError(f"layer_types: a spec cannot describe {', '.join(sorted(other))}")
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return ""
     window = _size(config, "sliding_window")

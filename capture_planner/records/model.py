@@ -67,7 +67,9 @@ class Recurrent:
     """Layers with a state of fixed size in place of a KV cache, as Mamba and gated delta nets have."""
 
     layers: Count = field("number of the model's layers that are recurrent")
-    state: Count = field("bytes of the state of one layer and one request, over all tensor-parallel ranks")
+    state: Annotated[int, Interval(1, 1 << 40)] = field(
+        "bytes of the state of one layer and one request, over all tensor-parallel ranks"
+    )
 
 
 def head_problems(heads: int, kv_heads: int, tensor: int, *, grouped: Path, spread: Path) -> Iterator[Problem]:

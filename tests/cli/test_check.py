@@ -144,6 +144,23 @@ def test_drift_as_json(run: Run, drifted: str) -> None:
         assert set(difference) == {"file", "message", "line", "column"}
 
 
+def test_drift_by_hand_is_at_the_line_of_the_plan(run: Run) -> None:
+    """The spec, which nobody touched, is not to blame; where its sizes change, it is."""
+    graphs = "query_len: 1, num_reqs: [8, 7, 6, 5"
+    assert graphs in Path(TINY_PLAN).read_text("utf-8")
+    plan = edited("edited.cpu.yaml", TINY_PLAN, (graphs, graphs.replace(" 6,", "")))
+    listed = run("check", plan, "--spec", TINY, "--format", "json").document(2)["drift"]
+    lines = Path(plan).read_text("utf-8").splitlines()
+    for difference in listed:
+        assert difference["file"] == plan
+        assert graphs[:24] in lines[difference["line"] - 1] or "entries" in lines[difference["line"] - 2]
+        assert "the plan was edited" in difference["message"]
+    assert len(listed) == 2
+    spec = edited("sized.yaml", TINY, ("limits:", "sizes: {policy: powers_of_two}\nlimits:"))
+    listed = run("check", TINY_PLAN, "--spec", spec, "--format", "json").document(2)["drift"]
+    assert {difference["file"] for difference in listed} == {spec}
+
+
 def test_drift_goes_away_by_planning_again(run: Run, drifted: str) -> None:
     assert run("plan", drifted, "-o", TINY_PLAN).code == 0
     assert run("check", TINY_PLAN, "--spec", drifted).code == 0

@@ -15,7 +15,7 @@ from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import Role
 from capture_planner.planning.from_config import ASSUMED, spec_from_config
-from capture_planner.records.model import DataType, Latent
+from capture_planner.records.model import DataType, Latent, Recurrent
 from capture_planner.records.spec import GroupSpec, Spec
 from support.commands import Run
 
@@ -59,9 +59,15 @@ GEMMA3 = {
         "sliding_window_pattern": 6, "vocab_size": 262208, "max_position_embeddings": 131072,
     },
 }  # fmt: skip
+QWEN3_NEXT: Config = {
+    "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936, "max_position_embeddings": 262144,
+    "torch_dtype": "bfloat16", "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+}  # fmt: skip
 PUBLISHED = {
     "llama": LLAMA, "qwen3": QWEN3, "mixtral": MIXTRAL, "deepseek-v3": DEEPSEEK_V3, "gpt-oss": GPT_OSS,
-    "gemma3": GEMMA3,
+    "gemma3": GEMMA3, "qwen3-next": QWEN3_NEXT,
 }  # fmt: skip
 
 
@@ -125,6 +131,17 @@ def test_init_writes_attention_groups_for_sliding_windows(config: Config, slidin
 
 
 @pytest.mark.usefixtures("run")
+def test_init_knows_the_states_of_gated_delta_nets() -> None:
+    """By the interval of full attention, or by the kinds of the layers; what is assumed of the state is marked."""
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12
+    for config in (QWEN3_NEXT, QWEN3_NEXT | {"layer_types": kinds}):
+        recurrent = spec_of(config).model.recurrent
+        assert recurrent == Recurrent(layers=36, state=4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128))
+    text = spec_from_config(Path("config.json"), "m")
+    assert "recurrent: {layers: 36, state: 2146304}  # bytes, not in the configuration; assumed: float32, the" in text
+
+
+@pytest.mark.usefixtures("run")
 def test_init_marks_every_assumption() -> None:
     """A head dimension, a dtype and KV heads that follow the usual default; layers of a window without a list."""
     text = spec_from_config(written({k: v for k, v in GPT_OSS.items() if k != "layer_types"}), "m")
@@ -150,8 +167,9 @@ def test_init_marks_every_assumption() -> None:
         (LLAMA | {"num_key_value_heads": 5}, "num_heads: 32 query heads do not divide"),
         (
             LLAMA | {"layer_types": ["linear_attention"] * 32},
-            "cannot describe linear_attention; write the spec by hand, with model.recurrent",
+            "the configuration has no linear_num_key_heads; add it, or write the spec by hand",
         ),
+        (LLAMA | {"layer_types": ["full_attention", "other"]}, "layer_types: a spec cannot describe other"),
         (LLAMA | {"mamba_d_state": 16}, "mamba_d_state: recurrent layers"),
         (LLAMA | {"is_encoder_decoder": True}, "an encoder-decoder model"),
         ([], "expected an object"),

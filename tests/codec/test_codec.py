@@ -61,6 +61,11 @@ def test_the_head_is_a_spec():
             "5:7: mode: expected one of NONE, PIECEWISE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE, FULL, "
             "got 'FULL_DECODE'; did you mean FULL_DECODE_ONLY?",
         ),
+        ("budget: {mixed: 3}", "5:10: budget.mixed: unknown key; did you mean budget.graphs.mixed?"),
+        (
+            "speculative: {method: eagle, num_tokens: 2, backend: x}",
+            "5:45: speculative.backend: unknown key; did you mean roles.draft_decode.backend?",
+        ),
         ("specluative: {}", "5:1: specluative: unknown key; did you mean speculative?"),
         ("sizes: {policy: explicit, num_reqs: 8}", "5:37: sizes.num_reqs: expected a list, got 8"),
         ("sizes: {policy: explicit, num_reqs: [1, 0]}", "5:41: sizes.num_reqs[1]: must be at least 1, got 0"),

@@ -49,7 +49,7 @@ def _recurrents(draw: DrawFn, layers: int) -> Recurrent | None:
     """Draw recurrent layers, fewer than the model has layers."""
     if layers == 1 or draw(one_of((True, True, False))):
         return None
-    return Recurrent(layers=draw(st.integers(1, layers - 1)), state=draw(one_of((16, 1 << 20, 12345))))
+    return Recurrent(layers=draw(st.integers(1, layers - 1)), state=draw(one_of((16, 1 << 20, 12345, 1 << 40))))
 
 
 @composite
