@@ -19,9 +19,8 @@ from typing import TypeVar
 
 import attrs
 
-from capture_planner.engines.emulation import CapturedGraph
-from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records.batch import Batch, Rejection
+from capture_planner.modes import Reason, Role
+from capture_planner.records.batch import Batch
 from capture_planner.records.batch_space import DecodeFamily, Deployment, decode_families, most_loras, split_at
 from capture_planner.records.observation import DispatchRun, ObservedGraph
 
@@ -49,7 +48,7 @@ def answers(
     """Return what a dispatcher answers, compressed.
 
     :param graphs: the graphs of the role, which answers name by index.
-    :param dispatch: asks the engine's own dispatcher; ``why_eager`` helps where it gives no reason.
+    :param dispatch: asks the engine's own dispatcher; an engine that gives no reason needs one that was worked out.
     :param families: the role's decodes; None: ``decode_families``.
     :param request_counts: after which answers to mixed batches may change, besides the graphs' ``num_reqs``.
     :param token_counts: the same for tokens above the largest graph, where otherwise both ends alone are asked about.
@@ -66,28 +65,6 @@ def answers(
         tuple(lora_counts),
     )
     return tuple(probe.all())
-
-
-def why_eager(batch: Batch, mode: GraphMode, graphs: Iterable[ObservedGraph], draft_steps: int | None = None) -> Reason:
-    """Return why a batch that the limits admit has no graph, where the engine does not say.
-
-    SHADOWED: a graph could serve it. SIZES: those for such batches are too small. MODE: there are none for its query
-    length, its adapters or its chain of drafts.
-
-    :param mode: the resolved mode of the role.
-    :param draft_steps: how many draft decodes the schedule runs for this batch size.
-    """
-    rejections = {
-        CapturedGraph.of(batch.role, graph).rejection(batch, draft_steps)
-        for graph in graphs
-        if graph.entry.active_loras >= batch.active_loras and graph.entry.draft_steps in (None, draft_steps)
-    }
-    # A graph fits and was not found: the engine's rule hides it.
-    if None in rejections:
-        return Reason.SHADOWED
-    half = mode.mixed_mode if batch.uniform_query_len is None else mode.decode_mode
-    too_small = rejections & {Rejection.TOKENS, Rejection.REQUESTS}
-    return Reason.SIZES if too_small and half is not GraphMode.NONE else Reason.MODE
 
 
 _Range = tuple[int, int, Answer]

@@ -7,14 +7,12 @@ holds. Only engines import this module, so PyYAML is a dependency of their distr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import yaml
 
 from capture_planner.codec import read
-from capture_planner.engines.parsing import refusal
 from capture_planner.errors import FlagError, InvalidDocument, Problem
 
 
@@ -60,22 +58,6 @@ def read_flags(path: str, engine: str, example: str, *, may_be_empty: bool = Fal
         remedy = f"write one flag: value on each line, as in {example}"
         raise FlagError([Problem(path=("--config",), file=path, line=1, message=message, remedy=remedy)])
     return content
-
-
-def split_config(words: Sequence[str], engine: str) -> tuple[list[str], str | None]:
-    """Take ``--config FILE`` out of a command line; raises ``FlagError`` for two, none, or one not named as YAML."""
-    rest = list(words)
-    if "--config" not in rest:
-        return rest, None
-    index = rest.index("--config")
-    if rest.count("--config") > 1:
-        raise refusal("--config", f"{engine} reads one file, and two are given", "merge them")
-    if index == len(rest) - 1:
-        raise refusal("--config", "its value is missing", "name a YAML file")
-    path = rest[index + 1]
-    if Path(path).suffix.lower() not in (".yaml", ".yml"):
-        raise refusal("--config", f"{engine} reads .yaml and .yml files only, got {path}", "rename the file")
-    return rest[:index] + rest[index + 2 :], path
 
 
 def in_its_file(error: FlagError, command: Sequence[str], name_of: Callable[[str], str]) -> FlagError:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.engines.inside.observing import PassClock, seconds_of
+from capture_planner.engines.inside import PassClock, seconds_of
 
 
 class Event:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.engines.emulation import CapturedGraph
-from capture_planner.engines.probe import why_eager
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.observation import ObservedGraph
+from capture_planner_vllm.inside.steps import why_eager
 
 QUERY_LENS = st.none() | st.integers(1, 4)
 

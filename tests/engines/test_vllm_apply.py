@@ -10,14 +10,15 @@ import attrs
 import pytest
 
 from capture_planner import codec
-from capture_planner.engines.inside import seam
+from capture_planner.engines import inside
+from capture_planner.engines.launch import STRICT
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
 from capture_planner_vllm import vllm_plugin
 from capture_planner_vllm.emulation.export import plan_sizes
-from capture_planner_vllm.inside import hooks, log
+from capture_planner_vllm.inside import hooks, log, seam
 from support.vllm_module import (
     CONFIG,
     DRAFTERS,
@@ -37,13 +38,13 @@ PLAN = codec.load_plan(FILE)
 @pytest.fixture
 def modules(monkeypatch, caplog):
     """A process of vLLM with a plan named and the plugin registered; gives vLLM's modules."""
-    monkeypatch.setattr(seam, "_logged", set())
+    monkeypatch.setattr(inside, "_logged", set())
     monkeypatch.setattr(seam, "_callbacks", {})
     monkeypatch.setattr(hooks, "decisions", {})
     monkeypatch.setattr(hooks, "_reasons", log.ModeReasons())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setenv(vllm_plugin.PLAN, str(FILE))
-    for name in (vllm_plugin.APPLY, vllm_plugin.OBSERVE, vllm_plugin.PROFILE, seam.STRICT):
+    for name in (vllm_plugin.APPLY, vllm_plugin.OBSERVE, vllm_plugin.PROFILE, STRICT):
         monkeypatch.delenv(name, raising=False)
     caplog.set_level(logging.INFO, "capture_planner.vllm")
     with vllm_modules() as made:
@@ -238,7 +239,7 @@ def test_unknown_seam_leaves_vllm_alone(modules, monkeypatch, caplog, what):
     assert configured(modules).compilation_config.cudagraph_capture_sizes == [1, 512]
     (line,) = errors(caplog)
     assert line.startswith("no plan is applied: this vLLM is not known: ")
-    monkeypatch.setenv(seam.STRICT, "1")
+    monkeypatch.setenv(STRICT, "1")
     with pytest.raises(RunError, match="this vLLM is not known"):
         vllm_plugin.register()
 
@@ -308,7 +309,7 @@ def test_error_of_ours_leaves_vllm_alone(modules, monkeypatch, caplog, place):
 
 def test_strict_raises_what_is_else_logged(modules, monkeypatch):
     """A start that cannot follow the plan does not start."""
-    monkeypatch.setenv(seam.STRICT, "1")
+    monkeypatch.setenv(STRICT, "1")
     vllm_plugin.register()
     config = configured(modules)
     manager_for(modules, config, PLAN, Role.TARGET)

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from capture_planner.engines.inside import seam
+from capture_planner.engines.launch import STRICT
 from capture_planner.errors import RunError
 from capture_planner_vllm.inside import observe_seams as seams
 from support.vllm_observed import observed, process, run, started, step
@@ -56,7 +56,7 @@ def test_unknown_fields_turn_one_part_off(record, caplog):
 @pytest.mark.parametrize("function", seams.SEAMS, ids=lambda function: function.name)
 def test_unknown_function_is_an_error_in_strict_mode(function):
     """Before the first step, with the name of the function."""
-    with process(**{seam.STRICT: "1"}):
+    with process(**{STRICT: "1"}):
         break_seam(function, "other parameters")
         with pytest.raises(RunError, match=function.name):
             started()

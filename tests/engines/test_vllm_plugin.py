@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner.engines.inside import seam
+from capture_planner.engines import inside
+from capture_planner.engines.launch import STRICT
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import replace
@@ -24,7 +25,7 @@ from capture_planner.records.model import Method
 from capture_planner.testing import plans
 from capture_planner_vllm import vllm_plugin
 from capture_planner_vllm.emulation.export import export_vllm
-from capture_planner_vllm.inside import hooks
+from capture_planner_vllm.inside import hooks, seam
 from capture_planner_vllm.inside.agreement import differences
 
 Mode = Enum("Mode", [mode.name for mode in GraphMode])
@@ -80,8 +81,8 @@ def engine(tmp_path, monkeypatch, plan):
     file = tmp_path / "plan.yaml"
     codec.write(file, codec.dumps(plan))
     monkeypatch.setenv(vllm_plugin.PLAN, str(file))
-    monkeypatch.delenv(seam.STRICT, raising=False)
-    monkeypatch.setattr(seam, "_logged", set())
+    monkeypatch.delenv(STRICT, raising=False)
+    monkeypatch.setattr(inside, "_logged", set())
     monkeypatch.setattr(seam, "_callbacks", {})
     monkeypatch.setenv(vllm_plugin.APPLY, "0")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -139,7 +140,7 @@ def test_register_with_a_plan_imports_nothing_heavy():
     """Neither torch nor vLLM; calling it again installs no second finder."""
     code = (
         f"import os, sys; from capture_planner_vllm import vllm_plugin as v; os.environ[v.PLAN] = {str(FILE)!r}; "
-        "v.register(); v.register(); from capture_planner.engines.inside import seam; "
+        "v.register(); v.register(); from capture_planner_vllm.inside import seam; "
         "print(sum(isinstance(f, seam._Finder) for f in sys.meta_path), *sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -175,7 +176,7 @@ def test_each_difference_is_one_warning(engine, plan, caplog):
 
 def test_strict_plugin_raises_differences(engine, plan, monkeypatch, caplog):
     """Every line at once, and only where something differs."""
-    monkeypatch.setenv(seam.STRICT, "1")
+    monkeypatch.setenv(STRICT, "1")
     vllm_plugin.register()
     make(engine, plan)
     with pytest.raises(RunError, match="max_num_seqs: the plan has") as error:
@@ -196,7 +197,7 @@ def test_unreadable_plan_is_one_error_line(engine, plan, monkeypatch, caplog, tm
     assert record.levelno == logging.ERROR
     assert record.getMessage().startswith("no plan is applied: ")
     assert "\n" not in record.getMessage()
-    monkeypatch.setenv(seam.STRICT, "1")
+    monkeypatch.setenv(STRICT, "1")
     with pytest.raises(RunError, match="no plan is applied"):
         vllm_plugin.register()
 
@@ -209,7 +210,7 @@ def test_failed_check_is_one_error_line(engine, monkeypatch, caplog):
     assert record.levelno == logging.ERROR
     assert record.getMessage().startswith("nothing is checked: ")
     assert "\n" not in record.getMessage()
-    monkeypatch.setenv(seam.STRICT, "1")
+    monkeypatch.setenv(STRICT, "1")
     with pytest.raises(RunError, match="nothing is checked"):
         engine.ModelCudaGraphManager(SimpleNamespace(), "cuda", Mode.FULL)
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from capture_planner.engines.inside import seam
+from capture_planner_vllm.inside import seam
 from capture_planner_vllm.inside.log import LOG
 
 

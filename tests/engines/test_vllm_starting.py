@@ -8,11 +8,11 @@ from types import ModuleType
 import pytest
 
 from capture_planner import codec
-from capture_planner.engines.inside import seam
+from capture_planner.engines import inside
 from capture_planner.engines.launch import STARTED
 from capture_planner.records._base import digest
 from capture_planner_vllm import vllm_plugin
-from capture_planner_vllm.inside import hooks, log, starting
+from capture_planner_vllm.inside import hooks, log, seam, starting
 
 FILE = Path(__file__).parents[2] / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml"
 
@@ -38,7 +38,7 @@ def worker(tmp_path, monkeypatch):
     module = ModuleType(starting.WORKER)
     module.Worker = Worker
     monkeypatch.setitem(sys.modules, starting.WORKER, module)
-    monkeypatch.setattr(seam, "_logged", set())
+    monkeypatch.setattr(inside, "_logged", set())
     monkeypatch.setattr(seam, "_callbacks", {})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(hooks, "_reasons", log.ModeReasons())

@@ -98,7 +98,7 @@ def installed(monkeypatch: Any, **settings: Any) -> types.SimpleNamespace:
         return made
 
     def find(path: str) -> Any:
-        from capture_planner.engines.inside.seam import resolve
+        from capture_planner.engines.inside import resolve
 
         return resolve(path)
 

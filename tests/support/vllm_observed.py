@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies as st
 
 from capture_planner import codec
-from capture_planner.engines.inside import seam
-from capture_planner.engines.inside.observing import SECONDS
+from capture_planner.engines import inside
+from capture_planner.engines.inside import SECONDS
 from capture_planner.engines.launch import OBSERVE, PROFILE, STRICT
 from capture_planner_vllm.inside import device, observe
 from capture_planner_vllm.inside import observe_seams as seams
@@ -72,7 +72,7 @@ def process(**environment):
         patch.setattr(device, "free_memory", lambda: MEMORY - _taken())
         patch.setattr(device, "settle", lambda: None)
         patch.setattr(device, "machine", lambda: device.Machine("NVIDIA H200", None, "2.13.0"))
-        patch.setattr(seam, "_logged", set())
+        patch.setattr(inside, "_logged", set())
         yield Path(folder)
     forget_vllm()
     sys.modules.update(before)

@@ -24,7 +24,7 @@ from typing import Any
 
 from capture_planner import Dispatcher, codec
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.inside.seam import resolve
+from capture_planner.engines.inside import resolve
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch
 from capture_planner.records.observation import Observation

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from capture_planner import Dispatcher, codec, load_plan
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.inside.seam import resolve
+from capture_planner.engines.inside import resolve
 from capture_planner.engines.launch import PROFILE
 from capture_planner.errors import RunError
 from capture_planner.modes import Reason, Role

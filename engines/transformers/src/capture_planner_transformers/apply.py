@@ -10,8 +10,7 @@ from typing import Any
 import attrs
 
 from capture_planner import codec
-from capture_planner.engines.inside.observing import SECONDS
-from capture_planner.engines.inside.seam import is_strict
+from capture_planner.engines.inside import SECONDS, is_strict
 from capture_planner.engines.launch import OBSERVE, PLAN
 from capture_planner.errors import RunError
 from capture_planner.measuring.recorder import Recorder

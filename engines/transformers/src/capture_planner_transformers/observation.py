@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from capture_planner.engines import probe
-from capture_planner.engines.inside.observing import timestamp
+from capture_planner.engines.inside import timestamp
 from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import digest

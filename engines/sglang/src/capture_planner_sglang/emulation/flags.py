@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
@@ -28,7 +29,7 @@ import attrs
 from capture_planner.engines.command_line import split_variables
 from capture_planner.engines.history import History, json_table
 from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
-from capture_planner.engines.yaml_files import read_flags, split_config
+from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import NotEmulated, Problem
 from capture_planner_sglang.emulation.resolution import Phase
 
@@ -175,10 +176,26 @@ def parse(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     return args, sources
 
 
+def _split_config(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take ``--config FILE`` out of a command line; raises ``FlagError`` for two, none, or one not named as YAML."""
+    rest = list(words)
+    if "--config" not in rest:
+        return rest, None
+    index = rest.index("--config")
+    if rest.count("--config") > 1:
+        raise refusal("--config", "SGLang reads one file, and two are given", "merge them")
+    if index == len(rest) - 1:
+        raise refusal("--config", "its value is missing", "name a YAML file")
+    path = rest[index + 1]
+    if Path(path).suffix.lower() not in (".yaml", ".yml"):
+        raise refusal("--config", f"SGLang reads .yaml and .yml files only, got {path}", "rename the file")
+    return rest[:index] + rest[index + 2 :], path
+
+
 def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """Parse as ``parse``, with flags that are not emulated too: their names begin with ``not_emulated:``."""
     variables, own = split_variables(command)
-    rest, path = split_config(own, "SGLang")
+    rest, path = _split_config(own)
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
     sglang_parser().refuse_gone([*from_file, *rest])
     args = sglang_parser().parse_args([*from_file, *rest])

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from capture_planner.codec import load_plan
-from capture_planner.engines.inside.observing import EVERY, SECONDS, file_name, seconds_of
-from capture_planner.engines.inside.seam import is_strict, report, resolve
+from capture_planner.engines.inside import EVERY, SECONDS, file_name, is_strict, report, resolve, seconds_of
 from capture_planner.engines.launch import PROFILE, mark_started
 from capture_planner.errors import RunError
 from capture_planner.measuring.recorder import Recorder

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from capture_planner.engines.inside.observing import PassClock
+from capture_planner.engines.inside import PassClock
 from capture_planner.measuring.coarsening import Outcome
 from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import Reason, Role

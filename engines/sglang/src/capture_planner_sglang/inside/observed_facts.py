@@ -7,8 +7,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.engines.inside.observing import timestamp
-from capture_planner.engines.inside.seam import resolve
+from capture_planner.engines.inside import resolve, timestamp
 from capture_planner.engines.probe import Answer, answers
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import digest

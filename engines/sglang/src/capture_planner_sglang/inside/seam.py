@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from capture_planner.engines.inside.seam import resolve
+from capture_planner.engines.inside import resolve
 from capture_planner.modes import Role
 
 LOG = logging.getLogger("capture_planner.sglang")

@@ -9,7 +9,7 @@ from typing import Any
 
 from capture_planner.engines import probe
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.inside.observing import timestamp
+from capture_planner.engines.inside import timestamp
 from capture_planner.errors import CapturePlannerError
 from capture_planner.modes import Chain, GraphMode, Role
 from capture_planner.records._base import replace

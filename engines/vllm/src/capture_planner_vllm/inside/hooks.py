@@ -30,7 +30,6 @@ from types import ModuleType
 from typing import Any
 
 from capture_planner.codec import load_plan
-from capture_planner.engines.inside.seam import after_import, log_with, name_problems, parameter_problems, wrap
 from capture_planner.engines.launch import PLAN
 from capture_planner.errors import RunError
 from capture_planner.modes import GraphMode, Role
@@ -43,6 +42,7 @@ from capture_planner_vllm.inside.buffers import largest_first
 from capture_planner_vllm.inside.chains import with_planned_chains
 from capture_planner_vllm.inside.log import ModeReasons, report
 from capture_planner_vllm.inside.observe_seams import DRAFTERS, MANAGERS
+from capture_planner_vllm.inside.seam import after_import, log_with, name_problems, parameter_problems, wrap
 
 CONFIG = "vllm.config.vllm"
 LEGACY_RUNNER = "vllm.v1.worker.gpu_model_runner"

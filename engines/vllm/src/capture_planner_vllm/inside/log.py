@@ -6,12 +6,12 @@ import functools
 import logging
 import re
 
-from capture_planner.engines.inside import seam
+from capture_planner.engines import inside
 
 LOG = logging.getLogger("capture_planner.vllm")
 
-report = functools.partial(seam.report, LOG)
-"""``seam.report`` to ``LOG``."""
+report = functools.partial(inside.report, LOG)
+"""``engines.inside.report`` to ``LOG``."""
 
 
 class ModeReasons(logging.Handler):

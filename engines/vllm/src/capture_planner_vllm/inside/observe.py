@@ -23,8 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from capture_planner.engines.inside.observing import EVERY, SECONDS, file_name, seconds_of
-from capture_planner.engines.inside.seam import wrap
+from capture_planner.engines.inside import EVERY, SECONDS, file_name, seconds_of
 from capture_planner.engines.launch import OBSERVE, PROFILE
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, replace
@@ -37,6 +36,7 @@ from capture_planner_vllm.inside.log import LOG, report
 from capture_planner_vllm.inside.observe_seams import ObservedFields, Seam
 from capture_planner_vllm.inside.observe_steps import StepHooks
 from capture_planner_vllm.inside.pace import steps_ahead
+from capture_planner_vllm.inside.seam import wrap
 from capture_planner_vllm.inside.steps import Track
 from capture_planner_vllm.inside.trials import Trials
 from capture_planner_vllm.inside.watch import StepRecorder, StepWatch

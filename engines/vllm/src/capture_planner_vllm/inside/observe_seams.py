@@ -12,8 +12,8 @@ from typing import Any
 
 import attrs
 
-from capture_planner.engines.inside.seam import wrap
 from capture_planner_vllm.inside.log import report
+from capture_planner_vllm.inside.seam import wrap
 
 GPU = "vllm.v1.worker.gpu"
 MANAGERS = f"{GPU}.cudagraph_utils"

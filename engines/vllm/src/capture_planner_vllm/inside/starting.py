@@ -10,11 +10,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from capture_planner.engines.inside.seam import wrap
 from capture_planner.engines.launch import mark_started
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Plan
 from capture_planner_vllm.inside.log import LOG
+from capture_planner_vllm.inside.seam import wrap
 
 WORKER = "vllm.v1.worker.gpu_worker"
 LAST = "compile_or_warm_up_model"

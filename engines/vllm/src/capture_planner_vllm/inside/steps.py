@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import attrs
 
-from capture_planner.engines.probe import why_eager
+from capture_planner.engines.emulation import CapturedGraph
 from capture_planner.measuring.coarsening import Outcome
 from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records.batch import Batch
+from capture_planner.records.batch import Batch, Rejection
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.model import Speculative
 from capture_planner.records.observation import ObservedGraph
@@ -39,6 +39,28 @@ Dispatch = tuple[Pass | None, Target | None, tuple["Track", int] | None, Any]
 
 Drafts = int | Mapping[str, Sequence[int]]
 """The drafts that a step verifies: the same number for every request, or those of each."""
+
+
+def why_eager(batch: Batch, mode: GraphMode, graphs: Iterable[ObservedGraph], draft_steps: int | None = None) -> Reason:
+    """Return why a batch that the limits admit has no graph, where the engine does not say.
+
+    SHADOWED: a graph could serve it. SIZES: those for such batches are too small. MODE: there are none for its query
+    length, its adapters or its chain of drafts.
+
+    :param mode: the resolved mode of the role.
+    :param draft_steps: how many draft decodes the schedule runs for this batch size.
+    """
+    rejections = {
+        CapturedGraph.of(batch.role, graph).rejection(batch, draft_steps)
+        for graph in graphs
+        if graph.entry.active_loras >= batch.active_loras and graph.entry.draft_steps in (None, draft_steps)
+    }
+    # A graph fits and was not found: the engine's rule hides it.
+    if None in rejections:
+        return Reason.SHADOWED
+    half = mode.mixed_mode if batch.uniform_query_len is None else mode.decode_mode
+    too_small = rejections & {Rejection.TOKENS, Rejection.REQUESTS}
+    return Reason.SIZES if too_small and half is not GraphMode.NONE else Reason.MODE
 
 
 @attrs.frozen(eq=False, kw_only=True)

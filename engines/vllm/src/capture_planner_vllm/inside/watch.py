@@ -16,7 +16,7 @@ from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any
 
-from capture_planner.engines.inside.observing import PassClock
+from capture_planner.engines.inside import PassClock
 from capture_planner.measuring.coarsening import Outcome
 from capture_planner.measuring.recorder import Recorder, StepSink
 from capture_planner.modes import Role

@@ -1,13 +1,56 @@
-"""What the observers inside engines share: settings from the environment, names of files, and times of the device."""
+"""What the plugins inside engines share: settings, names of files, times of the device, and what they look up and log.
+
+Names no engine, and imports neither one nor torch: a plugin hands over the loggers, functions and events.
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
+from capture_planner.engines.launch import STRICT
+from capture_planner.errors import RunError
 from capture_planner.records.observation import Observation
+
+_logged: set[str] = set()
+
+
+def resolve(path: str) -> Any:
+    """Return the module, class or function at a dotted path; raises ``ImportError`` or ``AttributeError``."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            value: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # A module that is there may lack one that it imports; that is not a shorter path to try.
+            if error.name is None or not name.startswith(error.name):
+                raise
+            continue
+        for part in parts[count:]:
+            value = getattr(value, part)
+        return value
+    raise ModuleNotFoundError(path)
+
+
+def report(logger: logging.Logger, level: int, lines: Sequence[str], cause: Exception | None = None) -> None:
+    """Log lines that this process has not logged yet; in strict mode, raise ``RunError`` for warnings and errors."""
+    for line in lines:
+        if line not in _logged:
+            _logged.add(line)
+            logger.log(level, "%s", line)
+    if lines and level > logging.INFO and is_strict():
+        raise RunError("\n".join(lines)) from cause
+
+
+def is_strict() -> bool:
+    """Return whether what is only logged becomes an error."""
+    return os.environ.get(STRICT) == "1"
+
 
 K = TypeVar("K")
 

@@ -1,4 +1,4 @@
-"""How a plugin gets into an engine: callbacks after an import, methods wrapped once, and checks of what is there.
+"""How the plugin gets into vLLM: callbacks after an import, methods wrapped once, and checks of what is there.
 
 A callback runs in the process that imports the module, after the module has been executed and before its importer
 goes on.
@@ -6,10 +6,8 @@ goes on.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -17,14 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from capture_planner.engines.launch import STRICT
-from capture_planner.errors import RunError
-
 Callback = Callable[[ModuleType], None]
 
 _MARK = "_capture_planner_wraps"
 _callbacks: dict[str, list[Callback]] = {}
-_logged: set[str] = set()
 
 
 def after_import(name: str, callback: Callback) -> None:
@@ -116,39 +110,6 @@ def name_problems(
         yield f"{subject} lacks {', '.join(missing)}"
     if unknown := sorted(set(names) - set(known)):
         yield f"{subject} has {', '.join(unknown)}, which this plugin does not know"
-
-
-def resolve(path: str) -> Any:
-    """Return the module, class or function at a dotted path; raises ``ImportError`` or ``AttributeError``."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        name = ".".join(parts[:count])
-        try:
-            value: Any = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # A module that is there may lack one that it imports; that is not a shorter path to try.
-            if error.name is None or not name.startswith(error.name):
-                raise
-            continue
-        for part in parts[count:]:
-            value = getattr(value, part)
-        return value
-    raise ModuleNotFoundError(path)
-
-
-def report(logger: logging.Logger, level: int, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Log lines that this process has not logged yet; in strict mode, raise ``RunError`` for warnings and errors."""
-    for line in lines:
-        if line not in _logged:
-            _logged.add(line)
-            logger.log(level, "%s", line)
-    if lines and level > logging.INFO and is_strict():
-        raise RunError("\n".join(lines)) from cause
-
-
-def is_strict() -> bool:
-    """Return whether what is only logged becomes an error."""
-    return os.environ.get(STRICT) == "1"
 
 
 def log_with(name: str) -> None:
