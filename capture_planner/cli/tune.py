@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
 from capture_planner import codec
@@ -44,7 +45,7 @@ from capture_planner.engines.tuning.tune import Progress
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Policy, Sizes, Spec
-from capture_planner.report.tune import StepCount, TuneReport, tune_report
+from capture_planner.report.tune import tune_report
 
 TABLES = 14
 """About how many tables are planned and judged."""
@@ -195,25 +196,13 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
             progress=advance,
         )
     line = found.launch(str((output or Path()) / PLAN_FILE))
-    load = found.load
-    report = TuneReport(
-        tuning=found.tuning,
-        model=found.spec.model.name,
-        machine=subject.environment.name,
-        today=subject.name,
-        steps=StepCount(chosen=load.chosen.total, judged=load.judged.total, held_out=load.held_out),
-        first=found.first,
-        assumptions=found.assumptions,
-        notes=(*found.notes, *(line.notes if line else ())),
-        churn=found.churn,
-        latencies=found.latencies,
-        kv_token_mib=found.kv_token_mib,
-        commands=() if line is None or line.command is None else (line.command,),
-    )
+    if line is not None:
+        commands = () if line.command is None else (line.command,)
+        found = attrs.evolve(found, commands=commands, notes=(*found.notes, *line.notes))
     # The page goes into the folder, which _write would make after it.
     if output is not None and inside:
         output.mkdir(exist_ok=True)
-    to.show(lambda: report, lambda: tune_report(report))
+    to.show(lambda: found, lambda: tune_report(found))
     if output is not None:
         _write(output, to, found)
     if found.tuning.verdict is TuneVerdict.TOO_LITTLE_DATA:

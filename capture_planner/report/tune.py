@@ -15,7 +15,7 @@ from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.tuning.judgement import LEAST_STEPS, SideFigures, TuneVerdict, subject_of
-from capture_planner.engines.tuning.session import Churn
+from capture_planner.engines.tuning.session import TuneResult
 from capture_planner.engines.tuning.tune import EVERY, Beyond, ParetoPoint, Tuning, lost_graphs, slower_batches
 from capture_planner.modes import Role
 from capture_planner.planning.measured.steps import PassCost
@@ -32,44 +32,6 @@ Group = tuple[Role, int | None]
 
 MANY_EAGER = 0.1
 """Share of a role's steps without a graph from which the first lines say what more graphs buy."""
-
-
-@attrs.frozen(kw_only=True)
-class StepCount:
-    """How many steps a tuning rests on."""
-
-    chosen: int
-    """Steps that sizes are chosen by."""
-    judged: int
-    """Steps that both sides are judged on."""
-    held_out: bool
-    """Whether the judged steps came after those that sizes are chosen by, and were not used for that."""
-
-
-@attrs.frozen(kw_only=True)
-class TuneReport:
-    """A tuning, and what a reader must know of it."""
-
-    tuning: Tuning
-    model: str
-    machine: str
-    today: str
-    """What today is: an engine with its release, or a file."""
-    steps: StepCount
-    first: str | None = None
-    """What has to be known before any figure."""
-    assumptions: tuple[str, ...] = ()
-    """What the figures rest on and is not known, first what could change them most."""
-    notes: tuple[str, ...] = ()
-    churn: Churn | None = None
-    latencies: tuple[ServingLatency, ServingLatency] | None = None
-    """What requests of a trace wait, today and under the plan."""
-    kv_token_mib: float | None = None
-    """MiB of the KV cache for each token; None: not known."""
-    written: tuple[str, ...] = ()
-    """The files that were written."""
-    commands: tuple[str, ...] = ()
-    """What to run next."""
 
 
 def figures_of(tuning: Tuning) -> Iterator[str]:
@@ -102,26 +64,26 @@ def _change(before: float, after: float) -> str:
     )
 
 
-def price_of(report: TuneReport) -> Iterator[str]:
+def price_of(result: TuneResult) -> Iterator[str]:
     """Yield what a change costs, or saves: graphs, memory, tokens of the KV cache, and start-up."""
-    tuning = report.tuning
+    tuning = result.tuning
     today, proposed = tuning.today, tuning.proposed
     if tuning.verdict is not TuneVerdict.CHANGE or today is None or proposed is None:
         return
     mib = proposed.memory_mib - today.memory_mib
     memory = f"{proposed.memory_mib:,.0f} MiB ({_than(mib, '{:,.0f} MiB')})"
-    memory += _room(report, mib)
+    memory += _room(result, mib)
     graphs = f"{counted(proposed.graphs, 'graph')} ({_than(proposed.graphs - today.graphs, '{:,.0f}', 'fewer')})"
     start_up = f"{proposed.seconds:.1f} s of start-up ({_than(proposed.seconds - today.seconds, '{:.1f} s')})"
     yield f"price: {graphs}, {memory}, and {start_up}."
 
 
-def _room(report: TuneReport, mib: float) -> str:
+def _room(result: TuneResult, mib: float) -> str:
     """Write how many tokens of the KV cache memory is room for; nothing where that is not known."""
     # Below one MiB the figure is noise of the estimate.
-    if not report.kv_token_mib or abs(mib) < 1:
+    if not result.kv_token_mib or abs(mib) < 1:
         return ""
-    tokens = f"{abs(mib) / report.kv_token_mib:,.0f} tokens {'less' if mib > 0 else 'more'}"
+    tokens = f"{abs(mib) / result.kv_token_mib:,.0f} tokens {'less' if mib > 0 else 'more'}"
     return f", which is room for {tokens} in the KV cache"
 
 
@@ -132,12 +94,12 @@ def _than(change: float, form: str, less: str = "less") -> str:
     return f"{text} {'more' if change > 0 else less}"
 
 
-def beyond_of(report: TuneReport) -> Iterator[str]:
+def beyond_of(result: TuneResult) -> Iterator[str]:
     """Yield what more buys, or that it buys nothing where many steps are left without a graph."""
-    tuning = report.tuning
+    tuning = result.tuning
     beyond, proposed = tuning.beyond, tuning.proposed
     if beyond is not None:
-        room = _room(report, beyond.memory_mib)
+        room = _room(result, beyond.memory_mib)
         than = "" if tuning.plan is None else " than the proposal"
         yield (
             f"with {beyond.memory_mib:,.0f} MiB more{room} the {subject_of(tuning.objective)} takes {beyond.gain:.0%} "
@@ -191,15 +153,15 @@ _JUDGED = (
 )
 
 
-@json_of(TuneReport)
-def _json(report: TuneReport) -> dict[str, Any]:
-    tuning = report.tuning
+@json_of(TuneResult)
+def _json(result: TuneResult) -> dict[str, Any]:
+    tuning = result.tuning
     noise, shift = tuning.noise, tuning.shift
     return {
         "verdict": plain(tuning.verdict),
         "reason": tuning.reason,
         "estimate": tuning.is_estimate,
-        "needed": report.first,
+        "needed": result.first,
         "objective": tuning.objective,
         "today": plain(tuning.today),
         "proposed": plain(tuning.proposed),
@@ -210,19 +172,24 @@ def _json(report: TuneReport) -> dict[str, Any]:
         "doubled_load": None
         if shift is None
         else _digits({"today": shift.today, "proposed": shift.proposed, "gain": shift.gain}),
-        "churn": None if report.churn is None else plain_some(report.churn, "graphs", "kept", "new"),
+        "churn": None if result.churn is None else plain_some(result.churn, "graphs", "kept", "new"),
         "latency": None
-        if report.latencies is None
+        if result.latencies is None
         else {
             name: _digits(attrs.asdict(side))
-            for name, side in zip(("today", "proposed"), report.latencies, strict=True)
+            for name, side in zip(("today", "proposed"), result.latencies, strict=True)
         },
         "worse": list(_worse_lines(tuning)),
         "pareto": plain(tuning.pareto),
-        "steps": plain_some(report.steps, "chosen", "judged", "held_out") | {"least": LEAST_STEPS},
-        "assumptions": list(report.assumptions),
-        "notes": list(report.notes),
-        "commands": list(report.commands),
+        "steps": {
+            "chosen": result.load.chosen.total,
+            "judged": result.load.judged.total,
+            "held_out": result.load.held_out,
+            "least": LEAST_STEPS,
+        },
+        "assumptions": list(result.assumptions),
+        "notes": list(result.notes),
+        "commands": list(result.commands),
     }
 
 
@@ -252,38 +219,44 @@ def _digits(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def tune_report(report: TuneReport) -> Report:
+def tune_report(result: TuneResult) -> Report:
     """Return the report of a tuning for ``terminal.tables`` and ``page.page``."""
     parts = (_verdict, _sides, _sizes, _worse, _pareto, _assumed, _next)
     return Report(
         kind="tuning",
-        title=f"Capture sizes of {report.model} on {report.machine}: {_advice(report.tuning)}",
-        sections=tuple(section for part in parts if (section := part(report)) and section.parts),
-        charts=partial(tune_charts, report.tuning),
-        spec=None if report.tuning.plan is None else report.tuning.plan.spec_digest,
+        title=f"Capture sizes of {_deployment(result)}: {_advice(result.tuning)}",
+        sections=tuple(section for part in parts if (section := part(result)) and section.parts),
+        charts=partial(tune_charts, result.tuning),
+        spec=None if result.tuning.plan is None else result.tuning.plan.spec_digest,
     )
+
+
+def _deployment(result: TuneResult) -> str:
+    return f"{result.spec.model.name} on {result.subject.environment.name}"
 
 
 def _advice(tuning: Tuning) -> str:
     return ADVICE[tuning.verdict] + (" (an estimate)" if tuning.is_estimate else "")
 
 
-def _verdict(report: TuneReport) -> Section:
-    tuning, steps = report.tuning, report.steps
-    judged = f"judged on the last {steps.judged:,} steps; sizes are chosen by the {steps.chosen:,} before them"
-    if not steps.held_out:
-        judged = f"chosen by and judged on the same {steps.judged:,} steps: nothing is held out"
+def _verdict(result: TuneResult) -> Section:
+    tuning, load = result.tuning, result.load
+    judged = (
+        f"judged on the last {load.judged.total:,} steps; sizes are chosen by the {load.chosen.total:,} before them"
+    )
+    if not load.held_out:
+        judged = f"chosen by and judged on the same {load.judged.total:,} steps: nothing is held out"
     return Section(
         name="verdict",
-        title=f"{report.model} on {report.machine}, {report.today}: {_advice(tuning)}",
+        title=f"{_deployment(result)}, {result.subject.name}: {_advice(tuning)}",
         parts=(
-            *warned(None if report.first is None else f"{report.first}."),
+            *warned(None if result.first is None else f"{result.first}."),
             f"{tuning.reason}.",
             *figures_of(tuning),
-            *price_of(report),
-            *beyond_of(report),
+            *price_of(result),
+            *beyond_of(result),
             f"{judged}.",
-            *noted(*(f"note: {each}" for each in report.notes)),
+            *noted(*(f"note: {each}" for each in result.notes)),
         ),
     )
 
@@ -291,11 +264,11 @@ def _verdict(report: TuneReport) -> Section:
 Row = tuple[str, Callable[[SideFigures], str]]
 
 
-def _sides(report: TuneReport) -> Section | None:
-    today, proposed = report.tuning.today, report.tuning.proposed
+def _sides(result: TuneResult) -> Section | None:
+    today, proposed = result.tuning.today, result.tuning.proposed
     if today is None or proposed is None:
         return None
-    objective = report.tuning.objective
+    objective = result.tuning.objective
     roles = [role for role in Role if role in today.eager_share or role in proposed.eager_share]
     rows: list[Row] = [
         ("time per token", lambda side: milliseconds(side.token_ms)),
@@ -312,14 +285,14 @@ def _sides(report: TuneReport) -> Section | None:
         *((f"eager steps, {role}", partial(_eager, role)) for role in roles),
     ]
     cells = [(name, write(today), write(proposed)) for name, write in rows]
-    shift = report.tuning.shift
+    shift = result.tuning.shift
     if shift is not None:
         both = (percent(max(regret, 0.0)) for regret in (shift.today, shift.proposed))
         cells.insert(len(cells) - 3 - len(roles), ("with twice the load", *both))  # type: ignore[arg-type]
-    if report.latencies is not None:
-        cells[5:5] = list(_waits(*report.latencies))
+    if result.latencies is not None:
+        cells[5:5] = list(_waits(*result.latencies))
     grid = Grid.of(("", "today", "proposed"), cells, text=1)
-    return Section(name="sides", title="Today and proposed", parts=(grid, *_noise(report.tuning)))
+    return Section(name="sides", title="Today and proposed", parts=(grid, *_noise(result.tuning)))
 
 
 def _waits(today: ServingLatency, proposed: ServingLatency) -> Iterator[tuple[str, str, str]]:
@@ -346,11 +319,11 @@ def _noise(tuning: Tuning) -> Iterator[TonedText]:
         )
 
 
-def _sizes(report: TuneReport) -> Section | None:
+def _sizes(result: TuneResult) -> Section | None:
     """List the sizes of both sides, by role and kind of batch."""
-    if report.tuning.pricings is None:
+    if result.tuning.pricings is None:
         return None
-    sides = [_sizes_of(pricing.deployment) for pricing in report.tuning.pricings]
+    sides = [_sizes_of(pricing.deployment) for pricing in result.tuning.pricings]
     roles = list(Role)
     rows = [
         (
@@ -376,10 +349,10 @@ def _listed(sizes: Sequence[int]) -> str:
     return f"{sizes_text(sizes)} ({len(sizes)})" if sizes else "none"
 
 
-def _worse(report: TuneReport) -> Section:
+def _worse(result: TuneResult) -> Section:
     """Say what is worse for some batch that may come, whether it came or not."""
     return Section(
-        name="worse", title="Worse than today", parts=tuple(f"{each}." for each in _worse_lines(report.tuning))
+        name="worse", title="Worse than today", parts=tuple(f"{each}." for each in _worse_lines(result.tuning))
     )
 
 
@@ -391,11 +364,11 @@ def _worse_lines(tuning: Tuning) -> Iterator[str]:
     yield from slower_batches(*tuning.pricings)
 
 
-def _pareto(report: TuneReport) -> Section | None:
-    points = report.tuning.pareto
+def _pareto(result: TuneResult) -> Section | None:
+    points = result.tuning.pareto
     if not points:
         return None
-    objective = report.tuning.objective
+    objective = result.tuning.objective
     rows = [
         (
             f"{point.graphs:,}",
@@ -403,7 +376,7 @@ def _pareto(report: TuneReport) -> Section | None:
             milliseconds(point.mean_step_ms),
             f"{point.memory_mib:,.0f}",
             f"{point.seconds:.1f}",
-            "proposed" if _is_proposed(point, report.tuning) else "" if point.within else "beyond the bounds",
+            "proposed" if _is_proposed(point, result.tuning) else "" if point.within else "beyond the bounds",
         )
         for point in points
     ]
@@ -427,13 +400,13 @@ def _objective(point: ParetoPoint, objective: str) -> tuple[str, ...]:
     return (percent(max(point.objective - 1, 0.0)) if objective == "regret" else milliseconds(point.objective),)
 
 
-def _assumed(report: TuneReport) -> Section:
+def _assumed(result: TuneResult) -> Section:
     """List what the figures rest on, first what could change them most."""
-    return Section(name="assumptions", parts=warned(*(f"assumed: {each}" for each in report.assumptions)))
+    return Section(name="assumptions", parts=warned(*(f"assumed: {each}" for each in result.assumptions)))
 
 
-def _next(report: TuneReport) -> Section:
-    return Section(name="next", parts=(*(f"written to {file}" for file in report.written), *report.commands))
+def _next(result: TuneResult) -> Section:
+    return Section(name="next", parts=result.commands)
 
 
 # Charts -----------------------------------------------------------------------------------------

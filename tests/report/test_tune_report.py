@@ -8,6 +8,7 @@ from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.spec_of import spec_of
+from capture_planner.engines.tuning.session import TuneCosts, TuneLoad, TuneResult, TuneSubject
 from capture_planner.engines.tuning.tune import TuneCase, tune
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
@@ -17,7 +18,7 @@ from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner.report.tune import StepCount, TuneReport, tune_report
+from capture_planner.report.tune import tune_report
 from support.tuning import MODEL, profile
 
 pytest.importorskip("matplotlib", reason="pages need matplotlib, which is not installed")
@@ -29,7 +30,7 @@ EAGLE = ["--speculative-config", '{"method":"eagle3","model":"my/drafter","num_s
 
 
 @pytest.fixture(scope="module")
-def report() -> TuneReport:
+def report() -> TuneResult:
     """A deployment with a drafter, half of whose decodes have no graph today."""
     machine, backends = find_environment("h200"), load_backends()
     flags = ["--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--cudagraph-capture-sizes", "3", "9", "18"]
@@ -44,24 +45,30 @@ def report() -> TuneReport:
             for n, tokens, q, past in (*decodes, *mixed)
         ),
     )
-    spec = replace(spec_of(today, find_engine("vllm"), MODEL).spec, sizes=Sizes(policy=Policy.MEASURED))
+    derived = spec_of(today, find_engine("vllm"), MODEL)
+    spec = replace(derived.spec, sizes=Sizes(policy=Policy.MEASURED))
     steps = steps_of(load, today).counts
 
     def propose(count: int, _: object) -> object:
         own = replace(spec, budget=replace(spec.budget, max_graphs=count))
         return plan(own, machine, backends, Measurements(profile=costs, traffic=load))
 
-    return TuneReport(
+    counted = steps_of(load, today)
+    return TuneResult(
+        subject=TuneSubject(name="vllm", today=today, environment=machine, derived=derived),
         tuning=tune(TuneCase(today=today, costs=Costs(costs), chosen=steps, judging=steps), propose),  # type: ignore[arg-type]
-        model="<model>",
-        machine="h200",
-        today="vllm",
-        steps=StepCount(chosen=3500, judged=3500, held_out=False),
+        spec=spec,
+        planned=None,
+        measurements=Measurements(profile=costs, traffic=load),
+        costs=TuneCosts(name="costs", profile=costs, assumption=None, is_estimate=False),
+        load=TuneLoad(traffic=load, chosen=counted, judged=counted, held_out=False, notes=(), assumptions=()),
+        first=None,
         assumptions=("costs are <assumed>",),
+        notes=(),
     )
 
 
-def test_the_page_has_every_plot_with_its_numbers(report: TuneReport) -> None:
+def test_the_page_has_every_plot_with_its_numbers(report: TuneResult) -> None:
     """Titles, axes with units, and a table behind each plot; of each role and kind of batch its sizes and costs."""
     shown = tune_report(report)
     charts = shown.charts()
@@ -80,11 +87,11 @@ def test_the_page_has_every_plot_with_its_numbers(report: TuneReport) -> None:
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
-def test_the_verdict_stands_first_and_assumptions_last(report: TuneReport) -> None:
+def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult) -> None:
     """With the gain, the price and the steps without a graph in the first section; text from files is no markup."""
     shown = tune_report(report)
     first, last = shown.sections[0], shown.sections[-1]
-    assert first.title.startswith("<model> on h200, vllm: ")
+    assert first.title.startswith(f"{MODEL.name} on h200, vllm: ")
     assert any(line.startswith("price: ") for line in first.texts(None))
     assert any(line.startswith("steps without a graph: ") for line in first.texts(None))
     assert last.texts("warning") == ("assumed: costs are <assumed>",)
@@ -93,7 +100,7 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneReport) -> No
     assert "<assumed>" not in text
 
 
-def test_curves_end_with_all_steps(report: TuneReport) -> None:
+def test_curves_end_with_all_steps(report: TuneResult) -> None:
     """The share of steps up to the largest size is all of them, and never falls."""
     for chart in tune_report(report).charts():
         for plot in chart.plots if chart.name == "classes" else ():

@@ -426,6 +426,8 @@ class TuneResult:
     assumptions: tuple[str, ...]
     """Assumptions behind the figures, first those that could change them most."""
     notes: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    """Commands that come next, such as the one that starts the engine under the plan."""
     churn: Churn | None = None
     latencies: tuple[ServingLatency, ServingLatency] | None = None
     """Waiting times of requests today and under the plan, where the load is a trace of requests."""
