@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,54 +33,12 @@ def unfollowed(flag: str, reason: str, remedy: str = "", *inside: str | int) -> 
 def near(name: str, known: Iterable[str]) -> str:
     """Return the known name of which a name is a slip of the keyboard; empty where none is.
 
-    Dashes and underscores count alike. Only a letter or two of a word may be wrong, missing or swapped, and no digit:
-    names that merely look alike mean something else.
+    Dashes, underscores and letter case do not count. Names with other digits mean something else.
     """
-    plain = _plain(name)
-    slips = ((_slips(plain, _plain(each)), each) for each in known)
-    return min((slip for slip in slips if slip[0] is not None), default=(0, ""))[1]
-
-
-def _slips(one: str, other: str) -> int | None:
-    """Return how many letters differ between two names; None where they are no slip of each other."""
-    # ``--maxnumseqs`` and ``--max-num-seqs``.
-    if one.replace("-", "") == other.replace("-", ""):
-        return 0
-    ours, theirs = one.split("-"), other.split("-")
-    pairs = zip(ours, theirs, strict=True) if len(ours) == len(theirs) else [(one, other)]
-    total = 0
-    for left, right in pairs:
-        if left == right:
-            continue
-        # No slip of the keyboard, and not worth the table below.
-        if abs(len(left) - len(right)) > 2:
-            return None
-        slips = _distance(left, right) if re.sub(r"\D", "", left) == re.sub(r"\D", "", right) else 9
-        if slips > (1 if min(len(left), len(right)) < 7 else 2) and not _shortens(left, right):
-            return None
-        total += slips
-    return total if total <= 2 else None
-
-
-def _shortens(short: str, word: str) -> bool:
-    """Return whether most of a word's letters are in the short one, in their order: ``toks`` of ``tokens``."""
-    rest = iter(word)
-    return short[:1] == word[:1] and 3 * len(short) >= 2 * len(word) and all(letter in rest for letter in short)
-
-
-def _distance(one: str, other: str) -> int:
-    """Return the number of letters to add, drop, change or swap with the next, which turn a word into another."""
-    rows = [list(range(len(other) + 1))]
-    for i, left in enumerate(one, 1):
-        row = [i]
-        for j, right in enumerate(other, 1):
-            least = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (left != right))
-            # Two letters that swapped places are one slip.
-            if i > 1 and j > 1 and left == other[j - 2] and one[i - 2] == right:
-                least = min(least, rows[-2][j - 2] + 1)
-            row.append(least)
-        rows.append(row)
-    return rows[-1][-1]
+    plain = {_plain(each): each for each in known}
+    given = _plain(name)
+    found = difflib.get_close_matches(given, plain, n=1, cutoff=0.8)
+    return plain[found[0]] if found and re.sub(r"\D", "", found[0]) == re.sub(r"\D", "", given) else ""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "leave it out") -> str:
@@ -89,7 +48,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "leave it out
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[-_ ]+", "-", name).strip("-").lower()
+    return re.sub(r"[-_ ]+", "", name).lower()
 
 
 def number_remedy(text: str, *, several: bool = False) -> str:
