@@ -44,9 +44,6 @@ OTHER_FORMATS = {
 }
 """Formats of no engine, each with how it begins or what is in it."""
 
-Unread = Callable[[bytes], str]
-"""From the beginning of a log that has batches in no format, to what to do; empty: nothing is known about it."""
-
 _OURS = re.compile(rb"(?:\s|#[^\n]*\n)*[a-z_]+:[ \n](?s:.*\n)?(?:engine|batches|sources):")
 NO_PROMPTS = "the traffic has no prompts: it does not say which sizes mixed batches need, nor that they need none"
 """The note about traffic of decodes alone, such as SGLang's without its prefill lines."""
@@ -74,7 +71,6 @@ def read_sources(
     advance: Advance = lambda _: None,
     *,
     formats: Sequence[LogFormats] = (),
-    unread: Unread = lambda _: "",
 ) -> TrafficReading:
     """Return the traffic of sources, and the order of its steps.
 
@@ -83,14 +79,13 @@ def read_sources(
     :param paths: files, plain or compressed by gzip; ``-`` is standard input.
     :param advance: called with the bytes that were read since its last call.
     :param formats: what each of the installed engines writes.
-    :param unread: says which engine to install for a log.
     Raises ``InvalidDocument`` where a source cannot be read, or has no batches of a known format.
     """
     options = options or SourceOptions()
     read = [
         (source, counts)
         for source in map(TrafficSource, paths)
-        for counts in _read_source(source, options, advance, formats, unread)
+        for counts in _read_source(source, options, advance, formats)
     ]
     read, left = _one_of_each(read)
     batches = summed(_completed(each, options) for _, counts in read for each in counts.batches)
@@ -168,7 +163,7 @@ def _one_of_each(
 
 
 def _read_source(
-    source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats], unread: Unread
+    source: TrafficSource, options: SourceOptions, advance: Advance, formats: Sequence[LogFormats]
 ) -> list[SourceCounts]:
     """Return what was counted in one source, in the format or the formats that it has.
 
@@ -204,7 +199,7 @@ def _read_source(
         if options.part != (0.0, 1.0):
             message = f"no steps in the part from {options.part[0]:.4g} to {options.part[1]:.4g} of its length{shown}"
             raise _refusal(source.name, message, "read a larger part, or all")
-        raise _refusal(source.name, f"no batches in a known format{shown}", unread(head) or _listed(formats))
+        raise _refusal(source.name, f"no batches in a known format{shown}", _listed(formats))
     return [attrs.evolve(results[0], notes=(*results[0].notes, *said)), *results[1:]]
 
 
@@ -272,7 +267,9 @@ def _listed(formats: Sequence[LogFormats]) -> str:
     metrics = [engine.metrics for engine in formats if engine.metrics is not None and engine.metrics.example]
     known = {each.name: each.example for each in lines if each.detail}
     known |= {f"{NAME} ({each.prefix})": each.example for each in metrics} | OTHER_FORMATS
-    return "known formats, each with a line of it: " + "".join(f"\n  {name}: {line}" for name, line in known.items())
+    rows = "".join(f"\n  {name}: {line}" for name, line in known.items())
+    install = "an engine's log is read by its distribution: python -m pip install engines/NAME, from a clone"
+    return f"{install}; known formats, each with a line of it: {rows}"
 
 
 def _completed(batch: TrafficCount, options: SourceOptions) -> TrafficCount:
