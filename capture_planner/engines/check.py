@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import attrs
 
 from capture_planner.analysis.lint.core import BaseRule, BugClass, CheckT, Severity, register_in
 from capture_planner.dispatch.dispatcher import Dispatch, served
-from capture_planner.engines import INSTALL, engines, find_engine
+from capture_planner.engines import engines, find_engine
 from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation, draft_steps_of
-from capture_planner.engines.engine import Engine, Fixes, FlagChange
+from capture_planner.engines.engine import Engine, FlagChange
 from capture_planner.engines.verdict import change_text
 from capture_planner.engines.walk import BatchAnswer, GraphRows, Run, runs, walk
-from capture_planner.errors import EngineError, InvalidValue
+from capture_planner.errors import InvalidValue
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.environment import Environment
@@ -54,21 +55,27 @@ class Diagnosis:
     message: str
     count: int = 1
     """Number of batches, graphs or sizes concerned."""
-    fix: str = ""
-    """The setting to change, where it can be worked out; "": the engine's general advice."""
     severity: Severity | None = None
     """The severity, if below the rule's."""
+    about: Any = attrs.field(default="", eq=False, repr=False)
+    """The subject of the engine's advice, as in ``Fixes.advice``; a text: the fix itself, or "" for the general one."""
     concerns: Callable[[BatchAnswer], bool] | None = attrs.field(default=None, eq=False, repr=False)
     """Whether it is about a batch of its role; None where it is about no batches."""
-    runs: tuple[Run, ...] = attrs.field(default=(), eq=False, repr=False)
-    """The batches."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The batches that it is about."""
+        return () if self.concerns is None else tuple(self.about)
 
 
 @attrs.frozen(kw_only=True)
 class EngineRule(BaseRule):
-    """A rule about engines."""
+    """A rule about what engines do with their flags; with a remedy, about what one was observed to do."""
 
-    check: Callable[[CheckInput], Iterator[Diagnosis]]
+    remedy: str = ""
+    planned: str = ""
+    """The remedy where the engine ran under a plan; empty: the same."""
+    check: Callable[..., Iterator[Diagnosis]]
 
 
 @attrs.frozen(kw_only=True)
@@ -78,28 +85,40 @@ class EngineFinding:
     rule: EngineRule
     diagnosis: Diagnosis
     fix: str
+    steps: int | None = None
+    """Number of observed steps concerned, of those whose batches are listed; None where it is not about batches."""
+    total: int | None = None
+    """Number of observed steps of the role; None: nothing was observed."""
 
     @property
     def severity(self) -> Severity:
         """The rule's, or less where no flag is to blame."""
         return self.diagnosis.severity or self.rule.severity
 
-    def __str__(self) -> str:
-        return f"{self.rule.code} {self.rule.name}: {self.text} ({', '.join(self.rule.threads)})"
-
     @property
     def text(self) -> str:
-        """The message, and how to fix it."""
-        return f"{self.diagnosis.message}; {self.fix}"
+        """The message, how often it mattered, and how to fix it."""
+        often = "" if self.steps is None else f"; observed: {share(self.steps, self.total or 0)}"
+        return f"{self.diagnosis.message}{often}; {self.fix}"
+
+    def __str__(self) -> str:
+        threads = "" if self.total is not None else f" ({', '.join(self.rule.threads)})"
+        return f"{self.rule.code} {self.rule.name}: {self.text}{threads}"
 
 
 ENGINE_RULES: dict[str, EngineRule] = {}
-"""All rules by code."""
+"""The rules about flags by code."""
+
+OBSERVED_RULES: dict[str, EngineRule] = {}
+"""The rules that only observations have, by code."""
 
 
-def rule(code: str, severity: Severity, bug_class: BugClass, *threads: str) -> Callable[[CheckT], CheckT]:
-    """Register a check of an emulation under a stable code."""
-    return register_in(ENGINE_RULES, EngineRule, code, severity=severity, bug_class=bug_class, threads=threads)
+def rule(
+    code: str, severity: Severity, bug_class: BugClass, *threads: str, **remedies: str
+) -> Callable[[CheckT], CheckT]:
+    """Register a check under a stable code: of a ``CheckInput``, or with a ``remedy`` of observation and emulation."""
+    rules = OBSERVED_RULES if remedies else ENGINE_RULES
+    return register_in(rules, EngineRule, code, severity=severity, bug_class=bug_class, threads=threads, **remedies)
 
 
 NOTHING = "nothing to do"
@@ -220,7 +239,9 @@ def _finding(
     """Return a finding with its fix; ``tried`` are emulations of changes, for other findings too."""
     engine, before = subject.engine, subject.emulation
     # Advice in words, which holds unless a change of the flags is proved to help.
-    fix = diagnosis.fix or engine.fixes.general.get(rule.code, "")
+    about = diagnosis.about
+    advice = about if isinstance(about, str) else engine.fixes.advice(rule.code, before, diagnosis.role, about)
+    fix = advice or engine.fixes.general.get(rule.code, "")
     changes = [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
     if environment is not None and changes:
 
@@ -294,12 +315,11 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         how = "eager" if eager == _count(selected) else "PIECEWISE" if not eager else "PIECEWISE or eager"
         full = "full graph" if wanted[role] is GraphMode.FULL else "graph"
         message = f"{role}: {_in_words(selected)} have no {full} and run {how}"
-        fix = subject.engine.fixes.uncovered(subject.emulation, selected)
         # By default engines admit more requests than they have graphs for, so an operator did not ask for these.
         by_default = not subject.emulation.asked_sizes and not _is_asked(subject, subject.engine.limits[0])
         harmless = by_default and all(run.batch.query_len == 1 for run in selected)
         severity = Severity.NOTE if harmless else None
-        yield Diagnosis(role, message, _count(selected), fix, severity, lacking, tuple(selected))
+        yield Diagnosis(role, message, _count(selected), severity, selected, lacking)
 
 
 @rule("EN002", Severity.WARNING, BugClass.C, "vllm#56136", "vllm#53407")
@@ -323,9 +343,8 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
             f"{role}: {miss} a graph that is captured: {_in_words(selected)}; one of "
             f"{counted(first.batch.num_tokens, 'token')} runs {ran} although {first.best} is captured"
         )
-        fix = subject.engine.fixes.missed(subject.emulation, role, selected)
         severity = Severity.NOTE if deliberate else None
-        yield Diagnosis(role, message, count, fix, severity, missing, tuple(selected))
+        yield Diagnosis(role, message, count, severity, selected, missing)
 
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
@@ -344,8 +363,8 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
             # Each size is captured for all of these, and another batch may need the size.
             fixed = role.is_drafter or len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
             message = f"{role}: {len(unused)} of {counted(len(entries), 'graph')} serve no batch, such as {unused[0]}"
-            fix = subject.engine.fixes.unreached(subject.emulation, role) if fixed else ""
-            yield Diagnosis(role, message, len(unused), fix, Severity.NOTE if fixed else None)
+            severity, about = (Severity.NOTE, None) if fixed else (None, "")
+            yield Diagnosis(role, message, len(unused), severity, about)
 
 
 @rule("EN004", Severity.WARNING, BugClass.B, "vllm#28207")
@@ -359,7 +378,7 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Diagnosis]:
             f"{Role.TARGET}: {len(dropped)} of {len(emulation.asked_sizes)} listed sizes are not captured: "
             f"{_some(dropped)}; captured are {_some(emulation.sizes)}"
         )
-        yield Diagnosis(Role.TARGET, message, len(dropped), subject.engine.fixes.dropped(emulation, dropped))
+        yield Diagnosis(Role.TARGET, message, len(dropped), about=dropped)
     # Sizes in requests are never rounded to a query length.
     for manager in emulation.managers if subject.engine.sizes_in_tokens else ():
         decodes = [(g.entry.num_tokens, g.entry.query_len) for g in manager.graphs if g.entry.query_len]
@@ -376,7 +395,7 @@ def sizes_rounded_away(subject: CheckInput) -> Iterator[Diagnosis]:
             )
             # The engine's own list has sizes for all batches, and of a given one mixed batches use the others.
             harmless = not emulation.asked_sizes or manager.mode.mixed_mode is not GraphMode.NONE
-            yield Diagnosis(manager.role, message, len(lost), severity=Severity.NOTE if harmless else None)
+            yield Diagnosis(manager.role, message, len(lost), Severity.NOTE if harmless else None)
 
 
 @rule("EN005", Severity.WARNING, BugClass.G, "vllm#49547", "vllm#50619")
@@ -388,7 +407,7 @@ def mode_lowered(subject: CheckInput) -> Iterator[Diagnosis]:
         # Other decisions rewrite sizes or limits, or raise a mode.
         if before is not None and after is not None and after < before:
             message = f"{decision.role}: {before.value} became {after.value}: {decision.message}"
-            yield Diagnosis(decision.role, message, fix=subject.engine.fixes.lowered(subject.emulation, decision))
+            yield Diagnosis(decision.role, message, about=decision)
 
 
 @rule("EN007", Severity.WARNING, BugClass.G, "vllm#20436")
@@ -403,7 +422,7 @@ def model_unknown(subject: CheckInput) -> Iterator[Diagnosis]:
         return
     for sentence in subject.emulation.assumptions:
         says, _, fix = sentence.rpartition("; ")
-        yield Diagnosis(Role.TARGET, says, fix=fix, severity=None if ASSUMED in sources else Severity.NOTE)
+        yield Diagnosis(Role.TARGET, says, severity=None if ASSUMED in sources else Severity.NOTE, about=fix)
 
 
 HEAVY_RATIO, HEAVY_TOKENS = 2, 32
@@ -423,8 +442,7 @@ def heavy_padding(subject: CheckInput) -> Iterator[Diagnosis]:
         real = worst.batch.num_tokens
         padded = f"{real} to {real + worst.answer.padded_tokens} at worst"
         message = f"{role}: {_in_words(selected)} are padded to more than twice their tokens, {padded}"
-        fix = subject.engine.fixes.padded(subject.emulation, selected[0])
-        yield Diagnosis(role, message, _count(selected), fix, None, heavy, tuple(selected))
+        yield Diagnosis(role, message, _count(selected), about=selected, concerns=heavy)
 
 
 @rule("EN008", Severity.WARNING, BugClass.A, "vllm#50738", "sglang#7042")
@@ -442,8 +460,7 @@ def microbatches_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         decodes = [run for run in selected if run.batch.kind is Kind.DECODE]
         severity = None if decodes else Severity.NOTE
         message = f"{role}: {_in_words(selected)} run eager, because microbatches overlap"
-        fix = subject.engine.fixes.split(subject.emulation, selected)
-        yield Diagnosis(role, message, _count(selected), fix, severity, split, tuple(selected))
+        yield Diagnosis(role, message, _count(selected), severity, selected, split)
 
 
 @rule("EN009", Severity.WARNING, BugClass.A, "vllm#35963", "vllm-project/vllm-omni#7650")
@@ -453,10 +470,10 @@ def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
     Either the engine captures no encoder of this model, or a batch of images can be larger than the largest budget.
     Graphs that are captured while the engine serves are a note: the first images of each layout wait for them.
     """
-    fixes, emulation = subject.engine.fixes, subject.emulation
+    emulation = subject.emulation
     for decision in emulation.decisions:
         if decision.rule == "encoder":
-            yield Diagnosis(Role.TARGET, decision.message, fix=fixes.encoder(emulation, None))
+            yield Diagnosis(Role.TARGET, decision.message)
         elif decision.rule == "encoder-while-serving":
             yield Diagnosis(Role.TARGET, decision.message, severity=Severity.NOTE)
     for encoder in emulation.encoders:
@@ -464,87 +481,35 @@ def encoder_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
         # Of images the last budget decides: there is no larger graph to fall back to.
         if largest < reach:
             message = f"images of {largest + 1} to {reach} tokens run eager: the largest budget has {largest}"
-            yield Diagnosis(Role.TARGET, message, reach - largest, fixes.encoder(emulation, encoder))
+            yield Diagnosis(Role.TARGET, message, reach - largest, about=encoder)
 
 
 PLANNED = "a plan has replaced the engine's sizes: change the plan's spec and plan again, or tune this observation"
 
 
-@attrs.frozen(kw_only=True)
-class ObservedRule(BaseRule):
-    """A rule about what an engine did, not about its flags."""
-
-    remedy: str
-    planned: str
-    """The remedy where the engine ran under a plan; empty: the same."""
-    check: Callable[[Observation, Emulation], Iterator[Diagnosis]]
-
-
-@attrs.frozen(kw_only=True)
-class ObservedFinding:
-    """A rule with what it reports about an observation."""
-
-    rule: BaseRule
-    diagnosis: Diagnosis
-    severity: Severity
-    fix: str
-    steps: int | None
-    """Number of steps concerned, of those whose batches are listed; None where it is not about batches."""
-    total: int
-    """Number of steps of the role."""
-
-    def __str__(self) -> str:
-        return f"{self.rule.code} {self.rule.name}: {self.text}"
-
-    @property
-    def text(self) -> str:
-        """The message, how often it mattered, and how to fix it."""
-        often = "" if self.steps is None else f"; observed: {share(self.steps, self.total)}"
-        return f"{self.diagnosis.message}{often}; {self.fix}"
-
-
-OBSERVED_RULES: dict[str, ObservedRule] = {}
-"""The rules that only observations have, by code."""
-
-
-def observed_rule(
-    code: str, severity: Severity, bug_class: BugClass, remedy: str, *threads: str, planned: str = ""
-) -> Callable[[CheckT], CheckT]:
-    """Register a check of observations under a stable code."""
-    facts = {"severity": severity, "bug_class": bug_class, "remedy": remedy, "threads": threads, "planned": planned}
-    return register_in(OBSERVED_RULES, ObservedRule, code, **facts)
-
-
-def check_observation(observation: Observation) -> tuple[ObservedFinding, ...]:
+def check_observation(observation: Observation) -> tuple[EngineFinding, ...]:
     """Return all findings, by code: those about engines, then those that only observations have.
 
     Fixes are those of the installed engine of that name, if there is one, and if the engine ran without a plan.
     """
-    emulation = emulation_of(observation)
-    steps = {role.role: role.steps for role in observation.roles}
+    emulation, by_plan = emulation_of(observation), observation.plan is not None
+    total = {role.role: role.steps for role in observation.roles}
+    installed = engines().get(observation.engine)
     findings = [
-        ObservedFinding(
-            rule=each.rule,
-            diagnosis=each.diagnosis,
-            severity=each.severity,
+        attrs.evolve(
+            each,
             # The flags do not decide sizes under a plan, so fixing them would change nothing.
-            fix=PLANNED if observation.plan is not None else each.fix or _no_fix(observation.engine),
+            fix=PLANNED if by_plan else each.fix or NO_FIX.format(observation.engine),
             steps=None if each.diagnosis.concerns is None else _steps(observation, emulation, each.diagnosis),
-            total=steps.get(each.diagnosis.role, 0),
+            total=total.get(each.diagnosis.role, 0),
         )
-        for each in check(emulation, _engine(observation))
+        for each in check(emulation, _NOT_INSTALLED if installed is None else installed.value)
     ]
-    for code, each_rule in sorted(OBSERVED_RULES.items()):
+    for _, each_rule in sorted(OBSERVED_RULES.items()):
+        fix = each_rule.planned if by_plan and each_rule.planned else each_rule.remedy
         findings += [
-            ObservedFinding(
-                rule=OBSERVED_RULES[code],
-                diagnosis=diagnosis,
-                severity=each_rule.severity,
-                fix=each_rule.remedy if observation.plan is None else each_rule.planned or each_rule.remedy,
-                steps=None,
-                total=steps[diagnosis.role],
-            )
-            for diagnosis in each_rule.check(observation, emulation)
+            EngineFinding(rule=each_rule, diagnosis=found, fix=fix, total=total[found.role])
+            for found in each_rule.check(observation, emulation)
         ]
     return tuple(findings)
 
@@ -559,29 +524,18 @@ def counted_steps(steps: int) -> str:
     return "1 step" if steps == 1 else f"{steps:,} steps"
 
 
-def _engine(observation: Observation) -> Engine:
-    if observation.engine in engines():
-        engine: Engine = engines()[observation.engine].value
-        return engine
+NO_FIX = "no fix is known: capture-planner has no rules of {}'s flags, or its distribution is not installed"
 
-    # An observation is readable without its engine's plugin: only fixes need that.
-    def refuse(*_: object) -> object:
-        raise EngineError(f"the engine {observation.engine} is not installed; {INSTALL}")
-
-    return Engine(
-        name=observation.engine,
-        version=observation.engine_version,
-        emulate=refuse,  # type: ignore[arg-type]
-        export=refuse,  # type: ignore[arg-type]
-        flags={},
-        programs=(),
-        limits=("max_num_reqs", "max_num_tokens", "num_tokens"),
-        fixes=Fixes(),
-    )
-
-
-def _no_fix(engine: str) -> str:
-    return f"no fix is known: capture-planner has no rules of {engine}'s flags, or its distribution is not installed"
+_NOT_INSTALLED = Engine(
+    name="",
+    version="",
+    emulate=None,  # type: ignore[arg-type]
+    export=None,  # type: ignore[arg-type]
+    flags={},
+    programs=(),
+    limits=("max_num_reqs", "max_num_tokens", "num_tokens"),
+)
+"""Stands for the engine of an observation whose plugin is not here: only fixes need that."""
 
 
 def answers_of(role: ObservedRole, emulation: Emulation) -> Iterator[tuple[BatchCount, BatchAnswer]]:
@@ -608,7 +562,7 @@ def _steps(observation: Observation, emulation: Emulation, diagnosis: Diagnosis)
     return sum(count.steps for count, answer in answers_of(role, emulation) if concerns(answer))
 
 
-@observed_rule("OB001", Severity.NOTE, BugClass.I, "leave their sizes out if the traffic is typical", planned=PLANNED)
+@rule("OB001", Severity.NOTE, BugClass.I, remedy="leave their sizes out if the traffic is typical", planned=PLANNED)
 def graphs_never_replayed(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
     """Graphs were captured, and no step ran on them: start-up time and memory for nothing, with this traffic."""
     for role in observation.roles:
@@ -631,7 +585,7 @@ def graphs_never_replayed(observation: Observation, emulation: Emulation) -> Ite
         yield Diagnosis(role.role, message, len(unused))
 
 
-@observed_rule("OB002", Severity.WARNING, BugClass.C, "look for what turned it off in the engine's log at that time")
+@rule("OB002", Severity.WARNING, BugClass.C, remedy="look for what turned it off in the engine's log at that time")
 def graph_not_used(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
     """Steps ran eager although the engine's dispatcher has a graph for the batch.
 
@@ -654,7 +608,7 @@ def graph_not_used(observation: Observation, emulation: Emulation) -> Iterator[D
             yield Diagnosis(role.role, message, steps)
 
 
-@observed_rule("OB003", Severity.NOTE, BugClass.J, "observe again with a release that the engine's plugin knows")
+@rule("OB003", Severity.NOTE, BugClass.J, remedy="observe again with a release that the engine's plugin knows")
 def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
     """Batches are admissible and the engine's dispatcher was not asked about them: no finding is about these."""
     walked = walk(emulation)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 
-from capture_planner.engines.emulation import Emulation, EncoderGraphs
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export import Export
 from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
@@ -16,7 +16,7 @@ from capture_planner.engines.walk import Run
 from capture_planner.measuring.traffic.formats import LogFormats
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
-from capture_planner.records.plan import Decision, Plan
+from capture_planner.records.plan import Plan
 
 Emulator = Callable[[Sequence[str], Environment], Emulation]
 """Emulates the words of an engine's command line on a machine; raises ``FlagError``."""
@@ -76,36 +76,12 @@ class Fixes:
         """Emulate a command line with a change; raises ``FlagError`` where the engine refuses it."""
         return emulate(self.applied(command, change), machine)
 
-    def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
-        """EN001: ``runs`` are decodes without a graph, all of one role."""
-        return ""
+    def advice(self, code: str, emulation: Emulation, role: Role, about: Any) -> str:
+        """Return what to do about a finding, where it can be worked out.
 
-    def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
-        """EN002: for each batch of ``runs`` a compatible graph is captured, and the dispatcher misses it."""
-        return ""
-
-    def unreached(self, emulation: Emulation, role: Role) -> str:
-        """EN003: no batch reaches some graphs of ``role``, and each size is captured several times."""
-        return ""
-
-    def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
-        """EN004: ``sizes`` are listed in the flags and not captured."""
-        return ""
-
-    def lowered(self, emulation: Emulation, decision: Decision) -> str:
-        """EN005: ``decision`` replaced a mode by a lower one."""
-        return ""
-
-    def padded(self, emulation: Emulation, run: Run) -> str:
-        """EN006: the batches of ``run`` are padded to more than twice their tokens."""
-        return ""
-
-    def encoder(self, emulation: Emulation, encoder: EncoderGraphs | None) -> str:
-        """EN009: images run eager beyond the budgets of ``encoder``, or, without one, all of them."""
-        return ""
-
-    def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
-        """EN008: the batches of ``runs``, all of one role, run eager because microbatches overlap."""
+        :param about: the runs of EN001, EN002, EN006 and EN008, the sizes of EN004 that are not captured, the decision
+            of EN005, the encoder's graphs of EN009; None of EN003.
+        """
         return ""
 
 

@@ -10,7 +10,7 @@ import attrs
 from capture_planner.analysis.lint import RULES, Finding, Severity
 from capture_planner.codec import json_of, plain
 from capture_planner.codec.plain import plain_some
-from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, EngineFinding, ObservedFinding
+from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, EngineFinding
 from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.report.plain import finding_json
@@ -24,7 +24,7 @@ DRIFT_CODE = "CP099"
 class FileFinding:
     """A finding with its place in a file."""
 
-    finding: Finding | EngineFinding | ObservedFinding
+    finding: Finding | EngineFinding
     file: str
     line: int
     column: int
@@ -72,7 +72,7 @@ def changes_report(changes: Sequence[str], same: str, notes: Sequence[str] = ())
 @json_of(FileFinding)
 def _placed(placed: FileFinding) -> dict[str, Any]:
     finding = placed.finding
-    if isinstance(finding, EngineFinding | ObservedFinding):
+    if isinstance(finding, EngineFinding):
         own: dict[str, Any] = plain(finding)
     else:
         own = finding_json(finding, finding.diagnostic, remedy=finding.rule.remedy)

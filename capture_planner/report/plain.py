@@ -15,7 +15,7 @@ from capture_planner.analysis.explain import Explanation
 from capture_planner.analysis.lint import Diagnostic, Finding
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.plain import json_some, plain_some
-from capture_planner.engines.check import Diagnosis, EngineFinding, ObservedFinding
+from capture_planner.engines.check import Diagnosis, EngineFinding
 from capture_planner.engines.deployments import ObservedCoverage
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
@@ -90,9 +90,7 @@ def _emulation(emulation: Emulation) -> dict[str, Any]:
     }
 
 
-def finding_json(
-    finding: Finding | EngineFinding | ObservedFinding, reported: Diagnostic | Diagnosis, **own: Any
-) -> dict[str, Any]:
+def finding_json(finding: Finding | EngineFinding, reported: Diagnostic | Diagnosis, **own: Any) -> dict[str, Any]:
     """Return the JSON of what a rule ``reported``; ``own``: what only findings of its kind have."""
     rule = finding.rule
     return {
@@ -107,11 +105,8 @@ def finding_json(
 
 @json_of(EngineFinding)
 def _engine_finding(finding: EngineFinding) -> dict[str, Any]:
-    return finding_json(finding, finding.diagnosis, count=finding.diagnosis.count, mend=finding.fix)
-
-
-@json_of(ObservedFinding)
-def _observed_finding(finding: ObservedFinding) -> dict[str, Any]:
+    if finding.total is None:
+        return finding_json(finding, finding.diagnosis, count=finding.diagnosis.count, mend=finding.fix)
     own = {"count": finding.diagnosis.count, "steps": finding.steps, "of": finding.total, "remedy": finding.fix}
     return finding_json(finding, finding.diagnosis, **own)
 

@@ -340,5 +340,5 @@ def test_log_of_an_engine_that_is_not_installed_says_what_to_install(monkeypatch
     """Another engine's distribution cannot read it."""
     monkeypatch.setattr(engine_logs, "engines", dict)
     path = file_of(tmp_path, ["[2026-11-22 13:51:30] Decode batch, #running-req: 12, #token: 3456\n"])
-    with pytest.raises(InvalidDocument, match="no batches in a known format.*pip install engines/NAME"):
+    with pytest.raises(InvalidDocument, match=r"no batches in a known format.*pip install engines/NAME"):
         read_traffic([path])

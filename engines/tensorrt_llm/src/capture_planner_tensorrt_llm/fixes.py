@@ -61,21 +61,20 @@ class TensorRTLLMFixes(Fixes):
         with replacing(keys):
             return emulate(self.applied(command, FlagChange(flags)), machine)
 
-    def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
-        requests = max(run.last for run in runs)
-        if emulation.asked_sizes:
-            return adding([requests], "cuda_graph_config.batch_sizes")
-        return f"raise cuda_graph_config.max_batch_size to {requests}"
-
-    def unreached(self, emulation: Emulation, role: Role) -> str:
-        return "nothing to do: the schedule of draft lengths adds them"
-
-    def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
-        limit, most = emulation.limits.max_num_reqs, max(sizes)
-        return f"remove them, or raise max_batch_size from {limit} to {most}" if most > limit else ""
-
-    def padded(self, emulation: Emulation, run: Run) -> str:
-        return adding(run.sizes_between(1), "cuda_graph_config.batch_sizes")
+    def advice(self, code: str, emulation: Emulation, role: Role, about: Any) -> str:
+        if code == "EN001":
+            requests = max(run.last for run in about)
+            if emulation.asked_sizes:
+                return adding([requests], "cuda_graph_config.batch_sizes")
+            return f"raise cuda_graph_config.max_batch_size to {requests}"
+        if code == "EN003":
+            return "nothing to do: the schedule of draft lengths adds them"
+        if code == "EN004":
+            limit, most = emulation.limits.max_num_reqs, max(about)
+            return f"remove them, or raise max_batch_size from {limit} to {most}" if most > limit else ""
+        if code == "EN006":
+            return adding(about[0].sizes_between(1), "cuda_graph_config.batch_sizes")
+        return ""
 
 
 def _config(emulation: Emulation, **keys: Any) -> FlagChange:

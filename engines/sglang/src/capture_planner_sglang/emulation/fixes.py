@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Fixes, FlagChange, adding
@@ -56,35 +56,32 @@ class SglangFixes(Fixes):
                 {size for run in decodes for size in run.sizes_between(1)},
             )
 
-    def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+    def advice(self, code: str, emulation: Emulation, role: Role, about: Any) -> str:
+        if code == "EN001":
+            return self._uncovered(emulation, about)
+        # SGLang replays no graph that pads a prefill to more than twice its tokens.
+        if code == "EN002" and not any(run.batch.kind is Kind.DECODE for run in about):
+            return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
+        if code == "EN003" and role.is_drafter:
+            return f"nothing to do: {role} uses the target's sizes"
+        if code == "EN003":
+            return (
+                "nothing to do: each of --cuda-graph-bs-decode is captured for every number of adapters, and some "
+                "batch needs one of them"
+            )
+        limit = emulation.limits.max_num_reqs
+        if code == "EN004" and max(about) > limit:
+            return f"remove sizes above the {limit} requests of a rank, and those that its ranks do not divide"
+        if code == "EN006":
+            phase = "prefill" if about[0].batch.kind is Kind.MIXED else "decode"
+            return adding(about[0].sizes_between(1), f"--cuda-graph-bs-{phase}")
+        return ""
+
+    def _uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         requests = max(run.last for run in runs)
         if emulation.asked_sizes:
             return adding([requests], DECODES)
         return f"raise --cuda-graph-max-bs-decode to {requests}"
-
-    def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
-        if any(run.batch.kind is Kind.DECODE for run in runs):
-            return ""
-        # SGLang replays no graph that pads a prefill to more than twice its tokens.
-        return "list sizes in --cuda-graph-bs-prefill at most twice each batch, as far as ranks divide them"
-
-    def unreached(self, emulation: Emulation, role: Role) -> str:
-        if role.is_drafter:
-            return f"nothing to do: {role} uses the target's sizes"
-        return (
-            "nothing to do: each of --cuda-graph-bs-decode is captured for every number of adapters, and some "
-            "batch needs one of them"
-        )
-
-    def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
-        limit = emulation.limits.max_num_reqs
-        if max(sizes) <= limit:
-            return ""
-        return f"remove sizes above the {limit} requests of a rank, and those that its ranks do not divide"
-
-    def padded(self, emulation: Emulation, run: Run) -> str:
-        phase = "prefill" if run.batch.kind is Kind.MIXED else "decode"
-        return adding(run.sizes_between(1), f"--cuda-graph-bs-{phase}")
 
 
 def _both(emulation: Emulation, prefills: set[int], decodes: set[int]) -> Iterator[FlagChange]:

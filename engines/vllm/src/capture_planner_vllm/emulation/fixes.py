@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from capture_planner.engines.emulation import Emulation, EncoderGraphs
 from capture_planner.engines.engine import Fixes, FlagChange, adding, appended
@@ -12,7 +12,6 @@ from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families
-from capture_planner.records.plan import Decision
 from capture_planner_vllm.emulation.flags import name_of, read
 from capture_planner_vllm.emulation.size_list import size_list
 from capture_planner_vllm.emulation.tables import flag_table
@@ -79,7 +78,25 @@ class VllmFixes(Fixes):
     def applied(self, command: Sequence[str], change: FlagChange) -> list[str]:
         return appended(_without(command, {name_of(flag) for flag, _ in change.flags}), change)
 
-    def uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+    def advice(self, code: str, emulation: Emulation, role: Role, about: Any) -> str:
+        if code == "EN001":
+            return self._uncovered(emulation, about)
+        if code == "EN002":
+            return self._missed(emulation, role)
+        if code == "EN003":
+            return self._unreached(role)
+        if code == "EN004":
+            return self._dropped(emulation, about)
+        if code == "EN005":
+            return _LOWERED.get(about.rule, "")
+        if code == "EN006":
+            width = about[0].batch.query_len or 1
+            return adding(about[0].sizes_between(width), "--cudagraph-capture-sizes")
+        if code == "EN008":
+            return self._split(emulation, about)
+        return self._encoder(about) if code == "EN009" else ""
+
+    def _uncovered(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         tokens = max(run.last * (run.batch.query_len or 1) for run in runs)
         if emulation.asked_sizes:
             return f"{adding([tokens], SIZES)}; {LARGEST}, where it is given, has to be the same"
@@ -88,7 +105,7 @@ class VllmFixes(Fixes):
         # vLLM captures no graph of more than max_num_seqs requests, so a rounded size would be dropped.
         return f"give --cudagraph-capture-sizes {' '.join(map(str, (*emulation.sizes, tokens)))}"
 
-    def missed(self, emulation: Emulation, role: Role, runs: Sequence[Run]) -> str:
+    def _missed(self, emulation: Emulation, role: Role) -> str:
         modes = emulation.modes
         if not modes[role].is_separate:
             return ""
@@ -99,7 +116,7 @@ class VllmFixes(Fixes):
         sizes = " ".join(map(str, complete_list(emulation)))
         return f"give --cudagraph-capture-sizes {sizes}; with these, no batch misses a graph"
 
-    def unreached(self, emulation: Emulation, role: Role) -> str:
+    def _unreached(self, role: Role) -> str:
         if role.is_drafter:
             return f"nothing to do: {role} uses the target's sizes"
         return (
@@ -107,22 +124,14 @@ class VllmFixes(Fixes):
             "schedule and every number of adapters, and some batch needs one of them"
         )
 
-    def dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
+    def _dropped(self, emulation: Emulation, sizes: Sequence[int]) -> str:
         limit, most = emulation.limits.max_num_tokens, max(sizes)
         return f"remove them, or raise --max-num-batched-tokens from {limit} to {most}" if most > limit else ""
 
-    def lowered(self, emulation: Emulation, decision: Decision) -> str:
-        return _LOWERED.get(decision.rule, "")
-
-    def padded(self, emulation: Emulation, run: Run) -> str:
-        return adding(run.sizes_between(run.batch.query_len or 1), "--cudagraph-capture-sizes")
-
-    def encoder(self, emulation: Emulation, encoder: EncoderGraphs | None) -> str:
-        if encoder is None:
-            return ""
+    def _encoder(self, encoder: EncoderGraphs) -> str:
         return f"give -cc.encoder_cudagraph_token_budgets={[*encoder.budgets, encoder.reach]}".replace(" [", "[")
 
-    def split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
+    def _split(self, emulation: Emulation, runs: Sequence[Run]) -> str:
         says = [f"give {flag} {tokens}" for flag, (tokens,) in _thresholds(emulation, runs)]
         mixed = not all(run.batch.kind is Kind.DECODE for run in runs)
         return " and ".join(says) + (", where their graphs are worth more than overlap" if mixed else "")
