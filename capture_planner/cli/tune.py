@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from capture_planner.cli.traffic import load_options, reading_bar, source_option
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import engines, find_engine, is_engine
 from capture_planner.engines.command_line import split_variables, started
+from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.spec_of import DerivedSpec
 from capture_planner.engines.tuning.judgement import TuneVerdict
 from capture_planner.engines.tuning.session import (
     FILES,
@@ -38,10 +39,8 @@ from capture_planner.engines.tuning.session import (
     TuneSubject,
     engine_subject,
     observed_subject,
-    spec_subject,
     tuned,
 )
-from capture_planner.engines.tuning.tune import Progress
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Policy, Sizes, Spec
@@ -88,7 +87,14 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
         raise click.UsageError(f"{words[0]} is a plan; tune its spec, or an observation of the engine that runs it.")
     machine, spec = _machine(environment, profile), document.load(Spec)
     plan = plan_document(document, ChosenMachine(machine.environment))
-    return spec_subject(spec, plan, words[0], machine.environment, machine.assumptions)
+    return TuneSubject(
+        name=words[0],
+        today=emulation_of(plan),
+        environment=machine.environment,
+        derived=DerivedSpec(spec=spec),
+        notes=machine.assumptions,
+        file=words[0],
+    )
 
 
 def _machine(name: str | None, profile: Profile | None) -> ChosenMachine:
@@ -188,7 +194,8 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
         reads=source_options(values),
         churn=to.is_json,
     )
-    with _judging_bar(values["progress"]) as advance:
+    # How many tables there will be is not known before.
+    with progress_bars(values["progress"])("tables", TABLES) as advance:
         found = tuned(
             subject,
             asked,
@@ -207,13 +214,6 @@ def tune(words: tuple[str, ...], output: Path | None, to: Output, **values: Any)
         _write(output, to, found)
     if found.tuning.verdict is TuneVerdict.TOO_LITTLE_DATA:
         click.get_current_context().exit(FINDINGS)
-
-
-@contextmanager
-def _judging_bar(visible: bool | None) -> Iterator[Progress]:
-    """Show how many tables were planned and judged; how many there will be is not known before."""
-    with progress_bars(visible)("tables", TABLES) as advance:
-        yield advance
 
 
 def _refuse_folder(output: Path | None, page: Path | None) -> None:

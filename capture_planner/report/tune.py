@@ -201,8 +201,8 @@ def _side(side: SideFigures) -> dict[str, Any]:
 
 @json_of(ParetoPoint)
 def _point(point: ParetoPoint) -> dict[str, Any]:
-    names = ("graphs", "objective", "mean_step_ms", "memory_mib", "seconds", "within")
-    return {name: _digits(value) for name, value in plain_some(point, *names).items()}
+    names = ("graphs", "objective", "mean_step_ms", "memory_mib", "seconds")
+    return {name: _digits(value) for name, value in plain_some(point.side, *names).items()} | {"within": point.within}
 
 
 @json_of(Beyond)
@@ -371,11 +371,11 @@ def _pareto(result: TuneResult) -> Section | None:
     objective = result.tuning.objective
     rows = [
         (
-            f"{point.graphs:,}",
-            *_objective(point, objective),
-            milliseconds(point.mean_step_ms),
-            f"{point.memory_mib:,.0f}",
-            f"{point.seconds:.1f}",
+            f"{point.side.graphs:,}",
+            *_objective(point.side, objective),
+            milliseconds(point.side.mean_step_ms),
+            f"{point.side.memory_mib:,.0f}",
+            f"{point.side.seconds:.1f}",
             "proposed" if _is_proposed(point, result.tuning) else "" if point.within else "beyond the bounds",
         )
         for point in points
@@ -390,14 +390,14 @@ def _is_proposed(point: ParetoPoint, tuning: Tuning) -> bool:
     proposed = tuning.proposed
     if proposed is None or tuning.plan is None:
         return False
-    return (point.graphs, point.memory_mib) == (proposed.graphs, proposed.memory_mib)
+    return (point.side.graphs, point.side.memory_mib) == (proposed.graphs, proposed.memory_mib)
 
 
-def _objective(point: ParetoPoint, objective: str) -> tuple[str, ...]:
+def _objective(side: SideFigures, objective: str) -> tuple[str, ...]:
     """Return the cell of an objective that has a column of its own."""
     if objective == "mean":
         return ()
-    return (percent(max(point.objective - 1, 0.0)) if objective == "regret" else milliseconds(point.objective),)
+    return (percent(max(side.objective - 1, 0.0)) if objective == "regret" else milliseconds(side.objective),)
 
 
 def _assumed(result: TuneResult) -> Section:
@@ -437,7 +437,7 @@ def _pareto_chart(tuning: Tuning) -> Chart | None:
         ("Memory by graphs", "memory_mib", PlotAxis("memory", "B", from_zero=True), float(1 << 20)),
         ("Start-up by graphs", "seconds", PlotAxis("capture", "s", from_zero=True), 1.0),
     ):
-        table = [(point.graphs, getattr(point, name) * scale) for point in tuning.pareto]
+        table = [(each.side.graphs, getattr(each.side, name) * scale) for each in tuning.pareto]
         sides = ((tuning.today, "today", TODAY), (tuning.proposed, "proposed", PROPOSED))
         marks = [
             Series(label, Mark.POINTS, [(side.graphs, getattr(side, name) * scale)], labels=(label,), color=color)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.tuning.judgement import Pricing, promise_of, promising
+from capture_planner.engines.tuning.judgement import Pricing, promise_of
 from capture_planner.measuring.promises import check_promise
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
@@ -130,7 +130,8 @@ def test_promise_is_a_part_of_the_plan_alone() -> None:
         batches=(TrafficCount(role=Role.TARGET, num_reqs=4, num_tokens=12, query_len=3, count=5000),),
     )
     made = LARGE[0]
-    with_promise = promising(made, SMALL[1], LARGE[1], steps_of(traffic, SPEC).counts)
+    promise = promise_of(SMALL[1], LARGE[1], steps_of(traffic, SPEC).counts)
+    with_promise = replace(made, promise=promise)
     assert with_promise.promise is not None
     assert digest(with_promise) != digest(made)
     assert digest(replace(with_promise, promise=None)) == digest(made)

@@ -114,7 +114,7 @@ def test_the_headline_case_is_fixed_by_the_costs_of_its_own_observation(mode: st
     assert tuning.proposed is not None
     assert tuning.proposed.mean_step_ms < tuning.today.mean_step_ms
     if tuning.proposed.graphs > tuning.today.graphs:  # only where that buys something
-        fewer = [each.objective for each in tuning.pareto if each.graphs <= tuning.today.graphs]
+        fewer = [each.side.objective for each in tuning.pareto if each.side.graphs <= tuning.today.graphs]
         assert tuning.proposed.objective < min(fewer) * (1 - MORE / 4)
     assert found.plan.promise is not None
     assert found.plan.promise.after.mean_step_ms == pytest.approx(tuning.proposed.mean_step_ms, rel=1e-4)

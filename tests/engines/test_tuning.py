@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner import load_backends, plan
-from capture_planner.analysis.lint import Severity, lint
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
@@ -32,9 +31,9 @@ from capture_planner.engines.tuning.tune import (
     TuneCase,
     Tuning,
     TuningBounds,
-    finding_key,
     shifted,
     tune,
+    warnings_of,
 )
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
@@ -164,7 +163,7 @@ def test_a_proposal_holds_against_every_guard(
     spec, load, costs = case
     bounds = None if graphs is None else TuningBounds(graphs=graphs)
     today = planned(spec)
-    usual = {finding_key(each) for each in lint(planned(replace(spec, sizes=Sizes())))}
+    usual = set(warnings_of(planned(replace(spec, sizes=Sizes()))))
     evidence = Evidence(is_estimate=guess, foreign=0.1 * guess)
     found = tuned(spec, load, costs, today=today, bounds=bounds, graphs=graphs, usual=usual, evidence=evidence)
     assert found.plan is not None or (found.verdict is TuneVerdict.KEEP and found.proposed == found.today)
@@ -178,7 +177,7 @@ def test_a_proposal_holds_against_every_guard(
                 assert has is GraphMode.FULL
             if guess and had is not GraphMode.NONE:
                 assert has is not GraphMode.NONE
-    assert {finding_key(each) for each in lint(found.plan) if each.severity is not Severity.NOTE} <= usual
+    assert warnings_of(found.plan).keys() <= usual
     within = bounds is None or bounds.graphs is None or len(before.graphs) <= bounds.graphs
     if found.verdict is TuneVerdict.CHANGE and within:
         assert found.today is not None
@@ -226,7 +225,11 @@ def test_faster_tables_of_the_pareto_table_have_more_graphs(load: Traffic, sizes
     found = tuned(spec, load, profile_for(spec))
     assert found.pareto
     for within in (True, False):
-        rows = [(each.graphs, each.seconds, -each.mean_step_ms) for each in found.pareto if each.within is within]
+        rows = [
+            (each.side.graphs, each.side.seconds, -each.side.mean_step_ms)
+            for each in found.pareto
+            if each.within is within
+        ]
         assert all(a < b for one, two in pairwise(rows) for a, b in zip(one, two, strict=True))
 
 
@@ -298,7 +301,7 @@ def test_a_table_up_to_the_largest_batch_may_take_more_memory_where_none_takes_l
     costs = replace(costs, graphs=tuple(attrs.evolve(each, mib_per_token=50.0) for each in costs.graphs))
     found = tuned(few, DECODES, costs)
     assert found.proposed is not None
-    fastest = min(each.mean_step_ms for each in found.pareto if each.within)
+    fastest = min(each.side.mean_step_ms for each in found.pareto if each.within)
     assert found.proposed.mean_step_ms <= fastest * (1 + TOLERANCE)
     assert found.verdict is TuneVerdict.CHANGE
     assert found.today is not None
@@ -393,7 +396,7 @@ def test_tables_that_leave_passes_without_times_are_not_judged() -> None:
     batch = TrafficCount(role=Role.TARGET, num_reqs=3, num_tokens=9, query_len=3, past_prompt=True, count=2000)
     load = Traffic(sources=("drawn",), batches=(batch,))
     found = tuned(spec, load, costs)
-    assert min(point.graphs for point in found.pareto) == 3
+    assert min(point.side.graphs for point in found.pareto) == 3
     (note,) = found.notes
     assert note.startswith("tables of at most 1 graph are not judged: max_graphs 1 leaves target")
     assert "the profile has no eager times" in note

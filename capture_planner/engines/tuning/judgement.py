@@ -12,6 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import attrs
 
@@ -23,7 +24,6 @@ from capture_planner.planning.measured.steps import PassCost, Prices, StepCost, 
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import DecodeFamily, kind_of
-from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.promise import MAX_PROMISED, ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.text import counted
@@ -278,24 +278,9 @@ def _redrawn(today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], obje
     draw = random.Random(0)
     gains = [(count, _Gain.over(today, proposed, {batch: 1}, objective)) for batch, count in steps.items()]
     for _ in range(RESAMPLES):
-        before = saved = 0.0
-        for count, each in gains:
-            times = _poisson(draw, count)
-            before += times * each.before
-            saved += times * each.saved
-        yield saved / before if before else 0.0
-
-
-def _poisson(draw: random.Random, mean: int) -> float:
-    """Draw a count of independent events; of many the nearest normal one."""
-    # The loop below takes a turn for each event; of many a normal draw is near enough.
-    if mean > 30:
-        return max(draw.gauss(mean, math.sqrt(mean)), 0.0)
-    limit, product, times = math.exp(-mean), draw.random(), 0
-    while product > limit:
-        product *= draw.random()
-        times += 1
-    return float(times)
+        drawn = [(max(draw.gauss(count, math.sqrt(count)), 0.0), each) for count, each in gains]
+        before = sum(times * each.before for times, each in drawn)
+        yield sum(times * each.saved for times, each in drawn) / before if before else 0.0
 
 
 CostClass = tuple[object, ...]
@@ -317,7 +302,7 @@ def _measuring(
         total += weight
         before, after = today.step(batch), proposed.step(batch)
         # An error of a class is in both sides, and cancels out.
-        if _classes(before) == _classes(after):
+        if [_class_of(each) for each in before.passes] == [_class_of(each) for each in after.passes]:
             continue
         different += max(before.milliseconds, after.milliseconds) * weight
         for sign, step in ((1, before), (-1, after)):
@@ -330,10 +315,6 @@ def _measuring(
     passes = [spread * milliseconds for milliseconds in spent.values()]
     apart = [_NORMAL * errors.get(mode, 0.0) * weight for mode, weight in ran.items()]
     return math.hypot(*passes, *apart, foreign * different) / total
-
-
-def _classes(step: StepCost) -> list[CostClass]:
-    return [_class_of(each) for each in step.passes]
 
 
 def _class_of(each: PassCost) -> CostClass:
@@ -451,11 +432,6 @@ def promise_of(before: Pricing, after: Pricing, steps: Mapping[Batch, int]) -> P
     )
 
 
-def promising(plan: Plan, before: Pricing, after: Pricing, steps: Mapping[Batch, int]) -> Plan:
-    """Return the plan with its promise; the arguments are those of ``promise_of``."""
-    return replace(plan, promise=promise_of(before, after, steps))
-
-
 @attrs.define
 class _Tally:
     """The steps of one row so far."""
@@ -497,7 +473,20 @@ def _expected(pricing: Pricing, steps: Mapping[Batch, int]) -> ExpectedSteps:
     return ExpectedSteps(
         mean_step_ms=_rounded(mean),
         error_ms=_rounded(_error(pricing.costs.profile, mean, shares)),
-        rows=tuple(_merged(_promised(key, row, total[key[0]]) for key, row in sorted(rows.items(), key=_place))),
+        rows=tuple(
+            _merged(
+                PromisedSteps(
+                    role=role,
+                    query_len=query_len,
+                    first=row.first,
+                    last=row.last,
+                    mode=mode,
+                    milliseconds=_rounded(row.milliseconds / row.steps),
+                    share=min(1.0, _rounded(row.steps / total[role])),
+                )
+                for (role, query_len, mode, *_), row in sorted(rows.items(), key=_place)
+            )
+        ),
     )
 
 
@@ -518,49 +507,28 @@ def _place(item: tuple[_Row, _Tally]) -> tuple[object, ...]:
     return list(Role).index(role), query_len or 0, row.first, row.last, mode.value
 
 
-def _promised(key: _Row, row: _Tally, total: int) -> PromisedSteps:
-    role, query_len, mode, *_ = key
-    return PromisedSteps(
-        role=role,
-        query_len=query_len,
-        first=row.first,
-        last=row.last,
-        mode=mode,
-        milliseconds=_rounded(row.milliseconds / row.steps),
-        share=min(1.0, _rounded(row.steps / total)),
-    )
-
-
 def _merged(rows: Iterable[PromisedSteps]) -> list[PromisedSteps]:
     """Return no more rows than a promise may have: neighbours of one kind and mode become one, the rarest first."""
     left = list(rows)
     while len(left) > MAX_PROMISED:
         near = [
-            (left[at].share + left[at + 1].share, at) for at in range(len(left) - 1) if _alike(left[at], left[at + 1])
+            (a.share + b.share, at)
+            for at, (a, b) in enumerate(pairwise(left))
+            if (a.role, a.query_len, a.mode) == (b.role, b.query_len, b.mode)
         ]
-        # Nothing left to merge: leave out what hardly ever runs.
-        if not near:
-            rare = sorted(left, key=lambda row: row.share)[: len(left) - MAX_PROMISED]
-            return [row for row in left if all(row is not each for each in rare)]
-        _, at = min(near)
-        left[at : at + 2] = [_one(left[at], left[at + 1])]
+        share, at = min(near)
+        a, b = left[at : at + 2]
+        weight = a.share / share if share else 0.5
+        left[at : at + 2] = [
+            replace(
+                a,
+                first=min(a.first, b.first),
+                last=max(a.last, b.last),
+                milliseconds=_rounded(a.milliseconds * weight + b.milliseconds * (1 - weight)),
+                share=min(1.0, _rounded(share)),
+            )
+        ]
     return left
-
-
-def _alike(a: PromisedSteps, b: PromisedSteps) -> bool:
-    return (a.role, a.query_len, a.mode) == (b.role, b.query_len, b.mode)
-
-
-def _one(a: PromisedSteps, b: PromisedSteps) -> PromisedSteps:
-    share = a.share + b.share
-    weight = a.share / share if share else 0.5
-    return replace(
-        a,
-        first=min(a.first, b.first),
-        last=max(a.last, b.last),
-        milliseconds=_rounded(a.milliseconds * weight + b.milliseconds * (1 - weight)),
-        share=min(1.0, _rounded(share)),
-    )
 
 
 def _error(profile: Profile, mean: float, shares: Mapping[tuple[GraphMode, int | None], float]) -> float:

@@ -17,7 +17,6 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.analysis.arrivals import Pace, ServingLatency, latency_of, simulate
-from capture_planner.analysis.lint import lint
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine
 from capture_planner.engines.command_line import LaunchLine, launch_line, server_command
@@ -26,7 +25,7 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.logs import read_sources
 from capture_planner.engines.spec_of import DerivedSpec, spec_of
-from capture_planner.engines.tuning.judgement import SPREAD, Evidence, Pricing, TuneVerdict, promising
+from capture_planner.engines.tuning.judgement import SPREAD, Evidence, Pricing, TuneVerdict, promise_of
 from capture_planner.engines.tuning.tune import (
     FindingKey,
     GraphGuard,
@@ -34,8 +33,8 @@ from capture_planner.engines.tuning.tune import (
     TuneCase,
     Tuning,
     TuningBounds,
-    finding_key,
     tune,
+    warnings_of,
     with_todays,
 )
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
@@ -49,6 +48,7 @@ from capture_planner.planning.costs import Costs, Family
 from capture_planner.planning.measured.steps import Steps, steps_of
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
+from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment
@@ -59,7 +59,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
 from capture_planner.records.text import counted
-from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner.records.traffic import Traffic
 
 PLAIN_MODEL = Model(
     name="an 8B model",
@@ -108,18 +108,6 @@ def engine_subject(name: str, words: Sequence[str], environment: Environment, no
         notes=tuple(notes),
         engine=engine,
         words=(*others, *today.command),
-    )
-
-
-def spec_subject(spec: Spec, plan: Plan, file: str, environment: Environment, notes: Sequence[str] = ()) -> TuneSubject:
-    """Return the deployment of a spec, with the graphs of its plan."""
-    return TuneSubject(
-        name=file,
-        today=emulation_of(plan),
-        environment=environment,
-        derived=DerivedSpec(spec=spec),
-        notes=tuple(notes),
-        file=file,
     )
 
 
@@ -266,14 +254,11 @@ class TuneLoad:
 Reading = Callable[[Sequence[str], int], AbstractContextManager[Advance]]
 """Given sources and how often each is read, returns a counter of the bytes that were read."""
 
-
-def unseen(_: Sequence[str], __: int) -> AbstractContextManager[Advance]:
-    """Show nothing of the reading."""
-    return nullcontext(lambda _: None)
+UNSEEN: Reading = lambda _sources, _times: nullcontext(lambda _: None)  # noqa: E731
 
 
 def load_of(
-    subject: TuneSubject, sources: Sequence[str], options: SourceOptions, reading: Reading = unseen
+    subject: TuneSubject, sources: Sequence[str], options: SourceOptions, reading: Reading = UNSEEN
 ) -> TuneLoad:
     """Read the sources: two thirds and the last one where all have an order, else all of them once.
 
@@ -321,13 +306,9 @@ def load_of(
         held_out=held_out,
         notes=(*(note for note in notes if note not in simulated), *[unordered][: not readings[1].blocks]),
         assumptions=(*(steps[1].assumptions or steps[0].assumptions), *simulated),
-        blocks=tuple(_block(block, deployment) for block in readings[1].blocks),
+        blocks=tuple(steps_of(Traffic(sources=(), batches=each), deployment).counts for each in readings[1].blocks),
         traces=readings[1].traces,
     )
-
-
-def _block(batches: tuple[TrafficCount, ...], deployment: Emulation) -> Mapping[Batch, int]:
-    return steps_of(Traffic(sources=(), batches=batches), deployment).counts
 
 
 def today_pace(today: Emulation, costs: Costs, name: str) -> Pace:
@@ -482,7 +463,7 @@ def tuned(
     subject: TuneSubject,
     options: TuneOptions | None = None,
     *,
-    reading: Reading = unseen,
+    reading: Reading = UNSEEN,
     progress: Progress = lambda _: None,
 ) -> TuneResult:
     """Choose sizes for a deployment by its costs and its load, and judge them next to what runs today.
@@ -520,7 +501,7 @@ def tuned(
             is_estimate=near.is_estimate,
             has_prompts=load.traffic.has_prompts,
         ),
-        usual=_usual(lambda: make_plan(_plain(spec), environment, backends)),
+        usual=_usual(spec, environment, backends),
     )
 
     def chosen(count: int, kept: TuningBounds | None, by: Measurements = measurements) -> tuple[Spec, Plan]:
@@ -533,13 +514,16 @@ def tuned(
     def propose(count: int, kept: TuningBounds | None) -> Plan:
         return chosen(count, kept)[1]
 
+    # Without a budget graphs may take so much, if that pays.
+    room = TuningBounds(memory_mib=environment.device.memory * ROOM_SHARE / MIB, seconds=ROOM_SECONDS)
     try:
-        tuning = tune(case, propose, bounds=_bounds(spec.budget), room=_room(subject), progress=progress)
+        tuning = tune(case, propose, bounds=_bounds(spec.budget), room=room, progress=progress)
     except PlanningError as error:
         raise InvalidDocument(_of_profile(problem, near.name) for problem in error.problems) from None
     # Only costs of the engine itself are promised: an observation under the plan will be held against them.
     if tuning.plan is not None and tuning.pricings is not None and not tuning.is_estimate:
-        plan = promising(tuning.plan, *tuning.pricings, load.judged.counts)
+        promise = promise_of(*tuning.pricings, load.judged.counts)
+        plan = replace(tuning.plan, promise=promise)
         tuning = attrs.evolve(tuning, plan=plan)
     churn, planned = None, None
     if tuning.plan is not None and tuning.max_graphs is not None:
@@ -559,7 +543,7 @@ def tuned(
         first=missing_costs(subject) if near.is_estimate else None,
         assumptions=tuple(assumptions_of(subject, tuning, near, load, accepted)),
         latencies=_latencies(tuning, load, reads),
-        notes=(*load.notes, *tuning.notes, *_about(load)),
+        notes=(*load.notes, *tuning.notes, *([] if load.traffic.has_prompts else [MIXED_STAY])),
         churn=churn,
     )
 
@@ -596,16 +580,11 @@ def _wanted(spec: Spec, today: Emulation, options: TuneOptions, objective: str) 
     return replace(spec, sizes=sizes, roles=Roles(**roles), budget=replace(spec.budget, **stated))
 
 
-def _plain(spec: Spec) -> Spec:
-    """Return the spec with the sizes of the policy default and no budget."""
+def _usual(spec: Spec, environment: Environment, backends: Registry) -> frozenset[FindingKey]:
+    """Return what ``check`` warns of whatever the sizes are: of the policy default without a budget."""
     budget = replace(spec.budget, max_graphs=None, memory=None, seconds=None)
-    return replace(spec, sizes=Sizes(), budget=budget)
-
-
-def _usual(plan: Callable[[], Plan]) -> frozenset[FindingKey]:
-    """Return what ``check`` warns of whatever the sizes are: of a plan whose sizes leave nothing out."""
     try:
-        return frozenset(map(finding_key, lint(plan())))
+        return frozenset(warnings_of(make_plan(replace(spec, sizes=Sizes(), budget=budget), environment, backends)))
     except PlanningError:
         return frozenset()
 
@@ -616,11 +595,6 @@ def _bounds(budget: Budget) -> TuningBounds | None:
         return None
     memory = None if budget.memory is None else budget.memory / MIB
     return TuningBounds(graphs=budget.max_graphs, memory_mib=memory, seconds=budget.seconds)
-
-
-def _room(subject: TuneSubject) -> TuningBounds:
-    """Return what graphs may take without a budget, if that pays."""
-    return TuningBounds(memory_mib=subject.environment.device.memory * ROOM_SHARE / MIB, seconds=ROOM_SECONDS)
 
 
 def _within(spec: Spec, count: int, kept: TuningBounds | None) -> Spec:
@@ -676,9 +650,7 @@ def _latencies(tuning: Tuning, load: TuneLoad, options: SourceOptions) -> tuple[
     return None if today is None or proposed is None else (today, proposed)
 
 
-def _about(load: TuneLoad) -> Iterator[str]:
-    if not load.traffic.has_prompts:
-        yield "mixed batches keep the graphs that they have: traffic without prompts is no reason to drop them"
+MIXED_STAY = "mixed batches keep the graphs that they have: traffic without prompts is no reason to drop them"
 
 
 def assumptions_of(

@@ -6,7 +6,7 @@ Guards come first: what a proposal must not do, whatever it gains by the steps t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import attrs
 
@@ -47,14 +47,10 @@ Lost = tuple[Batch, int, GraphMode, GraphMode]
 _RANK = {GraphMode.NONE: 0, GraphMode.PIECEWISE: 1, GraphMode.FULL: 2}
 
 
-def finding_key(finding: Finding) -> FindingKey:
-    """Return what makes a finding of two plans the same one."""
-    return finding.rule.code, finding.diagnostic.role
-
-
-def warnings_of(plan: Plan) -> tuple[Finding, ...]:
-    """Return what ``check`` warns of in a plan; its notes are left out."""
-    return tuple(each for each in lint(plan) if each.severity is not Severity.NOTE)
+def warnings_of(plan: Plan) -> dict[FindingKey, Finding]:
+    """Return what ``check`` warns of in a plan, by what makes it the same in another; its notes are left out."""
+    warnings = (each for each in lint(plan) if each.severity is not Severity.NOTE)
+    return {(each.rule.code, each.diagnostic.role): each for each in warnings}
 
 
 @attrs.frozen(kw_only=True)
@@ -81,11 +77,6 @@ def lost_graphs(today: Emulation, proposed: Emulation, kept: GraphGuard | None =
     Batches that an observation has no answer for are left out.
     """
     return tuple(_described(_lost(today, proposed, kept or GraphGuard())))
-
-
-def lost_kinds(today: Emulation, proposed: Emulation, kept: GraphGuard) -> frozenset[tuple[Role, Kind]]:
-    """Return the roles and kinds of the batches that lose their graph."""
-    return frozenset((batch.role, batch.kind) for batch, *_ in _lost(today, proposed, kept))
 
 
 def _lost(today: Emulation, proposed: Emulation, kept: GraphGuard) -> list[Lost]:
@@ -217,7 +208,7 @@ def with_todays(spec: Spec, plan: Plan, today: Emulation, kept: GraphGuard) -> S
     if kept == GraphGuard():
         return None
     own = emulation_of(plan)
-    lost = lost_kinds(today, own, kept)
+    lost = {(batch.role, batch.kind) for batch, *_ in _lost(today, own, kept)}
     if not lost:
         return None
     sizes = {role: _explicit(role, own.graphs, today.graphs, lost) for role in own.modes}
@@ -229,7 +220,7 @@ def with_todays(spec: Spec, plan: Plan, today: Emulation, kept: GraphGuard) -> S
 
 
 def _explicit(
-    role: Role, graphs: tuple[CapturedGraph, ...], todays: tuple[CapturedGraph, ...], lost: frozenset[tuple[Role, Kind]]
+    role: Role, graphs: tuple[CapturedGraph, ...], todays: tuple[CapturedGraph, ...], lost: Set[tuple[Role, Kind]]
 ) -> Sizes | None:
     found: dict[Kind, set[int]] = {Kind.DECODE: set(), Kind.MIXED: set()}
     for source, kinds in ((graphs, set(Kind)), (todays, {kind for each, kind in lost if each is role})):
@@ -289,16 +280,11 @@ Propose = Callable[[int, TuningBounds | None], Plan]
 """From a number of graphs, and bounds for their memory and time, to the plan that is best within both."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class ParetoPoint:
     """A table of some number of graphs, judged; none of fewer is as good by the objective, and then by the mean."""
 
-    graphs: int
-    objective: float
-    """As in ``SideFigures``."""
-    mean_step_ms: float
-    memory_mib: float
-    seconds: float
+    side: SideFigures
     within: bool
     """Whether it fits the bounds."""
 
@@ -372,7 +358,7 @@ class TableSearch:
         self.doubled = shifted(case.chosen, case.today)
         self._present_doubled = case.judged(self.present, self.doubled)
         self._made: dict[tuple[int, TuningBounds | None], Candidate] = {}
-        self._obstacles: dict[int, tuple[str, ...]] = {}
+        self._obstacles: dict[Pricing, tuple[str, ...]] = {}
         self.refused: list[str] = []
         """Reasons why faster tables are not proposed."""
         self._too_small: dict[str, None] = {}
@@ -409,10 +395,9 @@ class TableSearch:
 
     def obstacles(self, each: Candidate) -> tuple[str, ...]:
         """Return why a table is not proposed, in sentences."""
-        key = id(each.pricing)
-        if key not in self._obstacles:
-            self._obstacles[key] = tuple(self._found(each))
-        return self._obstacles[key]
+        if each.pricing not in self._obstacles:
+            self._obstacles[each.pricing] = tuple(self._found(each))
+        return self._obstacles[each.pricing]
 
     def _found(self, each: Candidate) -> Iterator[str]:
         graphs = f"the table of {counted(each.plan.num_graphs, 'graph')}"
@@ -420,9 +405,8 @@ class TableSearch:
         lost = lost_graphs(self.case.today, side, GraphGuard.of(self.case.evidence))
         if lost:
             yield f"{graphs} takes graphs away: {few(lost)}"
-        warnings = tuple(found for found in warnings_of(each.plan) if finding_key(found) not in self.case.usual)
-        if warnings:
-            says = tuple(f"{found.rule.code} {found.diagnostic.message}" for found in warnings)
+        warnings = ((key, found) for key, found in warnings_of(each.plan).items() if key not in self.case.usual)
+        if says := tuple(f"{code} {found.diagnostic.message}" for (code, _), found in warnings):
             yield f"check warns of {graphs}: {few(says)}"
         regret = self.shift_of(each)
         if regret.gain < -SHIFTED:
@@ -574,7 +558,7 @@ class TableSearch:
         Those within the limits are compared with each other alone, as those beyond them are no choice.
         """
         fastest = dict.fromkeys((True, False), (math.inf, math.inf))
-        once = {id(each.pricing): each for each in self._made.values()}.values()
+        once = {each.pricing: each for each in self._made.values()}.values()
         # Fewest graphs first, so that a table is listed only if more graphs buy something.
         for each in sorted(once, key=lambda each: (each.plan.num_graphs, each.chosen.rank)):
             side = self.judged(each)
@@ -582,14 +566,7 @@ class TableSearch:
             if each.chosen.rank >= fastest[within]:
                 continue
             fastest[within] = each.chosen.rank
-            yield ParetoPoint(
-                graphs=side.graphs,
-                objective=side.objective,
-                mean_step_ms=side.mean_step_ms,
-                memory_mib=side.memory_mib,
-                seconds=side.seconds,
-                within=within,
-            )
+            yield ParetoPoint(side, within)
 
 
 def _beyond(value: float, most: float | None) -> float | None:
