@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import click
@@ -380,9 +380,6 @@ class OwnOptions(click.Command):
     Engines have short flags of several letters (``-cc.mode=NONE``, ``-O3``), which click would take apart.
     """
 
-    own_short: ClassVar[tuple[str, ...]] = ("-h",)
-    """Our short options, which no engine has."""
-
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         """Say whether the words may include options of an engine."""
         return True
@@ -395,7 +392,7 @@ class OwnOptions(click.Command):
             for option in self.get_params(ctx)
             if isinstance(option, click.Option)
             for name in (*option.opts, *option.secondary_opts)
-            if name.startswith("--") or name in self.own_short
+            if name != "-e"  # that of a container sets a variable
         }
         own, rest = split_words(list(_environment_named(args)), takes_value)
         return super().parse_args(ctx, [*own, "--", *rest])

@@ -36,7 +36,6 @@ from capture_planner.cli.options import flag
 from capture_planner.cli.ranks import answer_line, read_batches
 from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_engine
 from capture_planner.engines.check import check, fixed_together
-from capture_planner.engines.engine import Engine
 from capture_planner.engines.export import prove, within_budget
 from capture_planner.engines.spec_of import spec_of, with_sizes
 from capture_planner.engines.tuning.session import PLAIN_MODEL
@@ -45,7 +44,6 @@ from capture_planner.errors import CapturePlannerError
 from capture_planner.planning.from_config import find_config, spec_from_config
 from capture_planner.planning.planner import plan
 from capture_planner.plugins import registry
-from capture_planner.records.spec import Spec
 from capture_planner.report.engine import emulation_report, export_report, findings_report, launch_command
 from capture_planner.report.findings import Drift, FileFinding, as_github, as_sarif
 from capture_planner.report.printable import printable
@@ -85,23 +83,18 @@ class EngineCommand(OwnOptions):
                 if not engines():
                     formatter.write_text(f"None: {INSTALL}.")
                     return
-                formatter.write_dl(
-                    [
-                        (each, f"{_releases(item.value)}, from {item.distribution} {item.version}")
-                        for each, item in engines().items()
-                    ]
-                )
+                rows = []
+                for each, item in engines().items():
+                    older = ", ".join(f"{each}=={one.version}" for one in item.value.older)
+                    says = f"release {item.value.version}" + (f"; name {older} for an older one" if older else "")
+                    rows.append((each, f"{says}, from {item.distribution} {item.version}"))
+                formatter.write_dl(rows)
             with formatter.section("Engine flags"):
                 first = next(iter(engines()))
                 formatter.write_text(f"capture-planner {ctx.info_name} {first} --help lists its flags.")
             return
         with formatter.section(f"Flags of {name} that affect graphs; its other flags are accepted"):
             formatter.write_dl(list(find_engine(name).flags.items()))
-
-
-def _releases(engine: Engine) -> str:
-    older = ", ".join(f"{engine.name}=={each.version}" for each in engine.older)
-    return f"release {engine.version}" + (f"; name {older} for an older one" if older else "")
 
 
 _NAMED = f"{__name__}.named"
@@ -202,13 +195,7 @@ def export(plan_file: str, name: str, output: Path | None, strict: bool, environ
         click.get_current_context().exit(FINDINGS)
 
 
-class SpecCommand(OwnOptions):
-    """A command about the command line of an engine, which has no ``-o``."""
-
-    own_short = ("-h", "-o")
-
-
-@click.command(cls=SpecCommand)
+@click.command(cls=OwnOptions)
 @click.argument("name", type=EngineName())
 @click.argument("flags", metavar="[FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @options.output("Write the spec to FILE.")
@@ -234,19 +221,15 @@ def spec(name: str, flags: tuple[str, ...], output: Path | None, environment: st
     show_notes(emulation.notes)
     if form == "json":
         click.echo(codec.dumps_json({"assumptions": list(assumptions), "spec": codec.plain(derived.spec)}))
-    text = spec_file(derived.spec, assumptions, f"{emulation.engine} {emulation.version} on {machine.environment.name}")
+    origin = f"from the command line of {emulation.engine} {emulation.version} on {machine.environment.name}"
+    comments = (origin, *(f"assumption: {each}" for each in assumptions))
+    text = "".join(f"# {printable(line)}\n" for line in comments) + codec.dumps(derived.spec)
     if output is not None:
         codec.write(output, to_json(derived.spec) + "\n" if output.suffix == ".json" else text)
         show_notes(f"assumption: {each}" for each in assumptions)
         show_lines(f"written to {output}", err=form == "json")
     elif form == "text":
         show_lines(text.rstrip("\n"))
-
-
-def spec_file(spec: Spec, assumptions: tuple[str, ...], origin: str) -> str:
-    """Return a spec as YAML, with where it comes from and what it rests on as comments."""
-    lines = [f"from the command line of {origin}", *(f"assumption: {each}" for each in assumptions)]
-    return "".join(f"# {printable(line)}\n" for line in lines) + codec.dumps(spec)
 
 
 @click.command()

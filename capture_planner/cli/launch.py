@@ -23,7 +23,6 @@ from capture_planner.engines import engines
 from capture_planner.engines.auto.decisions import StartDecision, TuneProposal, graphs_of
 from capture_planner.engines.auto.start import AutoLaunch, EngineStart, JournalFolder, held
 from capture_planner.engines.command_line import script_command, split_variables, started, unset
-from capture_planner.engines.engine import Engine
 from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED, STRICT, run_marked
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Plan
@@ -264,23 +263,18 @@ def _completed(plan: Plan, command: Sequence[str]) -> tuple[list[str], list[str]
         return [*command, *added.arguments], list(added.notes)
     other = started(command, [item.value for item in engines().values()])
     if other is not None:
-        raise click.UsageError(f"{other[0].name} has no plugin that runs a plan; {_names(able)} have one.")
+        names = ", ".join(engine.name for engine in able) or "no installed engines"
+        raise click.UsageError(f"{other[0].name} has no plugin that runs a plan; {names} have one.")
     python = any(Path(word).name.startswith("python") for word in command)  # a shell has -c, too
     if not any(word.endswith(".py") or word == "-m" or (python and word == "-c") for word in command):
         programs = ", ".join(program for engine in able for program in engine.programs if " " in program)
         raise click.UsageError(f"{shlex.join(command)}: expected one of {programs}, or a Python script.")
-    return list(command), [note for engine in able for note in _notes(engine, plan)]
-
-
-def _notes(engine: Engine, plan: Plan) -> list[str]:
-    """Return the settings that a script must give itself, where it runs that engine."""
-    assert engine.launch is not None
-    added = engine.launch(plan, [])
-    return [f"a script that runs {engine.name} must set: {shlex.join(added.arguments)}", *added.notes]
-
-
-def _names(able: Sequence[Engine]) -> str:
-    return ", ".join(engine.name for engine in able) or "no installed engines"
+    notes = []
+    for engine in able:
+        assert engine.launch is not None
+        added = engine.launch(plan, [])
+        notes += [f"a script that runs {engine.name} must set: {shlex.join(added.arguments)}", *added.notes]
+    return list(command), notes
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str], applied: str, command: Sequence[str]) -> int:

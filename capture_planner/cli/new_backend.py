@@ -91,7 +91,7 @@ def write_template(name: str, folder: Path) -> list[Path]:
         folder.mkdir()
     except FileExistsError:
         raise CapturePlannerError(
-            f"{folder} already exists{_whose(folder, name)}, and is not overwritten; name another folder with --into"
+            f"{folder} already exists, and is not overwritten; name another folder with --into"
         ) from None
     except OSError as error:
         raise CapturePlannerError(f"{folder} cannot be created: {error.strerror or error}") from error
@@ -106,15 +106,3 @@ def write_template(name: str, folder: Path) -> list[Path]:
         shutil.rmtree(folder)
         raise CapturePlannerError(f"{folder} cannot be written: {error.strerror or error}") from error
     return written
-
-
-def _whose(folder: Path, name: str) -> str:
-    """Say for which backend a folder was made, where it is one of another name."""
-    try:
-        text = (folder / "src" / module_of(name) / "backend.py").read_text("utf-8")
-    except (OSError, ValueError):
-        return ""
-    match = re.search(r'^    name = "(.*)"$', text, re.MULTILINE)
-    if match is None or match[1] == name:
-        return ""
-    return f", for the backend {match[1]!r}: {name!r} gives the same folder"

@@ -110,8 +110,6 @@ def _machine(name: str | None, profile: Profile | None) -> ChosenMachine:
 class TuneCommand(OwnOptions):
     """A command about a file, or about the command line of an engine."""
 
-    own_short = ("-h", "-o")
-
     def takes_foreign_words(self, args: Sequence[str]) -> bool:
         return any(is_engine(word) for word in args)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -11,7 +11,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.engines import checkpoints
-from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.errors import CapturePlannerError, EngineError, InvalidValue
 from capture_planner.modes import Chain, GraphMode, Role
@@ -201,17 +201,16 @@ def _differs(theirs: frozenset[Graph], ours: frozenset[Graph], emulation: Emulat
 def _candidates(spec: Spec, emulation: Emulation) -> Iterator[Spec]:
     """Yield specs whose plans may have the engine's graphs, the shortest first."""
     name = emulation.engine.replace("-", "_")
+    explicit = {manager.role: explicit_sizes(manager.graphs) for manager in emulation.managers}
     if name in {policy.value for policy in Policy}:
         policy = Policy(name)
         yield replace(spec, sizes=Sizes(policy=policy))
         # A list that the flags give is part of the engine's policy.
         if policy is Policy.VLLM and emulation.sizes:
             yield replace(spec, sizes=Sizes(policy=policy, num_tokens=emulation.sizes))
-        tokens, reqs = _sizes_of(emulation, Role.TARGET)
-        yield replace(
-            spec, sizes=Sizes(policy=policy, max_tokens=max(tokens, default=None), max_reqs=max(reqs, default=None))
-        )
-    explicit = {role: _explicit(emulation, role) for role in emulation.modes}
+        largest = explicit[Role.TARGET] or Sizes()
+        tokens, reqs = (max(sizes, default=None) for sizes in (largest.num_tokens or (), largest.num_reqs or ()))
+        yield replace(spec, sizes=Sizes(policy=policy, max_tokens=tokens, max_reqs=reqs))
     if any(explicit.values()):
         roles = {
             role.value: replace(spec.roles.of(role), sizes=explicit.get(role))
@@ -223,14 +222,9 @@ def _candidates(spec: Spec, emulation: Emulation) -> Iterator[Spec]:
     yield spec
 
 
-def _explicit(emulation: Emulation, role: Role) -> Sizes | None:
-    tokens, reqs = _sizes_of(emulation, role)
-    return Sizes(policy=Policy.EXPLICIT, num_tokens=tokens or None, num_reqs=reqs or None) if tokens or reqs else None
-
-
-def _sizes_of(emulation: Emulation, role: Role) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes of a role's graphs: tokens of those for any batch, requests of those for decodes."""
-    entries = [graph.entry for graph in emulation.graphs if graph.role is role]
-    tokens = {entry.num_tokens for entry in entries if entry.query_len is None}
-    reqs = {entry.num_reqs for entry in entries if entry.query_len is not None and entry.num_reqs is not None}
-    return tuple(sorted(tokens)), tuple(sorted(reqs))
+def explicit_sizes(graphs: Iterable[CapturedGraph]) -> Sizes | None:
+    """Return the sizes of graphs of one role: tokens of those for any batch, requests of those for decodes."""
+    entries = [graph.entry for graph in graphs]
+    tokens = tuple(sorted({entry.num_tokens for entry in entries if entry.query_len is None}))
+    reqs = tuple(sorted({entry.num_reqs for entry in entries if entry.query_len is not None and entry.num_reqs}))
+    return Sizes(policy=Policy.EXPLICIT, num_tokens=tokens or None, num_reqs=reqs or None) if entries else None

@@ -3,6 +3,7 @@
 import json
 import random
 
+import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,7 @@ from capture_planner.codec import structure, to_data
 from capture_planner.engines.auto.decisions import (
     LEAST_STEPS,
     MOST_BROKEN,
-    SeenFolder,
+    AutoHistory,
     SeenRun,
     StartDecision,
     TuneProposal,
@@ -72,7 +73,7 @@ def records(draw: st.DrawFn) -> JournalRecord:
 
 journals = st.lists(records(), max_size=24).map(tuple)
 folders = st.builds(
-    SeenFolder,
+    AutoHistory,
     runs=st.lists(runs, max_size=9, unique_by=lambda run: run.number).map(tuple),
     plans=st.frozensets(plans),
     live=st.none() | st.integers(1, 9),
@@ -93,10 +94,10 @@ def aside_in(journal: tuple[JournalRecord, ...]) -> set[str | None]:
 
 @given(journals, folders, keys, proposals)
 def test_law16_a_plan_that_is_put_aside_never_runs_and_an_engine_always_starts(
-    journal: tuple[JournalRecord, ...], seen: SeenFolder, start: DeploymentKey, proposal: TuneProposal | None
+    journal: tuple[JournalRecord, ...], seen: AutoHistory, start: DeploymentKey, proposal: TuneProposal | None
 ) -> None:
     """Whatever the folder has in it."""
-    decision = conclude(decide(journal, seen, start, NOW), proposal)
+    decision = conclude(decide(attrs.evolve(seen, journal=journal), start, NOW), proposal)
     assert decision.event in STARTS
     assert decision.run > max((each.run for each in journal if each.decision in STARTS), default=0)
     assert (decision.plan is None) is (decision.event is Event.OBSERVE)
@@ -108,10 +109,10 @@ def test_law16_a_plan_that_is_put_aside_never_runs_and_an_engine_always_starts(
 
 @given(journals, folders, keys)
 def test_law16_a_broken_promise_always_puts_its_plan_aside(
-    journal: tuple[JournalRecord, ...], seen: SeenFolder, start: DeploymentKey
+    journal: tuple[JournalRecord, ...], seen: AutoHistory, start: DeploymentKey
 ) -> None:
     """Of every run whose observation names the plan that it was started under."""
-    decision = decide(journal, seen, start, NOW)
+    decision = decide(attrs.evolve(seen, journal=journal), start, NOW)
     starts = {each.run: each for each in journal if each.decision in STARTS}
     aside = aside_in((*journal, *decision.findings))
     for run in seen.runs:
@@ -122,17 +123,17 @@ def test_law16_a_broken_promise_always_puts_its_plan_aside(
 
 @given(journals, folders, keys, st.randoms(use_true_random=False))
 def test_reading_again_finds_nothing_new_and_order_decides_nothing(
-    journal: tuple[JournalRecord, ...], seen: SeenFolder, start: DeploymentKey, shuffle: random.Random
+    journal: tuple[JournalRecord, ...], seen: AutoHistory, start: DeploymentKey, shuffle: random.Random
 ) -> None:
     """Findings are found once; the order in which a folder lists its runs is no matter."""
-    decision = decide(journal, seen, start, NOW)
-    again = decide((*journal, *decision.findings), seen, start, NOW)
+    decision = decide(attrs.evolve(seen, journal=journal), start, NOW)
+    again = decide(attrs.evolve(seen, journal=(*journal, *decision.findings)), start, NOW)
     assert again.findings == ()
     assert (again.plan, again.run, again.tune_on) == (decision.plan, decision.run, decision.tune_on)
     mixed = list(seen.runs)
     shuffle.shuffle(mixed)
-    other = SeenFolder(runs=tuple(mixed), plans=frozenset(sorted(seen.plans, reverse=True)), live=seen.live)
-    assert decide(journal, other, start, NOW) == decision
+    other = attrs.evolve(seen, journal=journal, runs=tuple(mixed), plans=frozenset(sorted(seen.plans, reverse=True)))
+    assert decide(other, start, NOW) == decision
 
 
 @given(records())
@@ -155,8 +156,8 @@ class Folder:
 
     def start(self, proposal: TuneProposal | None = None, key: DeploymentKey = KEYS[0]) -> StartDecision:
         """Decide, and write it down."""
-        seen = SeenFolder(runs=tuple(self.runs), plans=frozenset(self.plans))
-        first = decide(self.journal, seen, key, NOW)
+        seen = AutoHistory(journal=tuple(self.journal), runs=tuple(self.runs), plans=frozenset(self.plans))
+        first = decide(seen, key, NOW)
         decision = conclude(first, proposal) if proposal is not None else first
         if decision.plan is not None:
             self.plans.add(decision.plan)
@@ -239,8 +240,8 @@ def test_run_that_may_be_going_on_proves_nothing() -> None:
     folder.end(folder.start())
     folder.start(proposal_of(1))
     folder.start()
-    seen = SeenFolder(runs=tuple(folder.runs), plans=frozenset(folder.plans), live=3)
-    decision = decide(folder.journal, seen, KEYS[0], NOW)
+    seen = AutoHistory(journal=tuple(folder.journal), runs=tuple(folder.runs), plans=frozenset(folder.plans), live=3)
+    decision = decide(seen, KEYS[0], NOW)
     assert (decision.plan, decision.findings) == (plan_named(1), ())
 
 

@@ -7,7 +7,8 @@ is known to be good it runs by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -92,31 +93,31 @@ def graphs_of(plan: Plan) -> str:
     return digest({"roles": roles, "limits": plan.limits, "speculative": plan.speculative, "lora": plan.lora})
 
 
-def decide(journal: Sequence[JournalRecord], seen: SeenFolder, start: DeploymentKey, now: str) -> StartDecision:
+def decide(history: AutoHistory, start: DeploymentKey, now: str) -> StartDecision:
     """Return what to run, and what follows from earlier runs.
 
-    :param journal: the oldest record first.
     :param start: what is started now.
     :param now: the time for new records, in UTC.
     """
-    history = AutoHistory.of(journal, seen)
     findings = tuple(findings_of(history, now))
     aside = history.aside | digests_of(each for each in findings if each.decision is Event.PUT_ASIDE)
     own = [number for number in sorted(history.starts) if history.is_of(number, start)]
-    number = 1 + max((*history.starts, *history.runs), default=0)
-    best = _best(history, own, aside)
+    facts = next((run.facts for run in history.runs_of(reversed(own)) if run.facts is not None), None)
+    best = next(_runnable(history, own, aside, facts), None)
     plan = None if best is None else best.plan
-    base = _newest(history, own, plan)
-    tune_on = base.number if base is not None and _is_worth(history, base, own, findings) else None
-    reason = _reason(history, own, start, best)
+    # Costs under another plan are those of other graphs, and do not tell what this one could gain.
+    alike = (
+        run for run in history.runs_of(reversed(own)) if facts is not None and (run.facts, run.plan) == (facts, plan)
+    )
+    base = next(alike, None)
     return StartDecision(
-        run=number,
+        run=1 + max((*history.starts, *history.by_run), default=0),
         event=Event.OBSERVE if best is None else Event.KEEP,
         plan=plan,
         graphs=None if best is None else best.graphs,
         observed=_observed(history, own),
-        reason=reason,
-        tune_on=tune_on,
+        reason=_reason(history, own, start, best),
+        tune_on=base.number if base is not None and _is_worth(history, base, own, findings) else None,
         findings=findings,
         aside=aside,
     )
@@ -130,22 +131,23 @@ def conclude(decision: StartDecision, proposal: TuneProposal | None) -> StartDec
     if decision.tune_on is None:
         return decision
     if proposal is None:
-        return attrs.evolve(decision, reason=f"tuning did not end in time; {decision.reason}")
+        reason = f"tuning did not end in time; {decision.reason}"
     # Nothing new to run; why is what tuning says.
-    if proposal.plan is None or proposal.plan == decision.plan:
-        return attrs.evolve(decision, reason=proposal.reason)
+    elif proposal.plan is None or proposal.plan == decision.plan:
+        reason = proposal.reason
     # Nobody watches this start: only a plan that can be held to its promise is applied.
-    if not proposal.promised:
-        says = "a plan was proposed by an estimate, without a promise, and is not applied"
-        return attrs.evolve(decision, reason=f"{says}; {decision.reason}")
+    elif not proposal.promised:
+        reason = f"a plan was proposed by an estimate, without a promise, and is not applied; {decision.reason}"
     # By its graphs too: the same table with another promise would fail in the same way.
-    if {proposal.plan, proposal.graphs} & decision.aside:
-        says = "the proposed plan is one that was put aside"
-        return attrs.evolve(decision, reason=f"{says}; {decision.reason}")
+    elif {proposal.plan, proposal.graphs} & decision.aside:
+        reason = f"the proposed plan is one that was put aside; {decision.reason}"
     # Another promise for the same graphs is no reason to swap the plan.
-    if proposal.graphs == decision.graphs:
-        return attrs.evolve(decision, reason=f"the sizes stay as they are: {proposal.reason}")
-    return attrs.evolve(decision, event=Event.APPLY, plan=proposal.plan, graphs=proposal.graphs, reason=proposal.reason)
+    elif proposal.graphs == decision.graphs:
+        reason = f"the sizes stay as they are: {proposal.reason}"
+    else:
+        applied = attrs.evolve(decision, event=Event.APPLY, plan=proposal.plan, graphs=proposal.graphs)
+        return attrs.evolve(applied, reason=proposal.reason)
+    return attrs.evolve(decision, reason=reason)
 
 
 def put_aside(decision: StartDecision, reason: str, now: str) -> JournalRecord:
@@ -205,46 +207,29 @@ def plan_file(plan: str) -> str:
     return f"plans/{plan.partition(':')[2]}.yaml"
 
 
-def _best(history: AutoHistory, own: Sequence[int], aside: frozenset[str]) -> JournalRecord | None:
-    """Return the start of the plan that ran last and can run again; None: no plan can."""
-    facts = history.facts(own)
+def _runnable(
+    history: AutoHistory, own: Sequence[int], aside: frozenset[str], facts: str | None
+) -> Iterator[JournalRecord]:
+    """Yield the starts under a plan that can run again, the newest first."""
     for number in reversed(own):
-        start = history.starts[number]
-        if start.plan is None or history.has_other_facts(number, facts):
-            continue
+        start, run = history.starts[number], history.by_run.get(number)
+        is_other = run is not None and run.facts not in (None, facts)
         # A plan whose file is gone, or was changed, cannot run again.
-        if start.plan in history.seen.plans and not {start.plan, start.graphs} & aside:
-            return start
-    return None
-
-
-def _newest(history: AutoHistory, own: Sequence[int], plan: str | None) -> SeenRun | None:
-    """Return the newest run that was observed under a plan, or without any, and has enough steps."""
-    facts = history.facts(own)
-    for number in reversed(own):
-        run = history.runs.get(number)
-        # Costs under another plan are those of other graphs, and do not tell what this one could gain.
-        if run is not None and run.facts == facts and run.facts is not None and run.plan == plan:
-            return run if run.steps >= LEAST_STEPS else None
-    return None
+        if start.plan in history.plans and not is_other and not {start.plan, start.graphs} & aside:
+            yield start
 
 
 def _is_worth(history: AutoHistory, base: SeenRun, own: Sequence[int], findings: Sequence[JournalRecord]) -> bool:
-    """Whether to tune on a run: nothing was tuned on it before, and promises are kept often enough."""
+    """Whether to tune on a run: it has enough steps, is new, and promises are kept often enough."""
     # The same observation gives the same answer.
-    if any(start.tuned_on == base.number for start in history.starts.values()):
+    if base.steps < LEAST_STEPS or any(start.tuned_on == base.number for start in history.starts.values()):
         return False
-    return _broken_in_a_row(history, own, findings) < MOST_BROKEN
-
-
-def _broken_in_a_row(history: AutoHistory, own: Sequence[int], findings: Sequence[JournalRecord]) -> int:
-    """Return how many plans of a deployment broke their promises since the last one was kept."""
     verdicts = {each.run: each.verdict for each in (*history.judged, *findings) if each.verdict is not None}
     broken = 0
     for number in own:
         verdict = verdicts.get(number)
         broken = 0 if verdict is PromiseVerdict.KEPT else broken + (verdict is PromiseVerdict.BROKEN)
-    return broken
+    return broken < MOST_BROKEN
 
 
 def _reason(history: AutoHistory, own: Sequence[int], start: DeploymentKey, best: JournalRecord | None) -> str:
@@ -260,7 +245,7 @@ def _reason(history: AutoHistory, own: Sequence[int], start: DeploymentKey, best
 def _changed(history: AutoHistory, start: DeploymentKey) -> str:
     """Return what of the deployment differs from the last start."""
     number = max(history.starts)
-    key, run = history.starts[number].deployment, history.runs.get(number)
+    key, run = history.starts[number].deployment, history.by_run.get(number)
     if key is None or key.command != start.command:
         return "the command line changed"
     version = (run.engine_version if run else None) or key.engine_version
@@ -274,7 +259,7 @@ def _observed(history: AutoHistory, own: Sequence[int]) -> str:
     if not own:
         return "nothing"
     number = own[-1]
-    run = history.runs.get(number)
+    run = history.by_run.get(number)
     if run is None or run.facts is None:
         return f"run {number} left no observation"
     under = "by itself" if run.plan is None else f"under {short(run.plan)}"
@@ -307,65 +292,61 @@ class SeenRun:
 
 
 @attrs.frozen(kw_only=True)
-class SeenFolder:
-    """Contents of a folder besides its journal."""
+class AutoHistory:
+    """A folder of ``launch --auto``, as far as it can be read: its journal by run, and what the runs left."""
 
+    journal: Sequence[JournalRecord] = ()
+    """The oldest record first."""
     runs: tuple[SeenRun, ...] = ()
     plans: frozenset[str] = frozenset()
     """Digests of the plans that can be read."""
     live: int | None = None
     """The run that may still be going on, so that nothing follows from what it lacks."""
+    problems: tuple[str, ...] = ()
+    """Skipped parts, in a sentence each."""
 
+    @cached_property
+    def starts(self) -> dict[int, JournalRecord]:
+        """Starts by run."""
+        return {each.run: each for each in self.journal if each.decision in STARTS}
 
-@attrs.frozen
-class AutoHistory:
-    """A journal by run, with what the runs left."""
+    @cached_property
+    def ends(self) -> dict[int, JournalRecord]:
+        """Ends by run."""
+        return {each.run: each for each in self.journal if each.decision is Event.END}
 
-    starts: Mapping[int, JournalRecord]
-    ends: Mapping[int, JournalRecord]
-    checks: Mapping[int, JournalRecord]
-    judged: tuple[JournalRecord, ...]
-    """Checks, and plans that were put aside."""
-    aside: frozenset[str]
-    runs: Mapping[int, SeenRun]
-    seen: SeenFolder
+    @cached_property
+    def by_run(self) -> dict[int, SeenRun]:
+        """What runs left, by run."""
+        return {each.number: each for each in self.runs}
 
-    @classmethod
-    def of(cls, journal: Sequence[JournalRecord], seen: SeenFolder) -> AutoHistory:
-        """Return the history of a journal, the oldest record first."""
-        return cls(
-            starts={each.run: each for each in journal if each.decision in STARTS},
-            ends={each.run: each for each in journal if each.decision is Event.END},
-            checks={each.run: each for each in journal if each.decision is Event.CHECK},
-            judged=tuple(each for each in journal if each.decision in (Event.CHECK, Event.PUT_ASIDE)),
-            aside=digests_of(each for each in journal if each.decision is Event.PUT_ASIDE),
-            runs={each.number: each for each in seen.runs},
-            seen=seen,
-        )
+    @cached_property
+    def judged(self) -> tuple[JournalRecord, ...]:
+        """Checks, and plans that were put aside."""
+        return tuple(each for each in self.journal if each.decision in (Event.CHECK, Event.PUT_ASIDE))
+
+    @cached_property
+    def aside(self) -> frozenset[str]:
+        """Digests of the plans that were put aside, and of their graphs."""
+        return digests_of(each for each in self.judged if each.decision is Event.PUT_ASIDE)
+
+    def runs_of(self, numbers: Iterable[int]) -> Iterator[SeenRun]:
+        """Yield what is left of these runs, in their order."""
+        return (self.by_run[number] for number in numbers if number in self.by_run)
 
     def captured(self, number: int) -> bool:
         """Whether the engine of a run captured its graphs."""
-        run, end = self.runs.get(number), self.ends.get(number)
+        run, end = self.by_run.get(number), self.ends.get(number)
         return (run is not None and run.captured) or (end is not None and end.captured)
 
     def is_of(self, number: int, start: DeploymentKey) -> bool:
         """Whether a run was of a deployment, as far as both are known."""
-        key, run = self.starts[number].deployment, self.runs.get(number)
+        key, run = self.starts[number].deployment, self.by_run.get(number)
         if key is None or key.command != start.command:
             return False
         # What is not known does not part two runs; what is known of both does.
         versions = {start.engine_version, key.engine_version, run.engine_version if run else None} - {None}
         return len(versions) <= 1 and (not start.devices or not key.devices or start.devices == key.devices)
-
-    def facts(self, own: Sequence[int]) -> str | None:
-        """Return the facts of the newest run that has any."""
-        found = (run.facts for number in reversed(own) if (run := self.runs.get(number)) is not None)
-        return next((each for each in found if each is not None), None)
-
-    def has_other_facts(self, number: int, facts: str | None) -> bool:
-        """Whether a run was observed to be of another deployment than the newest one."""
-        run = self.runs.get(number)
-        return run is not None and run.facts is not None and run.facts != facts
 
 
 def digests_of(records: Iterable[JournalRecord]) -> frozenset[str]:
@@ -379,7 +360,7 @@ def findings_of(history: AutoHistory, now: str) -> Iterator[JournalRecord]:
     for number, start in sorted(history.starts.items()):
         if start.plan is None or {start.plan, start.graphs} & aside:
             continue
-        run = history.runs.get(number)
+        run = history.by_run.get(number)
         verdict = run.verdict if run is not None and run.plan == start.plan else None
         kept = verdict is PromiseVerdict.KEPT
         broken = f"it broke its promise: {run.reason}" if run is not None and verdict is PromiseVerdict.BROKEN else None
@@ -388,7 +369,7 @@ def findings_of(history: AutoHistory, now: str) -> Iterator[JournalRecord]:
             # One record is enough, however many runs were under the plan.
             aside |= digests_of([start])
         # A kept promise is written down once; too little data may still become a verdict.
-        elif not kept or number in history.checks:
+        elif not kept or any(each.run == number for each in history.judged if each.decision is Event.CHECK):
             continue
         yield JournalRecord(
             time=now,
@@ -404,9 +385,9 @@ def findings_of(history: AutoHistory, now: str) -> Iterator[JournalRecord]:
 def _fault(history: AutoHistory, number: int) -> str | None:
     """Return why the plan of a run is not to be used again, apart from its promise; None: nothing is wrong."""
     # It lacks an end because it still runs.
-    if number == history.seen.live:
+    if number == history.live:
         return None
-    start, end, run = history.starts[number], history.ends.get(number), history.runs.get(number)
+    start, end, run = history.starts[number], history.ends.get(number), history.by_run.get(number)
     if history.captured(number):
         # The observation says what ran, whatever was asked for.
         if run is not None and run.facts is not None and run.plan is None:

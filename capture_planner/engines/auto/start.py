@@ -26,7 +26,7 @@ import attrs
 from capture_planner import codec
 from capture_planner.engines import engines
 from capture_planner.engines.auto.decisions import (
-    SeenFolder,
+    AutoHistory,
     SeenRun,
     StartDecision,
     TuneProposal,
@@ -60,16 +60,6 @@ LATEST_RUNS = 4
 """Runs whose observations are read; what follows from older ones is in the journal."""
 
 
-@attrs.frozen(kw_only=True)
-class Contents:
-    """Contents of a folder."""
-
-    journal: tuple[JournalRecord, ...] = ()
-    seen: SeenFolder = attrs.Factory(SeenFolder)
-    problems: tuple[str, ...] = ()
-    """Skipped parts, in a sentence each."""
-
-
 @attrs.frozen
 class JournalFolder:
     """A folder of ``launch --auto``."""
@@ -89,7 +79,7 @@ class JournalFolder:
         """Return the file of a plan, by its digest."""
         return self.path / plan_file(plan)
 
-    def read(self, *, live: bool = False) -> Contents:
+    def read(self, *, live: bool = False) -> AutoHistory:
         """Return what the folder has, as far as it can be read.
 
         :param live: whether another launch may be running an engine on this folder.
@@ -103,8 +93,7 @@ class JournalFolder:
         ended = {each.run for each in journal if each.decision is Event.END}
         # Another launch holds the lock: its run has no end yet.
         going = max(numbers - ended, default=None) if live else None
-        seen = SeenFolder(runs=runs, plans=frozenset(plans), live=going)
-        return Contents(journal=journal, seen=seen, problems=tuple(problems))
+        return AutoHistory(journal=journal, runs=runs, plans=frozenset(plans), live=going, problems=tuple(problems))
 
     def load_plan(self, plan: str) -> Plan:
         """Return a plan of the folder; raises ``CapturePlannerError`` where its file is not that plan."""
@@ -318,10 +307,10 @@ class AutoLaunch:
         if engine is not None and engine.launch is None:
             self.say(f"{engine.name} has no plugin that observes or runs plans; it runs by itself")
             return EngineStart(decision=None, words=self.words, variables=self.variables)
-        contents = self.folder.read(live=not self.writes)
-        for problem in contents.problems:
+        history = self.folder.read(live=not self.writes)
+        for problem in history.problems:
             self.say(problem)
-        decision = decide(contents.journal, contents.seen, self._deployment(), _now())
+        decision = decide(history, self._deployment(), _now())
         # A plan that cannot be kept could not be named by its observation.
         if decision.tune_on is not None and self.writes:
             decision = conclude(decision, self._proposal(decision.tune_on))

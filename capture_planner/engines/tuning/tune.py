@@ -6,13 +6,14 @@ Guards come first: what a proposal must not do, whatever it gains by the steps t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
 from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.spec_of import explicit_sizes
 from capture_planner.engines.tuning.judgement import (
     LEAST_LINES,
     LEAST_STEPS,
@@ -35,7 +36,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, extra_slots, kind_of, split_when
 from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Policy, Roles, Sizes, Spec
+from capture_planner.records.spec import Roles, Sizes, Spec
 from capture_planner.records.text import counted
 
 FindingKey = tuple[str, Role | None]
@@ -211,26 +212,15 @@ def with_todays(spec: Spec, plan: Plan, today: Emulation, kept: GraphGuard) -> S
     lost = {(batch.role, batch.kind) for batch, *_ in _lost(today, own, kept)}
     if not lost:
         return None
-    sizes = {role: _explicit(role, own.graphs, today.graphs, lost) for role in own.modes}
+    kept_graphs = [g for g in today.graphs if (g.role, Kind.DECODE if g.entry.query_len else Kind.MIXED) in lost]
+    sizes = {
+        role: explicit_sizes(graph for graph in (*own.graphs, *kept_graphs) if graph.role is role) for role in own.modes
+    }
     roles = {role.value: replace(spec.roles.of(role), sizes=sizes.get(role)) for role in Role if role.is_drafter}
     # Today's graphs run already, so a budget for new ones does not bound them.
     budget = replace(spec.budget, max_graphs=None, memory=None, seconds=None)
     target = sizes[Role.TARGET] or Sizes()
     return replace(spec, sizes=target, roles=Roles(target=spec.roles.target, **roles), budget=budget)
-
-
-def _explicit(
-    role: Role, graphs: tuple[CapturedGraph, ...], todays: tuple[CapturedGraph, ...], lost: Set[tuple[Role, Kind]]
-) -> Sizes | None:
-    found: dict[Kind, set[int]] = {Kind.DECODE: set(), Kind.MIXED: set()}
-    for source, kinds in ((graphs, set(Kind)), (todays, {kind for each, kind in lost if each is role})):
-        for graph in source:
-            entry = graph.entry
-            kind = Kind.MIXED if entry.query_len is None else Kind.DECODE
-            if graph.role is role and kind in kinds:
-                found[kind].add(entry.num_tokens // (entry.query_len or 1))
-    tokens, reqs = (tuple(sorted(found[kind])) or None for kind in (Kind.MIXED, Kind.DECODE))
-    return Sizes(policy=Policy.EXPLICIT, num_tokens=tokens, num_reqs=reqs) if tokens or reqs else None
 
 
 TOLERANCE = 0.025
