@@ -163,10 +163,6 @@ def _document(letter: str, argument: str) -> Document | None:
 def _deployment(letter: str, argument: str, document: Document | None, environment: Environment) -> Plan | Emulation:
     if document is not None:
         return plan_document(document, ChosenMachine(environment))
-    return _emulated(letter, argument, environment)
-
-
-def _emulated(letter: str, argument: str, environment: Environment) -> Emulation:
     try:
         name, *flags = shlex.split(argument)
     except ValueError as error:

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import attrs
 import click
 
 from capture_planner import codec
 from capture_planner.analysis.coverage import coverage
-from capture_planner.analysis.diff import Change, FieldChange, changed
+from capture_planner.analysis.diff import Change, changed
 from capture_planner.analysis.diff import diff as diff_plans
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.explain import explanation
@@ -105,68 +106,42 @@ def drift(document: Document, spec: Document, environment: str | None) -> Iterat
     # Other sizes by the same decisions: nobody touched the spec.
     roles = enumerate(zip(plan.roles, planned.roles, strict=False))
     edited = {old.role: index for index, (old, new) in roles if old.decisions == new.decisions}
-    places = _Places(document, spec, environment)
-    cause: tuple[str, int, int] | None = None
+    # A machine that ships has no file of its own: the plan says which it is.
+    ships = environment is None or environment in catalog.shipped_environments()
+    describing = document if ships else Document.read(str(environment))
+
+    def at(source: Document, path: Sequence[str | int], message: str) -> Drift:
+        line, column = source.node.locate(path)
+        return Drift(file=source.name, line=line, column=column, message=message)
+
+    first: Drift | None = None
     for change in changes:
-        for field in change.fields:
-            file, line, column = places.of_field(field)
-            cause = cause or (file, line, column)
-            yield Drift(file=file, line=line, column=column, message=_says(field, document.name, places.giver(field)))
+        for each in change.fields:
+            of_machine, path = each.path[0] == "environment", each.path
+            giver, source = (environment, describing) if of_machine else ("the spec", spec)
+            says = f"{'.'.join(path)}: {document.name} has {each.before}, {giver} gives {each.after}"
+            found = at(source, path[1:] if of_machine and not ships else path, says)
+            first = first or found
+            yield found
     for change in (change for change in changes if not change.fields):
-        if cause is None and change.role in edited and change.subject in ("added", "gone", "batches"):
-            line, column = document.node.locate(("roles", edited[change.role], "entries"))
-            message = f"{change.message}; the spec decides as it did: the plan was edited, or another release made it"
-            yield Drift(file=document.name, line=line, column=column, message=message)
+        if first is None and change.role in edited and change.subject in ("added", "gone", "batches"):
+            says = f"{change.message}; the spec decides as it did: the plan was edited, or another release made it"
+            yield at(document, ("roles", edited[change.role], "entries"), says)
             continue
-        file, line, column = cause or places.of_change(change)
-        yield Drift(file=file, line=line, column=column, message=f"{document.name}: {change.message}")
-    yield from _reordered(document, plan)
-
-
-def _says(field: FieldChange, plan: str, giver: str) -> str:
-    return f"{'.'.join(field.path)}: {plan} has {field.before}, {giver} gives {field.after}"
-
-
-class _Places:
-    """Where a person changes what a plan follows from."""
-
-    def __init__(self, plan: Document, spec: Document, environment: str | None) -> None:
-        shipped = environment is None or environment in catalog.shipped_environments()
-        self._machine = None if shipped or environment is None else Document.read(environment)
-        self._plan, self._spec, self._environment = plan, spec, environment
-
-    def giver(self, field: FieldChange) -> str:
-        """Name what gives the new value."""
-        return "the spec" if field.path[0] != "environment" else str(self._environment)
-
-    def of_field(self, field: FieldChange) -> tuple[str, int, int]:
-        """Return file, line and column of a field: in the spec, or of the machine in its file, if it has one."""
-        document, path = self._spec, field.path
-        if field.path[0] == "environment" and self._machine is not None:
-            document, path = self._machine, field.path[1:]
-        elif field.path[0] == "environment":
-            document = self._plan
-        return (document.name, *document.node.locate(path))
-
-    def of_change(self, change: Change) -> tuple[str, int, int]:
-        """Return the place in the spec that decides what changed, where no field of it did."""
-        return (self._spec.name, *self._spec.node.locate((_DECIDES.get(change.subject, "sizes"),)))
+        says = f"{document.name}: {change.message}"
+        deciding = (_DECIDES.get(change.subject, "sizes"),)
+        yield at(spec, deciding, says) if first is None else attrs.evolve(first, message=says)
+    # Graphs that are listed in another order than they are captured in read as the same plan.
+    files = document.node.plain(), codec.to_data(plan)
+    for index, role in enumerate(plan.roles):
+        listed, written = (structure(file["roles"][index].get("entries", []), tuple[Entry, ...]) for file in files)
+        if listed != written:
+            says = f"{role.role}: the sizes are not in the order of capture, the largest first; plan it again"
+            yield at(document, ("roles", index, "entries"), says)
 
 
 _DECIDES = {"backend": "backend", "mode": "mode", "role": "speculative"}
-
-
-def _reordered(document: Document, plan: Plan) -> Iterator[Drift]:
-    """Yield the roles whose graphs are listed in another order than they are captured in; both read as one plan."""
-    files = document.node.plain(), codec.to_data(plan)
-    for index, role in enumerate(plan.roles):
-        listed, written = (
-            codec.structure(file["roles"][index].get("entries", []), tuple[Entry, ...]) for file in files
-        )
-        if listed != written:
-            line, column = document.node.locate(("roles", index, "entries"))
-            message = f"{role.role}: the sizes are not in the order of capture, the largest first; plan it again"
-            yield Drift(file=document.name, line=line, column=column, message=message)
+"""The key of a spec that decides what changed, where no field of it did."""
 
 
 MAX_BYTES = 1 << 28

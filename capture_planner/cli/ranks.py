@@ -64,7 +64,7 @@ def read_batches(lines: Iterable[bytes], name: str, roles: Sequence[Role]) -> It
 
     Raises ``InvalidDocument`` with every wrong line of the file, before any batch is answered.
     """
-    return _read(lines, name, lambda line: _batch(_line(_parsed(line), BatchLine, roles)))
+    return _read(lines, name, lambda data: _batch(_line(data, BatchLine, roles)))
 
 
 def read_vectors(lines: Iterable[bytes], name: str, dispatcher: Dispatcher) -> Iterator[Vector]:
@@ -75,19 +75,21 @@ def read_vectors(lines: Iterable[bytes], name: str, dispatcher: Dispatcher) -> I
     an idle one is then an object of that key alone. All batches of a line have one role, and a line has 2 to 16
     ranks, or more if the plan has more. Raises ``InvalidDocument`` with every wrong line of the file.
     """
-    return _read(lines, name, lambda line: vector_of(_parsed(line), dispatcher))
+    return _read(lines, name, lambda data: vector_of(data, dispatcher))
 
 
-def _read(lines: Iterable[bytes], name: str, read: Callable[[bytes], T]) -> Iterator[T]:
+def _read(lines: Iterable[bytes], name: str, read: Callable[[Any], T]) -> Iterator[T]:
     problems: list[Problem] = []
     values = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            values.append(read(line))
+            values.append(read(json.loads(line, object_pairs_hook=unique_keys)))
         except InvalidValue as error:
             problems += [attrs.evolve(problem, file=name, line=number) for problem in error.problems]
+        except (ValueError, RecursionError) as error:
+            problems.append(Problem(file=name, line=number, message=f"not JSON: {error}"))
     if problems:
         raise InvalidDocument(problems)
     return iter(values)
@@ -95,13 +97,6 @@ def _read(lines: Iterable[bytes], name: str, read: Callable[[bytes], T]) -> Iter
 
 def _wrong(message: str, *path: str | int) -> InvalidValue:
     return InvalidValue([Problem(path=path, message=message)])
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(f"not JSON: {error}") from None
 
 
 def vector_of(data: Any, dispatcher: Dispatcher) -> Vector:

@@ -18,7 +18,7 @@ from capture_planner.engines.walk import BatchAnswer, walk
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import DecodeFamily, Domain, decode_families, is_admissible, split_when
-from capture_planner.records.observation import DraftPass, Observation, ObservedRole
+from capture_planner.records.observation import Observation, ObservedRole
 from capture_planner.records.plan import Plan
 
 SOURCE = "observed"
@@ -73,7 +73,13 @@ def _of_plan(plan: Plan) -> Emulation:
 
 
 def _of_observation(observation: Observation) -> Emulation:
-    drafts = None if observation.drafts is None else tuple(map(_family, observation.drafts))
+    drafts = None
+    if observation.drafts is not None:
+        passes = ((each, Domain(((each.first, each.last),))) for each in observation.drafts)
+        drafts = tuple(
+            DecodeFamily(query_len=each.query_len, draft_steps=each.draft_steps, requests=requests)
+            for each, requests in passes
+        )
     return Emulation(
         engine=observation.engine,
         version=observation.engine_version,
@@ -90,11 +96,6 @@ def _of_observation(observation: Observation) -> Emulation:
         parallel=observation.parallel,
         assumptions=observation.notes,
     )
-
-
-def _family(each: DraftPass) -> DecodeFamily:
-    requests = Domain(((each.first, each.last),))
-    return DecodeFamily(query_len=each.query_len, draft_steps=each.draft_steps, requests=requests)
 
 
 def _answering(role: ObservedRole, observation: Observation, drafts: tuple[DecodeFamily, ...] | None) -> AnsweringRole:

@@ -8,7 +8,7 @@ of them serves a batch. It is *exact*: where the engine leaves a hole, the emula
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -18,6 +18,7 @@ from capture_planner.errors import DispatchError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry, Rejection
 from capture_planner.records.batch_space import DecodeFamily, decode_families
+from capture_planner.records.environment import Environment
 from capture_planner.records.model import Speculative
 from capture_planner.records.observation import ObservedGraph
 from capture_planner.records.plan import Decision
@@ -197,3 +198,7 @@ class Emulation:
                 return manager.dispatch(batch)
         roles = ", ".join(manager.role for manager in self.managers)
         raise DispatchError(f"{self.engine} runs no role {batch.role} with these flags; it runs {roles}")
+
+
+Emulator = Callable[[Sequence[str], Environment], Emulation]
+"""Emulates the words of an engine's command line on a machine; raises ``FlagError``."""

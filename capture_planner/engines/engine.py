@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.emulation import Emulation, Emulator
 from capture_planner.engines.export import Export
 from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
@@ -17,9 +17,6 @@ from capture_planner.measuring.traffic.formats import LogFormats
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
-
-Emulator = Callable[[Sequence[str], Environment], Emulation]
-"""Emulates the words of an engine's command line on a machine; raises ``FlagError``."""
 
 
 @attrs.frozen

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import attrs
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.emulation import CapturedGraph, Emulation, Emulator
 from capture_planner.engines.parsing import as_words
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Reason, Role
@@ -325,11 +326,7 @@ def backend_setting(
     return names[found[0]] if found else None, ()
 
 
-Emulate = Callable[[Sequence[str], Environment], Emulation]
-"""From an engine's own command line and the machine it runs on, as ``Engine.emulate``."""
-
-
-def prove(export: Export, plan: Plan, emulate: Emulate) -> Export:
+def prove(export: Export, plan: Plan, emulate: Emulator) -> Export:
     """Return the export with its proof, and with the cost of each loss.
 
     A backend that the engine refuses on this machine is left out, which is a loss. Where the engine refuses
@@ -377,7 +374,7 @@ def _without_drafter_backend(export: Export, plan: Plan, error: FlagError) -> Ex
     return attrs.evolve(export, settings=settings, drafter_backend=None, losses=(*export.losses, lost))
 
 
-def emulated(export: Export, environment: Environment, emulate: Emulate) -> Emulation:
+def emulated(export: Export, environment: Environment, emulate: Emulator) -> Emulation:
     """Emulate the export, its file on disk meanwhile; raises ``FlagError`` with the file's name as it is exported."""
     # Flags in words need no file.
     if not export.by_file:
@@ -437,12 +434,25 @@ def compared(plan: Plan | Emulation, emulation: Emulation, *, both_admit: bool =
                     batches=count,
                 )
             )
+    named = attrgetter("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
+
+    def apart(before: BatchDifference, after: BatchDifference) -> bool:
+        return before.last + 1 != after.first or named(before) != named(after)
+
     return Proof(
         same=tuple((ours & theirs).elements()),
         lacks=tuple((ours - theirs).elements()),
         adds=tuple((theirs - ours).elements()),
         batches=batches,
-        differences=tuple(map(_merged, split_when(_unlike, differences))),
+        differences=tuple(
+            attrs.evolve(
+                run[-1],
+                first=run[0].first,
+                min_reqs=min(each.min_reqs for each in run),
+                batches=sum(each.batches for each in run),
+            )
+            for run in split_when(apart, differences)
+        ),
         unrun=tuple(role for role in left.modes if role not in emulation.modes),
         unknown=unknown,
     )
@@ -490,21 +500,11 @@ def _batches(role: Role, left: Emulation, emulation: Emulation) -> Iterator[tupl
                 yield Batch.mixed(role, min(most, tokens), tokens, low), high, fewest
 
 
-def _unlike(before: BatchDifference, after: BatchDifference) -> bool:
-    named = ("role", "kind", "query_len", "min_loras", "effect", "planned", "emulated")
-    return before.last + 1 != after.first or any(getattr(before, n) != getattr(after, n) for n in named)
-
-
-def _merged(run: Sequence[BatchDifference]) -> BatchDifference:
-    fewest, batches = min(each.min_reqs for each in run), sum(each.batches for each in run)
-    return attrs.evolve(run[-1], first=run[0].first, min_reqs=fewest, batches=batches)
-
-
 RATIOS = tuple(Fraction(part, 8) for part in (*range(9, 17), *range(18, 33, 2), 40, 48, 64, 96, 128, 256, 512))
 """Worst padded/real ratios that are tried, the least first."""
 
 
-def within_budget(export: Export, plan: Plan, emulate: Emulate) -> Export:
+def within_budget(export: Export, plan: Plan, emulate: Emulator) -> Export:
     """Return a proved export with at most the graphs that the plan's budget allows, and what that costs.
 
     An engine captures each size for every role, query length and adapter case, and so may capture more graphs than the

@@ -11,13 +11,13 @@ from capture_planner.analysis.diff import Change, differing_fields, graphs_text
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.check import counted_steps, shape, share, why
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.export import BatchDifference, Effect, compared, single
 from capture_planner.modes import Role
 from capture_planner.records._base import digest, grouped
-from capture_planner.records.batch import Entry, Kind
+from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_tiers, split_when
-from capture_planner.records.observation import Observation, ObservedRole
+from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 
 
@@ -91,7 +91,10 @@ def _modes(before: Emulation, after: Emulation) -> Iterator[Change]:
 
 def _graphs(before: Emulation, after: Emulation) -> Iterator[Change]:
     for role in Role:
-        old, new = (Counter(_graphs_of(each.graphs, role)) for each in (before, after))
+        old, new = (
+            Counter((single(graph.entry), graph.max_query_len) for graph in each.graphs if graph.role is role)
+            for each in (before, after)
+        )
         for subject, words, graphs in (
             ("added", "also captures", new - old),
             ("gone", "no longer captures", old - new),
@@ -100,11 +103,6 @@ def _graphs(before: Emulation, after: Emulation) -> Iterator[Change]:
                 ordered = tuple(sorted((entry for entry, _ in alike), key=lambda entry: entry.capture_order))
                 only = "" if widest is None else f", for decodes of up to {widest}"
                 yield Change(role, subject, f"{role} {words} {graphs_text(ordered)}{only}", entries=ordered)
-
-
-def _graphs_of(graphs: Iterable[CapturedGraph], role: Role) -> Iterator[tuple[Entry, int | None]]:
-    """Yield entry and longest decode of each graph of a role."""
-    return ((single(graph.entry), graph.max_query_len) for graph in graphs if graph.role is role)
 
 
 MAX_SPANS = 5
@@ -154,28 +152,22 @@ def _ran_otherwise(plan: Plan, observation: Observation) -> Iterator[Change]:
     """Yield the batches that ran on another graph than the plan's, or eager although the plan has one."""
     dispatcher = Dispatcher(plan)
     for role in observation.roles:
-        if role.role not in plan.planned:
-            continue
-        for subject, words, eager in (
-            ("eager", "ran eager, and the plan has a graph", True),
-            ("graph", "ran on another graph than the plan's", False),
-        ):
-            steps, example = _others(role, dispatcher, eager=eager)
-            if steps:
-                yield Change(role.role, subject, f"{role.role}: {share(steps, role.steps)} {words}, such as {example}")
-
-
-def _others(role: ObservedRole, dispatcher: Dispatcher, *, eager: bool) -> tuple[int, str]:
-    steps, example = 0, ""
-    for count in role.batches:
-        planned = dispatcher.dispatch(count.batch(role.role)).entry
-        ran = None if count.graph is None else role.graphs[count.graph].entry
-        # Graphs of one step are equal, whether they count as a chain or not.
-        if planned is None or (ran is not None and single(planned) == single(ran)) or (ran is None) is not eager:
-            continue
-        steps += count.steps
-        example = example or f"{shape(count)} ({why(count.reason) if ran is None else f'{ran}, not {planned}'})"
-    return steps, example
+        steps: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        for count in role.batches if role.role in plan.planned else ():
+            planned = dispatcher.dispatch(count.batch(role.role)).entry
+            ran = None if count.graph is None else role.graphs[count.graph].entry
+            # Graphs of one step are equal, whether they count as a chain or not.
+            if planned is None or (ran is not None and single(planned) == single(ran)):
+                continue
+            subject = "eager" if ran is None else "graph"
+            steps[subject] += count.steps
+            how = why(count.reason) if ran is None else f"{ran}, not {planned}"
+            examples.setdefault(subject, f"{shape(count)} ({how})")
+        words = {"eager": "ran eager, and the plan has a graph", "graph": "ran on another graph than the plan's"}
+        for subject in (each for each in words if steps[each]):
+            says = f"{share(steps[subject], role.steps)} {words[subject]}, such as {examples[subject]}"
+            yield Change(role.role, subject, f"{role.role}: {says}")
 
 
 def _never_replayed(observation: Observation) -> Iterator[str]:

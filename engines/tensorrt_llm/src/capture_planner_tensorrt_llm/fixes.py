@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import yaml
 
-from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.engine import Emulator, Fixes, FlagChange, adding
+from capture_planner.engines.emulation import Emulation, Emulator
+from capture_planner.engines.engine import Fixes, FlagChange, adding
 from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
