@@ -20,8 +20,8 @@ from _bench import CONSOLE, conclude, parser, shipped_environments, shipped_spec
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.dispatch.dispatcher import Dispatcher
+from capture_planner.engines.deployments import walk
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.walk import walk
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning import planner
 from capture_planner.planning.sizing.engine_lists import vllm_tokens

@@ -16,11 +16,10 @@ from capture_planner.analysis.lint.core import BaseRule, BugClass, CheckT, Sever
 from capture_planner.dispatch.dispatcher import Dispatch, served
 from capture_planner.engines import engines, find_engine
 from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN
-from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.deployments import BatchAnswer, GraphRows, Run, emulation_of, runs, walk
 from capture_planner.engines.emulation import Emulation, draft_steps_of
 from capture_planner.engines.engine import Engine, FlagChange
 from capture_planner.engines.verdict import change_text
-from capture_planner.engines.walk import BatchAnswer, GraphRows, Run, runs, walk
 from capture_planner.errors import InvalidValue
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Kind

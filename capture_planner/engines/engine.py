@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import attrs
 
+from capture_planner.engines.deployments import Run
 from capture_planner.engines.emulation import Emulation, Emulator
 from capture_planner.engines.export import Export
 from capture_planner.engines.history import History
 from capture_planner.engines.launch import Launch
-from capture_planner.engines.walk import Run
 from capture_planner.measuring.traffic.formats import LogFormats
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment

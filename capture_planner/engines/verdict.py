@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 
 import attrs
 
+from capture_planner.engines.deployments import BatchAnswer
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.walk import BatchAnswer
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind

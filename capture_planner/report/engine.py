@@ -9,13 +9,13 @@ from typing import Any
 
 from capture_planner.codec import json_fields
 from capture_planner.engines.auto.decisions import StartDecision, short
-from capture_planner.engines.check import EngineFinding, Together
+from capture_planner.engines.check import EngineFinding
+from capture_planner.engines.deployments import BatchAnswer, walk
 from capture_planner.engines.emulation import CapturedGraph, Emulation, EncoderGraphs, Manager
 from capture_planner.engines.export import DRAFT_MODEL, Effect, Export, Proof
 from capture_planner.engines.parsing import as_words
 from capture_planner.engines.side_by_side import BatchClass, Hole, Service, SideBySide
 from capture_planner.engines.verdict import ranges, verdict
-from capture_planner.engines.walk import BatchAnswer, walk
 from capture_planner.measuring.promises import ClassCheck, PromiseCheck, SideCheck
 from capture_planner.modes import GraphMode
 from capture_planner.records._base import grouped

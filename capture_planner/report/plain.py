@@ -16,12 +16,11 @@ from capture_planner.analysis.lint import Diagnostic, Finding
 from capture_planner.codec import json_fields, json_of, plain, plain_fields
 from capture_planner.codec.plain import json_some, plain_some
 from capture_planner.engines.check import Diagnosis, EngineFinding
-from capture_planner.engines.deployments import ObservedCoverage
+from capture_planner.engines.deployments import ObservedCoverage, runs, walk
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
 from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
 from capture_planner.engines.verdict import verdict
-from capture_planner.engines.walk import runs, walk
 from capture_planner.records._base import grouped
 
 __all__ = ["plain"]

@@ -14,8 +14,8 @@ from capture_planner.analysis.lint.core import link
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, engines
 from capture_planner.engines.check import ENGINE_RULES, check
+from capture_planner.engines.deployments import runs, walk
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.walk import runs, walk
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch, Kind

@@ -15,11 +15,10 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
 from capture_planner.engines.check import OBSERVED_RULES, check, check_observation
-from capture_planner.engines.deployments import coverage_of, emulation_of
+from capture_planner.engines.deployments import coverage_of, emulation_of, walk
 from capture_planner.engines.export import compared
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.engines.side_by_side import compare
-from capture_planner.engines.walk import walk
 from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace

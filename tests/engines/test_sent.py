@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from capture_planner.analysis.arrivals import simulate
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
+from capture_planner.engines.deployments import walk, why_inadmissible
 from capture_planner.engines.side_by_side import compare
-from capture_planner.engines.walk import walk, why_inadmissible
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import is_admissible

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
-from capture_planner.engines.walk import walk
+from capture_planner.engines.deployments import walk
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.batch import Kind

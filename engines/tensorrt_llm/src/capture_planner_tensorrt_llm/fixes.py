@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import yaml
 
+from capture_planner.engines.deployments import Run
 from capture_planner.engines.emulation import Emulation, Emulator
 from capture_planner.engines.engine import Fixes, FlagChange, adding
-from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
 from capture_planner_tensorrt_llm.flags import options_of, read_flags, replacing

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+from capture_planner.engines.deployments import Run
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Fixes, FlagChange, adding
-from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from capture_planner.engines.deployments import Run
 from capture_planner.engines.emulation import Emulation, EncoderGraphs
 from capture_planner.engines.engine import Fixes, FlagChange, adding, appended
-from capture_planner.engines.walk import Run
 from capture_planner.modes import Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families
