@@ -55,8 +55,15 @@ class ShellCommand:
     """One command of a text, or an argument list."""
 
     words: tuple[str, ...]
+    """Of a server: behind its program."""
     variables: Mapping[str, str] = attrs.Factory(dict)
     """The environment's variables that the text sets for it."""
+    image: str | None = None
+    """The container's image."""
+    assumptions: tuple[str, ...] = ()
+    """Places where a shell would read something else."""
+    hidden: tuple[str, ...] = ()
+    """Variables of a script that no command sees."""
 
 
 @attrs.frozen
@@ -213,22 +220,7 @@ MOST_NAME = 240
 _NO_TEXT = (".gguf", ".json", ".safetensors")
 
 
-@attrs.frozen(kw_only=True)
-class ServerCommand:
-    """An engine's own words in a command line, and what was around them."""
-
-    words: tuple[str, ...]
-    """Behind the program."""
-    variables: Mapping[str, str] = attrs.Factory(dict)
-    image: str | None = None
-    """The container's image."""
-    assumptions: tuple[str, ...] = ()
-    """Places where a shell would read something else."""
-    hidden: tuple[str, ...] = ()
-    """Variables of a script that no command sees."""
-
-
-def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> ServerCommand:
+def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> ShellCommand:
     """Return the command that starts an engine's server, in words of a command line, a text, or the file of one.
 
     One word is a text where it has spaces, ``-`` is standard input, and the file of a script or of a service is read.
@@ -258,7 +250,7 @@ def started(command: Sequence[str], engines: Iterable[Engine]) -> tuple[Engine, 
     return None
 
 
-def script_command(words: Sequence[str], engines: Sequence[Engine]) -> tuple[Engine, ServerCommand] | None:
+def script_command(words: Sequence[str], engines: Sequence[Engine]) -> tuple[Engine, ShellCommand] | None:
     """Return the one engine's server that a shell script starts: ``bash serve.sh``, or the script by itself.
 
     None where the words are no shell script, or it starts none of the engines, or several servers. A server inside a
@@ -295,7 +287,7 @@ def _text(words: Sequence[str]) -> str | None:
     return None if path.suffix in (".yaml", ".yml") and container_commands(text) is None else text
 
 
-def _only(engine: Engine, text: ShellText, others: Sequence[Engine]) -> ServerCommand:
+def _only(engine: Engine, text: ShellText, others: Sequence[Engine]) -> ShellCommand:
     """Return the one command of a text that starts the engine; without one, the one that names no program."""
     commands = [each for command in text.commands for each in _unwrapped(command)]
     found = [each for command in commands for each in _started(engine, command)]
@@ -325,7 +317,7 @@ def _unwrapped(command: ShellCommand) -> Iterator[ShellCommand]:
                 yield attrs.evolve(each, variables={**given, **each.variables})
 
 
-def _started(engine: Engine, command: ShellCommand) -> Iterator[ServerCommand]:
+def _started(engine: Engine, command: ShellCommand) -> Iterator[ShellCommand]:
     """Yield the engine's command in words, behind its program, where one of its programs is in them."""
     words = list(command.words)
     image, at = _image(words)
@@ -334,11 +326,11 @@ def _started(engine: Engine, command: ShellCommand) -> Iterator[ServerCommand]:
         count = next(filter(None, (_length(each, rest[index:], index) for each in engine.programs)), 0)
         if count:
             given = {**command.variables, **_given([*words[:at], *rest[:index]])}
-            yield ServerCommand(words=tuple(rest[index + count :]), variables=given, image=image)
+            yield ShellCommand(words=tuple(rest[index + count :]), variables=given, image=image)
             return
 
 
-def _bare(command: ShellCommand, *, alone: bool) -> Iterator[ServerCommand]:
+def _bare(command: ShellCommand, *, alone: bool) -> Iterator[ShellCommand]:
     """Yield the words of a command that names no program: the arguments of an image, or flags by themselves."""
     words = list(command.words)
     image, at = _image(words)
@@ -347,7 +339,7 @@ def _bare(command: ShellCommand, *, alone: bool) -> Iterator[ServerCommand]:
     # Bare flags among other commands of a script could be anything's.
     if image is not None or alone:
         given = {**command.variables, **_given(words[:at])}
-        yield ServerCommand(words=tuple(words[at:]), variables=given, image=image)
+        yield ShellCommand(words=tuple(words[at:]), variables=given, image=image)
 
 
 def _refuse_others(engine: Engine, commands: Sequence[ShellCommand], others: Sequence[Engine]) -> None:
@@ -524,7 +516,7 @@ def with_unset(error: FlagError, words: Sequence[str]) -> FlagError:
     return type(error)(placed(problem) for problem in error.problems)
 
 
-def _refuse_device(command: ServerCommand) -> None:
+def _refuse_device(command: ShellCommand) -> None:
     """Raise ``NotEmulated`` where the image or a variable names a device that is not CUDA's."""
     signs = [command.image] if command.image and _FOREIGN_IMAGE.search(command.image) else []
     signs += [name for name in command.variables if _FOREIGN_VARIABLE.fullmatch(name)]

@@ -185,6 +185,11 @@ class Evidence:
     has_prompts: bool = True
     """Whether any step has prompts; without one nothing is known of mixed batches."""
 
+    @property
+    def keeps_mixed(self) -> bool:
+        """Whether mixed batches keep their graphs; decodes keep piecewise ones by the costs of another deployment."""
+        return self.is_estimate or not self.has_prompts
+
 
 @attrs.frozen(kw_only=True)
 class Noise:

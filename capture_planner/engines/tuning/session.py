@@ -28,7 +28,6 @@ from capture_planner.engines.spec_of import DerivedSpec, spec_of
 from capture_planner.engines.tuning.judgement import SPREAD, Evidence, Pricing, TuneVerdict, promise_of
 from capture_planner.engines.tuning.tune import (
     FindingKey,
-    GraphGuard,
     Progress,
     TuneCase,
     Tuning,
@@ -221,14 +220,12 @@ def _foreign(profile: Profile, subject: TuneSubject) -> float:
 
 def missing_costs(subject: TuneSubject) -> str:
     """Return what has to be done for figures that can be promised, as a sentence."""
-    if subject.observation is not None:
-        return (
-            f"this is an estimate: {subject.file} has no costs; for a promise, start the engine once with "
-            f"CAPTURE_PLANNER_PROFILE=1 (`capture-planner launch --observe {subject.file} --profile -- ...`)"
-        )
+    seen = subject.observation is not None
+    why = f": {subject.file} has no costs" if seen else " by the costs of another machine"
+    command = f"capture-planner launch --observe {subject.file if seen else 'FOLDER'} --profile -- ..."
     return (
-        "this is an estimate by the costs of another machine; for a promise, start the engine once with "
-        "CAPTURE_PLANNER_PROFILE=1 (`capture-planner launch --observe FOLDER --profile -- ...`) and tune FOLDER"
+        f"this is an estimate{why}; for a promise, start the engine once with CAPTURE_PLANNER_PROFILE=1 "
+        f"(`{command}`){'' if seen else ' and tune FOLDER'}"
     )
 
 
@@ -508,7 +505,7 @@ def tuned(
         own = _within(spec, count, kept)
         plan = make_plan(own, environment, backends, by)
         # A plan that would take graphs away without evidence keeps today's beside its own.
-        more = with_todays(own, plan, subject.today, GraphGuard.of(case.evidence))
+        more = with_todays(own, plan, subject.today, case.evidence)
         return (own, plan) if more is None else (more, make_plan(more, environment, backends, by))
 
     def propose(count: int, kept: TuningBounds | None) -> Plan:

@@ -54,41 +54,27 @@ def warnings_of(plan: Plan) -> dict[FindingKey, Finding]:
     return {(each.rule.code, each.diagnostic.role): each for each in warnings}
 
 
-@attrs.frozen(kw_only=True)
-class GraphGuard:
-    """Batches that must keep the graph that they have today, besides decodes with full graphs."""
-
-    decodes: bool = False
-    """Decodes with a piecewise graph."""
-    mixed: bool = False
-    """Mixed batches."""
-
-    @classmethod
-    def of(cls, evidence: Evidence) -> GraphGuard:
-        """Return what is kept: everything by the costs of another deployment, mixed batches where none was seen."""
-        return cls(decodes=evidence.is_estimate, mixed=evidence.is_estimate or not evidence.has_prompts)
+EVERY = Evidence(is_estimate=True)
+"""No batch may lose its graph."""
 
 
-EVERY = GraphGuard(decodes=True, mixed=True)
-
-
-def lost_graphs(today: Emulation, proposed: Emulation, kept: GraphGuard | None = None) -> tuple[str, ...]:
+def lost_graphs(today: Emulation, proposed: Emulation, evidence: Evidence | None = None) -> tuple[str, ...]:
     """Return which batches lose their graph, or a full one, in sentences.
 
     Batches that an observation has no answer for are left out.
     """
-    return tuple(_described(_lost(today, proposed, kept or GraphGuard())))
+    return tuple(_described(_lost(today, proposed, evidence or Evidence())))
 
 
-def _lost(today: Emulation, proposed: Emulation, kept: GraphGuard) -> list[Lost]:
+def _lost(today: Emulation, proposed: Emulation, evidence: Evidence) -> list[Lost]:
     lost: list[Lost] = []
     for role in [each for each in today.modes if each in proposed.modes]:
         for batch, last in _asked(today, proposed, role):
             # The dispatch of mixed batches is most of the work; skip it where they may lose graphs.
-            if batch.kind is Kind.MIXED and not kept.mixed:
+            if batch.kind is Kind.MIXED and not evidence.keeps_mixed:
                 continue
             before = today.dispatch(batch)
-            counts = kept.decodes or batch.kind is Kind.MIXED or before.mode is GraphMode.FULL
+            counts = evidence.is_estimate or batch.kind is Kind.MIXED or before.mode is GraphMode.FULL
             # What an observation does not know cannot be lost.
             if before.reason is Reason.UNKNOWN or not counts:
                 continue
@@ -200,16 +186,16 @@ def few(sentences: tuple[str, ...], most: int = 2) -> str:
     return "; ".join(sentences[:most]) + (f"; and {counted(rest, 'more')}" if rest > 0 else "")
 
 
-def with_todays(spec: Spec, plan: Plan, today: Emulation, kept: GraphGuard) -> Spec | None:
+def with_todays(spec: Spec, plan: Plan, today: Emulation, evidence: Evidence) -> Spec | None:
     """Return the spec with the sizes of a plan, and today's of each role and kind in which it takes graphs away.
 
     None where it takes none away, and where the costs and the load say enough for it to do so.
     """
     # By own costs and a load with prompts the choice may stand as it is.
-    if kept == GraphGuard():
+    if not evidence.keeps_mixed:
         return None
     own = emulation_of(plan)
-    lost = {(batch.role, batch.kind) for batch, *_ in _lost(today, own, kept)}
+    lost = {(batch.role, batch.kind) for batch, *_ in _lost(today, own, evidence)}
     if not lost:
         return None
     kept_graphs = [g for g in today.graphs if (g.role, Kind.DECODE if g.entry.query_len else Kind.MIXED) in lost]
@@ -392,7 +378,7 @@ class TableSearch:
     def _found(self, each: Candidate) -> Iterator[str]:
         graphs = f"the table of {counted(each.plan.num_graphs, 'graph')}"
         side = each.pricing.deployment
-        lost = lost_graphs(self.case.today, side, GraphGuard.of(self.case.evidence))
+        lost = lost_graphs(self.case.today, side, self.case.evidence)
         if lost:
             yield f"{graphs} takes graphs away: {few(lost)}"
         warnings = ((key, found) for key, found in warnings_of(each.plan).items() if key not in self.case.usual)
