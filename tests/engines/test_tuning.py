@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capture_planner import load_backends, plan
+from capture_planner.analysis.lint import Severity, lint
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
@@ -31,9 +32,9 @@ from capture_planner.engines.tuning.tune import (
     TuneCase,
     Tuning,
     TuningBounds,
+    finding_key,
     shifted,
     tune,
-    warnings_of,
 )
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
@@ -163,7 +164,7 @@ def test_a_proposal_holds_against_every_guard(
     spec, load, costs = case
     bounds = None if graphs is None else TuningBounds(graphs=graphs)
     today = planned(spec)
-    usual = set(warnings_of(planned(replace(spec, sizes=Sizes()))))
+    usual = {finding_key(each) for each in lint(planned(replace(spec, sizes=Sizes())))}
     evidence = Evidence(is_estimate=guess, foreign=0.1 * guess)
     found = tuned(spec, load, costs, today=today, bounds=bounds, graphs=graphs, usual=usual, evidence=evidence)
     assert found.plan is not None or (found.verdict is TuneVerdict.KEEP and found.proposed == found.today)
@@ -177,7 +178,7 @@ def test_a_proposal_holds_against_every_guard(
                 assert has is GraphMode.FULL
             if guess and had is not GraphMode.NONE:
                 assert has is not GraphMode.NONE
-    assert warnings_of(found.plan).keys() <= usual
+    assert {finding_key(each) for each in lint(found.plan) if each.severity is not Severity.NOTE} <= usual
     within = bounds is None or bounds.graphs is None or len(before.graphs) <= bounds.graphs
     if found.verdict is TuneVerdict.CHANGE and within:
         assert found.today is not None

@@ -17,6 +17,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.analysis.arrivals import Pace, ServingLatency, latency_of, simulate
+from capture_planner.analysis.lint import lint
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine
 from capture_planner.engines.command_line import LaunchLine, launch_line, server_command
@@ -32,8 +33,8 @@ from capture_planner.engines.tuning.tune import (
     TuneCase,
     Tuning,
     TuningBounds,
+    finding_key,
     tune,
-    warnings_of,
     with_todays,
 )
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
@@ -581,7 +582,9 @@ def _usual(spec: Spec, environment: Environment, backends: Registry) -> frozense
     """Return what ``check`` warns of whatever the sizes are: of the policy default without a budget."""
     budget = replace(spec.budget, max_graphs=None, memory=None, seconds=None)
     try:
-        return frozenset(warnings_of(make_plan(replace(spec, sizes=Sizes(), budget=budget), environment, backends)))
+        return frozenset(
+            map(finding_key, lint(make_plan(replace(spec, sizes=Sizes(), budget=budget), environment, backends)))
+        )
     except PlanningError:
         return frozenset()
 

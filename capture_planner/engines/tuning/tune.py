@@ -48,10 +48,9 @@ Lost = tuple[Batch, int, GraphMode, GraphMode]
 _RANK = {GraphMode.NONE: 0, GraphMode.PIECEWISE: 1, GraphMode.FULL: 2}
 
 
-def warnings_of(plan: Plan) -> dict[FindingKey, Finding]:
-    """Return what ``check`` warns of in a plan, by what makes it the same in another; its notes are left out."""
-    warnings = (each for each in lint(plan) if each.severity is not Severity.NOTE)
-    return {(each.rule.code, each.diagnostic.role): each for each in warnings}
+def finding_key(finding: Finding) -> FindingKey:
+    """Return what makes a finding of two plans the same one."""
+    return finding.rule.code, finding.diagnostic.role
 
 
 EVERY = Evidence(is_estimate=True)
@@ -381,8 +380,9 @@ class TableSearch:
         lost = lost_graphs(self.case.today, side, self.case.evidence)
         if lost:
             yield f"{graphs} takes graphs away: {few(lost)}"
-        warnings = ((key, found) for key, found in warnings_of(each.plan).items() if key not in self.case.usual)
-        if says := tuple(f"{code} {found.diagnostic.message}" for (code, _), found in warnings):
+        warnings = (found for found in lint(each.plan) if found.severity is not Severity.NOTE)
+        unusual = (found for found in warnings if finding_key(found) not in self.case.usual)
+        if says := tuple(f"{found.rule.code} {found.diagnostic.message}" for found in unusual):
             yield f"check warns of {graphs}: {few(says)}"
         regret = self.shift_of(each)
         if regret.gain < -SHIFTED:
