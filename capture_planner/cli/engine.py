@@ -36,6 +36,7 @@ from capture_planner.cli.options import flag
 from capture_planner.cli.ranks import answer_line, read_batches
 from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_engine
 from capture_planner.engines.check import check, fixed_together
+from capture_planner.engines.deployments import why_inadmissible
 from capture_planner.engines.export import prove, within_budget
 from capture_planner.engines.spec_of import spec_of, with_sizes
 from capture_planner.engines.tuning.session import PLAIN_MODEL

@@ -9,7 +9,7 @@ from typing import Any
 
 from capture_planner.codec import json_fields
 from capture_planner.engines.auto.decisions import StartDecision, short
-from capture_planner.engines.check import EngineFinding
+from capture_planner.engines.check import EngineFinding, Together
 from capture_planner.engines.deployments import BatchAnswer, walk
 from capture_planner.engines.emulation import CapturedGraph, Emulation, EncoderGraphs, Manager
 from capture_planner.engines.export import DRAFT_MODEL, Effect, Export, Proof
