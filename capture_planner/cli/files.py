@@ -258,7 +258,16 @@ def show(plan_file: str, environment: str | None, to: Output) -> None:
     to.show(lambda: shown, report)
 
 
+def _explain_no_engine(_: click.Context, __: click.Parameter, name: str | None) -> None:
+    if name is not None:
+        raise click.UsageError(
+            f"explain is for plans. For an engine's line: capture-planner engine {name} FLAGS --batches FILE answers "
+            f"batches, and capture-planner spec {name} FLAGS -o SPEC writes a spec to explain."
+        )
+
+
 @click.command()
+@click.option("--engine", hidden=True, is_eager=True, expose_value=False, callback=_explain_no_engine)
 @click.argument("plan_file", metavar="PLAN|SPEC|OBSERVATION")
 @option("--role", type=click.Choice([r.value for r in Role]), default="target", help="Role that runs the batch.")
 @click.option("--num-reqs", type=POSITIVE, help="Requests in the batch.")

@@ -194,3 +194,11 @@ def test_a_machine_that_was_not_named_comes_first(run: Run, command: tuple[str, 
     assert run(*command).out.startswith(f"assumption: {assumption}\n")
     assert json.loads(run(*command, "--format", "json").out)["assumptions"] == [assumption]
     assert json.loads(run(*command, "--format", "json", "-e", "h100").out)["assumptions"] == []
+
+
+def test_explain_of_an_engine_says_the_way(run: Run) -> None:
+    """Its option is that of ``check``, which takes it."""
+    ran = run("explain", "--engine", "vllm", "serve.sh")
+    assert ran.code == 1
+    assert "capture-planner engine vllm FLAGS --batches FILE" in ran.err
+    assert "Did you mean" not in ran.err

@@ -116,10 +116,10 @@ class FlashAttention:
 
         library = select(reservation.attention, reservation.environment)
         if library is None:
-            raise BackendError(
-                f"flash_attention: {reservation.role.value}, group {reservation.group}: "
-                f"{_unserved(reservation.attention, reservation.environment)}"
-            )
+            why = _unserved(reservation.attention, reservation.environment)
+            if reservation.environment.device.kind is not DeviceKind.CUDA:
+                why += " Plan with backend: reference, which runs anywhere."
+            raise BackendError(f"flash_attention: {reservation.role.value}, group {reservation.group}: {why}")
         return FlashAttentionExecutor(reservation, library)
 
 
