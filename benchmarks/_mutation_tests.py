@@ -48,9 +48,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/ladder": _BUDGET,
     "planning/sizing/program": ("planning/sizing/test_program.py", *_PROGRAMS),
     "modes": ("test_modes.py", *_MODES),
-    "planning/resolve": _MODES,
+    "planning/resolve": ("planning/test_groups.py", *_MODES),
     "planning/costs": ("planning/test_costs.py", *_MEASURED, "engines/test_tuning.py"),
-    "planning/groups": ("planning/test_groups.py", *_BUDGET),
     "planning/measured/allocation": ("planning/measured/test_subsets.py", *_PROGRAMS),
     "planning/measured/bounds": ("planning/measured/test_bounds.py", *_MEASURED),
     "planning/measured/choice": (
@@ -87,7 +86,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "property/test_law6_resolution.py",
     ),
     "planning/role": ("planning/measured/test_first_use.py", *_PLANS),
-    "planning/waivers": _PLANS,
     "planning/from_config": ("cli/test_init.py",),
     "records/batch_space": ("records/test_batch_space_parts.py", "records/test_batch_space.py", *_PLANS[:3]),
     "dispatch/dispatcher": (

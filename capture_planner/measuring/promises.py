@@ -152,17 +152,15 @@ def check_promise(promise: Promise, after: Observation, before: Observation | No
 
 
 def _verdict(own: SideCheck | None, without: float | None, classes: Sequence[ClassCheck]) -> tuple[PromiseVerdict, str]:
-    lacking = None
+    too_little = PromiseVerdict.TOO_LITTLE_DATA
     if own is None:
-        return PromiseVerdict.TOO_LITTLE_DATA, "no step of a promised shape was timed"
+        return too_little, "no step of a promised shape was timed"
     if own.share < LEAST_SHARE:
-        lacking = f"only {own.share:.0%} of the steps have a promised shape and a time"
-    elif own.steps < LEAST_STEPS:
-        lacking = f"{counted(own.steps, 'step')} of promised shapes; below {LEAST_STEPS:,} nothing is decided"
-    elif own.timed < LEAST_TIMED:
-        lacking = f"{counted(own.timed, 'step')} were timed; below {LEAST_TIMED} nothing is decided"
-    if lacking is not None:
-        return PromiseVerdict.TOO_LITTLE_DATA, lacking
+        return too_little, f"only {own.share:.0%} of the steps have a promised shape and a time"
+    if own.steps < LEAST_STEPS:
+        return too_little, f"{counted(own.steps, 'step')} of promised shapes; below {LEAST_STEPS:,} nothing is decided"
+    if own.timed < LEAST_TIMED:
+        return too_little, f"{counted(own.timed, 'step')} were timed; below {LEAST_TIMED} nothing is decided"
     took, where = f"the mean step takes {own.measured_ms:.2f} ms", ""
     timed = [each for each in classes if each.role is Role.TARGET and each.measured_ms is not None]
     if timed:

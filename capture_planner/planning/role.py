@@ -9,8 +9,7 @@ import attrs
 
 from capture_planner.modes import Chain, GraphMode, Reason, Refresh, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.groups import Group
-from capture_planner.planning.resolve import ResolvedMode
+from capture_planner.planning.resolve import Group, ResolvedMode
 from capture_planner.planning.sizing import Context, Ladder, decode_sizes, mixed_sizes
 from capture_planner.planning.sizing.policies import Choice
 from capture_planner.records.batch import Entry, Kind

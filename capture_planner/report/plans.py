@@ -16,7 +16,7 @@ from capture_planner.engines.verdict import SOURCE, bill
 from capture_planner.errors import BackendError
 from capture_planner.measuring.fits import predict
 from capture_planner.modes import GraphMode, GraphSupport, Role
-from capture_planner.planning.groups import attentions
+from capture_planner.planning.resolve import attentions
 from capture_planner.planning.sizing.budget import PRICE_RULE
 from capture_planner.plugins.discovery import left_out
 from capture_planner.plugins.registry import Registry

@@ -9,8 +9,7 @@ import attrs
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning import planner, resolve
-from capture_planner.planning.groups import ask_backends
-from capture_planner.planning.resolve import GroupSupport, ResolvedMode
+from capture_planner.planning.resolve import GroupSupport, ResolvedMode, ask_backends
 from capture_planner.planning.sizing.policies import Context
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.fits import entry_family, predict_graphs
-from capture_planner.measuring.observed import observed_profile
-from capture_planner.measuring.steps import decode_lengths, kind_of_step, step_times
+from capture_planner.measuring.observed import decode_lengths, kind_of_step, observed_profile, step_times
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import Prices, Steps, judge, passes_of

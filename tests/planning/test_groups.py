@@ -7,7 +7,7 @@ from hypothesis import given
 
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
-from capture_planner.planning.groups import ask_backends, attentions, groups_of
+from capture_planner.planning.resolve import ask_backends, attentions, groups_of
 from capture_planner.plugins import registry
 from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention

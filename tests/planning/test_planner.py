@@ -11,7 +11,7 @@ from capture_planner.analysis.explain import explain
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.errors import PlanningError
 from capture_planner.modes import Chain, GraphMode, GraphSupport, Reason, Refresh, Role
-from capture_planner.planning import waivers
+from capture_planner.planning import planner
 from capture_planner.planning.planner import plan
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import digest, replace
@@ -180,7 +180,7 @@ def test_what_is_waived_begins_above_all_ladders_of_the_same_decodes(drawn):
     others.append(SimpleNamespace(query_len=1, draft_steps=3, sizes=(99,)))
     family = SimpleNamespace(query_len=1, draft_steps=2)
     working = SimpleNamespace(ladders=[*others, *ladders], mixed_ladder=None)
-    reach, reason, _ = waivers._decode_reach(working, family)
+    reach, reason, _ = planner._decode_reach(working, family)
     assert reach == max(set().union(*drawn), default=0)
     assert reason is (Reason.SIZES if ladders else Reason.MODE)
 

@@ -98,7 +98,11 @@ def read_sources(
     met = {(source.name, counts.format) for source, counts in read if not counts.format.startswith("trace")}
     if len(met) > 1 and len({name for _, name in met}) > 1:
         notes.append("the sources have several formats: if two are of the same run, its steps are counted twice")
-        notes.append(f"steps of each: {', '.join(_weights(counts for _, counts in read))}; each step counts alike")
+        steps: Counter[str] = Counter()
+        for _, counts in read:
+            steps[counts.format] += _steps_of_target(counts)
+        weights = (f"{name} {count:,} ({count / max(steps.total(), 1):.1%})" for name, count in steps.items())
+        notes.append(f"steps of each: {', '.join(weights)}; each step counts alike")
     seconds = [counts.seconds for _, counts in read if counts.seconds is not None]
     lines = [_steps_of_target(counts) if counts.lines is None else counts.lines for _, counts in read]
     traffic = Traffic(
@@ -121,13 +125,6 @@ def read_sources(
 
 def _steps_of_target(counts: SourceCounts) -> int:
     return sum(batch.count for batch in counts.batches if batch.role is Role.TARGET)
-
-
-def _weights(read: Iterable[SourceCounts]) -> Iterator[str]:
-    steps: Counter[str] = Counter()
-    for counts in read:
-        steps[counts.format] += _steps_of_target(counts)
-    return (f"{name} {count:,} ({count / max(steps.total(), 1):.1%})" for name, count in steps.items())
 
 
 def _in_order(read: Sequence[SourceCounts], options: SourceOptions) -> tuple[tuple[TrafficCount, ...], ...]:

@@ -10,7 +10,7 @@ import attrs
 
 from capture_planner.modes import GraphMode, Pool, Role
 from capture_planner.planning.costs import Costs, Family
-from capture_planner.planning.groups import fewest_graphs
+from capture_planner.planning.resolve import fewest_graphs
 from capture_planner.planning.role import RoleInProgress
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records._base import replace

@@ -315,11 +315,8 @@ class Prices:
             fused = entry is not None and entry.draft_steps is not None
             best = self.with_every_size(each, repeats, fused=fused)
             costs.append(PassCost(each, entry, self.of(each, entry, repeats), best))
-        own, every = (
-            self.step(batch, (each.time for each in costs)),
-            self.step(batch, (each.every_size for each in costs)),
-        )
-        return StepCost(tuple(costs), own, every)
+        own, every = [each.time for each in costs], [each.every_size for each in costs]
+        return StepCost(tuple(costs), self.step(batch, own), self.step(batch, every))
 
     def on_every_size(self, batch: Batch, chains: Container[int | None] = ()) -> tuple[PassTime, ...]:
         """Return what the passes of each role take, the target's first, all on graphs of their own size.
