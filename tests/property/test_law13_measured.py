@@ -174,7 +174,7 @@ def test_the_worst_ratio_is_that_of_some_size(raw, data):
             ratios.append(Fraction(serving[0] if serving else problem.eager[index], max(own, 1)))
         assert problem.worst(chosen) == max(ratios)
     ratios = [Fraction(each, max(own, 1)) for each, own in zip(problem.eager, problem.times, strict=True)]
-    assert problem.eager_ratio == max(ratios)
+    assert problem.alone[-1] == max(ratios)
 
 
 @given(raw_ladders(), st.fractions(1, 6))

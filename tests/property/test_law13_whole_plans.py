@@ -108,7 +108,7 @@ def test_no_table_within_the_budget_costs_less(inputs):
     assert not chosen or problem.bounds.hold(chosen)
     tables = list(problem.tables())
     least, value = problem.best(tables), (problem.kept(chosen), problem.cost(chosen))
-    if any("charged each graph as the largest of its ladder" in note for note in found.notes):
+    if any("charged each graph as the largest of its ladder" in note for note in found.table.notes):
         # Seconds by size decide here: what the search adds up is an upper bound of them, and it says so.
         fewest, most = problem.best([each for each in tables if problem.charges(each)])
         assert value <= (fewest, most + problem.price(most))
@@ -138,7 +138,7 @@ def test_no_table_within_the_memory_costs_less(inputs, data):
     assume(math.prod(map(len, problem.choices)) <= MOST_TABLES // 20)
     chosen = [ladder for ladder in found.ladders if ladder.sizes]
     assert not chosen or problem.bounds.hold(chosen)
-    shared = any("charged for the pool that both grow" in note for note in found.notes)
+    shared = any("charged for the pool that both grow" in note for note in found.table.notes)
     assert shared or (problem.kept(chosen), problem.cost(chosen)) == problem.best(list(problem.tables()))
 
 
@@ -168,14 +168,15 @@ def test_what_is_said_of_sizes_is_what_they_cost(inputs):
         least = min(map(min, costs.values()))
         graphs = sum(len(ladder.reduced.cases) for ladder in team)
         gains += [(spent - min(each)) / graphs for size, each in costs.items() if size == number + 1]
-        for ladder, sentence in zip(table.ladders, table.sentences, strict=True):
+        for ladder, decision in zip(table.ladders, table.decisions, strict=False):
+            sentence = decision.message.removeprefix(f"{ladder}: ")
             if any(same(ladder, each) for each in team):
                 passes = problem.demand.team(tuple(e for e in problem.alive if same(e, team[0]))).passes
                 assert sentence.startswith(f"up to {ladder.sizes[-1]}, for {passes} passes in ")
                 assert f"; {spent / (NANO * SCALE):.4g} ms of a mean step" in sentence
                 assert not least or sentence.endswith(f", {spent / least - 1:.2%} more than with every size")
     assert table.next_graph_ms == pytest.approx(max(gains) / (NANO * SCALE), rel=1e-9)
-    shared = [note for note in table.notes if note.endswith("so both have the same sizes")]
+    shared = [each for each in table.decisions if each.message.endswith("so both have the same sizes")]
     assert bool(shared) == any(len(team) > 1 for team in problem.teams)
     weight = sum(float(prior_share(number)) * number for number in map(problem.demand.passes, problem.alive))
     passes = sum(map(problem.demand.passes, problem.alive))
