@@ -21,11 +21,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import CONSOLE, ROOT, conclude, parser, table
+from _bench import CONSOLE, ROOT, conclude, finish, parser, table
 
 from capture_planner import codec
 from capture_planner.engines.auto.decisions import graphs_of, plan_file
@@ -177,40 +178,68 @@ def worse(plan: Plan, keep: int) -> Plan:
     return replace(plan, roles=tuple(roles), promise=replace(promise, after=halved))
 
 
-def campaign(arguments: Any, folder: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """Run all starts; return what each left, and the targets."""
-    starts = AutoStarts(arguments, folder)
-    loads = [WAVE, WAVE, STEADY, STEADY, STEADY]
-    rows = [starts.start(load, f"start {number}") for number, load in enumerate(loads, 1)]
-    targets: dict[str, bool] = {
-        "five starts, all served": all(row["exit_code"] == 0 and row["loads"] for row in rows),
-        "the second start runs a plan": rows[1]["plan"] is not None and rows[1].get("applied") == rows[1]["plan"],
-    }
-    kept = [row["promise"] for row in rows if "promise" in row and "promised_ms" in row["promise"]]
-    offs = ", ".join(f"{each['off']:+.1%}" for each in kept)
-    targets[f"promised and measured mean step within 10 % ({offs})"] = bool(kept) and all(
-        abs(each["off"]) <= 0.1 for each in kept
-    )
-    targets |= dict(_gains(rows))
+def campaign(starts: AutoStarts, seconds: float) -> Iterator[tuple[list[dict[str, Any]], dict[str, bool]]]:
+    """Run all starts; yield after each what came so far, with the targets.
+
+    :param seconds: no start begins that could end later; what is left out is no target.
+    """
+    rows: list[dict[str, Any]] = []
+    targets: dict[str, bool] = {}
+    longest, end = 0.0, time.monotonic() + seconds
+
+    def fits() -> bool:
+        return time.monotonic() + longest < end
+
+    def run(load: Sequence[Mapping[str, Any]], name: str, crash_for: str | None = None) -> dict[str, Any]:
+        nonlocal longest
+        began = time.monotonic()
+        rows.append(starts.start(load, name, crash_for))
+        longest = time.monotonic() - began  # the last one: the first start compiles
+        return rows[-1]
+
+    for number, load in enumerate([WAVE, WAVE, STEADY, STEADY, STEADY], 1):
+        if fits():
+            run(load, f"start {number}")
+            targets = dict(_of_loop(rows))
+            yield rows, targets
     best = starts.best()
     if best is None:
-        targets["a plan to plant faults with"] = False
-        return rows, targets
-    bad = starts.plant(worse(best, 2), "planted: few graphs, and half of the time promised")
-    rows.append(starts.start(STEADY, "under the bad plan"))
-    rows.append(starts.start(STEADY, "after the bad plan"))
-    broken = rows[-2].get("promise", {}).get("verdict") == PromiseVerdict.BROKEN.value
-    targets["the planted bad plan breaks its promise"] = rows[-2]["plan"] == bad and broken
-    targets["it is put aside, and the plan before runs"] = starts.is_aside(bad) and rows[-1]["plan"] not in (bad, None)
-    crash = starts.plant(worse(best, 3), "planted: the command ends before capture under this plan")
-    rows.append(starts.start(STEADY, "under the plan that crashes", crash_for=crash))
-    rows.append(starts.start(STEADY, "after the crash", crash_for=crash))
-    targets["the planted crash is put aside in its own start"] = starts.is_aside(crash)
-    targets["that start serves by itself"] = (
-        rows[-2]["exit_code"] == 0 and rows[-2]["plan"] is None and bool(rows[-2]["loads"])
-    )
-    targets["the next one runs the plan before"] = rows[-1]["plan"] not in (crash, None)
-    return rows, targets
+        yield rows, targets | {"a plan to plant faults with": False}
+        return
+    if time.monotonic() + 2 * longest < end:
+        bad = starts.plant(worse(best, 2), "planted: few graphs, and half of the time promised")
+        broken = run(STEADY, "under the bad plan")
+        after = run(STEADY, "after the bad plan")
+        is_broken = broken.get("promise", {}).get("verdict") == PromiseVerdict.BROKEN.value
+        targets["the planted bad plan breaks its promise"] = broken["plan"] == bad and is_broken
+        targets["it is put aside, and the plan before runs"] = starts.is_aside(bad) and after["plan"] not in (bad, None)
+        yield rows, targets
+    if fits():
+        crash = starts.plant(worse(best, 3), "planted: the command ends before capture under this plan")
+        crashed = run(STEADY, "under the plan that crashes", crash)
+        targets["the planted crash is put aside in its own start"] = starts.is_aside(crash)
+        alone = crashed["exit_code"] == 0 and crashed["plan"] is None and bool(crashed["loads"])
+        targets["that start serves by itself"] = alone
+        yield rows, targets
+        if fits():
+            after = run(STEADY, "after the crash", crash)
+            targets["the next one runs the plan before"] = after["plan"] not in (crash, None)
+            yield rows, targets
+
+
+def _of_loop(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Yield the targets of the starts before faults are planted."""
+    served = all(row["exit_code"] == 0 and row["loads"] for row in rows)
+    yield f"five starts, all served ({len(rows)})", served and len(rows) >= 5
+    if len(rows) < 2:
+        return
+    applied = rows[1]["plan"] is not None and rows[1].get("applied") == rows[1]["plan"]
+    yield "the second start runs a plan", applied
+    kept = [row["promise"] for row in rows if "promise" in row and "promised_ms" in row["promise"]]
+    offs = ", ".join(f"{each['off']:+.1%}" for each in kept)
+    close = bool(kept) and all(abs(each["off"]) <= 0.1 for each in kept)
+    yield f"promised and measured mean step within 10 % ({offs})", close
+    yield from _gains(rows)
 
 
 def _gains(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
@@ -233,14 +262,17 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--options", default="{}", help="arguments of LLM(...) as JSON")
     options.add_argument("--rounds", type=int, default=1, help="how often a start serves its loads")
     options.add_argument("--tune-seconds", type=float, default=30.0, help="most time of tuning before a start")
+    options.add_argument("--seconds", type=float, default=3600, help="no start begins that could end later")
     options.add_argument("--folder", type=Path, help="for the folder of --auto and logs; default: a temporary one")
     arguments = options.parse_args(words)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder / "auto", ignore_errors=True)
-        rows, targets = campaign(arguments, folder)
-        journal = [codec.to_data(each) for each in JournalFolder(folder / "auto").read().journal]
+        starts = AutoStarts(arguments, folder)
+        for rows, targets in campaign(starts, arguments.seconds):
+            journal = [codec.to_data(each) for each in starts.auto.read().journal]
+            finish(arguments, {"starts": rows, "journal": journal, "targets": targets})
     shown = table("starts", "start", "runs", "graphs", "promise", "tokens/s by load")
     for row in rows:
         rates = ", ".join(f"{load['tokens_per_second']:,.0f}" for load in row["loads"])
