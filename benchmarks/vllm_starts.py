@@ -320,8 +320,8 @@ def run_campaign(processes: Processes, first: int, starts: int, seconds: float) 
 def compare(processes: Processes, campaign: Campaign, seconds: float) -> dict[str, dict[str, Any]]:
     """Return by kind of start where tokens differ from those of an eager engine.
 
-    Starts that differ run by vLLM alone, too. Where that differs by more than a tie, it is rounding of these flags, or a
-    fault of vLLM's own graphs: such requests are counted apart, with the seeds in which vLLM alone differs.
+    Starts that differ run by vLLM alone, too. Where that differs by more than a tie, it is rounding of these flags, or
+    a fault of vLLM's own graphs: such requests are counted apart, with the seeds in which vLLM alone differs.
     """
     until = time.perf_counter() + seconds
     found = _answers(processes, _by_kind(campaign.rows, EAGER), until)
