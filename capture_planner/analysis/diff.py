@@ -289,7 +289,7 @@ def graphs_text(entries: tuple[Entry, ...]) -> str:
         kind = f"{row.mode.value} decodes of {row.decodes}" if row.decodes else f"{row.mode.value} mixed"
         unit = "requests" if row.decodes else "tokens"
         kind += f", chain of {row.draft_steps}," if row.draft_steps else ""
-        loras = f" with {', '.join(map(str, row.active_loras))} LoRA" if row.active_loras != (0,) else ""
+        loras = f" with {' or '.join(map(str, row.active_loras))} LoRA" if row.active_loras != (0,) else ""
         parts.append(f"{kind} at {shown} {unit}{loras}")
     return f"{len(entries)} graph{'s' if len(entries) > 1 else ''}: {'; '.join(parts)}"
 

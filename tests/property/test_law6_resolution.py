@@ -1,6 +1,7 @@
 """Law 6, resolution: the ladder of vLLM 0.33, restated as a table; a drafter never lowers its target."""
 
 import itertools
+from pathlib import Path
 
 import attrs
 import pytest
@@ -18,6 +19,8 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Support
 from capture_planner.records.spec import Budget, KindGraphs, Piecewise, Policy, Sizes
 from capture_planner.testing import deployments, plans
+
+PLANS = Path(__file__).parents[2] / "plans"
 
 N, P, D, S, F = (
     GraphMode.NONE,
@@ -215,10 +218,10 @@ def test_a_drafter_that_no_graph_can_hold_has_none_and_says_why(deployment):
 
 def without_graphs(seconds):
     """A plan with one draft token, within so many seconds of capture."""
-    spec = load_spec("plans/specs/tiny-reference-cpu.yaml")
+    spec = load_spec(PLANS / "specs" / "tiny-reference-cpu.yaml")
     speculative = replace(spec.speculative, num_tokens=1, schedule=())
     spec = replace(spec, speculative=speculative, budget=Budget(seconds=seconds))
-    return make_plan(spec, load_environment("plans/environments/cpu.yaml"), load_backends())
+    return make_plan(spec, load_environment(PLANS / "environments" / "cpu.yaml"), load_backends())
 
 
 @given(plans(max_reqs=64))
@@ -243,10 +246,10 @@ def test_lint_finds_no_error_in_a_plan_that_was_just_made(plan):
 @pytest.mark.parametrize(("mode", "sizes"), [(P, {"num_reqs": (2,)}), (D, {"num_tokens": (8,)})])
 def test_a_list_that_leaves_no_size_is_the_mode_none(mode, sizes, drafted):
     """VLLM's ``needs_capture``: sizes of decodes alone leave PIECEWISE nothing to capture, and the decision says so."""
-    spec = load_spec("plans/specs/tiny-reference-cpu.yaml")
+    spec = load_spec(PLANS / "specs" / "tiny-reference-cpu.yaml")
     speculative = spec.speculative if drafted else None
     spec = replace(spec, mode=mode, sizes=Sizes(policy=Policy.EXPLICIT, **sizes), speculative=speculative)
-    plan = make_plan(spec, load_environment("plans/environments/cpu.yaml"), load_backends())
+    plan = make_plan(spec, load_environment(PLANS / "environments" / "cpu.yaml"), load_backends())
     assert plan.num_graphs == 0
     for role in plan.roles:
         assert role.mode is N
