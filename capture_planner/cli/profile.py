@@ -21,11 +21,10 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.ending import exit_interrupted
 from capture_planner.cli.options import Number, option
-from capture_planner.codec.shipped import find_environment, shipped_environments
+from capture_planner.codec import shipped as catalog
 from capture_planner.measuring.observed import observed_profile
 from capture_planner.plugins import registry
 from capture_planner.plugins.profiler import ProfileSettings
-from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
@@ -86,7 +85,15 @@ def _observed(file: str, source: str, environment: str | None) -> Profile:
         plan = plan_of(document, environment)
         model, device = plan.model, plan.environment.device
     else:
-        machine = environment_of_device(observation.device) if environment is None else find_environment(environment)
+        machine = (
+            catalog.environment_of_device(observation.device)
+            if environment is None
+            else catalog.find_environment(environment)
+        )
+        if machine is None:
+            unknown = f"the device {observation.device}, which no shipped environment has"
+            named = unknown if observation.device else "no device"
+            raise click.UsageError(f"the observation names {named}; describe it with --environment.")
         model, device = document.load(Spec).model, machine.device
     if observation.device not in (None, device.name):
         raise click.UsageError(
@@ -94,15 +101,6 @@ def _observed(file: str, source: str, environment: str | None) -> Profile:
             f"the spec, or a plan for {observation.device}."
         )
     return observed_profile(observation, model, device, command_line())
-
-
-def environment_of_device(name: str | None) -> Environment:
-    """Return the shipped environment of a device; raises ``click.UsageError`` where none has it."""
-    for each in map(find_environment, shipped_environments()):
-        if each.device.name == name:
-            return each
-    device = "no device" if name is None else f"the device {name}, which no shipped environment has"
-    raise click.UsageError(f"the observation names {device}; describe it with --environment.")
 
 
 def _measured(file: str, environment: str | None, values: dict[str, Any]) -> Profile:

@@ -263,7 +263,9 @@ def _vectors(file: str, dispatcher: Dispatcher) -> Iterator[tuple[int, str, Vect
         for at, observed in enumerate(observation.roles):
             for number, each in enumerate(observed.vectors):
                 with _in(file, "roles", at, "vectors", number):
-                    vector = _observed(observed.role, each)
+                    batches = (each.batch(observed.role, rank) for rank in range(each.num_ranks))
+                    ranks = tuple(Submission(batch=batch) for batch in batches)
+                    vector = Vector(role=observed.role, ranks=ranks)
                 yield each.steps, _title(observation, observed, each), vector
         return
     for number, row in enumerate(report):
@@ -289,11 +291,6 @@ def _report(file: str) -> list[dict[str, Any]] | None:
         return None
     vectors = record["vectors"] if isinstance(record, dict) else []
     return [each for each in vectors if isinstance(each, dict) and {"steps", "ranks"} <= each.keys()]
-
-
-def _observed(role: Role, observed: ObservedVector) -> Vector:
-    batches = (observed.batch(role, rank) for rank in range(observed.num_ranks))
-    return Vector(role=role, ranks=tuple(Submission(batch=batch) for batch in batches))
 
 
 def _title(observation: Observation, role: ObservedRole, observed: ObservedVector) -> str:

@@ -100,11 +100,8 @@ def subject_of(words: Sequence[str], environment: str | None, profile: Profile |
 def _machine(name: str | None, profile: Profile | None) -> ChosenMachine:
     """Return the machine that is named, or else the one that the profile is of."""
     # Costs of a device are for a machine with that device.
-    if name is None and profile is not None:
-        for each in catalog.environments():
-            if each.device.name == profile.device.name:
-                return ChosenMachine(each)
-    return machine_named(name)
+    own = None if name is not None or profile is None else catalog.environment_of_device(profile.device.name)
+    return machine_named(name) if own is None else ChosenMachine(own)
 
 
 class TuneCommand(OwnOptions):

@@ -57,6 +57,11 @@ def environments() -> list[Environment]:
     return [_environment(path) for path in shipped_environments().values()]
 
 
+def environment_of_device(name: str | None) -> Environment | None:
+    """Return the first shipped environment of a device; None where none has it."""
+    return next((each for each in environments() if each.device.name == name), None)
+
+
 @attrs.frozen
 class NearProfile:
     """A profile for a deployment, and how far it is from it."""

@@ -127,14 +127,14 @@ def compare(
     b: Plan | Emulation,
     steps: tuple[Mapping[Batch, int], Mapping[Batch, int]] | None = None,
     *,
-    names: tuple[str, str] | None = None,
+    names: tuple[str, str] = ("A", "B"),
 ) -> SideBySide:
     """Compare two deployments over all batches that each admits, or over those of traffic.
 
     Figures of a side are over its own batches: those are what it meets. Holes are over the batches of both.
 
     :param steps: how often each batch of the target runs, on each side; None: all batches count once.
-    :param names: what the sides are called, where not as they call themselves.
+    :param names: what the sides are called.
     """
     left, right = _Side(a), _Side(b)
     for side, counts in zip((left, right), steps or (None, None), strict=True):
@@ -144,10 +144,9 @@ def compare(
         key=lambda family: (list(Role).index(family.role), family.kind.value, family.query_len or 0),
     )
     a_graphs, b_graphs = (Counter((g.role, g.entry.mode) for g in side.emulation.graphs) for side in (left, right))
-    a_name, b_name = names or (left.name, right.name)
     return SideBySide(
-        a=a_name,
-        b=b_name,
+        a=names[0],
+        b=names[1],
         from_traffic=steps is not None,
         modes=tuple(
             Modes(role=role, a=left.emulation.modes.get(role), b=right.emulation.modes.get(role))
@@ -186,10 +185,6 @@ class _Side:
 
     def __init__(self, deployment: Plan | Emulation) -> None:
         self.emulation = emulation_of(deployment)
-        if isinstance(deployment, Plan):
-            self.name = f"{deployment.model.name} on {deployment.environment.name}"
-        else:
-            self.name = f"{deployment.engine} {deployment.version}".rstrip()
         self.answers: dict[BatchClass, dict[_Key, _Answer]] = {}
         self.unknown = 0
 

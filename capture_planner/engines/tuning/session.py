@@ -120,7 +120,7 @@ def observed_subject(observation: Observation, file: str, environment: Environme
     """
     there = observation.device
     # The machine that was observed, unless another is named.
-    machine = environment or next((each for each in catalog.environments() if each.device.name == there), None)
+    machine = environment or catalog.environment_of_device(there)
     if machine is None:
         device = there or "a device that it does not name"
         raise CapturePlannerError(f"{file} was observed on {device}, which does not ship; give --environment FILE")
