@@ -13,7 +13,6 @@ except ImportError as error:  # pragma: no cover - seen without the extra only
         "with: python -m pip install '.[testing]'"
     ) from error
 
-from capture_planner.testing.strategies.files import DocumentText, documents
 from capture_planner.testing.strategies.machines import (
     FakeBackend,
     PlanInputs,
@@ -24,33 +23,22 @@ from capture_planner.testing.strategies.machines import (
     registries,
 )
 from capture_planner.testing.strategies.measurements import measurements
-from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans, batches, plans
-from capture_planner.testing.strategies.profiles import profiles
-from capture_planner.testing.strategies.ranks import submissions, vectors
 from capture_planner.testing.strategies.specs import specs
-from capture_planner.testing.strategies.traffic import traffics
 
 del _hypothesis
 
 __all__ = [
-    "DocumentText",
     "FakeBackend",
     "PlanInputs",
     "arbitrary_plans",
     "backends",
     "batches",
     "deployments",
-    "documents",
     "environments",
     "measurements",
-    "observations",
     "padding_contracts",
     "plans",
-    "profiles",
     "registries",
     "specs",
-    "submissions",
-    "traffics",
-    "vectors",
 ]

@@ -19,7 +19,8 @@ from capture_planner.records.model import Method, Model, Speculative
 from capture_planner.records.plan import Plan, RolePlan, Waiver
 from capture_planner.records.spec import Limits, Lora
 from capture_planner.report.ranks import cases, cases_report
-from capture_planner.testing import arbitrary_plans, plans, vectors
+from capture_planner.testing import arbitrary_plans, plans
+from support.strategies import vectors
 
 LOCKED = Path(__file__).parent.parent.parent / "plans" / "locked"
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE

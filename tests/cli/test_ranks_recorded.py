@@ -19,8 +19,9 @@ from capture_planner.records.batch import Entry
 from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole, ObservedVector
 from capture_planner.records.spec import Limits
 from capture_planner.report.plain import plain
-from capture_planner.testing import plans, vectors
+from capture_planner.testing import plans
 from support.commands import TINY_PLAN, Run
+from support.strategies import vectors
 
 
 def write(file: Path, text: str) -> str:

@@ -25,7 +25,8 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import CapturePolicy, CaptureTiming, Spec
 from capture_planner.records.traffic import Traffic
-from capture_planner.testing import environments, observations, plans, profiles, specs, traffics
+from capture_planner.testing import environments, plans, specs
+from support.strategies import observations, profiles, traffics
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
 KINDS: dict[str, type] = {

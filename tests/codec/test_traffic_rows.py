@@ -10,7 +10,7 @@ from capture_planner.modes import Role
 from capture_planner.records._base import digest
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner.testing import traffics
+from support.strategies import traffics
 
 FILE = "version: 1\nsources: [x]\nbatches:\n  - {{role: target, {0}}}\n"
 

@@ -20,8 +20,8 @@ from capture_planner.modes import Role
 from capture_planner.records._base import replace
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner.testing import observations, traffics
 from support import log_lines
+from support.strategies import observations, traffics
 from support.traffic_shapes import file_of, shapes
 
 PROMETHEUS = """# HELP vllm:iteration_tokens_total Histogram of number of tokens per engine_step.

@@ -16,18 +16,8 @@ from capture_planner.plugins.hookspecs import hookimpl
 from capture_planner.records._base import digest
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Spec
-from capture_planner.testing import (
-    arbitrary_plans,
-    backends,
-    deployments,
-    documents,
-    environments,
-    observations,
-    plans,
-    profiles,
-    specs,
-    traffics,
-)
+from capture_planner.testing import arbitrary_plans, backends, deployments, environments, plans, specs
+from support.strategies import documents, observations, profiles, traffics
 
 ANY_RECORD = (
     specs(measured=None, scheduled=True)

@@ -11,8 +11,9 @@ from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.plan import Plan
-from capture_planner.testing import arbitrary_plans, batches, plans, vectors
+from capture_planner.testing import arbitrary_plans, batches, plans
 from support import reference
+from support.strategies import vectors
 
 ANY_PLAN = plans(max_reqs=64) | arbitrary_plans()
 

@@ -14,19 +14,8 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic
-from capture_planner.testing import (
-    arbitrary_plans,
-    backends,
-    batches,
-    deployments,
-    documents,
-    environments,
-    observations,
-    plans,
-    profiles,
-    specs,
-    traffics,
-)
+from capture_planner.testing import arbitrary_plans, backends, batches, deployments, environments, plans, specs
+from support.strategies import documents, observations, profiles, traffics
 
 # There is one schema version so far, and a newer one cannot be read.
 ONE_VALUE = {("version",), ("environment", "version")}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from capture_planner.analysis.data_parallel import Submission, Vector, agree
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.testing import vectors
 from support.runner_conformance import rank_agreement
 from support.runner_conformance.rank_agreement import MOST_REQS, MOST_TOKENS, disagreements, plans, shown
+from support.strategies import vectors
 
 
 def test_plans_are_of_every_kind() -> None:

@@ -27,12 +27,12 @@ from capture_planner.records.model import Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Lora, Spec
 from capture_planner.testing.strategies.machines import FakeBackend
-from capture_planner.testing.strategies.ranks import vectors as any_vectors
 from capture_planner_runner.conformance.failure import Violation
 from capture_planner_runner.conformance.suite import search_settings
 from support.reference import dispatch as cheapest
 from support.reference import longest_of
 from support.runner_conformance.laws import RunnerCheck
+from support.strategies.ranks import vectors as any_vectors
 
 Agree = Callable[[Dispatcher, Vector], Agreement]
 """A function that decides for all ranks, such as ``analysis.data_parallel.agree``."""

@@ -10,11 +10,11 @@ from hypothesis.strategies import DrawFn
 
 from capture_planner import codec
 from capture_planner.testing.strategies.machines import environments
-from capture_planner.testing.strategies.observations import observations
 from capture_planner.testing.strategies.plans import arbitrary_plans
-from capture_planner.testing.strategies.profiles import profiles
 from capture_planner.testing.strategies.specs import specs
-from capture_planner.testing.strategies.traffic import traffics
+from support.strategies.observations import observations
+from support.strategies.profiles import profiles
+from support.strategies.traffic import traffics
 
 
 @attrs.frozen(kw_only=True)
