@@ -19,7 +19,7 @@ from capture_planner.records._base import replace  # noqa: E402
 from capture_planner.records.model import Speculative  # noqa: E402
 from capture_planner.records.plan import Plan  # noqa: E402
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec  # noqa: E402
-from capture_planner_runner.bench.rig import QUICK, HostClock, Rig  # noqa: E402
+from capture_planner_runner.bench.rig import QUICK, Rig  # noqa: E402
 from capture_planner_runner.graphs.recorded import RecordedGraphs  # noqa: E402
 from capture_planner_runner.launch.assembly import dtype_of  # noqa: E402
 from capture_planner_runner.models.drafters import choose_drafter  # noqa: E402
@@ -61,7 +61,6 @@ def rigged(plan: Plan, sizes: tuple[int, ...] = (1, MOST), *, backends: object =
         grapher=RecordedGraphs(),
         device=torch.device("cpu"),
         pages=PageFormat(page_size=8, num_pages=1 + MOST * 13),
-        clock=HostClock(),
         effort=QUICK,
         sizes=sizes,
     )

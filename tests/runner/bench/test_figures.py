@@ -22,7 +22,7 @@ from capture_planner.plugins import registry  # noqa: E402
 from capture_planner.plugins.registry import RegisteredBackend, Registry  # noqa: E402
 from capture_planner.records.batch import Entry  # noqa: E402
 from capture_planner_runner.bench import Bench, measure, verdicts  # noqa: E402
-from capture_planner_runner.bench.decode import bare_replay, chain, decode, host_seconds, with_chains, with_single_steps  # noqa: E402  # noqa: E402
+from capture_planner_runner.bench.decode import bare_replay, chain, decode, host_seconds, with_chains, with_single_steps  # noqa: E402
 from capture_planner_runner.bench.preparation import preparation  # noqa: E402
 from capture_planner_runner.bench.rig import Absence, Decoding, inputs_with_context, serving_entry, trimmed  # noqa: E402
 from capture_planner_runner.bench.throughput import Load  # noqa: E402

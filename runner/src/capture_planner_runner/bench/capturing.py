@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from time import perf_counter
 
 import attrs
@@ -25,8 +24,8 @@ from capture_planner_runner.bench.record import CaptureCost, CaptureFigure, Pool
 from capture_planner_runner.bench.rig import Absence, Rig
 from capture_planner_runner.capture.sessions import begin
 from capture_planner_runner.compilation.forwards import compiled_seconds
-from capture_planner_runner.graphs.cuda import CudaPool
-from capture_planner_runner.graphs.graph import GraphPool, Leftover
+from capture_planner_runner.graphs.cuda import CudaGraph, CudaPool
+from capture_planner_runner.graphs.graph import GraphPool
 from capture_planner_runner.graphs.reading import Reading
 from capture_planner_runner.ledger.rows import GraphCapture
 from capture_planner_runner.runner import Runner
@@ -55,11 +54,8 @@ def capture(rig: Rig, advance: Callable[[str], None]) -> CaptureFigure:
 
 
 def _median(costs: Sequence[CaptureCost]) -> CaptureCost:
-    return CaptureCost(
-        seconds=statistics.median(cost.seconds for cost in costs),
-        pool=int(statistics.median(cost.pool for cost in costs)),
-        driver=int(statistics.median(cost.driver for cost in costs)),
-    )
+    seconds, pool, driver = (statistics.median(each) for each in zip(*map(attrs.astuple, costs), strict=True))
+    return CaptureCost(seconds=seconds, pool=int(pool), driver=int(driver))
 
 
 def _unaccounted(rig: Rig) -> int:
@@ -147,32 +143,8 @@ def pools(rig: Rig, advance: Callable[[str], None]) -> Pools:
     )
 
 
-@attrs.define(eq=False)
-class BareGraph:
-    """The CUDA graphs of one forward, which is captured and never replayed."""
-
-    parts: list[torch.cuda.CUDAGraph] = attrs.Factory(list)
-    memory: int = 0
-    alone: int = 0
-    leftover: Leftover = attrs.Factory(Leftover)
-
-    @property
-    def pieces(self) -> int:
-        return len(self.parts)
-
-    def dump(self, stem: Path) -> list[Path]:
-        """Write nothing: the graphs are captured to be timed."""
-        return []
-
-    def fingerprint(self) -> None:
-        """Return nothing: it is as the loop of another library captures it."""
-
-    def replay(self) -> None:
-        raise RunError("the graphs of a bare loop are captured for comparison and never replayed")
-
-
 class BareGraphs:
-    """Captures with ``torch.cuda.graph`` and nothing else, on the current stream."""
+    """Captures with ``torch.cuda.graph`` and nothing else, on the current stream. What it captures is not replayed."""
 
     def reading(self) -> Reading | None:
         """Read nothing between captures."""
@@ -185,10 +157,10 @@ class BareGraphs:
         """Make a pool without a limit, whose memory is read once, at the end."""
         return CudaPool(None)
 
-    def capture(self, forward: Callable[[], object], pool: GraphPool) -> BareGraph:
+    def capture(self, forward: Callable[[], object], pool: GraphPool) -> CudaGraph:
         """Capture ``forward`` as one graph, or as pieces if it splits."""
         assert isinstance(pool, CudaPool), "pools are made here"
-        self._graph, self._pool, self._piece = BareGraph(), pool, contextlib.ExitStack()
+        self._graph, self._pool, self._piece = CudaGraph([]), pool, contextlib.ExitStack()
         self._begin()
         try:
             forward()

@@ -116,14 +116,6 @@ HOST_STEPS = 8
 """Decode steps whose median is the host's time of a single step."""
 
 
-@attrs.frozen
-class _Timing:
-    """Seconds of all draft decodes of a step, and of the host for a single one."""
-
-    seconds: float
-    host: float | None
-
-
 def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[ChainTiming, ...]:
     """Measure at each number of requests up to ``MOST``. Raises ``Absence`` without a chain."""
     possible = _sizes(rig.plan)
@@ -143,10 +135,10 @@ def chain(rig: Rig, advance: Callable[[str], None]) -> tuple[ChainTiming, ...]:
         ChainTiming(
             num_reqs=size,
             steps=rig.plan.speculative.draft_tokens(size) - 1,
-            fused=fused[size].seconds if size in fused else None,
-            single=single[size].seconds,
-            eager=eager[size].seconds,
-            host=single[size].host,
+            fused=fused[size][0] if size in fused else None,
+            single=single[size][0],
+            eager=eager[size][0],
+            host=single[size][1],
         )
         for size in sizes
         if size in single and size in eager
@@ -194,8 +186,10 @@ def _with(plan: Plan, entries: Iterable[Entry]) -> Plan:
     )
 
 
-def _timings(rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]) -> dict[int, _Timing]:
-    """Return the median times of a chain at each number of requests."""
+def _timings(
+    rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[str], None]
+) -> dict[int, tuple[float, float | None]]:
+    """Return the median seconds of a chain, and of the host for a single step, at each number of requests."""
     results = {}
     with rig.runner(trimmed(plan, sizes, (Role.DRAFT_DECODE,))) as runner:
         runner.capture()
@@ -205,7 +199,7 @@ def _timings(rig: Rig, plan: Plan, sizes: tuple[int, ...], advance: Callable[[st
                 once = _once(runner, plan, size)
                 # The first one warms up.
                 seconds = [rig.repeated(runner, once) for _ in range(rig.effort.windows + 1)][1:]
-                results[size] = _Timing(statistics.median(seconds), host)
+                results[size] = statistics.median(seconds), host
             advance(counted(size, "request"))
     return results
 
@@ -234,10 +228,8 @@ def _once(runner: Runner, plan: Plan, size: int) -> Callable[[], object]:
     if entry is None:
         shape = Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)
         run = partial(role.execute, role.step(batch, None, role.warm_up_inputs(shape)), perf_counter())
-    elif entry.draft_steps is not None:
-        return role.graphs[entry].replay
     else:
-        run = role.graphs[entry].replay
+        run, steps = role.graphs[entry].replay, steps if entry.draft_steps is None else 1
 
     def single_steps() -> None:
         for _ in range(steps):

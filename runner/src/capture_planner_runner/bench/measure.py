@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from capture_planner.errors import RunError
 from capture_planner.plugins.profiler import Progress
@@ -23,16 +22,13 @@ from capture_planner_runner.bench.capturing import capture, pool_lengths, pools
 from capture_planner_runner.bench.decode import HOST_STEPS, MOST, WARM, chain, decode
 from capture_planner_runner.bench.preparation import preparation
 from capture_planner_runner.bench.record import FIGURES, AbsentFigure, BenchReport
-from capture_planner_runner.bench.rig import QUICK, Effort, Rig, clock_of, decoding_lengths, served_sizes
+from capture_planner_runner.bench.rig import QUICK, Effort, Rig, decoding_lengths, served_sizes
 from capture_planner_runner.bench.throughput import Load, throughput
-from capture_planner_runner.graphs.recorded import grapher_for
-from capture_planner_runner.launch.refusals import refuse_backends, refuse_plan
-from capture_planner_runner.launch.request import drafter_of, model_of, page_memory
+from capture_planner_runner.launch.refusals import refuse_plan
 from capture_planner_runner.options import Options, refuse_acceptance
-from capture_planner_runner.serving.kv import PageFormat
 
 if TYPE_CHECKING:
-    from capture_planner_runner.models.huggingface import HuggingFaceModel
+    pass
 
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6
@@ -100,27 +96,28 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
     refuse_plan(plan, any_environment=bench.any_environment, any_plan=bench.any_plan)
     sizes = served_sizes(plan, bench.requests)
     refuse_acceptance(plan, bench.acceptance)
-    device = host.device_of(plan.environment)
-    page_size = bench.page_size or (64 if device.type == "cuda" else 16)
+    page_size = bench.page_size or (64 if host.device_of(plan.environment).type == "cuda" else 16)
     if "throughput" in bench.only:
         bench = attrs.evolve(bench, load=bench.load.within(plan.model.max_model_len))
     needs = tuple(page_needs(plan, bench.effort, sizes, bench.load, bench.only, page_size))
     if bench.pages is not None:
         refuse_few_pages(needs, bench.pages, page_size)
-    refuse_backends(plan, registry, device, page_size)
-    model = model_of(plan, bench.model, device=device, seed=bench.seed)
     longest = max((pages for _, pages in needs), default=0)
-    pages = bench.pages or _pages(plan, model, device, bench.load, page_size, longest)
-    drafter = drafter_of(plan, model, "random", seed=bench.seed)
-    rig = Rig(
-        plan=plan,
-        model=model,
-        drafter=drafter,
-        registry=registry,
-        grapher=grapher_for(device),
-        device=device,
-        pages=PageFormat(page_size=page_size, num_pages=1 + pages),
-        clock=clock_of(device),
+
+    def pages(page: int, free: float) -> int:
+        """Return the pages for the whole load and for the longest figure, within a GPU's memory."""
+        drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
+        num_reqs = min(bench.load.requests, plan.limits.max_num_reqs)
+        each = -(-(bench.load.prompt + bench.load.output + drafts) // page_size)
+        return bench.pages or int(max(1, min(max(64, num_reqs * each, longest), CACHE_SHARE * free / page)))
+
+    rig = Rig.of(
+        plan,
+        registry,
+        model=bench.model,
+        seed=bench.seed,
+        page_size=page_size,
+        pages=pages,
         effort=bench.effort,
         sizes=sizes,
         options=Options(acceptance=bench.acceptance, seed=bench.seed, compile=bench.compile),
@@ -128,7 +125,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
     results, interrupted = _figures(rig, bench, progress)
     return BenchReport(
         plan=plan,
-        model=model.name if drafter is None else f"{model.name}, drafts by {drafter.name}",
+        model=rig.name,
         backends={name: registry[name].version for name in sorted({g.backend for r in plan.roles for g in r.groups})},
         facts=_facts(plan, bench) | rig.compilation.facts(),
         clock=rig.clock.name,
@@ -163,17 +160,6 @@ def _figures(rig: Rig, bench: Bench, progress: Progress) -> tuple[dict[str, Any]
     except KeyboardInterrupt:
         rig.absent.extend(AbsentFigure(figure=name, says="interrupted before it was measured") for name in pending)
     return results, bool(pending)
-
-
-def _pages(plan: Plan, model: HuggingFaceModel, device: torch.device, load: Load, page_size: int, longest: int) -> int:
-    """Return the pages for the whole load and for the ``longest`` figure, within a GPU's memory."""
-    drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
-    num_reqs = min(load.requests, plan.limits.max_num_reqs)
-    pages = max(64, num_reqs * -(-(load.prompt + load.output + drafts) // page_size), longest)
-    if device.type != "cuda":
-        return pages
-    page = page_memory(plan, model, page_size)
-    return max(1, min(pages, int(CACHE_SHARE * torch.cuda.mem_get_info()[0]) // page))
 
 
 def _facts(plan: Plan, bench: Bench) -> dict[str, str]:

@@ -23,9 +23,9 @@ from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import query_len_of
 from capture_planner.records.text import counted
 from capture_planner_runner.bench.record import Preparation
-from capture_planner_runner.bench.rig import Absence, Rig, inputs_with_context, query_len, serving_entry, trimmed
+from capture_planner_runner.bench.rig import Absence, Rig, inputs_with_context, serving_entry, trimmed
 from capture_planner_runner.execution.role import RoleRun
-from capture_planner_runner.runner import Runner
+from capture_planner_runner.ledger.rows import Forward
 
 
 def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, ...]:
@@ -36,27 +36,21 @@ def preparation(rig: Rig, advance: Callable[[str], None]) -> tuple[Preparation, 
     with rig.runner(trimmed(rig.plan, rig.sizes), registry=timer.registry(rig.registry)) as runner:
         runner.capture()
         for size in rig.sizes:
-            steps = min(rig.effort.prepared, longest - rig.prompt - query_len(rig.plan, size))
+            query = query_len_of(Role.TARGET, rig.plan, size)
+            steps = min(rig.effort.prepared, longest - rig.prompt - query)
             if steps < 1:
                 raise Absence(f"a model of {counted(longest, 'token')} has no room for a decode")
-            by_role: Mapping[Role, float] = {}
-            with rig.trying("preparation"):
-                by_role = _prepare_seconds(rig, runner, size, steps)
+            by_role: Mapping[Role, list[Forward]] = {}
+            with rig.trying("preparation"), rig.decoding(runner, size, steps) as decoding:
+                by_role = grouped(decoding.forwards(steps), lambda forward: forward.role)
             for role in runner.roles.values():
                 entry = serving_entry(runner.dispatcher, rig.plan, role.role, size)
                 if entry is not None and role.role in by_role:
+                    mean = statistics.mean(forward.preparation / forward.repeats for forward in by_role[role.role])
                     with rig.trying("preparation"):
-                        rows.append(_row(rig, role, timer, entry, size, steps, by_role[role.role]))
+                        rows.append(_row(rig, role, timer, entry, size, steps, mean))
             advance(counted(size, "request"))
     return tuple(rows)
-
-
-def _prepare_seconds(rig: Rig, runner: Runner, size: int, steps: int) -> Mapping[Role, float]:
-    """Return the mean preparation seconds of each role in a decode that is served."""
-    with rig.decoding(runner, size, steps) as decoding:
-        forwards = decoding.forwards(steps)
-    by_role = grouped(forwards, lambda forward: forward.role)
-    return {role: statistics.mean(f.preparation / f.repeats for f in run) for role, run in by_role.items()}
 
 
 def _row(

@@ -31,7 +31,7 @@ from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.text import counted
 from capture_planner_runner import host
 from capture_planner_runner.bench.decode import bare_replay, window
-from capture_planner_runner.bench.rig import QUICK, ROOM, Effort, Rig, clock_of, inputs_with_context
+from capture_planner_runner.bench.rig import QUICK, ROOM, Effort, Rig, inputs_with_context
 from capture_planner_runner.bench.staircase import (
     Size,
     SizeRange,
@@ -45,13 +45,10 @@ from capture_planner_runner.bench.staircase import (
 )
 from capture_planner_runner.capture.variants import without_graphs
 from capture_planner_runner.compilation.forwards import compiled_seconds
-from capture_planner_runner.graphs.recorded import grapher_for
 from capture_planner_runner.launch.cache_memory import HOST_MEMORY
-from capture_planner_runner.launch.refusals import refuse_backends, refuse_plan
-from capture_planner_runner.launch.request import drafter_of, model_of, page_memory
+from capture_planner_runner.launch.refusals import refuse_plan
 from capture_planner_runner.ledger.rows import GraphCapture
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
 
 WINDOW = 0.005
 """Seconds of one repeat: as many passes in a row as fill it."""
@@ -251,30 +248,25 @@ def _rig(plan: Plan, registry: Registry, settings: ProfileSettings) -> Rig:
             "a profile has times of graphs by one query length, and the plan has graphs of varying decodes; profile it "
             "without speculative.varying_decodes"
         )
-    device = host.device_of(plan.environment)
-    page_size = settings.page_size or (64 if device.type == "cuda" else 16)
-    refuse_backends(plan, registry, device, page_size)
-    model = model_of(plan, settings.model, device=device, seed=settings.seed)
-    pages = settings.pages or _pages(plan, page_memory(plan, model, page_size), device, settings, page_size)
-    return Rig(
-        plan=plan,
-        model=model,
-        drafter=drafter_of(plan, model, "random", seed=settings.seed),
-        registry=registry,
-        grapher=grapher_for(device),
-        device=device,
-        pages=PageFormat(page_size=page_size, num_pages=1 + pages),
-        clock=clock_of(device),
-        effort=Effort(windows=3, steps=10) if device.type == "cuda" else QUICK,
+    is_gpu = host.device_of(plan.environment).type == "cuda"
+    page_size = settings.page_size or (64 if is_gpu else 16)
+
+    def pages(page: int, free: float) -> int:
+        """Return pages for every request at the context, within a share of the memory."""
+        length = min(plan.model.max_model_len, settings.context + _longest_query(plan) + ROOM)
+        room = CACHE_SHARE * free if is_gpu else HOST_MEMORY
+        return settings.pages or max(8, min(plan.limits.max_num_reqs * -(-length // page_size), int(room) // page))
+
+    return Rig.of(
+        plan,
+        registry,
+        model=settings.model,
+        seed=settings.seed,
+        page_size=page_size,
+        pages=pages,
+        effort=Effort(windows=3, steps=10) if is_gpu else QUICK,
         sizes=tuple(sorted({1, min(8, plan.limits.max_num_reqs), min(64, plan.limits.max_num_reqs)})),
     )
-
-
-def _pages(plan: Plan, page: int, device: torch.device, settings: ProfileSettings, page_size: int) -> int:
-    """Return pages for every request at the context, within a share of the memory."""
-    length = min(plan.model.max_model_len, settings.context + _longest_query(plan) + ROOM)
-    free = CACHE_SHARE * torch.cuda.mem_get_info()[0] if device.type == "cuda" else HOST_MEMORY
-    return max(8, min(plan.limits.max_num_reqs * -(-length // page_size), int(free) // page))
 
 
 def _longest_query(plan: Plan) -> int:
@@ -367,15 +359,12 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
     ]
     fit = fit_graphs([group for group in captures if group])
     used = sorted({group.backend for role in rig.plan.roles for group in role.groups})
-    notes = [
-        *findings.notes,
-        *(f"{absent.figure}: {absent.says}" for absent in rig.absent),
-        *_compiled(sum(compiled for group in findings.captures for _, compiled in group)),
-        *open_gaps(findings.times),
-        *time_notes(times),
-        f"the model is {rig.model.name}",
-        *(host.notes()),
-    ]
+    notes = [*findings.notes, *(f"{absent.figure}: {absent.says}" for absent in rig.absent)]
+    if compiled := sum(compiled for group in findings.captures for _, compiled in group):
+        notes.append(
+            f"compiling kernels took {compiled:.2f} s of the captures; a start that finds them in the cache does not"
+        )
+    notes += [*open_gaps(findings.times), *time_notes(times), f"the model is {rig.model.name}", *(host.notes())]
     return Profile(
         source=f"capture-planner {capture_planner.__version__}",
         command=settings.command,
@@ -403,11 +392,6 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
         spread=largest_spread(times),
         notes=tuple(notes),
     )
-
-
-def _compiled(seconds: float) -> Iterator[str]:
-    if seconds:
-        yield f"compiling kernels took {seconds:.2f} s of the captures; a start that finds them in the cache does not"
 
 
 def _sample(graph: GraphCapture, compiled: float) -> GraphSample:

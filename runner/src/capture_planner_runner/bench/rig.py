@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -30,6 +31,9 @@ from capture_planner_runner.compilation.forwards import Compilation
 from capture_planner_runner.execution.inputs import StepInputs
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.graphs.graph import Grapher
+from capture_planner_runner.graphs.recorded import grapher_for
+from capture_planner_runner.launch.refusals import refuse_backends
+from capture_planner_runner.launch.request import drafter_of, model_of, page_memory
 from capture_planner_runner.ledger.rows import Forward
 from capture_planner_runner.models.protocols import Drafter
 from capture_planner_runner.options import Options
@@ -50,35 +54,28 @@ PROMPT = 128
 """Prompt tokens before a measured decode, if the model is long enough."""
 
 
-class HostClock:
-    """The host's clock: work on a CPU is done when the call returns."""
+@attrs.frozen
+class Clock:
+    """Times work on a device: by CUDA events on the current stream, or on a CPU by the host's clock."""
 
-    name = "perf_counter"
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return "CUDA events" if self.device.type == "cuda" else "perf_counter"
 
     def time(self, work: Callable[[], object]) -> float:
         """Return the seconds from before ``work`` until the device has done all of it."""
-        started = perf_counter()
-        work()
-        return perf_counter() - started
-
-
-class EventClock(HostClock):
-    """CUDA events on the current stream."""
-
-    name = "CUDA events"
-
-    def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds between two events around ``work``, once the second has passed."""
+        if self.device.type != "cuda":
+            started = perf_counter()
+            work()
+            return perf_counter() - started
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         work()
         last.record()
         last.synchronize()
         return float(first.elapsed_time(last)) * 1e-3
-
-
-def clock_of(device: torch.device) -> HostClock:
-    return EventClock() if device.type == "cuda" else HostClock()
 
 
 class Absence(Exception):
@@ -112,7 +109,6 @@ class Rig:
     grapher: Grapher
     device: torch.device
     pages: PageFormat
-    clock: HostClock
     effort: Effort
     sizes: tuple[int, ...]
     """Numbers of requests, each served by a graph."""
@@ -122,6 +118,39 @@ class Rig:
     """Figures, or parts of them, that were not measured so far."""
     compilation: Compilation = attrs.Factory(Compilation)
     """What the runners of this rig share."""
+    clock: Clock = attrs.Factory(lambda self: Clock(self.device), takes_self=True)
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        registry: Registry,
+        *,
+        model: Path | None,
+        seed: int,
+        page_size: int,
+        pages: Callable[[int, float], int],
+        **others: Any,
+    ) -> Rig:
+        """Load the model and its drafter. Backends that do not run here are refused before.
+
+        :param page_size: tokens per page of the KV cache.
+        :param pages: returns the pages, given the bytes of one and the free bytes of a GPU, or infinity.
+        """
+        device = host.device_of(plan.environment)
+        refuse_backends(plan, registry, device, page_size)
+        loaded = model_of(plan, model, device=device, seed=seed)
+        free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else math.inf
+        return cls(
+            plan=plan,
+            model=loaded,
+            drafter=drafter_of(plan, loaded, "random", seed=seed),
+            registry=registry,
+            grapher=grapher_for(device),
+            device=device,
+            pages=PageFormat(page_size=page_size, num_pages=1 + pages(page_memory(plan, loaded, page_size), free)),
+            **others,
+        )
 
     @contextmanager
     def runner(
@@ -182,6 +211,11 @@ class Rig:
     def settle(self) -> None:
         """Wait for the device, and return unused memory to it."""
         host.give_back(self.device)
+
+    @property
+    def name(self) -> str:
+        """The model and its drafter."""
+        return self.model.name if self.drafter is None else f"{self.model.name}, drafts by {self.drafter.name}"
 
     @property
     def prompt(self) -> int:
@@ -324,11 +358,6 @@ def inputs_with_context(rig: Rig, role: RoleRun, shape: Entry, context: int, roo
         block_table=table.astype(np.int32),
         slot_mapping=table[rows, page] * rig.pages.page_size + offset,
     )
-
-
-def query_len(plan: Plan, num_reqs: int) -> int:
-    """Return the target's query length in a decode of ``num_reqs`` requests."""
-    return 1 if plan.speculative is None else 1 + plan.speculative.draft_tokens(num_reqs)
 
 
 def serving_entry(dispatcher: Dispatcher, plan: Plan, role: Role, num_reqs: int) -> Entry | None:

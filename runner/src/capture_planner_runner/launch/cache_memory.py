@@ -8,7 +8,6 @@ predicted: a trial with few pages captures some of each kind and runs the larges
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import attrs
 import torch
@@ -43,33 +42,23 @@ NO_TRIAL = 0.25
 MakeRunner = Callable[[Plan, PageFormat], Runner]
 
 
-class Gauge(Protocol):
-    """Reads a device's memory, in bytes."""
+class Gauge:
+    """Reads the memory of the current CUDA device, in bytes."""
 
     def used(self) -> tuple[int, int]:
         """Return the bytes used by all processes, after this one freed its caches, and the total."""
-
-    def allocated(self) -> int:
-        """Return the bytes of tensors now, and reset the peak."""
-
-    def peak(self) -> int:
-        """Return the peak of tensors since then."""
-
-
-class DeviceGauge:
-    """The current CUDA device."""
-
-    def used(self) -> tuple[int, int]:
         host.give_back(torch.device("cuda"))
         free, total = torch.cuda.mem_get_info()
         return total - free, total
 
     def allocated(self) -> int:
+        """Return the bytes of tensors now, and reset the peak."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())
 
     def peak(self) -> int:
+        """Return the peak of tensors since then."""
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated())
 

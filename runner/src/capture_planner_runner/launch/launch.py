@@ -239,7 +239,7 @@ class _Launch:
         share = cache_memory.SHARE if asked.memory_utilization is None else asked.memory_utilization
         make = functools.partial(self._runner_of, options=attrs.evolve(asked.options, compare=False, poison=False))
         return cache_memory.device_pages(
-            self.variant, needed, share, make, cache_memory.DeviceGauge(), self._graph_memory, self.peers
+            self.variant, needed, share, make, cache_memory.Gauge(), self._graph_memory, self.peers
         )
 
     @property

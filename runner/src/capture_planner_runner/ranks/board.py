@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined, unused-ignore]
 
@@ -14,24 +13,10 @@ PART = 4 << 20
 """Most bytes of one value: the server of a TCPStore closes the connection for more than 8 MiB (torch 2.11 to 2.13)."""
 
 
-class Board(Protocol):
-    """Texts by key. No method waits for another rank, so that any of them may be called at any time."""
+class Board:
+    """Texts by key, in a store of torch. No method waits for another rank, so that any may be called at any time.
 
-    def post(self, key: str, text: str) -> None:
-        """Write a text, over the one that was there."""
-
-    def read(self, keys: Sequence[str]) -> tuple[str | None, ...]:
-        """Return the texts of some keys; None for a missing one."""
-
-    def claim(self, key: str, text: str) -> str:
-        """Write a text unless there is one that is not empty; return the text that is there then."""
-
-    def erase(self, key: str) -> None:
-        """Remove a key."""
-
-
-class StoreBoard:
-    """A board in a store of torch. Raises ``RankError`` where the store does not answer, with its address.
+    Raises ``RankError`` where the store does not answer, with its address.
 
     :param address: of the store, for messages.
     :param host_rank: the rank whose process the store is in; None: a launcher's.
@@ -41,6 +26,7 @@ class StoreBoard:
         self._store, self.address, self._host_rank = store, address, host_rank
 
     def post(self, key: str, text: str) -> None:
+        """Write a text, over the one that was there."""
         data = text.encode()
         parts = [data[start : start + PART] for start in range(0, len(data), PART)]
         try:
@@ -51,6 +37,7 @@ class StoreBoard:
             raise self._broken(error) from error
 
     def read(self, keys: Sequence[str]) -> tuple[str | None, ...]:
+        """Return the texts of some keys; None for a missing one."""
         try:
             if self._store.check(list(keys)):
                 found: list[bytes | None] = list(self._store.multi_get(list(keys)))
@@ -68,6 +55,7 @@ class StoreBoard:
         return b"".join([first, *rest]).decode()
 
     def claim(self, key: str, text: str) -> str:
+        """Write a text unless there is one that is not empty; return the text that is there then."""
         try:
             # Unlike in other stores, an expected value of nothing is also that of a key that is missing.
             found: bytes = self._store.compare_set(key, "", f"1 {text}")
@@ -76,6 +64,7 @@ class StoreBoard:
         return found.partition(b" ")[2].decode()
 
     def erase(self, key: str) -> None:
+        """Remove a key."""
         try:
             self._store.delete_key(key)
         except RuntimeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping
-from typing import Protocol, final
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -14,22 +14,24 @@ from capture_planner.errors import RunError
 from capture_planner.records.text import counted
 
 
-class Collectives(Protocol):
-    """Collectives in the forward of a model that is spread over ranks. Graphs hold these calls."""
+class Collectives:
+    """Collectives in the forward of a model: here of one on a single rank. Graphs hold these calls."""
 
-    rank: int
+    rank: int = 0
     """Rank among the tensor-parallel ranks."""
-    size: int
-    calls: int
+    size: int = 1
+    calls: int = 0
     """Number of collectives so far, in graphs and outside: equal on all ranks, or they wait for each other."""
-    facts: Mapping[str, str]
+    facts: Mapping[str, str] = MappingProxyType({})
     """Algorithm of sums, for the report; empty for a model on one rank."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, of the shape of ``partial``, which may be overwritten."""
+        return partial
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, ``[size, *part.shape]``."""
+        return part.unsqueeze(0)
 
     def keep(self, graph: object) -> None:
         """Register a graph that holds calls: their buffers live as long as the graph."""
@@ -38,38 +40,18 @@ class Collectives(Protocol):
         """Free the buffers of the calls. Raises ``RunError`` while a graph holds calls."""
 
 
-@final
-class _One:
-    """Collectives of a model on one rank."""
-
-    rank, size, calls = 0, 1, 0
-    facts: Mapping[str, str] = {}
-
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return part.unsqueeze(0)
-
-    def keep(self, graph: object) -> None:
-        """Do nothing: no graph holds a call."""
-
-    def release(self) -> None:
-        """Do nothing: there is nothing to give up."""
-
-
-WHOLE: Collectives = _One()
+WHOLE = Collectives()
 """Collectives of a model on one rank: no communication."""
 
 
-class GroupCollectives:
+class GroupCollectives(Collectives):
     """Over a group of torch.distributed: NCCL on GPUs, which CUDA graphs hold, or gloo on CPUs."""
 
     def __init__(self, group: dist.ProcessGroup, reason: str | None = None) -> None:
         """Take a group; ``reason``: why it replaces the requested algorithm."""
         self.rank, self.size, self.calls = dist.get_rank(group), dist.get_world_size(group), 0
         backend = dist.get_backend(group)
-        self.facts: Mapping[str, str] = {"all-reduce": backend + (f", as {reason}" if reason else "")}
+        self.facts = {"all-reduce": backend + (f", as {reason}" if reason else "")}
         self._group = group
         self._graphs: weakref.WeakSet[object] = weakref.WeakSet()
 

@@ -14,7 +14,7 @@ import attrs
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
 from capture_planner.errors import RankError
-from capture_planner_runner.ranks.board import Board, StoreBoard, open_store
+from capture_planner_runner.ranks.board import Board, open_store
 from capture_planner_runner.ranks.peers import Plain
 from capture_planner_runner.ranks.processes import LocalProcesses, RankProcess, card
 from capture_planner_runner.ranks.watch import (
@@ -53,23 +53,23 @@ def meet(
         (verdict,) = board.read([VERDICT])
         # The first rank to lose patience writes the verdict, so that all that have come name the same ranks.
         if not verdict and clock() - begun > limits.start:
-            verdict = board.claim(VERDICT, json.dumps(_missing(texts, limits.start)))
+            verdict = board.claim(VERDICT, _missing(texts, limits.start).text)
         if verdict:
-            fields = json.loads(verdict)
-            raise RankError(fields["says"], fields["ranks"])
+            found = RankVerdict.of(verdict)
+            raise RankError(found.says, found.ranks)
         pause(each)
         each = min(2 * each, LONGEST)
     return tuple(json.loads(text or "") for text in texts)
 
 
-def _missing(texts: Sequence[str | None], seconds: float) -> dict[str, Plain]:
+def _missing(texts: Sequence[str | None], seconds: float) -> RankVerdict:
     missing = [rank for rank, text in enumerate(texts) if text is None]
     names = [f"rank {rank}" for rank in range(len(texts))]
     says = (
         f"{listed(names, missing)} of {len(texts)} {'has' if len(missing) == 1 else 'have'} not started within "
         f"{seconds:g} s of the others; see the output of its launcher (--rank-timeout waits longer)"
     )
-    return {"says": says, "ranks": missing, "interrupted": False}
+    return RankVerdict(says=says, ranks=tuple(missing))
 
 
 class ControlPlane:
@@ -119,12 +119,6 @@ class ControlPlane:
             waited += LONGEST
         return tuple(None if text is None else json.loads(text) for text in texts)
 
-    def raise_cause(self, error: BaseException, seconds: float) -> None:
-        """Raise why a connection to another rank broke, if a verdict says so within ``seconds``."""
-        verdict: RankVerdict | None = self.watch.cause(seconds)
-        if verdict is not None:
-            raise verdict.error() from error
-
 
 CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "socket timeout", "broken pipe")
 """Words in errors of collectives that lost a rank. The verdict of the watch names the rank."""
@@ -147,7 +141,9 @@ class Connection:
 
     def raise_cause(self, error: BaseException) -> None:
         """Raise which rank broke a connection, once the ranks know; return where none of them is gone."""
-        self.plane.raise_cause(error, self.limits.silence + self.limits.grace)
+        verdict = self.plane.watch.cause(self.limits.silence + self.limits.grace)
+        if verdict is not None:
+            raise verdict.error() from error
 
 
 @attrs.frozen(kw_only=True)
@@ -187,7 +183,7 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
         store = open_store(me.address, me.port, hosts=hosts_store, seconds=max(limits.start, limits.slow or 0))
     except RuntimeError as error:
         raise RankError(_unreachable(me, where, limits, error), () if me.has_store else (0,)) from error
-    board = StoreBoard(store, where, None if me.has_store else 0)
+    board = Board(store, where, None if me.has_store else 0)
     try:
         cards = meet(board, me.rank, me.size, card(), limits)
     except RankError as error:

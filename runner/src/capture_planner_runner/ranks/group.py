@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-i
 
 from capture_planner.errors import RankError, RunError
 from capture_planner_runner.ranks.connection import Connection
-from capture_planner_runner.ranks.peers import Array, Place, Plain
+from capture_planner_runner.ranks.peers import Array, Peers, Place, Plain
 
 MOST = 62
 """Limit of numbers in a row."""
@@ -91,7 +91,7 @@ COLLECTING = 3.0
 """Seconds to wait for the last words of interrupted ranks."""
 
 
-class RankGroup:
+class RankGroup(Peers):
     """The other ranks of a connected process, see ``Peers``.
 
     The groups of torch.distributed are opened by the first call that needs one, on all ranks together.
@@ -106,17 +106,6 @@ class RankGroup:
         self._host: dist.ProcessGroup | None = None
         self._tensor: dist.ProcessGroup | None = None
         self._rows: SharedRows | None = None
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The machine of each rank."""
-        return self._connection.hosts
-
-    @property
-    def agrees_over(self) -> str:
-        """Transport of a step's agreement: shared memory if all ranks are on one host, else gloo."""
-        self._opened()
-        return "gloo" if self._rows is None else "shared memory"
 
     def exchange(self, topic: str, value: Plain) -> tuple[Plain, ...]:
         return self._plane.exchange(topic, value)

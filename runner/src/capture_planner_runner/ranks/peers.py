@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -56,12 +56,14 @@ class Place:
         return f"rank {self.rank} ({self.host})"
 
 
-class Peers(Protocol):
-    """The other ranks, as a runner sees them. Every method is collective: all ranks call it, in the same order."""
+class Peers:
+    """The other ranks, as a runner sees them: here those of a process that has none.
 
-    @property
-    def place(self) -> Place:
-        """The place of this process."""
+    Every method but ``collect`` is collective: all ranks call it, in the same order.
+    """
+
+    place = Place(0, tensor_size=1, data_size=1, host="localhost")
+    """The place of this process."""
 
     def exchange(self, topic: str, value: Plain) -> tuple[Plain, ...]:
         """Return the values of all ranks, by rank; no rank goes on before all have come here.
@@ -69,18 +71,21 @@ class Peers(Protocol):
         Takes about a millisecond: for start and capture, not for a step. Raises ``RankError`` on every rank, with
         the ranks that are missing, that died, or that exchange another ``topic``.
         """
+        return (value,)
 
     def agree(self, numbers: Sequence[int]) -> Array:
         """Return the numbers of all ranks, int64 [size, len(numbers)]. Every rank gives the same number of them.
 
         The small all-gather of a step, on the host. Raises ``RankError`` where the connection to a rank breaks.
         """
+        return np.asarray(numbers, np.int64).reshape(1, -1)
 
     def tensor_group(self) -> ProcessGroup | None:
         """Return the group of the ranks that share this one's model; None for a model on one rank.
 
         It is for collectives on the device: NCCL on GPUs, gloo on CPUs.
         """
+        return None
 
     def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
         """Return the last words of all ranks on the first one, by rank; None where there are none, and on all others.
@@ -89,32 +94,11 @@ class Peers(Protocol):
 
         :param interrupted: by Ctrl-C, on this rank: all others are to end as if it had come to them.
         """
+        return (value,)
 
     def close(self) -> None:
         """End the groups. Graphs with collectives in them are released before."""
 
 
-@final
-class _Alone:
-    """The peers of a process that has none."""
-
-    place = Place(0, tensor_size=1, data_size=1, host="localhost")
-
-    def exchange(self, topic: str, value: Plain) -> tuple[Plain, ...]:
-        return (value,)
-
-    def agree(self, numbers: Sequence[int]) -> Array:
-        return np.asarray(numbers, np.int64).reshape(1, -1)
-
-    def tensor_group(self) -> None:
-        return None
-
-    def collect(self, topic: str, value: Plain, *, interrupted: bool = False) -> tuple[Plain, ...]:
-        return (value,)
-
-    def close(self) -> None:
-        return None
-
-
-ALONE: Peers = _Alone()
+ALONE = Peers()
 """The peers of a single process: so that no caller asks whether it is distributed."""

@@ -54,6 +54,17 @@ class RankVerdict:
     interrupted: bool = False
     """True for Ctrl-C, which is no fault."""
 
+    @classmethod
+    def of(cls, text: str) -> RankVerdict:
+        """Read a verdict from the board."""
+        fields = json.loads(text)
+        return cls(**fields | {"ranks": tuple(fields["ranks"])})
+
+    @property
+    def text(self) -> str:
+        """The verdict as it is on the board."""
+        return json.dumps(attrs.asdict(self))
+
     def error(self) -> BaseException:
         """Return what a main thread raises."""
         return KeyboardInterrupt() if self.interrupted else RankError(self.says, self.ranks)
@@ -144,8 +155,9 @@ class RankWatch:
 
     def accuse(self, verdict: RankVerdict) -> RankVerdict:
         """Write a verdict unless there is one; return the one that holds on all ranks."""
-        text = self._board.claim(VERDICT, json.dumps(attrs.asdict(verdict)))
-        return self._conclude(text)
+        self.conclude(RankVerdict.of(self._board.claim(VERDICT, verdict.text)))
+        assert self._verdict is not None
+        return self._verdict
 
     def interrupt(self) -> None:
         """Let all ranks end as after Ctrl-C, which came to this one."""
@@ -188,7 +200,7 @@ class RankWatch:
         passed, self._looked = min(now - self._looked, 2 * self._limits.beat), now
         self._unseen = 0.0
         if verdict:
-            self._conclude(verdict)
+            self.conclude(RankVerdict.of(verdict))
         if self._verdict is not None or self._ended_with is not None:
             return
         for rank, text in enumerate(texts):
@@ -245,12 +257,6 @@ class RankWatch:
             self._board.post(state_key(self._rank), json.dumps(attrs.asdict(state)))
             if state.ended == self._ended_with:
                 return
-
-    def _conclude(self, text: str) -> RankVerdict:
-        fields = json.loads(text)
-        self.conclude(RankVerdict(says=fields["says"], ranks=tuple(fields["ranks"]), interrupted=fields["interrupted"]))
-        assert self._verdict is not None
-        return self._verdict
 
     def _fault(self, gone: Collection[int]) -> RankVerdict | None:
         others = {rank: state for rank, state in self._seen.items() if rank != self._rank}
