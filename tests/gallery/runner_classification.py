@@ -9,7 +9,7 @@ import attrs
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch
-from capture_planner_runner.serving import agreement
+from capture_planner_runner.serving import steps
 from capture_planner_runner.serving.inputs import DraftRows
 from capture_planner_runner.serving.scheduler import Scheduler
 from capture_planner_runner.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
@@ -90,20 +90,20 @@ CLASSIFICATION_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.B,
         says="A batch whose last request is short is taken for a uniform decode, because its tokens, rounded "
         "up to a multiple of 1 + K, give its number of requests",
-        patch=patched((agreement, "batch_of", _rounded)),
+        patch=patched((steps, "batch_of", _rounded)),
     ),
     Mutant(
         name="query-length-of-the-mean",
         threads=("vllm#28207",),
         bug_class=BugClass.B,
         says="A batch is taken for uniform where its tokens divide by its requests",
-        patch=patched((agreement, "batch_of", _mean_length)),
+        patch=patched((steps, "batch_of", _mean_length)),
     ),
     Mutant(
         name="longest-of-the-first-request",
         threads=("vllm#52988",),
         bug_class=BugClass.B,
         says="The tokens of the first request stand for those of the longest in a decode whose requests differ",
-        patch=patched((agreement, "batch_of", _longest_of_the_first)),
+        patch=patched((steps, "batch_of", _longest_of_the_first)),
     ),
 )

@@ -81,7 +81,16 @@ class ExecutionPolicy:
         Raises ``RunError`` for options that leave nothing to compare, or no moment to do so.
         """
         if options.compare:
-            _refuse_without_comparison(options)
+            wrong = {
+                "replay": not options.replay,
+                "run_ahead": options.run_ahead,
+                "drafts_on_device": options.drafts_on_device,
+            }
+            for name in (name for name, is_wrong in wrong.items() if is_wrong):
+                raise RunError(
+                    f"compare runs an eager forward before each graph, and {name} is {getattr(options, name)}; "
+                    "use one or the other"
+                )
         refuse_acceptance(plan, options.acceptance)
         refuse_acceptance(plan, options.proposals, "--proposals")
         waiting = {role.role: needs_host(plan, role, registry) for role in plan.roles}
@@ -144,15 +153,6 @@ def _behind(plan: Plan, options: Options, waiting: Mapping[Role, bool], *, draft
 def _fields_of(role: RolePlan) -> Iterator[tuple[MetadataField, ...]]:
     yield role.inputs
     yield from (group.padding.fields for group in role.groups)
-
-
-def _refuse_without_comparison(options: Options) -> None:
-    wrong = {"replay": not options.replay, "run_ahead": options.run_ahead, "drafts_on_device": options.drafts_on_device}
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        raise RunError(
-            f"compare runs an eager forward before each graph, and {name} is {getattr(options, name)}; "
-            "use one or the other"
-        )
 
 
 def refuse_acceptance(plan: Plan, rates: tuple[float, ...], option: str = "--acceptance") -> None:

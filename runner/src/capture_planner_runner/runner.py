@@ -106,7 +106,10 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         self.compilation = compilation or Compilation(peers, model.among)
         """The compiled forwards, and what could not be compiled."""
         if self.policy.compile:
-            self._compile()
+            with contextlib.ExitStack() as release:
+                release.push(self)
+                compile_bodies(tuple(self.roles.values()), self.device, self.compilation)
+                release.pop_all()
         self._dispatcher = Dispatcher(without_graphs(plan))
         self._first_use: FirstUse | None = None
         self._grapher = grapher
@@ -132,12 +135,6 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """Return that of a captured graph; None where it is not kept, or has none. Raises ``CaptureError``."""
         graph = self.roles[done.role].graphs.get(done.entry)
         return None if graph is None else graph.fingerprint()
-
-    def _compile(self) -> None:
-        with contextlib.ExitStack() as release:
-            release.push(self)
-            compile_bodies(tuple(self.roles.values()), self.device, self.compilation)
-            release.pop_all()
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:
@@ -303,7 +300,18 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         )
         planner = StepPlanner(first_use or self.dispatcher, scheduler.states, self.policy, self.draft_rows)
         if self.peers.place.data_size > 1 and session is self.session:
-            planner = self._replica_planner(first_use, scheduler)
+            # The same dispatcher on every rank, also on one that has no graphs: what it lacks, no rank uses.
+            dispatcher = first_use or Dispatcher(as_captured(self.plan, self.session.captured))
+            is_eager = dispatcher.plan.num_graphs == 0 or not self.policy.options.replay
+            planner = ReplicaPlanner(
+                dispatcher,
+                scheduler.states,
+                self.policy,
+                self.draft_rows,
+                self.peers,
+                self.session,
+                captured=is_eager or any(role.graphs for role in self.roles.values()),
+            )
         launcher = kind(
             scheduler=scheduler,
             roles=self.roles,
@@ -331,20 +339,6 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             first_use=first_use,
         )
         return self._serving
-
-    def _replica_planner(self, first_use: FirstUse | None, scheduler: Scheduler) -> ReplicaPlanner:
-        # The same dispatcher on every rank, also on one that has no graphs: what it lacks, no rank uses.
-        dispatcher = first_use or Dispatcher(as_captured(self.plan, self.session.captured))
-        is_eager = dispatcher.plan.num_graphs == 0 or not self.policy.options.replay
-        return ReplicaPlanner(
-            dispatcher,
-            scheduler.states,
-            self.policy,
-            self.draft_rows,
-            self.peers,
-            self.session,
-            captured=is_eager or any(role.graphs for role in self.roles.values()),
-        )
 
     def _refuse_while_serving(self, what: str) -> None:
         if self._serving is not None and not (self._serving.done or self._serving.is_over):

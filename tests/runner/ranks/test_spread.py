@@ -15,7 +15,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.model import DataType, Method
 from capture_planner.records.spec import CapturePolicy, CaptureTiming, Parallel
 from capture_planner_runner import runner as compiling
-from capture_planner_runner.compilation import compilers
+from capture_planner_runner.compilation import forwards
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
@@ -187,11 +187,11 @@ def test_ranks_say_what_one_says_with_pieces_that_inductor_compiled(whole, tmp_p
     """Without graphs, as recorded ones see no kernel of Inductor; each rank keeps its own in a folder of its own."""
 
     def inductor_of(device, place):
-        compilers.keep_apart(place.rank)
-        return compilers.inductor
+        forwards.keep_apart(place.rank)
+        return forwards.inductor
 
     monkeypatch.setattr(compiling, "compiler_for", inductor_of)
-    monkeypatch.setenv(compilers.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(forwards.CACHE, str(tmp_path / "cache"))
     options = {"compile": True, "replay": False}
     for found in on_processes(2, lambda peers: serve("full", peers, **options), tmp_path, tensor=2):
         assert not found.not_compiled

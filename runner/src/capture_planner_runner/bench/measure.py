@@ -123,11 +123,27 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
         options=Options(acceptance=bench.acceptance, seed=bench.seed, compile=bench.compile),
     )
     results, interrupted = _figures(rig, bench, progress)
+    facts = host.facts()
+    if plan.num_lazy:
+        facts["captured"] = f"all at start; run captures {counted(plan.num_lazy, 'graph')} on first use"
+    if capability := host.this_environment("here").device.capability:
+        facts["capability"] = capability
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts[package] = metadata.version(package)
+    facts["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    facts["seed"] = str(bench.seed)
+    if bench.acceptance:
+        facts["acceptance"] = f"synthetic: {', '.join(f'{rate:g}' for rate in bench.acceptance)}"
+    if bench.quick:
+        facts["quick"] = "yes: few repeats, not to be quoted"
+    if bench.command:
+        facts["command"] = bench.command
     return BenchReport(
         plan=plan,
         model=rig.name,
         backends={name: registry[name].version for name in sorted({g.backend for r in plan.roles for g in r.groups})},
-        facts=_facts(plan, bench) | rig.compilation.facts(),
+        facts=facts | rig.compilation.facts(),
         clock=rig.clock.name,
         page_size=page_size,
         absent=tuple(rig.absent),
@@ -160,27 +176,6 @@ def _figures(rig: Rig, bench: Bench, progress: Progress) -> tuple[dict[str, Any]
     except KeyboardInterrupt:
         rig.absent.extend(AbsentFigure(figure=name, says="interrupted before it was measured") for name in pending)
     return results, bool(pending)
-
-
-def _facts(plan: Plan, bench: Bench) -> dict[str, str]:
-    """Return machine, driver, versions, date, command line, and what is measured otherwise than it is run."""
-    facts = host.facts()
-    if plan.num_lazy:
-        facts["captured"] = f"all at start; run captures {counted(plan.num_lazy, 'graph')} on first use"
-    if capability := host.this_environment("here").device.capability:
-        facts["capability"] = capability
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            facts[package] = metadata.version(package)
-    facts["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    facts["seed"] = str(bench.seed)
-    if bench.acceptance:
-        facts["acceptance"] = f"synthetic: {', '.join(f'{rate:g}' for rate in bench.acceptance)}"
-    if bench.quick:
-        facts["quick"] = "yes: few repeats, not to be quoted"
-    if bench.command:
-        facts["command"] = bench.command
-    return facts
 
 
 def refuse_few_pages(needs: Iterable[tuple[str, int]], pages: int, page_size: int) -> None:

@@ -355,7 +355,19 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
     here = host.this_environment("here")
     times = in_tokens(findings.times)
     captures = [
-        [_sample(graph, compiled) for graph, compiled in group if graph.waiver is None] for group in findings.captures
+        [
+            GraphSample(
+                family=entry_family(graph.role, graph.entry),
+                tokens=graph.entry.num_tokens,
+                seconds=max(0.0, graph.seconds - compiled),
+                mib=graph.memory / MIB,
+                alone_mib=graph.alone / MIB,
+                driver_mib=graph.driver / MIB,
+            )
+            for graph, compiled in group
+            if graph.waiver is None
+        ]
+        for group in findings.captures
     ]
     fit = fit_graphs([group for group in captures if group])
     used = sorted({group.backend for role in rig.plan.roles for group in role.groups})
@@ -391,15 +403,4 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
         step_milliseconds=round(statistics.median(findings.steps) * 1e3, 6) if findings.steps else 0.0,
         spread=largest_spread(times),
         notes=tuple(notes),
-    )
-
-
-def _sample(graph: GraphCapture, compiled: float) -> GraphSample:
-    return GraphSample(
-        family=entry_family(graph.role, graph.entry),
-        tokens=graph.entry.num_tokens,
-        seconds=max(0.0, graph.seconds - compiled),
-        mib=graph.memory / MIB,
-        alone_mib=graph.alone / MIB,
-        driver_mib=graph.driver / MIB,
     )

@@ -21,7 +21,6 @@ from capture_planner_runner.cli.options import whole_numbers
 
 if TYPE_CHECKING:
     from capture_planner_runner.conformance import Shape
-    from capture_planner_runner.report.conformance import Conformance
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes of ``numerics.tolerance.TOLERANCES``, repeated because that imports torch."""
@@ -125,12 +124,8 @@ def conformance(backend: str, environment: str | None, to: Output, **values: Any
     )
     to.show(lambda: report, lambda: conformance_report(report))
     to.write(values["output"], lambda: to_json(report) + "\n")
-    _end(report, strict=values["strict"])
-
-
-def _end(report: Conformance, *, strict: bool) -> None:
     context = click.get_current_context()
-    if report.outcome.failures or (strict and report.over_declared):
+    if report.outcome.failures or (values["strict"] and report.over_declared):
         context.exit(FINDINGS)
     if report.interrupted:
         exit_interrupted()

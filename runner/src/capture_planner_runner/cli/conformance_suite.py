@@ -42,8 +42,31 @@ def run_suite(
     ``values``: the other options of the command. ``words``: the options that name shapes; ``named`` puts
     their values into candidate shapes.
     """
-    tested = _tested(backend, environment)
-    choices = _choices(values)
+    machine = None if environment is None else catalog.find_environment(environment)
+    if machine is not None and machine.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
+        raise RunError(
+            f"{machine.name} is {machine.device.name}, and this machine has no CUDA device; "
+            "omit --environment, or run it there"
+        )
+    tested = suite.under_test(backend, environment=machine)
+    profile = suite.THOROUGH if values["thorough"] or values["profile"] == "thorough" else suite.DEFAULT
+    examples, steps = values["examples"], values["steps"]
+    if examples is not None or steps is not None:
+        # Steps that were asked for are those of every scene.
+        profile = suite.SearchProfile(
+            name="own",
+            examples=examples or profile.examples,
+            steps=steps or profile.steps,
+            long_steps=0 if steps else profile.long_steps,
+        )
+    choices = suite.SuiteOptions(
+        profile=profile,
+        seed=values["seed"],
+        drafts=DRAFTS if values["drafts"] is None else values["drafts"],
+        max_reqs=values["max_reqs"] or LARGEST_REQS,
+        shrink=values["shrink"],
+        audits=values["audits"],
+    )
     interrupted = False
     left_out: tuple[int, ...] = ()
     if case is None:
@@ -70,37 +93,6 @@ def run_suite(
         interrupted=interrupted,
         attack=values["attack"] or "",
         left_out=left_out,
-    )
-
-
-def _tested(backend: str, environment: str | None) -> suite.Subject:
-    machine = None if environment is None else catalog.find_environment(environment)
-    if machine is not None and machine.device.kind is DeviceKind.CUDA and not torch.cuda.is_available():
-        raise RunError(
-            f"{machine.name} is {machine.device.name}, and this machine has no CUDA device; "
-            "omit --environment, or run it there"
-        )
-    return suite.under_test(backend, environment=machine)
-
-
-def _choices(values: dict[str, Any]) -> suite.SuiteOptions:
-    profile = suite.THOROUGH if values["thorough"] or values["profile"] == "thorough" else suite.DEFAULT
-    examples, steps = values["examples"], values["steps"]
-    if examples is not None or steps is not None:
-        # Steps that were asked for are those of every scene.
-        profile = suite.SearchProfile(
-            name="own",
-            examples=examples or profile.examples,
-            steps=steps or profile.steps,
-            long_steps=0 if steps else profile.long_steps,
-        )
-    return suite.SuiteOptions(
-        profile=profile,
-        seed=values["seed"],
-        drafts=DRAFTS if values["drafts"] is None else values["drafts"],
-        max_reqs=values["max_reqs"] or LARGEST_REQS,
-        shrink=values["shrink"],
-        audits=values["audits"],
     )
 
 

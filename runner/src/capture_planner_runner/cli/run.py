@@ -175,7 +175,9 @@ def run(plan_file: str, environment: str | None, to: Output, **values: Any) -> N
     A plan for several ranks runs in as many processes: with --ranks on one host, or under torchrun.
     """
     _refuse_contradictions(values)
-    _refuse_unused(values)
+    for name, (where, applies) in _APPLIES.items():
+        if stated(name) and not applies(values):
+            raise click.UsageError(f"{dashed(name)} goes with {where}.")
     make_folder("--dump-graphs", values["dump_graphs"])
     refuse_missing()
     me = launched()
@@ -210,7 +212,21 @@ def _show(outcome: Outcome, values: dict[str, Any], to: Output, *, rank: int = 0
     report = outcome.report
     if rank == 0:
         _emit(report, to, outcome.differing)
-        _lock(report, values["fingerprints"], to)
+        file = values["fingerprints"]
+        found, locked = report.fingerprints, report.plan.fingerprints
+        # A graph that waits for its first use has the fingerprint of an earlier run.
+        merged = found if found is None or locked is None else locked.updated(found)
+        now = replace(report.plan, fingerprints=merged)
+        if locked is not None:
+            changes = [change.message for change in diff(report.plan, now) if change.subject == "fingerprint"]
+            made = f"the fingerprints in the plan are of {locked.device} and torch {locked.torch}"
+            show_notes([made, *changes[:MAX_CHANGES]] if changes else [])
+            if len(changes) > MAX_CHANGES:
+                show_notes([f"{counted(len(changes) - MAX_CHANGES, 'other graph')} changed"])
+        if file is not None and found is None:
+            show_notes([f"{file} is not written: {report.host.get('no fingerprints', 'no graph was captured')}"])
+        elif file is not None:
+            to.write(file, lambda: dumps(now))
     _end(outcome, as_json=to.is_json, rank=rank)
 
 
@@ -219,24 +235,6 @@ def _emit(report: RunReport, to: Output, differing: tuple[str, ...] | None = Non
     from capture_planner_runner.report.run import run_report
 
     to.show(lambda: plain(report) | {"differing": differing}, lambda: run_report(report))
-
-
-def _lock(report: RunReport, file: Path | None, to: Output) -> None:
-    """Note what changed in the graphs since the plan was locked, and write the plan with their fingerprints."""
-    found, locked = report.fingerprints, report.plan.fingerprints
-    # A graph that waits for its first use has the fingerprint of an earlier run.
-    merged = found if found is None or locked is None else locked.updated(found)
-    now = replace(report.plan, fingerprints=merged)
-    if locked is not None:
-        changes = [change.message for change in diff(report.plan, now) if change.subject == "fingerprint"]
-        made = f"the fingerprints in the plan are of {locked.device} and torch {locked.torch}"
-        show_notes([made, *changes[:MAX_CHANGES]] if changes else [])
-        if len(changes) > MAX_CHANGES:
-            show_notes([f"{counted(len(changes) - MAX_CHANGES, 'other graph')} changed"])
-    if file is not None and found is None:
-        show_notes([f"{file} is not written: {report.host.get('no fingerprints', 'no graph was captured')}"])
-    elif file is not None:
-        to.write(file, lambda: dumps(now))
 
 
 def _end(outcome: Outcome, *, as_json: bool, rank: int = 0) -> None:
@@ -379,9 +377,3 @@ _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "prompt_tokens": _GENERATED,
     "rank_timeout": ("several ranks: --ranks or torchrun", lambda values: values["ranks"] or launched() is not None),
 }
-
-
-def _refuse_unused(values: dict[str, Any]) -> None:
-    for name, (where, applies) in _APPLIES.items():
-        if stated(name) and not applies(values):
-            raise click.UsageError(f"{dashed(name)} goes with {where}.")

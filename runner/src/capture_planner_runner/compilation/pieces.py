@@ -152,7 +152,8 @@ def compiled(trace: Trace, compiler: Compiler, among: Collectives = WHOLE) -> Co
             continue
         within = set(part)
         outs = [node for node in part if node in results or any(user not in within for user in node.users)]
-        if not outs and not any(_is_mutable(node) for node in part):
+        operators = [node.target for node in part if isinstance(node.target, torch._ops.OpOverload)]
+        if not outs and not any(operator._schema.is_mutable for operator in operators):
             continue
         sources, graph, key = _piece(part, outs)
         if key not in functions:
@@ -162,6 +163,12 @@ def compiled(trace: Trace, compiler: Compiler, among: Collectives = WHOLE) -> Co
             places[node] = len(places)
         steps.append(_Piece(functions[key], tuple(places[n] for n in sources), tuple(places[n] for n in outs)))
     real = given[len(trace.inputs)]
+    kept = {places[node] for node in results}
+    lasts: list[tuple[int, ...]] = []
+    for step in reversed(steps):
+        writes = step.writes if isinstance(step, _Piece) else (step.write,)
+        lasts.append(tuple({*step.reads, *writes} - kept))
+        kept = kept | {*step.reads}
     return CompiledForward(
         kinds=len(functions),
         pieces=sum(isinstance(step, _Piece) for step in steps),
@@ -169,7 +176,7 @@ def compiled(trace: Trace, compiler: Compiler, among: Collectives = WHOLE) -> Co
         inputs=trace.inputs,
         rows=trace.rows,
         weights=trace.weights,
-        steps=tuple(zip(steps, _lasts(steps, {places[node] for node in results}), strict=True)),
+        steps=tuple(zip(steps, lasts[::-1], strict=True)),
         size=len(places),
         outputs=tuple(places[node] for node in results),
         reads_real=bool(real.users),
@@ -216,10 +223,6 @@ def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return parts
 
 
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def _piece(part: Sequence[fx.Node], outs: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Graph, object]:
     """Return what a piece reads, its graph, and what is the same for pieces of one kind."""
     reads: list[fx.Node] = []
@@ -250,13 +253,3 @@ def _kind(value: Any) -> object:
     if not isinstance(value, torch.Tensor):
         return str(value)
     return str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device)
-
-
-def _lasts(steps: Sequence[_Step], kept: set[int]) -> list[tuple[int, ...]]:
-    """Return for each step the values that it is the last to read."""
-    lasts: list[tuple[int, ...]] = []
-    for step in reversed(steps):
-        writes = step.writes if isinstance(step, _Piece) else (step.write,)
-        lasts.append(tuple({*step.reads, *writes} - kept))
-        kept = kept | {*step.reads}
-    return lasts[::-1]

@@ -125,8 +125,18 @@ def traced(
             module = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
     except GuardOnDataDependentSymNode as error:
         raise RunError("its forward reads a device value on the host, and takes another path for it") from error
-    _refuse_operators(module.graph)
-    _refuse_guards(shapes, rows)
+    for node in module.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target.namespace in ("c10d", "_c10d_functional"):
+            raise RunError(f"its forward calls other ranks ({node.target}), which is not compiled")
+        if reads_host(node.target, fx.map_arg(node.args, lambda each: each.meta.get("val"))):
+            raise RunError(f"its forward reads a device value on the host ({node.target})")
+    if rows.node.maybe_as_int() is not None:
+        raise RunError("its forward needs the number of tokens as a fixed number (by len, int or a comparison)")
+    guards = sorted({str(guard.expr) for guard in shapes.guards})
+    if guards:
+        raise RunError(f"its forward takes other paths for other numbers of tokens: it checks {', '.join(guards[:3])}")
     _with_rows(module.graph, rows)
     per_row = next((name, dimension) for name, (_, dimension) in inputs.items() if dimension is not None)
     return Trace(module, tuple(given), per_row, _with_weights(mode, module, weights), calls[-1])
@@ -144,26 +154,6 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dimension: int | None) -> 
         )
     context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     return mode.from_tensor(tensor, symbolic_context=context)
-
-
-def _refuse_guards(shapes: ShapeEnv, rows: Any) -> None:
-    """Refuse a trace that holds only for some T."""
-    if rows.node.maybe_as_int() is not None:
-        raise RunError("its forward needs the number of tokens as a fixed number (by len, int or a comparison)")
-    guards = sorted({str(guard.expr) for guard in shapes.guards})
-    if guards:
-        raise RunError(f"its forward takes other paths for other numbers of tokens: it checks {', '.join(guards[:3])}")
-
-
-def _refuse_operators(graph: fx.Graph) -> None:
-    """Refuse what reads values on the host, and collectives of a model's own, which a compiler may move."""
-    for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if node.target.namespace in ("c10d", "_c10d_functional"):
-            raise RunError(f"its forward calls other ranks ({node.target}), which is not compiled")
-        if reads_host(node.target, fx.map_arg(node.args, lambda each: each.meta.get("val"))):
-            raise RunError(f"its forward reads a device value on the host ({node.target})")
 
 
 def _with_rows(graph: fx.Graph, rows: Any) -> None:

@@ -162,17 +162,14 @@ class RoleAttention:
             if metadata.is_full:
                 for scalar in self._frozen[name]:
                     frozen[f"{name}.{scalar}"] = getattr(metadata, scalar)
-                layouts[name] = self._layout(group, metadata)
+                try:
+                    layout = group.executor.layout()
+                    if layout is not None and type(layout) is not tuple:
+                        raise TypeError(f"it returned {layout!r}, not a tuple of integers or None")
+                except Exception as error:
+                    raise self._blamed(group, metadata.entry, "layout", error) from error
+                layouts[name] = layout
         return GraphState(frozen, layouts)
-
-    def _layout(self, group: GroupRun, metadata: Metadata) -> tuple[int, ...] | None:
-        try:
-            layout = group.executor.layout()
-            if layout is not None and type(layout) is not tuple:
-                raise TypeError(f"it returned {layout!r}, not a tuple of integers or None")
-        except Exception as error:
-            raise self._blamed(group, metadata.entry, "layout", error) from error
-        return layout
 
     def release(self) -> None:
         """Release all backends, and raise the first error afterwards."""

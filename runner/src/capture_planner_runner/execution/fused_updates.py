@@ -158,18 +158,11 @@ class FusedUpdates(Updates):
     def _cache_arguments(self, fields: TokenFields) -> tuple[torch.Tensor | int, ...]:
         """Return what a kernel needs to move requests on in the cache."""
         table, lengths = fields.block_table, fields.lengths
-        place = fields.positions, fields.slot_mapping, table, self._held(lengths)
-        return *place, table.stride(0), len(lengths), fields.page_size, fields.max_model_len
-
-    def _held(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the addresses of tensors, ``int64[n]`` on their device: made once, so out of any capture.
-
-        The first call is in a warm-up, before what is captured.
-        """
-        key = tuple(tensor.data_ptr() for tensor in tensors)
+        key = tuple(tensor.data_ptr() for tensor in lengths)
         if key not in self._addresses:
-            self._addresses[key] = torch.tensor(key, dtype=torch.int64, device=tensors[0].device)
-        return self._addresses[key]
+            self._addresses[key] = torch.tensor(key, dtype=torch.int64, device=lengths[0].device)
+        place = fields.positions, fields.slot_mapping, table, self._addresses[key]
+        return *place, table.stride(0), len(lengths), fields.page_size, fields.max_model_len
 
 
 # The kernels compute with no floats, and at most copy them; Triton 3.9 warns where a launch leaves their rules open.

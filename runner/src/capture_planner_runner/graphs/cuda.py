@@ -100,7 +100,7 @@ class CudaPool:
     def poison(self) -> None:
         """Overwrite every block that no live tensor owns with ``0xFF``."""
         if self._idle is None or self._idle[0] != len(self._graphs):
-            self._idle = len(self._graphs), list(self._inactive())
+            self._idle = len(self._graphs), [borrowed(*block) for block in self._blocks("inactive")]
         for block in self._idle[1]:
             block.fill_(255)
 
@@ -112,9 +112,6 @@ class CudaPool:
         # Asked again: what garbage and frames let go of meanwhile may be another tensor's next time.
         self._leftover = {address for address, _ in self._blocks("active_allocated")}
         return found
-
-    def _inactive(self) -> Iterator[torch.Tensor]:
-        return (borrowed(address, size) for address, size in self._blocks("inactive"))
 
     def _blocks(self, state: str) -> Iterator[tuple[int, int]]:
         """Yield address and bytes of each block in a state."""
@@ -233,7 +230,13 @@ class CudaGraphs:
             with nothing_collected():
                 reserved, alive = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-                self._capture(forward)
+                try:
+                    self._begin()
+                    forward()
+                    self._end()
+                except BaseException:
+                    self._abandon()
+                    raise
                 torch.cuda.synchronize()
                 graph.memory = torch.cuda.memory_reserved() - reserved
                 graph.alone = torch.cuda.max_memory_allocated() - alive
@@ -255,15 +258,6 @@ class CudaGraphs:
             graph.leftover = pool.new_leftover()
         pool.add(graph)
         return graph
-
-    def _capture(self, forward: Callable[[], object]) -> None:
-        try:
-            self._begin()
-            forward()
-            self._end()
-        except BaseException:
-            self._abandon()
-            raise
 
     def split(
         self, between: Callable[..., object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]

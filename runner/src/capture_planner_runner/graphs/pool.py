@@ -60,7 +60,8 @@ def _first_fit(blocks: Sequence[Block], chunks: Sequence[int]) -> tuple[tuple[tu
     placed: list[list[tuple[int, int, int, int]]] = [[] for _ in range(len(chunks) + 1)]
     for index in sorted(range(len(blocks)), key=lambda i: (-blocks[i].size, blocks[i].first, i)):
         block = blocks[index]
-        size = _aligned(block.size)
+        # An empty tensor gets a place too: a pointer into the pool, like every other.
+        size = max(1, -(-block.size // ALIGNMENT)) * ALIGNMENT
         for chunk, others in enumerate(placed):
             offset = _lowest(size, block, others)
             if chunk == len(chunks) or offset + size <= chunks[chunk]:
@@ -80,11 +81,6 @@ def _lowest(size: int, block: Block, others: Sequence[tuple[int, int, int, int]]
             if end > free:
                 free = end
     return free
-
-
-def _aligned(size: int) -> int:
-    # An empty tensor gets a place too: a pointer into the pool, like every other.
-    return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
 
 
 @attrs.frozen(eq=False)

@@ -365,7 +365,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operator and keep it, or refuse it."""
         kwargs = kwargs or {}
         if self.is_between:
-            self._check_lent(func, tensors_of(args, kwargs))
+            storages = [
+                self._storages.get(storage_key(tensor)) for tensor in tensors_of(args, kwargs) if is_plain(tensor)
+            ]
+            if any(storage is not None and storage.is_own for storage in storages):
+                raise CaptureError(
+                    f"what runs between two pieces calls {func} on a tensor of the graph that is not among "
+                    f"the reads and writes of the split{calling_line()}; name that very tensor, or derive from it there"
+                )
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             raise refusal(func, "it is a higher-order operator", "call what it stands for")
@@ -453,14 +460,6 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._storages[storage_key(tensor)]
         storage.touch(len(self._items), tensor.untyped_storage().nbytes())
         return OwnTensor.of(tensor, storage)
-
-    def _check_lent(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
-        storages = [self._storages.get(storage_key(tensor)) for tensor in tensors if is_plain(tensor)]
-        if any(storage is not None and storage.is_own for storage in storages):
-            raise CaptureError(
-                f"what runs between two pieces calls {func} on a tensor of the graph that is not among "
-                f"the reads and writes of the split{calling_line()}; name that very tensor, or derive from it there"
-            )
 
 
 class _HostReads(TorchFunctionMode):

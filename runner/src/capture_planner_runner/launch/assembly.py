@@ -27,7 +27,7 @@ from capture_planner_runner.execution.bodies import (
 )
 from capture_planner_runner.execution.fields import SAMPLED_FIELDS, Extents, Fields, accepted_field, tensor_of
 from capture_planner_runner.execution.padding import Bounds, Write
-from capture_planner_runner.execution.recurrent import RecurrentLayers, StateCache
+from capture_planner_runner.execution.recurrent import RecurrentLayers
 from capture_planner_runner.execution.role import ExecutionContext, ForwardObserver, RoleRun
 from capture_planner_runner.execution.updates import DraftState, TokenFields, Updates, VerificationOutcome
 from capture_planner_runner.graphs.graph import Grapher
@@ -110,7 +110,16 @@ def assemble(
     own, moving = fields[Role.TARGET], token_fields[Role.TARGET]
     target = _target_body(plan, model, drafter, own, moving, updates, policy, adapters)
     bodies: dict[Role, Body] = {Role.TARGET: target}
-    recurrent = RecurrentLayers(own, _states(plan, model, device))
+    if (plan.model.recurrent is None) != (model.state_width == 0) or (plan.model.recurrent and plan.states is None):
+        planned = "no recurrent layers" if plan.model.recurrent is None else "recurrent layers"
+        without = "" if plan.states or not plan.model.recurrent else ", and no pool for their states"
+        raise RunError(
+            f"model.recurrent: the plan has {planned}{without}; {model.name} has states of {model.state_width} "
+            "elements; plan the model that is run"
+        )
+    if plan.states is not None and plan.states.rows < _FEWEST_STATES:
+        raise RunError(f"states.rows: {plan.states.rows} leaves no row for a request; plan it again")
+    recurrent = RecurrentLayers(own, kv.state_caches(plan, model.state_width, dtype_of(plan.model.dtype), device))
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
     drafting = None
     if drafter is not None and plan.speculative is not None:
@@ -221,20 +230,6 @@ def buffer_bytes(roles: Iterable[RoleRun]) -> int:
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Add up tensors, each counted once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-
-
-def _states(plan: Plan, model: TargetModel, device: torch.device) -> tuple[StateCache, ...]:
-    """Make the pools of recurrent states. Raises ``RunError`` where plan and model do not belong together."""
-    if (plan.model.recurrent is None) != (model.state_width == 0) or (plan.model.recurrent and plan.states is None):
-        planned = "no recurrent layers" if plan.model.recurrent is None else "recurrent layers"
-        without = "" if plan.states or not plan.model.recurrent else ", and no pool for their states"
-        raise RunError(
-            f"model.recurrent: the plan has {planned}{without}; {model.name} has states of {model.state_width} "
-            "elements; plan the model that is run"
-        )
-    if plan.states is not None and plan.states.rows < _FEWEST_STATES:
-        raise RunError(f"states.rows: {plan.states.rows} leaves no row for a request; plan it again")
-    return kv.state_caches(plan, model.state_width, dtype_of(plan.model.dtype), device)
 
 
 _FEWEST_STATES = 2

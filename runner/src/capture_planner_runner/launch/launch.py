@@ -33,7 +33,7 @@ from capture_planner_runner.launch.refusals import (
 from capture_planner_runner.launch.request import ORACLES, RunRequest, adapters_of, drafter_of, model_of
 from capture_planner_runner.ledger.rows import CacheMemory, RequestResult, WarmUp
 from capture_planner_runner.ledger.session import MOST_ROWS, RunReport, Session
-from capture_planner_runner.models.protocols import Adapters, Drafter, LayeredModel, Weight
+from capture_planner_runner.models.protocols import Adapters, Drafter, LayeredModel
 from capture_planner_runner.numerics.record import OutputCheck
 from capture_planner_runner.numerics.verification import RowKeeper, check_output, refuse_infinite, weight_sums
 from capture_planner_runner.options import Options
@@ -185,11 +185,15 @@ class _Launch:
         """Capture, warm up and serve; Ctrl-C ends it early, with a report all the same."""
         asked = self.asked
         if asked.verify:
-            self.keeper, self.sums = RowKeeper(), weight_sums(self._weights())
+            adapted = () if self.adapters is None else self.adapters.weights()
+            self.keeper, self.sums = RowKeeper(), weight_sums([*self.model.weights(), *adapted])
         with self._runner_of(self.variant, self.pages, asked.options, self.keeper, self.session) as runner:
             self.runner, self.stage = runner, "capture"
             try:
-                self._capture(runner)
+                label = f"Capturing {'CUDA' if self.device.type == 'cuda' else 'recorded'} graphs"
+                with self.progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
+                    runner.capture(memory=self._graph_memory, progress=lambda done: advance(f"{label} {done}"))
+                self._dump(runner)
                 self.stage = "warm-up"
                 self.warmed = self._warm_up(runner)
                 self.stage = "serving"
@@ -247,9 +251,6 @@ class _Launch:
         """Limit of each graph pool in bytes: as asked for, or the plan's budget."""
         return self.plan.budget.memory if self.asked.graph_memory is None else self.asked.graph_memory
 
-    def _weights(self) -> list[Weight]:
-        return [*self.model.weights(), *(() if self.adapters is None else self.adapters.weights())]
-
     def _runner_of(
         self,
         plan: Plan,
@@ -291,12 +292,6 @@ class _Launch:
         except KeyboardInterrupt:
             return None
         return {done.name: prompts[done.name] + done.tokens for done in served}
-
-    def _capture(self, runner: Runner) -> None:
-        label = f"Capturing {'CUDA' if self.device.type == 'cuda' else 'recorded'} graphs"
-        with self.progress("capture", runner.plan.num_graphs - runner.plan.num_lazy) as advance:
-            runner.capture(memory=self._graph_memory, progress=lambda done: advance(f"{label} {done}"))
-        self._dump(runner)
 
     def _warm_up(self, runner: Runner) -> WarmUp | None:
         """Run steps of the workload's shapes, where times are of use; or say why not."""

@@ -106,22 +106,19 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     that is not installed, and what its ``reserve`` raises.
     """
     try:
-        _reserve_all(plan, registry, device, PageFormat(page_size=page_size, num_pages=2))
+        pages = PageFormat(page_size=page_size, num_pages=2)
+        refuse_planning_backends(plan, registry)
+        windows = {
+            role.role.is_drafter: tuple(group.window for group in role.groups for _ in range(group.layers))
+            for role in plan.roles
+        }
+        fields = {role.role: Fields(role, capacity_of(plan, pages), device) for role in plan.roles}
+        for groups in reserve_all(plan, windows, fields, registry, pages, device).values():
+            for group in groups:
+                group.executor.release()
     finally:
         # The number of pages depends on free memory, which neither garbage nor cached blocks are.
         host.give_back(device)
-
-
-def _reserve_all(plan: Plan, registry: Registry, device: torch.device, pages: PageFormat) -> None:
-    refuse_planning_backends(plan, registry)
-    windows = {
-        role.role.is_drafter: tuple(group.window for group in role.groups for _ in range(group.layers))
-        for role in plan.roles
-    }
-    fields = {role.role: Fields(role, capacity_of(plan, pages), device) for role in plan.roles}
-    for groups in reserve_all(plan, windows, fields, registry, pages, device).values():
-        for group in groups:
-            group.executor.release()
 
 
 def start_facts(plan: Plan, registry: Registry, asked: RunRequest) -> dict[str, str]:

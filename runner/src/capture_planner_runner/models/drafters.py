@@ -187,7 +187,19 @@ def load_drafter(
             drafter.d2t.copy_(chosen - torch.arange(drafter.vocab_size))
     if found is not None and found.files:
         fill(drafter, tensors, found.config.parent)
-    _check(drafter, target)
+    if any(not 0 <= layer < target.num_layers for layer in drafter.aux_layers):
+        raise RunError(
+            f"{drafter.name}: {AUX_LAYER_IDS} {list(drafter.aux_layers)}, the target has {target.num_layers} layers"
+        )
+    if drafter.embed_tokens is None and drafter.hidden_size != target.hidden_size:
+        raise RunError(
+            f"{drafter.name}: hidden_size {drafter.hidden_size} without embed_tokens.weight; the target's "
+            f"embeddings are {target.hidden_size} wide"
+        )
+    if drafter.d2t is not None:
+        tokens = drafter.d2t + torch.arange(drafter.vocab_size, device=drafter.d2t.device)
+        if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
+            raise RunError(f"{drafter.name}: d2t leads outside the target's {target.vocab_size} tokens")
     with library_errors(f"{name} cannot be spread over ranks"):
         drafter.spread()
     return drafter
@@ -297,23 +309,6 @@ def _published(found: dict[str, StoredTensor], *, with_mask: bool) -> dict[str, 
         elif not new.endswith(_UNUSED):
             renamed[new] = item
     return renamed
-
-
-def _check(drafter: Head, target: TargetModel) -> None:
-    """Raise ``RunError`` where a head names layers or tokens that its target does not have."""
-    if any(not 0 <= layer < target.num_layers for layer in drafter.aux_layers):
-        raise RunError(
-            f"{drafter.name}: {AUX_LAYER_IDS} {list(drafter.aux_layers)}, the target has {target.num_layers} layers"
-        )
-    if drafter.embed_tokens is None and drafter.hidden_size != target.hidden_size:
-        raise RunError(
-            f"{drafter.name}: hidden_size {drafter.hidden_size} without embed_tokens.weight; the target's "
-            f"embeddings are {target.hidden_size} wide"
-        )
-    if drafter.d2t is not None:
-        tokens = drafter.d2t + torch.arange(drafter.vocab_size, device=drafter.d2t.device)
-        if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
-            raise RunError(f"{drafter.name}: d2t leads outside the target's {target.vocab_size} tokens")
 
 
 Kind = Literal["copy", "miss", "chance"]

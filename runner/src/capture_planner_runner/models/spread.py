@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -160,7 +160,7 @@ def spread(
             setattr(owner, leaf, PartialLinear(module.weight[:, columns].clone(), module.bias, among))
         elif style == "moe_tp_experts" and module is not None:
             # Each rank has a part of every expert's width, so the outputs are partial sums.
-            module.register_forward_hook(_summed(among))
+            module.register_forward_hook(lambda module, inputs, output: sum_of(output, among))
         elif style in _OF_PARAMETERS and module is None:
             axis, blocks = _OF_PARAMETERS[style]
             whole: torch.Tensor = getattr(owner, leaf)
@@ -220,7 +220,3 @@ class _Part:
 def _keep_rows(linear: nn.Module, rows: slice) -> None:
     for name, whole in list(linear.named_parameters(recurse=False)):
         setattr(linear, name, nn.Parameter(whole[rows].clone(), requires_grad=False))
-
-
-def _summed(among: Collectives) -> Callable[[nn.Module, object, torch.Tensor], torch.Tensor]:
-    return lambda module, inputs, output: sum_of(output, among)

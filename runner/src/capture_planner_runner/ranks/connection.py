@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 from types import FrameType
@@ -53,23 +53,19 @@ def meet(
         (verdict,) = board.read([VERDICT])
         # The first rank to lose patience writes the verdict, so that all that have come name the same ranks.
         if not verdict and clock() - begun > limits.start:
-            verdict = board.claim(VERDICT, _missing(texts, limits.start).text)
+            missing = [rank for rank, text in enumerate(texts) if text is None]
+            names = [f"rank {rank}" for rank in range(len(texts))]
+            says = (
+                f"{listed(names, missing)} of {len(texts)} {'has' if len(missing) == 1 else 'have'} not started within "
+                f"{limits.start:g} s of the others; see the output of its launcher (--rank-timeout waits longer)"
+            )
+            verdict = board.claim(VERDICT, RankVerdict(says=says, ranks=tuple(missing)).text)
         if verdict:
             found = RankVerdict.of(verdict)
             raise RankError(found.says, found.ranks)
         pause(each)
         each = min(2 * each, LONGEST)
     return tuple(json.loads(text or "") for text in texts)
-
-
-def _missing(texts: Sequence[str | None], seconds: float) -> RankVerdict:
-    missing = [rank for rank, text in enumerate(texts) if text is None]
-    names = [f"rank {rank}" for rank in range(len(texts))]
-    says = (
-        f"{listed(names, missing)} of {len(texts)} {'has' if len(missing) == 1 else 'have'} not started within "
-        f"{seconds:g} s of the others; see the output of its launcher (--rank-timeout waits longer)"
-    )
-    return RankVerdict(says=says, ranks=tuple(missing))
 
 
 class ControlPlane:

@@ -140,7 +140,10 @@ def _run(
         os.setsid()
         listening.close()
         if output is not None:
-            _replace_output(output)
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(output, 2)
+            sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
         os.environ.update(me.variables)
         code = work(me, errors.send)
     except BaseException:
@@ -193,11 +196,3 @@ def _wait(children: Sequence[_Child]) -> int:
                 if child.code is None and child.process.pid is not None:
                     os.kill(child.process.pid, signal.SIGINT if interrupts == 1 else signal.SIGKILL)
     return first
-
-
-def _replace_output(errors: int) -> None:
-    """Give this process nothing to write to but a pipe for standard error."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(errors, 2)
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))

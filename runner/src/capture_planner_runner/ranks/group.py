@@ -156,29 +156,26 @@ class RankGroup(Peers):
                 raise RunError("this process has a group of torch.distributed already; end it before a plan is run")
             self.exchange("opening the groups", None)
             try:
-                self._host = self._open()
+                place, is_gpu = self.place, self._device.type == "cuda"
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+                    store=PrefixStore("groups", self._connection.store),
+                    rank=place.rank,
+                    world_size=place.size,
+                    timeout=FOREVER,
+                )
+                # A separate group, so that agreements cannot interleave with other collectives of the host.
+                host: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=FOREVER)
+                for data in range(place.data_size if place.tensor_size > 1 else 0):
+                    ranks = range(data * place.tensor_size, (data + 1) * place.tensor_size)
+                    group = dist.new_group(list(ranks), backend="nccl" if is_gpu else "gloo", timeout=FOREVER)
+                    self._tensor = group if data == place.data else self._tensor
+                self._host = host
                 self._rows = self._share_rows()
             except RuntimeError as error:
                 self._connection.raise_cause(error)
                 raise
         return self._host
-
-    def _open(self) -> dist.ProcessGroup:
-        place, is_gpu = self.place, self._device.type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-            store=PrefixStore("groups", self._connection.store),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=FOREVER,
-        )
-        # A separate group, so that agreements cannot interleave with other collectives of the host.
-        host: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=FOREVER)
-        for data in range(place.data_size if place.tensor_size > 1 else 0):
-            ranks = range(data * place.tensor_size, (data + 1) * place.tensor_size)
-            group = dist.new_group(list(ranks), backend="nccl" if is_gpu else "gloo", timeout=FOREVER)
-            self._tensor = group if data == place.data else self._tensor
-        return host
 
     def _share_rows(self) -> SharedRows | None:
         """Open the rows that ranks of one host share; None, on all of them, where some cannot."""

@@ -50,7 +50,27 @@ def _batches(report: RunReport) -> Chart:
     for axis, role in product(_AXES, Role):
         if forwards := [forward for forward in report.forwards if forward.role is role]:
             graphs = [graph for graph in report.captured if graph.role is role and graph.waiver is None]
-            plots.append(_scatter(role, axis, forwards, graphs))
+            extents = sorted(_extents(forward, axis)[1] for forward in forwards)
+            low, high = extents[0], extents[-1]
+            # Few prompts dwarf many decodes.
+            log = high > 8 * max(1, extents[len(extents) // 2])
+            series = [Series("no padding", Mark.LINE, [(low, low), (high, high)], color="ink", dash=":")]
+            for name, color, sizes in _ladders(graphs, axis):
+                if sizes := [extent for extent in sizes if low <= extent <= high]:
+                    sizes = sizes[:: -(-len(sizes) // MAX_POINTS)]
+                    series.append(Series(name, Mark.STAIRS, zip(sizes, sizes, strict=True), color=color))
+            for mode in MODES:
+                counts: Counter[tuple[int, int]] = Counter()
+                for forward in forwards:
+                    if forward.mode is mode:
+                        counts[_extents(forward, axis)] += forward.repeats
+                if counts:
+                    points, numbers = zip(*thinned(counts), strict=True)
+                    series.append(Series(ran(mode), Mark.POINTS, points, counts=numbers, color=MODE_COLORS[mode]))
+            x, y = (PlotAxis(label, axis, log=log) for label in ("batch", "computed"))
+            plots.append(
+                Plot(title=f"{role.value}: {axis} of each batch and {axis} computed for it", x=x, y=y, series=series)
+            )
     return Chart(
         name="batches",
         section="served",
@@ -60,28 +80,6 @@ def _batches(report: RunReport) -> Chart:
         "is padding. Diamonds on the diagonal ran eager: look for many of them at one extent, and for wide "
         "stairs where the marks are dense. PIECEWISE graphs do not pad requests.",
     )
-
-
-def _scatter(role: Role, axis: str, forwards: Sequence[Forward], graphs: Sequence[GraphCapture]) -> Plot:
-    extents = sorted(_extents(forward, axis)[1] for forward in forwards)
-    low, high = extents[0], extents[-1]
-    # Few prompts dwarf many decodes.
-    log = high > 8 * max(1, extents[len(extents) // 2])
-    series = [Series("no padding", Mark.LINE, [(low, low), (high, high)], color="ink", dash=":")]
-    for name, color, sizes in _ladders(graphs, axis):
-        if sizes := [extent for extent in sizes if low <= extent <= high]:
-            sizes = sizes[:: -(-len(sizes) // MAX_POINTS)]
-            series.append(Series(name, Mark.STAIRS, zip(sizes, sizes, strict=True), color=color))
-    for mode in MODES:
-        counts: Counter[tuple[int, int]] = Counter()
-        for forward in forwards:
-            if forward.mode is mode:
-                counts[_extents(forward, axis)] += forward.repeats
-        if counts:
-            points, numbers = zip(*thinned(counts), strict=True)
-            series.append(Series(ran(mode), Mark.POINTS, points, counts=numbers, color=MODE_COLORS[mode]))
-    x, y = (PlotAxis(label, axis, log=log) for label in ("batch", "computed"))
-    return Plot(title=f"{role.value}: {axis} of each batch and {axis} computed for it", x=x, y=y, series=series)
 
 
 def _ladders(graphs: Iterable[GraphCapture], axis: str) -> Iterator[tuple[str, Color, list[int]]]:

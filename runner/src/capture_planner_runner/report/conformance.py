@@ -20,7 +20,6 @@ from capture_planner.report.writing import MODES, Grid, Report, Section, TonedTe
 from capture_planner_runner.conformance import (
     AuditResult,
     Check,
-    Failure,
     Log,
     SearchProfile,
     SuiteResult,
@@ -51,9 +50,36 @@ def _sections(report: Conformance) -> Iterator[Section]:
     """Yield the parts of the report in the order in which they are read."""
     yield _subject(report)
     for number, finding in enumerate(report.outcome.failures, 1):
-        yield _finding(number, finding)
+        where = [
+            ("role", finding.role.value if finding.role else ""),
+            ("graph", str(finding.entry or "")),
+            ("batch", finding.batch),
+            ("field", finding.field),
+            ("axis", finding.axis),
+            ("seen with garbage in", ", ".join(finding.causes)),
+            ("sizes", "; ".join(finding.notes)),
+            ("comes and goes", finding.frequency),
+        ]
+        steps = describe_case(loads(finding.case)) if finding.case else ()
+        yield Section(
+            name=f"finding-{number}",
+            title=f"Finding {number}: {finding.check.value}",
+            parts=(
+                *warned(finding.message),
+                f"does not hold: {finding.check.law}",
+                Grid.facts((name, text) for name, text in where if text),
+                *noted(*(f"{index}. {step}" for index, step in enumerate(steps, 1))),
+            ),
+        )
     if not report.attack:
-        yield from (_checks(report), _steps(report), _forwards(report))
+        log = report.log
+        rows = tuple((name, f"{count:,}") for name, count in sorted(log.steps.items()))
+        line = f"{counted(sum(log.steps.values()), 'step')} in {counted(log.examples, 'scene')}"
+        yield from (
+            _checks(report),
+            Section(name="steps", parts=(line, Grid.of(("step", "times"), rows, text=1))),
+            _forwards(report),
+        )
     yield _shapes(report)
     if report.outcome.untried:
         yield Section(name="not-tried", title="Not tried", parts=(*report.outcome.untried,))
@@ -89,30 +115,6 @@ def _subject(report: Conformance) -> Section:
     )
 
 
-def _finding(number: int, finding: Failure) -> Section:
-    where = [
-        ("role", finding.role.value if finding.role else ""),
-        ("graph", str(finding.entry or "")),
-        ("batch", finding.batch),
-        ("field", finding.field),
-        ("axis", finding.axis),
-        ("seen with garbage in", ", ".join(finding.causes)),
-        ("sizes", "; ".join(finding.notes)),
-        ("comes and goes", finding.frequency),
-    ]
-    steps = describe_case(loads(finding.case)) if finding.case else ()
-    return Section(
-        name=f"finding-{number}",
-        title=f"Finding {number}: {finding.check.value}",
-        parts=(
-            *warned(finding.message),
-            f"does not hold: {finding.check.law}",
-            Grid.facts((name, text) for name, text in where if text),
-            *noted(*(f"{index}. {step}" for index, step in enumerate(steps, 1))),
-        ),
-    )
-
-
 PER_FORWARD = frozenset({Check.FILLED, Check.BOUNDED, Check.UNTOUCHED, Check.FROZEN, Check.RAN})
 """Checks around every forward; most of the others compare the rows of a step."""
 
@@ -142,13 +144,6 @@ def _checks(report: Conformance) -> Section:
     note = "the search ends with the first finding; the numbers are without the cases that made it small"
     grid = Grid.of(("check", "", "tried on", "law"), rows)
     return Section(name="checks", parts=(grid, *noted(note if broken else None)))
-
-
-def _steps(report: Conformance) -> Section:
-    log = report.log
-    rows = tuple((name, f"{count:,}") for name, count in sorted(log.steps.items()))
-    line = f"{counted(sum(log.steps.values()), 'step')} in {counted(log.examples, 'scene')}"
-    return Section(name="steps", parts=(line, Grid.of(("step", "times"), rows, text=1)))
 
 
 def _forwards(report: Conformance) -> Section:

@@ -21,7 +21,6 @@ from capture_planner_runner.ledger.tally import Distribution
 from capture_planner_runner.numerics.record import (
     Comparison,
     Deviation,
-    Difference,
     FieldSnapshot,
     LayerScale,
     OutputCheck,
@@ -53,7 +52,28 @@ def comparison_sections(comparison: Comparison | None) -> Iterator[Section]:
         return
     difference = comparison.difference
     if difference is not None:
-        yield _difference(difference)
+        token = "" if difference.token is None else f", token {difference.token}"
+        whose = "padding, or no request's" if difference.request is None else f"{difference.request}{token}"
+        error = "infinite" if difference.error is None else f"{difference.error:.2g}"
+        chain = "" if difference.draft_step is None else f", draft decode {difference.draft_step}"
+        tokens = f"{difference.padded_tokens} tokens after {difference.num_tokens}"
+        facts = [
+            ("where", difference.where),
+            ("after", difference.after or "nothing: it is the first that is compared"),
+            ("step", f"{difference.step}, {difference.role.value}{chain}"),
+            ("entry", str(difference.entry)),
+            ("padding", f"{tokens}, {difference.padded_reqs} requests after {difference.num_reqs}"),
+            ("first row", f"row {difference.row}: {whose}"),
+            ("graph", shown(difference.graph)),
+            ("eager", shown(difference.eager)),
+            ("largest error", f"{error}, and {difference.tolerance:g} is allowed; {counted(difference.rows, 'row')}"),
+            ("requests", _short(difference.requests)),
+        ]
+        yield Section(
+            name="difference",
+            title="First wrong tensor",
+            parts=(*warned(f"{difference.where}: the graph and an eager forward differ"), Grid.facts(facts)),
+        )
         yield _metadata(difference.fields)
     lines = [
         f"{_counts(comparison.compared)} of {counted(comparison.steps, 'step')} compared with eager, and the same",
@@ -83,31 +103,6 @@ def _counts(forwards: Mapping[Role, int]) -> str:
     total = sum(forwards.values())
     parts = ", ".join(f"{count:,} {role.value}" for role, count in forwards.items() if count)
     return counted(total, "forward") + (f" ({parts})" if parts else "")
-
-
-def _difference(difference: Difference) -> Section:
-    token = "" if difference.token is None else f", token {difference.token}"
-    whose = "padding, or no request's" if difference.request is None else f"{difference.request}{token}"
-    error = "infinite" if difference.error is None else f"{difference.error:.2g}"
-    chain = "" if difference.draft_step is None else f", draft decode {difference.draft_step}"
-    tokens = f"{difference.padded_tokens} tokens after {difference.num_tokens}"
-    facts = [
-        ("where", difference.where),
-        ("after", difference.after or "nothing: it is the first that is compared"),
-        ("step", f"{difference.step}, {difference.role.value}{chain}"),
-        ("entry", str(difference.entry)),
-        ("padding", f"{tokens}, {difference.padded_reqs} requests after {difference.num_reqs}"),
-        ("first row", f"row {difference.row}: {whose}"),
-        ("graph", shown(difference.graph)),
-        ("eager", shown(difference.eager)),
-        ("largest error", f"{error}, and {difference.tolerance:g} is allowed; {counted(difference.rows, 'row')}"),
-        ("requests", _short(difference.requests)),
-    ]
-    return Section(
-        name="difference",
-        title="First wrong tensor",
-        parts=(*warned(f"{difference.where}: the graph and an eager forward differ"), Grid.facts(facts)),
-    )
 
 
 def _metadata(fields: Sequence[FieldSnapshot]) -> Section:
@@ -367,7 +362,7 @@ def _graphs(numbers: RunSummary) -> Section:
             u.graph.role,
             u.graph.entry.mode,
             extent(u.graph.entry),
-            _topology(u.graph),
+            NONE if u.graph.fingerprint is None else u.graph.fingerprint.topology,
             f"{u.forwards:,}",
             *_size_of(u.graph),
         )
@@ -375,10 +370,6 @@ def _graphs(numbers: RunSummary) -> Section:
     ]
     grid = Grid.of(("most used", "mode", "graph", "fingerprint", "forwards", "nodes", "kernels"), rows, text=4)
     return Section(name="graphs", title="Graphs used", parts=(line, grid))
-
-
-def _topology(graph: GraphCapture) -> str:
-    return NONE if graph.fingerprint is None else graph.fingerprint.topology
 
 
 def _size_of(graph: GraphCapture) -> tuple[str, str]:
@@ -657,6 +648,7 @@ def rank_sections(report: RunReport) -> Iterator[Section]:
             f"{counted(record.agreements, 'agreement')} of steps; from the first rank to the last, "
             f"p50 {seconds(skew.p50)}, p99 {seconds(skew.p99)}, max {seconds(skew.max)}"
         )
+    agreements = len(record.skews)
     rows = [
         (
             f"{row.rank}",
@@ -666,7 +658,7 @@ def rank_sections(report: RunReport) -> Iterator[Section]:
             f"{row.steps:,}",
             f"{row.idle_steps:,}",
             f"{row.output_tokens:,}",
-            *(_agreed(row.waited, row.last, len(record.skews))),
+            *((seconds(row.waited), percent(row.last / agreements)) if agreements else ("", "")),
             f"{row.eager_by_others:,}",
             f"{row.larger_by_others:,}",
         )
@@ -684,10 +676,6 @@ def rank_sections(report: RunReport) -> Iterator[Section]:
             *noted(None if record.agreements else unmeasured),
         ),
     )
-
-
-def _agreed(waited: float, last: int, agreements: int) -> tuple[str, str]:
-    return (seconds(waited), percent(last / agreements)) if agreements else ("", "")
 
 
 @json_of(RankRecord)

@@ -224,17 +224,42 @@ def summary(report: RunReport) -> RunSummary:
     """Return the numbers of a run, of any length: also of one that stopped before anything ran."""
     captured = [graph for graph in report.captured if graph.waiver is None]
     tally = report.counts
+    last = next((graph.readings for graph in reversed(report.captured) if graph.readings is not None), None)
+    kinds = (tally.first_token, tally.per_token, tally.last_token, tally.step_seconds, tally.host_seconds)
+    # Of an entry that a plan lists twice (lint finds it), the later capture replaced the earlier one.
+    latest = {(graph.role, graph.entry): graph for graph in captured}
+    used = [
+        GraphUse(graph=graph, forwards=tally.uses[key] if latest[key] is graph else 0)
+        for graph in captured
+        for key in [(graph.role, graph.entry)]
+    ]
     return RunSummary(
         planned=report.plan.num_graphs,
         captured=tuple(_captured(captured)),
         dropped=tuple(graph for graph in report.captured if graph.waiver is not None),
         accounts=Accounts.of(report.captured),
-        later=_later(report),
+        later=(report.served_reading.used - last[-1].used if report.served_reading and last else None),
         served_from=tuple(_served_from(report.plan, tally)),
-        fallbacks=_fallbacks(tally),
-        graphs=_used(captured, tally),
-        acceptance=None if report.plan.speculative is None else _acceptance(tally, report.acceptance),
-        latency=_latency(tally),
+        fallbacks=tuple(
+            Fallback(
+                role=role, reason=reason, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, forwards=count
+            )
+            for (role, reason, num_reqs, num_tokens, query_len), count in tally.fallbacks.most_common()
+        ),
+        graphs=tuple(sorted(used, key=lambda graph: -graph.forwards)),
+        acceptance=None
+        if report.plan.speculative is None
+        else Acceptance(
+            drafted=tally.drafted_tokens,
+            accepted=tally.accepted_tokens,
+            decodes=tally.drafted[0] if tally.drafted else 0,
+            positions=tuple(
+                PositionAcceptance(drafted=drafted, accepted=accepted)
+                for drafted, accepted in zip(tally.drafted, tally.accepted, strict=True)
+            ),
+            synthetic=report.acceptance,
+        ),
+        latency=Latency(*map(Percentiles.of, kinds)),
         output_tokens=tally.output_tokens,
         tokens_per_second=tally.output_tokens / report.serve_seconds if report.serve_seconds > 0 else None,
         finished=tally.finished,
@@ -266,11 +291,6 @@ def _captured(graphs: Sequence[GraphCapture]) -> Iterable[CapturedKind]:
             )
 
 
-def _later(report: RunReport) -> int | None:
-    last = next((graph.readings for graph in reversed(report.captured) if graph.readings is not None), None)
-    return report.served_reading.used - last[-1].used if report.served_reading and last else None
-
-
 def _served_from(plan: Plan, tally: Tally) -> Iterable[ServedRole]:
     vary = () if plan.speculative is None else plan.speculative.varying_decodes
     for role in Role:
@@ -291,39 +311,6 @@ def _served_from(plan: Plan, tally: Tally) -> Iterable[ServedRole]:
             )
 
 
-def _fallbacks(tally: Tally) -> tuple[Fallback, ...]:
-    return tuple(
-        Fallback(
-            role=role, reason=reason, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, forwards=count
-        )
-        for (role, reason, num_reqs, num_tokens, query_len), count in tally.fallbacks.most_common()
-    )
-
-
-def _used(captured: Sequence[GraphCapture], tally: Tally) -> tuple[GraphUse, ...]:
-    # Of an entry that a plan lists twice (lint finds it), the later capture replaced the earlier one.
-    latest = {(graph.role, graph.entry): graph for graph in captured}
-    used = [
-        GraphUse(graph=graph, forwards=tally.uses[key] if latest[key] is graph else 0)
-        for graph in captured
-        for key in [(graph.role, graph.entry)]
-    ]
-    return tuple(sorted(used, key=lambda graph: -graph.forwards))
-
-
-def _acceptance(tally: Tally, synthetic: tuple[float, ...]) -> Acceptance:
-    return Acceptance(
-        drafted=tally.drafted_tokens,
-        accepted=tally.accepted_tokens,
-        decodes=tally.drafted[0] if tally.drafted else 0,
-        positions=tuple(
-            PositionAcceptance(drafted=drafted, accepted=accepted)
-            for drafted, accepted in zip(tally.drafted, tally.accepted, strict=True)
-        ),
-        synthetic=synthetic,
-    )
-
-
 def first_token_times(report: RunReport) -> list[float]:
     """Return each request's time to its first token, in seconds."""
     return [request.first_token for request in report.served if request.first_token is not None]
@@ -332,11 +319,6 @@ def first_token_times(report: RunReport) -> list[float]:
 def per_token_times(report: RunReport) -> list[float]:
     """Return each finished request's mean time of a token after the first, in seconds."""
     return [request.per_token for request in report.served if request.per_token is not None]
-
-
-def _latency(tally: Tally) -> Latency:
-    kinds = (tally.first_token, tally.per_token, tally.last_token, tally.step_seconds, tally.host_seconds)
-    return Latency(*map(Percentiles.of, kinds))
 
 
 def has_replicas(report: RunReport) -> bool:
@@ -374,7 +356,7 @@ _EXPLAIN = "explain PLAN says why"
 
 def verdict(report: RunReport, numbers: RunSummary) -> tuple[str, ...]:
     """Return the lines, the most important first."""
-    return tuple(line for line in (_graphs(report, numbers), _waits(report), _times(report)) if line)
+    return tuple(line for line in (_graphs(report, numbers), _waits(report), "; ".join(_remarks(report))) if line)
 
 
 def _graphs(report: RunReport, numbers: RunSummary) -> str:
@@ -407,20 +389,19 @@ def _change(report: RunReport, role: Role, reason: Reason) -> str:
     if reason is Reason.MODE and report.plan.num_graphs and report.lazy is None and not report.captured:
         return _NO_GRAPHS
     # Graphs at start and on first use have budgets of their own: name the one that was too small.
-    refused = _refused(report, role) if reason is Reason.MEMORY else []
+    refused = (
+        [
+            done
+            for done in report.captured
+            if done.role is role and done.waiver is not None and done.waiver.reason is Reason.MEMORY
+        ]
+        if reason is Reason.MEMORY
+        else []
+    )
     if any(done.step is not None for done in refused):
         at_start = any(done.step is None for done in refused)
         return f"{_LATE_MEMORY}, and {_CHANGES[reason]}" if at_start else _LATE_MEMORY
     return _CHANGES.get(reason, _EXPLAIN)
-
-
-def _refused(report: RunReport, role: Role) -> list[GraphCapture]:
-    """Return the graphs of a role that did not fit into memory."""
-    return [
-        done
-        for done in report.captured
-        if done.role is role and done.waiver is not None and done.waiver.reason is Reason.MEMORY
-    ]
 
 
 def _why_unused(report: RunReport, unused: int, graphs: int) -> str:
@@ -470,10 +451,6 @@ def _missing(report: RunReport, wait: Wait) -> str:
         return "a row of recurrent states: raise states.rows in the plan"
     most = 0 if plan.lora is None else plan.lora.max_active
     return f"one of {most:,} active adapters{each}: raise lora.max_active"
-
-
-def _times(report: RunReport) -> str:
-    return "; ".join(_remarks(report))
 
 
 def _remarks(report: RunReport) -> Iterator[str]:

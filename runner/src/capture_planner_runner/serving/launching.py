@@ -15,13 +15,11 @@ from time import perf_counter
 import attrs
 import numpy as np
 
-from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import Role
-from capture_planner.records.batch import Batch
 from capture_planner_runner.capture.first_use import FirstUse
 from capture_planner_runner.execution.bodies import TargetBody
 from capture_planner_runner.execution.inputs import Array, StepInputs
-from capture_planner_runner.execution.role import ForwardObserver, ForwardTimes, RoleRun, stage_together
+from capture_planner_runner.execution.role import ForwardObserver, RoleRun, stage_together
 from capture_planner_runner.ledger.rows import Forward
 from capture_planner_runner.ledger.session import Session
 from capture_planner_runner.numerics.record import ComparisonLog
@@ -243,32 +241,28 @@ class StepLauncher:
         else:
             times = run.run(batch, dispatch, inputs, begun, filled=filled)
         if not planned.is_idle:
-            self._note(batch, dispatch, times, forwards)
+            self._session.add_forward(
+                Forward(
+                    step=self._count - 1,
+                    role=batch.role,
+                    num_reqs=batch.num_reqs,
+                    num_tokens=batch.num_tokens,
+                    query_len=batch.uniform_query_len,
+                    max_query_len=batch.max_query_len,
+                    active_loras=batch.active_loras,
+                    entry=dispatch.entry,
+                    reason=dispatch.reason,
+                    padded_tokens=dispatch.padded_tokens,
+                    padded_reqs=dispatch.padded_reqs,
+                    repeats=forwards,
+                    preparation=times.preparation,
+                    host_seconds=times.host_seconds,
+                    seconds=times.seconds,
+                )
+            )
         if self._first_use is not None:
             # Replicas request a graph for the joint batch, and so all request the same one.
             self._first_use.request_capture(planned.joint[role], forwards)
-
-    def _note(self, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
-        """Note a forward of the step that was launched last."""
-        self._session.add_forward(
-            Forward(
-                step=self._count - 1,
-                role=batch.role,
-                num_reqs=batch.num_reqs,
-                num_tokens=batch.num_tokens,
-                query_len=batch.uniform_query_len,
-                max_query_len=batch.max_query_len,
-                active_loras=batch.active_loras,
-                entry=dispatch.entry,
-                reason=dispatch.reason,
-                padded_tokens=dispatch.padded_tokens,
-                padded_reqs=dispatch.padded_reqs,
-                repeats=repeats,
-                preparation=times.preparation,
-                host_seconds=times.host_seconds,
-                seconds=times.seconds,
-            )
-        )
 
 
 Shape = tuple[int, int, int | None, bool, int, int]
@@ -304,7 +298,14 @@ class WarmUpLauncher(StepLauncher):
             if perf_counter() < self._deadline:
                 self.ran += 1
                 return super().launch(planned, started)
-        return self._made_up(planned, started)
+        scheduled, self._advanced = planned.scheduled, None
+        assert scheduled is not None, "one replica warms up"
+        self._count += 1
+        answer, draft = self._tokens
+        tokens, proposed = functools.partial(np.full, scheduled.num_tokens, answer, np.int64), None
+        if self._drafting is not None:
+            proposed = functools.partial(np.full, tuple(self._drafting.state.proposed.shape), draft, np.int64)
+        return self._pending(planned, scheduled, self._host_inputs(scheduled), started, tokens, proposed)
 
     def _host_inputs(self, scheduled: ScheduledBatch) -> StepInputs:
         """Return the inputs, with any tokens where the real ones are on the device: steps that are made up leave none.
@@ -315,14 +316,3 @@ class WarmUpLauncher(StepLauncher):
         if self._drafting is None or self._drafting.outcome is None or inputs.input_ids is None:
             return inputs
         return attrs.evolve(inputs, input_ids=np.maximum(inputs.input_ids, 0))
-
-    def _made_up(self, planned: PlannedStep, started: float) -> PendingStep:
-        """Return a step that was not run, with made-up tokens."""
-        scheduled, self._advanced = planned.scheduled, None
-        assert scheduled is not None, "one replica warms up"
-        self._count += 1
-        answer, draft = self._tokens
-        tokens, proposed = functools.partial(np.full, scheduled.num_tokens, answer, np.int64), None
-        if self._drafting is not None:
-            proposed = functools.partial(np.full, tuple(self._drafting.state.proposed.shape), draft, np.int64)
-        return self._pending(planned, scheduled, self._host_inputs(scheduled), started, tokens, proposed)

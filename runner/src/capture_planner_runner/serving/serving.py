@@ -132,7 +132,14 @@ class Serving:
         drafted_at, accepted_at = (
             _by_place(counts, scheduled.draft_tokens) for counts in (drafts, np.minimum(drafts, verification.accepted))
         )
-        finished = self._finished(scheduled, verification)
+        states, rows = self.scheduler.states, scheduled.state_indices
+        length = verification.at + verification.gained
+        ended = (verification.gained > 0) & (length >= states.end[rows])
+        # Only requests with stop tokens are looked at one by one.
+        for row in np.flatnonzero((verification.gained > 0) & states.stops[rows] & ~ended):
+            new = states.tokens[rows[row], verification.at[row] : length[row]]
+            ended[row] = not scheduled.live[row].request.stop.isdisjoint(new.tolist())
+        finished = [scheduled.live[row] for row in np.flatnonzero(ended)]
         proposed = step.proposed
         if self._drafter is not None:
             # A replica drafts even where all its requests are finished: the forward is collective.
@@ -195,26 +202,11 @@ class Serving:
         following = np.where(places < k, proposed[rows], 0)
         states.tokens[rows[:, None], states.length[rows][:, None] + places] = following
 
-    def _finished(self, scheduled: ScheduledBatch, verification: Verification) -> list[AdmittedRequest]:
-        """Return the requests that had their last token in this step."""
-        states, rows = self.scheduler.states, scheduled.state_indices
-        length = verification.at + verification.gained
-        ended = (verification.gained > 0) & (length >= states.end[rows])
-        # Only requests with stop tokens are looked at one by one.
-        for row in np.flatnonzero((verification.gained > 0) & states.stops[rows] & ~ended):
-            new = states.tokens[rows[row], verification.at[row] : length[row]]
-            ended[row] = not scheduled.live[row].request.stop.isdisjoint(new.tolist())
-        return [scheduled.live[row] for row in np.flatnonzero(ended)]
-
-    def _output(self, live: AdmittedRequest) -> tuple[int, ...]:
-        """Return the output of a request; a token that is still on the device is negative, and left out."""
-        states, start = self.scheduler.states, len(live.request.prompt)
-        tokens = states.tokens[live.state_index, start : int(states.length[live.state_index])]
-        return live.request.cut(tuple(tokens[tokens >= 0].tolist()))
-
     def _finish(self, live: AdmittedRequest, *, cut_off: bool = False) -> RequestResult:
         clock = perf_counter()
-        output = self._output(live)
+        states, start = self.scheduler.states, len(live.request.prompt)
+        tokens = states.tokens[live.state_index, start : int(states.length[live.state_index])]
+        output = live.request.cut(tuple(tokens[tokens >= 0].tolist()))
         served = RequestResult(
             name=live.request.name,
             prompt_tokens=len(live.request.prompt),
