@@ -32,7 +32,7 @@ from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.models.protocols import TargetModel
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request, generated
 
 DRAFTS = (0, 1, 2, 3, 5, 7)

@@ -39,12 +39,12 @@ from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.launch.request import drafter_of
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.ranks.connection import connected
-from capture_planner_runner.ranks.forking import run_ranks
 from capture_planner_runner.ranks.group import RankGroup
 from capture_planner_runner.ranks.peers import ALONE, Peers
+from capture_planner_runner.ranks.processes import run_ranks
 from capture_planner_runner.ranks.watch import WaitLimits
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.steps import vectors_of
 from capture_planner_runner.serving.workload import Request
 

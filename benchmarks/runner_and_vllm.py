@@ -47,7 +47,7 @@ from capture_planner_runner.graphs.recorded import grapher_for
 from capture_planner_runner.launch.request import drafter_of, model_of
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import generated
 
 VLLM = "vLLM"

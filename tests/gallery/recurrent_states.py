@@ -15,9 +15,10 @@ from capture_planner.plugins.backend import NULL_STATE
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner_runner.execution import recurrent
+from capture_planner_runner.execution.attention import Segments, StateCache
 from capture_planner_runner.execution.inputs import StepInputs
-from capture_planner_runner.execution.recurrent import Segments, StateCache
-from capture_planner_runner.serving import kv, launching
+from capture_planner_runner.launch import assembly as kv
+from capture_planner_runner.serving import launching
 from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, patched

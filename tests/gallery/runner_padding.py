@@ -22,8 +22,8 @@ from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.execution.updates import DraftState, TokenFields, Updates, VerificationInputs
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving import serving as serving_module
-from capture_planner_runner.serving.drafting import DraftPasses
 from capture_planner_runner.serving.inputs import sampled_counts
+from capture_planner_runner.serving.launching import DraftPasses
 from capture_planner_runner.serving.speculative import Verification
 from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant

@@ -26,7 +26,7 @@ from capture_planner_runner.execution.inputs import ForwardStep, StepInputs
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.execution.updates import TokenFields, Updates
 from capture_planner_runner.graphs import pool as pool_module
-from capture_planner_runner.graphs.pool import Block, Layout
+from capture_planner_runner.graphs.recorded import Block, Layout
 from gallery.core import Mutant, with_field
 from gallery.patching import GUARDS_OFF, patched
 

@@ -19,7 +19,7 @@ from capture_planner_runner.numerics.verification import RowKeeper
 from capture_planner_runner.options import Options
 from capture_planner_runner.ranks.peers import ALONE
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.steps import vectors_of
 from capture_planner_runner.serving.workload import Request
 from support.rank_threads import on_ranks, replicas_of

@@ -30,7 +30,7 @@ from capture_planner_runner.launch.assembly import (
 from capture_planner_runner.models.drafters import load_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from support import launches
 from support.launches import HERE, registry_of
 

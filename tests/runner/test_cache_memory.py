@@ -23,7 +23,7 @@ from capture_planner_runner.ledger.rows import GraphCapture
 from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from support.launches import HERE, SPEC, CountingReference, registry_of, requests_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

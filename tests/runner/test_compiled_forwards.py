@@ -13,8 +13,7 @@ from torch import nn
 from capture_planner.plugins.backend import Scoring
 from capture_planner.records.model import Model
 from capture_planner_runner.compilation.forwards import Compilation, Forwards, inductor, operators
-from capture_planner_runner.compilation.pieces import compiled
-from capture_planner_runner.compilation.trace import traced
+from capture_planner_runner.compilation.pieces import compiled, traced
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.models.loading import weights_of
 from support.model_families import FAMILIES, VOCAB

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_planner.errors import RankError
 from capture_planner_runner.compilation.forwards import CACHE, Compilation, inductor, keep_apart, operators
-from capture_planner_runner.compilation.pieces import compiled
-from capture_planner_runner.compilation.trace import traced
+from capture_planner_runner.compilation.pieces import compiled, traced
 from capture_planner_runner.models.loading import weights_of
 from capture_planner_runner.models.spread import PartialLinear, sum_of
 from support.rank_threads import on_ranks

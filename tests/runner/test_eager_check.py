@@ -26,7 +26,7 @@ from capture_planner_runner.numerics import tolerance
 from capture_planner_runner.numerics.eager_check import EagerCheck, TapKey, Taps
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from support.eager_faults import COMPARE, difference_of, world
 from support.runs import CPU, requests_for, runnable_specs
 from support.worlds import requests_of, serve

@@ -8,11 +8,11 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
 from capture_planner_runner.conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
 from capture_planner_runner.conformance.scene import VOCABULARY, DraftScheme, Shape
-from capture_planner_runner.execution.recurrent import RecurrentLayers
+from capture_planner_runner.execution.attention import RecurrentLayers
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 from support.eager_faults import COMPARE
 from support.runner_conformance import RunnerScene

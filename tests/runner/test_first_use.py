@@ -25,8 +25,8 @@ from capture_planner_runner.launch.launch import launch
 from capture_planner_runner.launch.request import RunRequest
 from capture_planner_runner.report.run import run_report
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.launching import StepLauncher
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 from support.launches import HERE, SPEC, CountingReference, ProgressRecord, registry_of, requests_of, started
 from support.runner_conformance import RunnerScene

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from capture_planner.plugins.backend import NULL_PAGE, NULL_SLOT
 from capture_planner.records.backend import Attention
 from capture_planner_runner.execution.updates import Updates
-from capture_planner_runner.serving.kv import PageFormat, PagePool, layer_cache
+from capture_planner_runner.serving.states import PageFormat, PagePool, layer_cache
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capture_planner_runner.graphs.graph import GraphPool
-from capture_planner_runner.graphs.pool import ALIGNMENT, Block, RecordedPool, lay_out
+from capture_planner_runner.graphs.recorded import ALIGNMENT, Block, RecordedPool, lay_out
 
 
 @st.composite

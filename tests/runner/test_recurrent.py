@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.records.spec import Limits
-from capture_planner_runner.execution.recurrent import StateCache, ragged_segments, recurrence, uniform_segments
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.execution.attention import StateCache, ragged_segments, recurrence, uniform_segments
 from capture_planner_runner.serving.scheduler import Scheduler
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 
 WIDTH = 2

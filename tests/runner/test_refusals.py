@@ -20,8 +20,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
 from capture_planner_runner.bench import Bench, measure
 from capture_planner_runner.launch.launch import launch
-from capture_planner_runner.launch.refusals import refuse_backends
-from capture_planner_runner.launch.request import RunRequest
+from capture_planner_runner.launch.request import RunRequest, refuse_backends
 from capture_planner_runner.serving.workload import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,8 +16,8 @@ from capture_planner.records.batch_space import decode_families, is_admissible, 
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits
 from capture_planner_runner.ledger.rows import Wait
-from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.scheduler import Scheduler
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 from support.scheduling import ANY, Case, cases, crowds, say, scheduler_of, simulate, varying
 

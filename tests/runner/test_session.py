@@ -6,8 +6,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner_runner.ledger.session import Session
-from capture_planner_runner.ledger.tally import Distribution, Tally
+from capture_planner_runner.ledger.session import Distribution, Session, Tally
 from capture_planner_runner.report.summary import Percentiles
 from support import ledgers
 

@@ -9,9 +9,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from capture_planner_runner.serving.inputs import sampled_rows
-from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.speculative import advance, settle, store_tokens
-from capture_planner_runner.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
+from capture_planner_runner.serving.states import AdmittedRequest, PageFormat, RequestStates, ScheduledBatch
 from capture_planner_runner.serving.workload import Request
 
 VOCABULARY = 3

@@ -13,8 +13,7 @@ from capture_planner_runner.execution.fields import FieldBuffer
 from capture_planner_runner.execution.inputs import DERIVED, local_lengths
 from capture_planner_runner.execution.updates import TokenFields, Updates
 from capture_planner_runner.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs, token_rows
-from capture_planner_runner.serving.kv import PageFormat
-from capture_planner_runner.serving.states import AdmittedRequest, RequestStates, ScheduledBatch
+from capture_planner_runner.serving.states import AdmittedRequest, PageFormat, RequestStates, ScheduledBatch
 from capture_planner_runner.serving.workload import Request
 
 DTYPES = {

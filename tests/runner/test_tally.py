@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from capture_planner_runner.ledger.tally import BOUND, LEAST, Distribution
+from capture_planner_runner.ledger.session import BOUND, LEAST, Distribution
 
 VALUES = st.lists(st.sampled_from((0.0, 1e-9, 0.5)) | st.floats(0, 1e6), min_size=1, max_size=120)
 

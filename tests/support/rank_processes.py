@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from capture_planner_runner.ranks.connection import connected
-from capture_planner_runner.ranks.forking import run_ranks
 from capture_planner_runner.ranks.group import RankGroup
+from capture_planner_runner.ranks.processes import run_ranks
 from capture_planner_runner.ranks.watch import WaitLimits
 
 START = 60.0

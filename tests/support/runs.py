@@ -26,7 +26,7 @@ from capture_planner.records.spec import (
     Sizes,
     Spec,
 )
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 
 CPU = Environment(name="cpu", device=Device(kind=DeviceKind.CPU, name="x86-64", memory=1 << 36))

@@ -11,9 +11,9 @@ from capture_planner.records._base import replace
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits, Lora, Parallel
 from capture_planner_runner.ledger.rows import Wait
-from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.scheduler import Scheduler
 from capture_planner_runner.serving.speculative import settle
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 
 VOCABULARY = 3

@@ -24,7 +24,7 @@ from capture_planner_runner.graphs.recorded import RecordedGraphs  # noqa: E402
 from capture_planner_runner.launch.assembly import dtype_of  # noqa: E402
 from capture_planner_runner.models.drafters import choose_drafter  # noqa: E402
 from capture_planner_runner.models.huggingface import load_target  # noqa: E402
-from capture_planner_runner.serving.kv import PageFormat  # noqa: E402
+from capture_planner_runner.serving.states import PageFormat  # noqa: E402
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
 MOST = 4

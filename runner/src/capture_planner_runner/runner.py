@@ -34,11 +34,11 @@ from capture_planner_runner.models.protocols import Adapters, Drafter, TargetMod
 from capture_planner_runner.options import Options
 from capture_planner_runner.ranks.peers import ALONE, Peers
 from capture_planner_runner.serving.inputs import DraftRows
-from capture_planner_runner.serving.kv import PageFormat
 from capture_planner_runner.serving.launching import StepLauncher, WarmUpLauncher
 from capture_planner_runner.serving.scheduler import Scheduler
 from capture_planner_runner.serving.serving import Answers, Serving
 from capture_planner_runner.serving.speculative import SyntheticAcceptance
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.steps import ReplicaPlanner, StepPlanner
 from capture_planner_runner.serving.workload import Request
 

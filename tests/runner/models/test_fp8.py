@@ -16,8 +16,7 @@ from capture_planner.errors import RunError
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType
 from capture_planner_runner.compilation.forwards import operators
-from capture_planner_runner.compilation.pieces import compiled
-from capture_planner_runner.compilation.trace import traced
+from capture_planner_runner.compilation.pieces import compiled, traced
 from capture_planner_runner.models.fp8 import FP8, Fp8Linear, dequantized, grid_of, quantized
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.models.spread import spread

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Latent
-from capture_planner_runner.models.huggingface import differences, load_target
-from capture_planner_runner.models.interface import RefuseHostReads
+from capture_planner_runner.models.huggingface import RefuseHostReads, differences, load_target
 from support.model_families import FAMILIES, LAYERS, VOCAB, WINDOW
 
 CPU = torch.device("cpu")

@@ -20,11 +20,10 @@ from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.options import Options
-from capture_planner_runner.ranks.collectives import WHOLE
+from capture_planner_runner.ranks.collectives import WHOLE, collectives_of
 from capture_planner_runner.ranks.peers import ALONE
-from capture_planner_runner.ranks.symmetric import collectives_of
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from support.rank_processes import on_processes
 from support.worlds import CPU, INSTALLED, LONGEST, requests_of, spec_of, world_of
 

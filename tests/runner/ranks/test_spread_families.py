@@ -9,13 +9,10 @@ from transformers import LlamaConfig
 from capture_planner.errors import RunError
 from capture_planner.records.model import Model
 from capture_planner_runner.compilation.forwards import operators
-from capture_planner_runner.compilation.pieces import compiled
-from capture_planner_runner.compilation.trace import traced
-from capture_planner_runner.models.huggingface import load_target
-from capture_planner_runner.models.interface import Probe
+from capture_planner_runner.compilation.pieces import compiled, traced
+from capture_planner_runner.models.huggingface import Probe, load_target
 from capture_planner_runner.models.spread import Vocabulary, spread
-from capture_planner_runner.ranks.collectives import WHOLE
-from capture_planner_runner.ranks.symmetric import collectives_of
+from capture_planner_runner.ranks.collectives import WHOLE, collectives_of
 from support.model_families import BASE, FAMILIES, LAYERS
 from support.rank_processes import on_processes
 from support.rank_threads import collectives, on_ranks

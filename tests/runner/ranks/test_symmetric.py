@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from capture_planner_runner.ranks import symmetric
+from capture_planner_runner.ranks import collectives as symmetric
 from support.rank_threads import on_ranks
 
 

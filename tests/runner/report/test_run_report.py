@@ -21,8 +21,7 @@ from capture_planner.report.terminal import tables
 from capture_planner.report.writing import size
 from capture_planner_runner.graphs.reading import Reading
 from capture_planner_runner.ledger.rows import Accounts, Forward, GraphCapture
-from capture_planner_runner.ledger.session import RunReport
-from capture_planner_runner.ledger.tally import Distribution
+from capture_planner_runner.ledger.session import Distribution, RunReport
 from capture_planner_runner.report.run import (
     MAX_FALLBACKS,
     MAX_GRAPHS,

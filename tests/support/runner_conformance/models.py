@@ -13,7 +13,7 @@ from capture_planner_runner.conformance.probe import Rows, Tables
 from capture_planner_runner.conformance.scene import Arrive, Scene
 from capture_planner_runner.conformance.world import GARBAGE, LiveRequest, ModelCache, World
 from capture_planner_runner.models.protocols import Attend
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 
 RECURRENT = 1
 """Recurrent layers of a model that has some; states are as wide as a layer's attention output."""

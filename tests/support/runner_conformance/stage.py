@@ -21,7 +21,7 @@ from capture_planner_runner.conformance.stage import Stage
 from capture_planner_runner.conformance.steps import beyond
 from capture_planner_runner.conformance.world import ModelCache, World
 from capture_planner_runner.options import Options
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 from support.runner_conformance.batch import RunnerBatch
 from support.runner_conformance.laws import RunnerCheck

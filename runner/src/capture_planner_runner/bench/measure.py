@@ -24,7 +24,7 @@ from capture_planner_runner.bench.preparation import preparation
 from capture_planner_runner.bench.record import FIGURES, AbsentFigure, BenchReport
 from capture_planner_runner.bench.rig import QUICK, Effort, Rig, decoding_lengths, served_sizes
 from capture_planner_runner.bench.throughput import Load, throughput
-from capture_planner_runner.launch.refusals import refuse_plan
+from capture_planner_runner.launch.request import refuse_plan
 from capture_planner_runner.options import Options, refuse_acceptance
 
 if TYPE_CHECKING:

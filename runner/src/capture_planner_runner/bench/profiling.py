@@ -46,7 +46,7 @@ from capture_planner_runner.bench.staircase import (
 from capture_planner_runner.capture.variants import without_graphs
 from capture_planner_runner.compilation.forwards import compiled_seconds
 from capture_planner_runner.launch.cache_memory import HOST_MEMORY
-from capture_planner_runner.launch.refusals import refuse_plan
+from capture_planner_runner.launch.request import refuse_plan
 from capture_planner_runner.ledger.rows import GraphCapture
 from capture_planner_runner.runner import Runner
 

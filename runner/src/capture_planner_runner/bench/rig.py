@@ -32,13 +32,12 @@ from capture_planner_runner.execution.inputs import StepInputs
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.graphs.graph import Grapher
 from capture_planner_runner.graphs.recorded import grapher_for
-from capture_planner_runner.launch.refusals import refuse_backends
-from capture_planner_runner.launch.request import drafter_of, model_of, page_memory
+from capture_planner_runner.launch.request import drafter_of, model_of, page_memory, refuse_backends
 from capture_planner_runner.ledger.rows import Forward
 from capture_planner_runner.models.protocols import Drafter
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 
 if TYPE_CHECKING:

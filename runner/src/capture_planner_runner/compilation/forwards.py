@@ -196,8 +196,7 @@ class Forwards:
 
         def build() -> CompiledForward:
             # Here, since tracing needs sympy, which takes a second to import.
-            from capture_planner_runner.compilation.pieces import compiled
-            from capture_planner_runner.compilation.trace import traced
+            from capture_planner_runner.compilation.pieces import compiled, traced
 
             trace = traced(lambda attend, **given: forward(attend, variant, **given), kinds, weights)
             return compiled(trace, compiler, compilation.among)

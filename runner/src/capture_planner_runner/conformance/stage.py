@@ -42,7 +42,7 @@ from capture_planner_runner.launch.assembly import kv_dtype_of
 from capture_planner_runner.numerics.tolerance import TOLERANCES
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 
 SOFTCAP = 1.5

@@ -11,8 +11,8 @@ import torch
 from capture_planner.plugins.backend import NULL_PAGE, LayerCache
 from capture_planner_runner.conformance.probe import Tables
 from capture_planner_runner.conformance.scene import VOCABULARY, Arrive, Scene
-from capture_planner_runner.execution.recurrent import StateCache
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.execution.attention import StateCache
+from capture_planner_runner.serving.states import PageFormat
 
 GARBAGE = 6.0
 """Fills owned slots that were not written: finite, as other keys are, and far from them."""

@@ -25,13 +25,12 @@ from capture_planner.plugins.backend import Scoring
 from capture_planner.records.batch import Batch, Entry, batch_text
 from capture_planner.records.plan import RolePlan
 from capture_planner_runner.execution import padding
-from capture_planner_runner.execution.attention import GroupRun, LayerCalls, RoleAttention
+from capture_planner_runner.execution.attention import GroupRun, LayerCalls, RecurrentLayers, RoleAttention
 from capture_planner_runner.execution.bodies import Body
 from capture_planner_runner.execution.fields import ACROSS_REPLICAS, Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner_runner.execution.guards import PointerGuard, refuse_unpadded_requests
 from capture_planner_runner.execution.inputs import DERIVED, ForwardStep, StepInputs, null_inputs
 from capture_planner_runner.execution.padding import Bounds, Write
-from capture_planner_runner.execution.recurrent import RecurrentLayers
 from capture_planner_runner.execution.role_graphs import RoleGraphs
 from capture_planner_runner.graphs.graph import Graph, Grapher, GraphPool
 from capture_planner_runner.options import ExecutionPolicy

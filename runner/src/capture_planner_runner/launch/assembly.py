@@ -16,7 +16,7 @@ from capture_planner.records.backend import Attention
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan
 from capture_planner_runner.execution import padding
-from capture_planner_runner.execution.attention import GroupRun, RoleAttention
+from capture_planner_runner.execution.attention import GroupRun, RecurrentLayers, RoleAttention
 from capture_planner_runner.execution.bodies import (
     Body,
     DraftDecodeBody,
@@ -27,7 +27,6 @@ from capture_planner_runner.execution.bodies import (
 )
 from capture_planner_runner.execution.fields import SAMPLED_FIELDS, Extents, Fields, accepted_field, tensor_of
 from capture_planner_runner.execution.padding import Bounds, Write
-from capture_planner_runner.execution.recurrent import RecurrentLayers
 from capture_planner_runner.execution.role import ExecutionContext, ForwardObserver, RoleRun
 from capture_planner_runner.execution.updates import DraftState, TokenFields, Updates, VerificationOutcome
 from capture_planner_runner.graphs.graph import Grapher
@@ -35,9 +34,9 @@ from capture_planner_runner.models.protocols import Adapters, Drafter, TargetMod
 from capture_planner_runner.numerics.eager_check import EagerCheck
 from capture_planner_runner.numerics.record import ComparisonLog
 from capture_planner_runner.options import ExecutionPolicy, Options
-from capture_planner_runner.serving import kv
-from capture_planner_runner.serving.drafting import DraftPasses
 from capture_planner_runner.serving.inputs import DraftRows
+from capture_planner_runner.serving.launching import DraftPasses
+from capture_planner_runner.serving.states import PageFormat, allocated, layer_cache, state_caches
 
 DTYPES = (DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
 """The element types that the runner computes and caches in."""
@@ -81,7 +80,7 @@ def assemble(
     registry: Registry,
     grapher: Grapher,
     *,
-    pages: kv.PageFormat,
+    pages: PageFormat,
     device: torch.device,
     options: Options,
     observer: ForwardObserver,
@@ -119,7 +118,7 @@ def assemble(
         )
     if plan.states is not None and plan.states.rows < _FEWEST_STATES:
         raise RunError(f"states.rows: {plan.states.rows} leaves no row for a request; plan it again")
-    recurrent = RecurrentLayers(own, kv.state_caches(plan, model.state_width, dtype_of(plan.model.dtype), device))
+    recurrent = RecurrentLayers(own, state_caches(plan, model.state_width, dtype_of(plan.model.dtype), device))
     windows: dict[bool, Windows] = {False: tuple(model.windows)}
     drafting = None
     if drafter is not None and plan.speculative is not None:
@@ -253,7 +252,7 @@ def _operations(device: torch.device, fields: Sequence[Fields]) -> tuple[Callabl
     return FusedPadding(device, size, count).apply, FusedUpdates()
 
 
-def capacity_of(plan: Plan, pages: kv.PageFormat) -> Extents:
+def capacity_of(plan: Plan, pages: PageFormat) -> Extents:
     """Return the largest padded extents: of any entry, and of any batch that the limits admit."""
     entries = [entry for role in plan.roles for entry in role.entries]
     return Extents(
@@ -268,7 +267,7 @@ def reserve_all(
     windows: Mapping[bool, Windows],
     fields: Mapping[Role, Fields],
     registry: Registry,
-    pages: kv.PageFormat,
+    pages: PageFormat,
     device: torch.device,
 ) -> dict[Role, list[GroupRun]]:
     """Reserve the backend of each group of each role; where one refuses, release those before it.
@@ -286,7 +285,7 @@ def reserve_all(
                 packed = getattr(registry[group.backend].backend, "packs_cache", False)
                 for layer in layers:
                     if layer not in mine:
-                        mine[layer] = kv.layer_cache(attention, pages, dtype, device, packed=packed)
+                        mine[layer] = layer_cache(attention, pages, dtype, device, packed=packed)
                 of_group = {layer: mine[layer] for layer in layers}
                 reserved[role.role].append(
                     _reserved(plan, role, group, of_group, fields[role.role], registry, pages, device)
@@ -305,7 +304,7 @@ def _reserved(
     caches: Mapping[int, LayerCache],
     fields: Fields,
     registry: Registry,
-    pages: kv.PageFormat,
+    pages: PageFormat,
     device: torch.device,
 ) -> GroupRun:
     """Reserve the backend of one group. Raises ``BackendError`` with its name where it breaks."""
@@ -313,7 +312,7 @@ def _reserved(
     backend, label = registered.backend, _label(registered)
     assert isinstance(backend, RunnableBackend), "refuse_planning_backends comes first"
     size = group.workspace.device
-    workspace = kv.allocated((size,), torch.uint8, device, f"the workspace that {label} declares")
+    workspace = allocated((size,), torch.uint8, device, f"the workspace that {label} declares")
     reservation = Reservation(
         role=role.role,
         group=group.name,

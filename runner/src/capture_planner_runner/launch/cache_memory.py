@@ -24,7 +24,7 @@ from capture_planner_runner.ledger.rows import CacheMemory, GraphCapture
 from capture_planner_runner.models.protocols import TargetModel
 from capture_planner_runner.ranks.peers import ALONE, Peers
 from capture_planner_runner.runner import Runner
-from capture_planner_runner.serving.kv import PageFormat
+from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request
 
 HOST_MEMORY = 1 << 30

@@ -22,9 +22,8 @@ from capture_planner_runner.execution.role import ForwardObserver, RoleRun
 from capture_planner_runner.ledger.rows import RequestResult
 from capture_planner_runner.models.fp8 import FP8
 from capture_planner_runner.models.protocols import Adapters, LayeredModel, TargetModel, Weight
-from capture_planner_runner.numerics.dense import DenseForward, WiderWeights
+from capture_planner_runner.numerics.dense import ComparedRows, DenseForward, WiderWeights, scales
 from capture_planner_runner.numerics.record import Deviation, LayerScale, OutputCheck, number
-from capture_planner_runner.numerics.scales import ComparedRows, scales
 from capture_planner_runner.numerics.tolerance import INTEGERS, below_best, finite
 
 MEMORY = 1 << 30

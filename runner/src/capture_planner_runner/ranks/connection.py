@@ -14,17 +14,18 @@ import attrs
 from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
 from capture_planner.errors import RankError
-from capture_planner_runner.ranks.board import Board, open_store
 from capture_planner_runner.ranks.peers import Plain
 from capture_planner_runner.ranks.processes import LocalProcesses, RankProcess, card
 from capture_planner_runner.ranks.watch import (
     VERDICT,
+    Board,
     EndProcess,
     RankVerdict,
     RankWatch,
     WaitLimits,
     apart,
     listed,
+    open_store,
     sentence,
 )
 

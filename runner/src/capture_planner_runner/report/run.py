@@ -16,8 +16,7 @@ from capture_planner.records._base import grouped
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Cell, Grid, Report, Section, extent, noted, percent, seconds, size, warned
 from capture_planner_runner.ledger.rows import Accounts, Forward, GraphCapture, RankRecord, VectorCount, Wait
-from capture_planner_runner.ledger.session import RunReport
-from capture_planner_runner.ledger.tally import Distribution
+from capture_planner_runner.ledger.session import Distribution, RunReport
 from capture_planner_runner.numerics.record import (
     Comparison,
     Deviation,

@@ -15,8 +15,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.report.writing import MODES, percent, seconds, size
 from capture_planner_runner.ledger.rows import Accounts, GraphCapture, Wait
-from capture_planner_runner.ledger.session import RunReport
-from capture_planner_runner.ledger.tally import BOUND, Distribution, ModeTally, Tally
+from capture_planner_runner.ledger.session import BOUND, Distribution, ModeTally, RunReport, Tally
 
 
 @attrs.frozen(kw_only=True)

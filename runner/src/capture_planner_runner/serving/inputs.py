@@ -8,8 +8,7 @@ import numpy as np
 from capture_planner.plugins.backend import NULL_SLOT
 from capture_planner.records.model import Method, Speculative
 from capture_planner_runner.execution.inputs import Array, StepInputs
-from capture_planner_runner.serving.kv import PageFormat
-from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
+from capture_planner_runner.serving.states import PageFormat, RequestStates, ScheduledBatch
 
 LOOKAHEAD = 64
 """Tokens by which requests may grow in graphs that advance their own fields, before the host must widen

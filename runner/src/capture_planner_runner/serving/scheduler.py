@@ -18,9 +18,15 @@ from capture_planner.plugins.backend import NULL_STATE
 from capture_planner.records.model import Speculative
 from capture_planner.records.spec import Limits, Lora
 from capture_planner_runner.ledger.rows import Wait
-from capture_planner_runner.serving.kv import PageFormat, PagePool
 from capture_planner_runner.serving.speculative import request_key
-from capture_planner_runner.serving.states import AdmittedRequest, Integers, RequestStates, ScheduledBatch
+from capture_planner_runner.serving.states import (
+    AdmittedRequest,
+    Integers,
+    PageFormat,
+    PagePool,
+    RequestStates,
+    ScheduledBatch,
+)
 from capture_planner_runner.serving.workload import Request
 
 
