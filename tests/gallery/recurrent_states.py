@@ -14,7 +14,7 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.plugins.backend import NULL_STATE
 from capture_planner.records._base import replace
 from capture_planner.records.plan import Plan
-from capture_planner_runner.execution import recurrent
+from capture_planner_runner.execution import attention as recurrent
 from capture_planner_runner.execution.attention import Segments, StateCache
 from capture_planner_runner.execution.inputs import StepInputs
 from capture_planner_runner.launch import assembly as kv

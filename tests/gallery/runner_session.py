@@ -69,13 +69,13 @@ def _moves_the_targets_fields(original: Callable[..., None]) -> Callable[..., No
 
 
 def _swallowed(original: Callable[..., GraphCapture]) -> Callable[..., GraphCapture]:
-    def capture(role: RoleRun, entry: Entry, *others: object) -> GraphCapture:
+    def run(capture: capture_module._Capture, **strict: bool) -> GraphCapture:
         try:
-            return original(role, entry, *others)
+            return original(capture, **strict)
         except RuntimeError:
-            return GraphCapture(role=role.role, entry=entry, seconds=0.0, memory=0, alone=0)
+            return GraphCapture(role=capture.role.role, entry=capture.entry, seconds=0.0, memory=0, alone=0)
 
-    return capture
+    return run
 
 
 def _registered_as_far_as_it_came(original: Callable[[RoleGraphs], None]) -> Callable[[RoleGraphs], None]:
@@ -161,7 +161,7 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
         threads=("sglang#11275",),
         bug_class=BugClass.P,
         says="An error inside the capture session is hidden, and the graph that broke is dispatched to",
-        patch=patched((capture_module, "_capture", _swallowed)),
+        patch=patched((capture_module._Capture, "run", _swallowed)),
     ),
     Mutant(
         name="graphs-of-a-broken-session",

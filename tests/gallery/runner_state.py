@@ -25,7 +25,7 @@ from capture_planner_runner.execution.fields import Extents
 from capture_planner_runner.execution.inputs import ForwardStep, StepInputs
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.execution.updates import TokenFields, Updates
-from capture_planner_runner.graphs import pool as pool_module
+from capture_planner_runner.graphs import recorded as pool_module
 from capture_planner_runner.graphs.recorded import Block, Layout
 from gallery.core import Mutant, with_field
 from gallery.patching import GUARDS_OFF, patched

@@ -36,12 +36,12 @@ class Recorder(ForwardObserver):
         return super().writes(role, writes)
 
     @contextmanager
-    def attention(self, role, number, layer, query, keys, values, out):
-        out.fill_(float("nan"))
+    def attention(self, role, number, layer, tensors):
+        tensors.out.fill_(float("nan"))
         yield
         self.times.add_(1)
         # Shapes alone: tensors that outlive their capture are looked for in all objects of the process.
-        shapes = [tensor.shape for tensor in (query, keys, values, out)]
+        shapes = [tensor.shape for tensor in tensors]
         self.attended.append((role.role, number, layer, *shapes))
 
     def forward(self, role, step):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capture_planner.records.backend import COMMON_FIELDS
 from capture_planner_runner.execution.fields import FieldBuffer
-from capture_planner_runner.execution.inputs import DERIVED, local_lengths
+from capture_planner_runner.execution.inputs import DERIVED
 from capture_planner_runner.execution.updates import TokenFields, Updates
 from capture_planner_runner.serving.inputs import draft_decode_inputs, draft_prefill_inputs, target_inputs, token_rows
 from capture_planner_runner.serving.states import AdmittedRequest, PageFormat, RequestStates, ScheduledBatch
@@ -286,13 +286,3 @@ def test_next_decode_is_the_step_that_follows_without_ids_and_slots(batch):
         "positions": inputs.positions.dtype,
         "seq_lens": inputs.seq_lens.dtype,
     }
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 5))
-def test_local_lengths_count_the_positions_of_a_rank(lengths, ranks, block):
-    """Blocks of positions go to the ranks by turns, and no position is lost."""
-    found = [local_lengths(np.array(lengths, np.int32), ranks, rank, block) for rank in range(ranks)]
-    for rank, local in enumerate(found):
-        assert local.dtype == np.int32
-        assert local.tolist() == [sum(at // block % ranks == rank for at in range(length)) for length in lengths]
-    assert sum(found).tolist() == lengths

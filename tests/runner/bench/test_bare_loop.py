@@ -83,9 +83,7 @@ def test_bare_capture_runs_attention_between_pieces(forward: list[str]) -> None:
         else:
             assert open_ == (what == "op")
     assert not open_
-    assert graph.pieces == device.log.count("begin") == 1 + forward.count("split")
-    with pytest.raises(RunError, match="never replayed"):
-        graph.replay()
+    assert len(graph.parts) == device.log.count("begin") == 1 + forward.count("split")
 
 
 def test_bare_loop_captures_the_plan_in_the_same_order() -> None:

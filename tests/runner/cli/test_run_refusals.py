@@ -77,11 +77,6 @@ def run(executing: Callable[[str, str], Run]) -> Run:
         (("plan.yaml", "--memory-utilization", "1.5"), "1.5 is not in the range"),
         (("plan.yaml", "--check", "none,tokens"), "none removes even the guards, and the others add checks"),
         (("plan.yaml", "--check", "token"), "'token' is no check; give some of tokens, tensors, indices,"),
-        (("plan.yaml", "--verify"), "--verify is now --check tokens"),
-        (("plan.yaml", "--compare"), "--compare is now --check tensors"),
-        (("plan.yaml", "--debug"), "--debug is now --check indices"),
-        (("plan.yaml", "--poison"), "--poison is now --check padding"),
-        (("plan.yaml", "--trust"), "--trust is now --check none"),
         (("plan.yaml", "--chance", "0.5"), "--chance goes with --drafter chance"),
         (("plan.yaml", "--speed", "2"), "--speed goes with --trace"),
         (("plan.yaml", "--trace", "a", "--rate", "2"), "--rate goes with generated requests"),
@@ -159,8 +154,8 @@ def test_a_plan_with_holes_runs_only_where_it_is_wanted(run: Run) -> None:
     [
         (("--threads", "100000"), "--threads"),
         (("--seed", str(1 << 64)), "--seed"),
-        (("--step-time", "nan"), "--step-time is nan; give a finite number"),
-        (("--rate", "inf"), "--rate is inf; give a finite number"),
+        (("--step-time", "nan"), "'--step-time': nan is not a finite number"),
+        (("--rate", "inf"), "'--rate': inf is not a finite number"),
         (("--html", "."), "is a folder; name a file"),
     ],
 )

@@ -10,13 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
 
 from capture_planner.modes import GraphMode, Role
-from capture_planner.plugins.backend import Backend, Executor, Metadata, Reservation
+from capture_planner.plugins.backend import Executor, Metadata, Reservation
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Batch, Entry
@@ -135,26 +136,20 @@ class PrepareTimer:
     def registry(self, registry: Registry) -> Registry:
         """Return the same backends, with timed executors."""
         return Registry(
-            attrs.evolve(entry, backend=_TimedBackend(entry.backend, self))
-            if hasattr(entry.backend, "reserve")
-            else entry
+            attrs.evolve(entry, backend=self._timed(entry.backend)) if hasattr(entry.backend, "reserve") else entry
             for entry in registry.values()
         )
 
+    def _timed(self, backend: Any) -> Any:
+        """Return a backend whose executors are timed."""
 
-class _TimedBackend:
-    """A backend whose executors are timed."""
+        def reserve(reservation: Reservation) -> Executor:
+            executor: Executor = _TimedExecutor(backend.reserve(reservation), self)
+            return executor
 
-    def __init__(self, backend: Backend, timer: PrepareTimer) -> None:
         # Attributes rather than __getattr__, which isinstance with a protocol does not see.
-        self.name, self.support, self.padding = backend.name, backend.support, backend.padding
-        self.refresh, self.workspace = backend.refresh, backend.workspace
-        self._backend: Any = backend
-        self._timer = timer
-
-    def reserve(self, reservation: Reservation) -> Executor:
-        executor: Executor = _TimedExecutor(self._backend.reserve(reservation), self._timer)
-        return executor
+        public = {name: getattr(backend, name) for name in dir(backend) if not name.startswith("_")}
+        return SimpleNamespace(**public | {"reserve": reserve})
 
 
 class _TimedExecutor:

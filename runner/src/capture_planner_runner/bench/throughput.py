@@ -186,19 +186,22 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
                 persistent_manager=True,
             )
             seconds = perf_counter() - started
-            # The library logs errors and returns the other results.
-            requests = len(prompts)
-            errors = sorted({str(result.error) for result in answers.values() if result.error is not None})
-            if errors:
-                raise Absence(f"transformers' continuous batching failed: {errors[0][:300]}")
-            lengths = sorted({len(result.generated_tokens) for result in answers.values()})
-            if len(answers) != requests or lengths != [output_tokens]:
-                raise Absence(
-                    f"transformers' continuous batching answered {len(answers)} of {counted(requests, 'request')} with "
-                    f"{lengths} tokens each, instead of {output_tokens}"
-                )
+            _refuse_incomplete(answers, len(prompts), output_tokens)
             if number:
                 rates.append(len(prompts) * output_tokens / seconds)
     finally:
         model.destroy_cached_continuous_batching_manager()
     return rates
+
+
+def _refuse_incomplete(answers: dict[str, Any], requests: int, output_tokens: int) -> None:
+    """Raise ``Absence`` if a result has an error or is missing: the library logs errors and returns the rest."""
+    errors = sorted({str(result.error) for result in answers.values() if result.error is not None})
+    if errors:
+        raise Absence(f"transformers' continuous batching failed: {errors[0][:300]}")
+    lengths = sorted({len(result.generated_tokens) for result in answers.values()})
+    if len(answers) != requests or lengths != [output_tokens]:
+        raise Absence(
+            f"transformers' continuous batching answered {len(answers)} of {counted(requests, 'request')} with "
+            f"{lengths} tokens each, instead of {output_tokens}"
+        )

@@ -69,8 +69,7 @@ def capture_all(
     _refuse_other_work(work, peers)
     for number, (role, entry) in enumerate(work, 1):
         with _named(role, entry):
-            together = _Together(peers, among, f"{number} of {len(work)}")
-            captured = _capture(role, entry, grapher, strict, together, _Beginning.of(grapher))
+            captured = _Capture(role, entry, grapher, peers, among, f"{number} of {len(work)}").run(strict=strict)
         yield captured
 
 
@@ -89,10 +88,10 @@ def capture_late(
     if (peers.agree([room]) <= 0).any():
         waiver = _waiver(role.plan, entry, Reason.MEMORY, f"{entry} was not tried: nothing of capture.memory is left")
         return GraphCapture(role=role.role, entry=entry, seconds=0.0, memory=0, alone=0, waiver=waiver, tried=False)
-    together, begun = _Together(peers, among, f"{number} on first use", room), _Beginning.of(grapher)
+    capture = _Capture(role, entry, grapher, peers, among, f"{number} on first use", room)
     try:
         with _named(role, entry):
-            done = _capture(role, entry, grapher, False, together, begun)
+            done = capture.run()
     except BaseException as error:
         role.graphs.drop(entry)
         if peers.place.size > 1 or not isinstance(error, (BackendError, CaptureError)):
@@ -102,68 +101,89 @@ def capture_late(
         role.graphs.keep(entry)
         return done
     # Read after the error is gone: its traceback holds what the capture had made.
-    before, after = begun.reading, grapher.reading()
-    return GraphCapture(
-        role=role.role,
-        entry=entry,
-        seconds=perf_counter() - begun.clock,
-        memory=max(after.held - before.held, 0) if before and after else 0,
-        alone=0,
-        readings=(before, before, after) if before and after else None,
-        waiver=waiver,
-    )
+    before, after = capture.before, grapher.reading()
+    return capture.row(before, after, memory=max(after.held - before.held, 0) if before and after else 0, waiver=waiver)
 
 
-@attrs.frozen
-class _Beginning:
-    """When the capture of an entry began, and the device then."""
+@attrs.frozen(eq=False)
+class _Capture:
+    """The capture of one entry, by all ranks together."""
 
-    clock: float
-    """In seconds."""
-    reading: Reading | None
-
-    @classmethod
-    def of(cls, grapher: Grapher) -> _Beginning:
-        return cls(perf_counter(), grapher.reading())
-
-
-@attrs.frozen
-class _Together:
-    """One capture of several ranks."""
-
+    role: RoleRun
+    entry: Entry
+    grapher: Grapher
     peers: Peers
     among: Collectives
     number: str
     """Number of the capture, for messages."""
     room: int | None = None
     """Bytes of the device that the graph may take; None: no bound."""
+    begun: float = attrs.Factory(perf_counter)
+    """In seconds."""
+    before: Reading | None = attrs.Factory(lambda self: self.grapher.reading(), takes_self=True)
+    """The device, before anything is done."""
 
-    def warm_up(self, role: RoleRun, entry: Entry, grapher: Grapher) -> StageOutcome[Reading | None]:
-        """Warm up on every rank, and wait for the devices."""
+    def run(self, *, strict: bool = False) -> GraphCapture:
+        """Capture; the device is read before, between and after, so that growth has one cause."""
+        role, entry, before = self.role, self.entry, self.before
+        memory, alone, waiver = 0, 0, None
+        # Without readings the pool itself is asked, which takes a CUDA pool long.
+        pool = role.graphs.pool
+        held = pool.memory if self.room is not None and before is None and pool is not None else None
+        warmed = self._on_every_rank("warm-up", self._warmed_up, awaits=())
+        warm, unfit = warmed.result or before, warmed.unfit
+        if unfit is None:
+            # Nothing runs in a CUDA capture: one that lacks memory keeps no rank waiting.
+            captured = self._on_every_rank("capture", self._captured, awaits=(torch.OutOfMemoryError,))
+            unfit = captured.unfit
+            if captured.result is not None:
+                memory, alone = captured.result.memory, captured.result.alone
+                self.among.keep(captured.result)
+        if unfit is not None:
+            role.graphs.drop(entry)
+            if strict:
+                raise RunError(f"{role.role.value}: {entry} does not fit into memory: {unfit}")
+            message = f"{entry} did not fit into memory when it was captured: {unfit}"
+            waiver = _waiver(role.plan, entry, Reason.MEMORY, message)
+        after = self.grapher.reading()
+        if waiver is not None:
+            # Nothing but the graph grew in between: this is what it left behind in its pool.
+            if warm and after:
+                memory = max(after.held - warm.held, 0)
+            elif held is not None and pool is not None:
+                memory = pool.memory - held
+        return self.row(warm, after, memory=memory, alone=alone, waiver=waiver)
 
-        def work() -> Reading | None:
-            role.warm_up(entry)
-            grapher.settle()
-            return grapher.reading()
+    def row(
+        self, warm: Reading | None, after: Reading | None, *, memory: int, alone: int = 0, waiver: Waiver | None
+    ) -> GraphCapture:
+        """Return the row of the ledger; ``warm`` is the device after the warm-up."""
+        return GraphCapture(
+            role=self.role.role,
+            entry=self.entry,
+            seconds=perf_counter() - self.begun,
+            memory=memory,
+            alone=alone,
+            readings=(self.before, warm, after) if self.before and warm and after else None,
+            waiver=waiver,
+        )
 
-        return self._run("warm-up", entry, work, awaits=())
+    def _warmed_up(self) -> Reading | None:
+        self.role.warm_up(self.entry)
+        self.grapher.settle()
+        return self.grapher.reading()
 
-    def capture(self, role: RoleRun, entry: Entry, grapher: Grapher, before: Reading | None) -> StageOutcome[Graph]:
-        """Capture on every rank. Nothing runs in a CUDA capture: one that lacks memory keeps no rank waiting."""
+    def _captured(self) -> Graph:
+        graph = self.role.capture(self.entry)
+        after = None if self.room is None else self.grapher.reading()
+        takes = graph.memory if self.before is None or after is None else after.used - self.before.used
+        if self.room is not None and takes > self.room:
+            has = f"{format_bytes(self.room)} of capture.memory are left"
+            raise torch.OutOfMemoryError(f"it takes {format_bytes(takes)}, and {has}")
+        return graph
 
-        def work() -> Graph:
-            graph = role.capture(entry)
-            after = None if self.room is None else grapher.reading()
-            takes = graph.memory if before is None or after is None else after.used - before.used
-            if self.room is not None and takes > self.room:
-                has = f"{format_bytes(self.room)} of capture.memory are left"
-                raise torch.OutOfMemoryError(f"it takes {format_bytes(takes)}, and {has}")
-            return graph
-
-        return self._run("capture", entry, work, awaits=(torch.OutOfMemoryError,))
-
-    def _run(
-        self, stage: str, entry: Entry, work: Callable[[], Result], *, awaits: tuple[type[Exception], ...]
+    def _on_every_rank(
+        self, stage: str, work: Callable[[], Result], *, awaits: tuple[type[Exception], ...]
     ) -> StageOutcome[Result]:
         """Run a stage on every rank; all call as many collectives in it.
 
@@ -173,7 +193,7 @@ class _Together:
         before = self.among.calls
         return on_every_rank(
             self.peers,
-            f"{stage} {self.number}, {entry}",
+            f"{stage} {self.number}, {self.entry}",
             work,
             awaits=(Exception,) if self.among.size == 1 else awaits,
             state=lambda: counted(self.among.calls - before, "collective"),
@@ -227,46 +247,6 @@ def begin(plan: Plan, roles: Sequence[RoleRun], grapher: Grapher, memory: int | 
         role.begin_capture(shared if plan.pool is Pool.SHARED else grapher.pool(memory))
     work = ((role, entry) for role in roles for entry in role.plan.at_start)
     return sorted(work, key=lambda item: item[1].capture_order)
-
-
-def _capture(
-    role: RoleRun, entry: Entry, grapher: Grapher, strict: bool, together: _Together, begun: _Beginning
-) -> GraphCapture:
-    """Capture one entry; the device is read before, between and after, so that growth has one cause."""
-    memory, alone, waiver, before = 0, 0, None, begun.reading
-    # Without readings the pool itself is asked, which takes a CUDA pool long.
-    pool = role.graphs.pool
-    held = pool.memory if together.room is not None and before is None and pool is not None else None
-    warmed = together.warm_up(role, entry, grapher)
-    warm, unfit = warmed.result or before, warmed.unfit
-    if unfit is None:
-        captured = together.capture(role, entry, grapher, before)
-        unfit = captured.unfit
-        if captured.result is not None:
-            memory, alone = captured.result.memory, captured.result.alone
-            together.among.keep(captured.result)
-    if unfit is not None:
-        role.graphs.drop(entry)
-        if strict:
-            raise RunError(f"{role.role.value}: {entry} does not fit into memory: {unfit}")
-        message = f"{entry} did not fit into memory when it was captured: {unfit}"
-        waiver = _waiver(role.plan, entry, Reason.MEMORY, message)
-    after = grapher.reading()
-    if waiver is not None:
-        # Nothing but the graph grew in between: this is what it left behind in its pool.
-        if warm and after:
-            memory = max(after.held - warm.held, 0)
-        elif held is not None and pool is not None:
-            memory = pool.memory - held
-    return GraphCapture(
-        role=role.role,
-        entry=entry,
-        seconds=perf_counter() - begun.clock,
-        memory=memory,
-        alone=alone,
-        readings=(before, warm, after) if before and warm and after else None,
-        waiver=waiver,
-    )
 
 
 def _waiver(role: RolePlan, entry: Entry, reason: Reason, message: str) -> Waiver:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import sys
 import threading
@@ -29,7 +28,7 @@ from capture_planner.cli.common import (
     show_notes,
 )
 from capture_planner.cli.ending import INTERRUPTED, Say, exit_code_of, exit_interrupted, say_error
-from capture_planner.cli.options import FILE, SIZE, F, Number, ParsedText, dashed, flag, option, stated
+from capture_planner.cli.options import FILE, SIZE, Number, ParsedText, dashed, flag, option, stated
 from capture_planner.codec import dumps
 from capture_planner.errors import CapturePlannerError, RankError, RunError
 from capture_planner.plugins import registry
@@ -223,16 +222,6 @@ def _checks(text: str) -> tuple[str, ...]:
     return names
 
 
-def _replaced(name: str, check: str) -> Callable[[F], F]:
-    """Declare a switch that became a value of ``--check``: hidden, and refused with its new spelling."""
-
-    def refuse(context: click.Context, parameter: click.Parameter, is_given: bool) -> None:
-        if is_given:
-            raise click.UsageError(f"{name} is now --check {check} (several checks: --check {check},...).")
-
-    return click.option(name, is_flag=True, hidden=True, expose_value=False, callback=refuse)
-
-
 @click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @options.model
@@ -301,11 +290,6 @@ def _replaced(name: str, check: str) -> Callable[[F], F]:
     "the bounds of every index field at every step. padding: buffers filled with NaN before each forward. none: replay "
     "without guards. Default: guards only.",
 )
-@_replaced("--verify", "tokens")
-@_replaced("--compare", "tensors")
-@_replaced("--debug", "indices")
-@_replaced("--poison", "padding")
-@_replaced("--trust", "none")
 @options.admit("Run")
 @click.option("--fingerprints", cls=OutputFile, help="Write the plan with fingerprints of its captured graphs.")
 @click.option(
@@ -521,9 +505,6 @@ def _refuse_contradictions(values: dict[str, Any]) -> None:
                 raise click.UsageError(f"--adapters {folder}: no such folder; give folders, or one number.")
     elif not 1 <= adapters <= _MOST_ADAPTERS:
         raise click.UsageError(f"--adapters {adapters}: expected 1 to {_MOST_ADAPTERS}.")
-    for name in ("step_time", "chance", "rate", "memory_utilization"):
-        if values[name] is not None and not math.isfinite(values[name]):
-            raise click.UsageError(f"{dashed(name)} is {values[name]}; give a finite number.")
 
 
 _CAPTURES = ("captures, so without --eager", lambda values: not values["eager"])

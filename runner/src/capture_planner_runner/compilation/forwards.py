@@ -90,19 +90,6 @@ ROWS: Mapping[str, int | None] = {"positions": -1, "active": None}
 """Which dimension of an input is a row for each token; 0 of all that are not named here."""
 
 
-@attrs.frozen(eq=False)
-class Same:
-    """An object as a key: by what it is, and not by what it equals."""
-
-    _value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 @attrs.define(eq=False)
 class Compilation:
     """Compiled forwards, for one runner or for several of the same networks, which then compile nothing again.

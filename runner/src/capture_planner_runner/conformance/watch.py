@@ -36,7 +36,7 @@ from capture_planner_runner.conformance.world import World
 from capture_planner_runner.execution.fields import FieldBuffer, tensor_of
 from capture_planner_runner.execution.inputs import Array, ForwardStep
 from capture_planner_runner.execution.padding import Write, out_of_bounds
-from capture_planner_runner.execution.role import ForwardObserver, RoleRun
+from capture_planner_runner.execution.role import ForwardObserver, LayerTensors, RoleRun
 from capture_planner_runner.graphs.graph import Graph, Grapher, GraphPool, Leftover
 from capture_planner_runner.graphs.reading import Reading
 from capture_planner_runner.runner import Runner
@@ -206,19 +206,10 @@ class Watch(ForwardObserver):
         self.graphs.staged(role)
         return self._inner.writes(role, writes)
 
-    def attention(
-        self,
-        role: RoleRun,
-        number: int,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> AbstractContextManager[None]:
+    def attention(self, role: RoleRun, number: int, layer: int, tensors: LayerTensors) -> AbstractContextManager[None]:
         """Mark the output, in graphs too."""
         self.graphs.attention(role)
-        return self._outputs.marked(role, layer, out)
+        return self._outputs.marked(role, layer, tensors.out)
 
     @contextmanager
     def forward(self, role: RoleRun, step: ForwardStep) -> Iterator[None]:

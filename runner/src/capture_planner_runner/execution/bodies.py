@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from capture_planner.records.batch import Entry
-from capture_planner_runner.compilation.forwards import Forwards, Inputs, Same
+from capture_planner_runner.compilation.forwards import Forwards, Inputs
 from capture_planner_runner.execution.fields import SAMPLED_ROWS, Extents, Fields, TensorRef
 from capture_planner_runner.execution.inputs import Array
 from capture_planner_runner.execution.updates import DraftState, TokenFields, Updates
@@ -30,7 +30,10 @@ class Body(Protocol):
 
     @property
     def network(self) -> Hashable:
-        """Key of everything that ``forward`` depends on besides its arguments; equal keys share compiled code."""
+        """Key of everything that ``forward`` depends on besides its arguments; equal keys share compiled code.
+
+        Models, adapters and drafters are keys by what they are: they define no equality.
+        """
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Run the network: the part that can be compiled, of tensors that are given."""
@@ -108,7 +111,7 @@ class TargetBody:
 
     @property
     def network(self) -> Hashable:
-        return Same(self.model), Same(self.adapters), self.aux_layers
+        return self.model, self.adapters, self.aux_layers
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the hidden states, and the auxiliary ones where a drafter reads them."""
@@ -195,7 +198,7 @@ class _DraftBody:
 
     @property
     def network(self) -> Hashable:
-        return Same(self.drafter)
+        return (self.drafter,)
 
     def forward(self, attend: Attend, variant: int, **inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the hidden states that one module leaves."""

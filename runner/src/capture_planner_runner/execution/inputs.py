@@ -121,26 +121,17 @@ class StepInputs:
 
         The host knows neither ids nor slots of it; no backend that allows this plans by them.
         """
-        # Written out, since ``attrs.evolve`` takes ten times as long, and this is all that the host does.
-        return StepInputs(
+        # By hand, since ``attrs.evolve`` takes ten times as long, and this is all that the host does.
+        after = object.__new__(StepInputs)
+        after.__dict__.update(
+            self.__dict__,
             input_ids=None,
             positions=self.positions + 1,
             slot_mapping=None,
-            query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens + np.int32(1),
-            block_table=self.block_table,
-            last_token_indices=self.last_token_indices,
-            idx_mapping=self.idx_mapping,
-            cu_num_draft_tokens=self.cu_num_draft_tokens,
-            state_indices=self.state_indices,
-            sampled_rows=self.sampled_rows,
-            sampled_counts=self.sampled_counts,
-            accepted_counts=self.accepted_counts,
-            adapter_lanes=self.adapter_lanes,
-            active_adapters=self.active_adapters,
-            num_tokens_across_dp=self.num_tokens_across_dp,
-            page_size=self.page_size,
         )
+        after.__dict__.pop("declared", None)  # it is of the values before
+        return after
 
 
 def query_lens(counts: Array, *, prompts: bool) -> tuple[int | None, int | None]:
@@ -198,17 +189,6 @@ class _DeclaredArrays(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         array = self[name] = DERIVED[name](self._inputs)
         return array
-
-
-def local_lengths(seq_lens: Array, ranks: int, rank: int, block: int = 1) -> Array:
-    """Return how many of the first ``seq_lens`` positions a decode-context-parallel rank has, int32[R].
-
-    Positions go to the ranks by turns, ``block`` at a time (vLLM 0.33's ``cp_kv_cache_interleave_size``).
-    """
-    whole = seq_lens // (block * ranks) * block
-    rest = seq_lens - whole * ranks - rank * block
-    local: Array = (whole + np.clip(rest, 0, block)).astype(np.int32)
-    return local
 
 
 def _page_counts(inputs: StepInputs) -> Array:

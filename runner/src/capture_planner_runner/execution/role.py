@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import attrs
 import numpy as np
@@ -69,6 +69,16 @@ class ExecutionContext:
 _NOTHING = nullcontext()
 
 
+class LayerTensors(NamedTuple):
+    """Tensors of one call of attention."""
+
+    queries: torch.Tensor
+    """``[T, num_heads, head_dim]``, as ``out``; keys and values have ``num_kv_heads``."""
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+
+
 class ForwardObserver:
     """Watches the forwards of roles. Every method does nothing here: override those that you need.
 
@@ -92,20 +102,10 @@ class ForwardObserver:
         """Return the writes that fill the fields of a step, also of one that is captured."""
         return writes
 
-    def attention(
-        self,
-        role: RoleRun,
-        number: int,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> AbstractContextManager[None]:
-        """Return a context that is entered before a layer attends, and left when ``out`` is written.
+    def attention(self, role: RoleRun, number: int, layer: int, tensors: LayerTensors) -> AbstractContextManager[None]:
+        """Return a context that is entered before a layer attends, and left when its output is written.
 
         :param number: of the draft decode in a chain, 0 outside of chains.
-        :param query: ``[T, num_heads, head_dim]``, as ``out``; keys and values have ``num_kv_heads``.
         """
         return _NOTHING
 
@@ -312,7 +312,7 @@ class RoleRun:
         def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
             self.attention.attend(layer, query, keys, values, out, scoring)
 
-        with self._observer.attention(self, number, layer, query, keys, values, out):
+        with self._observer.attention(self, number, layer, LayerTensors(query, keys, values, out)):
             self.graphs.call(attention, reads=(query, keys, values), writes=(out,))
         return out
 

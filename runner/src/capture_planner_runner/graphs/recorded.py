@@ -101,18 +101,6 @@ def _lowest(size: int, block: Block, others: Sequence[tuple[int, int, int, int]]
     return free
 
 
-@attrs.frozen(eq=False)
-class Allocation:
-    """The memory that a pool gave to one graph."""
-
-    places: tuple[tuple[torch.UntypedStorage, int], ...]
-    """Chunk and offset in bytes of each block."""
-    memory: int
-    """Bytes by which the pool grew."""
-    alone: int
-    """Bytes of a separate pool."""
-
-
 class RecordedPool:
     """Chunks of host memory, which never move, that graphs of one grapher share. ``limit`` in bytes; None: none.
 
@@ -135,8 +123,10 @@ class RecordedPool:
         for chunk in self._chunks:
             torch.empty(0, dtype=torch.uint8).set_(chunk).fill_(0xFF)
 
-    def hold(self, blocks: Sequence[Block]) -> Allocation:
+    def hold(self, blocks: Sequence[Block]) -> tuple[list[tuple[torch.UntypedStorage, int]], Layout]:
         """Give memory to the blocks of one graph; other graphs' blocks may lie in the same bytes.
+
+        Returns the chunk of each block with the offset in it, in bytes, and the layout.
 
         Raises ``torch.OutOfMemoryError`` where the pool would hold more than its limit; it is then as it was before.
         """
@@ -150,8 +140,7 @@ class RecordedPool:
         if layout.grows:
             chunks.append(torch.UntypedStorage(layout.grows))  # type: ignore[no-untyped-call]
         self._references = [weakref.ref(chunk) for chunk in chunks]
-        places = tuple((chunks[chunk], offset) for chunk, offset in layout.places)
-        return Allocation(places, layout.grows, layout.alone)
+        return [(chunks[chunk], offset) for chunk, offset in layout.places], layout
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -678,14 +667,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = [(storage, storage.block) for storage in self._storages.values() if storage.is_own]
         used = [(storage, block) for storage, block in own if block is not None]
         left = self._leftover()  # before lent tensors are pointed into the pool
-        allocation = pool.hold([block for _, block in used])
-        for (storage, _), (chunk, offset) in zip(used, allocation.places, strict=True):
+        places, layout = pool.hold([block for _, block in used])
+        for (storage, _), (chunk, offset) in zip(used, places, strict=True):
             storage.settle(chunk, offset)
         return RecordedGraph(
             steps=tuple(item.step() for item in self._items),
             in_inference_mode=torch.is_inference_mode_enabled(),
-            memory=allocation.memory,
-            alone=allocation.alone,
+            memory=layout.grows,
+            alone=layout.alone,
             pieces=1 + sum(isinstance(item, _Break) for item in self._items),
             leftover=left,
             items=tuple(self._items),

@@ -10,11 +10,11 @@ import torch
 
 from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
-from capture_planner.plugins.backend import LayerCache, Reservation, RunnableBackend
+from capture_planner.plugins.backend import Executor, LayerCache, Reservation, RunnableBackend
 from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records.backend import Attention
 from capture_planner.records.model import DataType, Method, Model, Speculative
-from capture_planner.records.plan import GroupPlan, Plan, RolePlan
+from capture_planner.records.plan import Plan, RolePlan
 from capture_planner_runner.execution import padding
 from capture_planner_runner.execution.attention import GroupRun, RecurrentLayers, RoleAttention
 from capture_planner_runner.execution.bodies import (
@@ -286,9 +286,26 @@ def reserve_all(
                 for layer in layers:
                     if layer not in mine:
                         mine[layer] = layer_cache(attention, pages, dtype, device, packed=packed)
-                of_group = {layer: mine[layer] for layer in layers}
+                registered, of_group = registry[group.backend], {layer: mine[layer] for layer in layers}
+                label, size = _label(registered), group.workspace.device
+                workspace = allocated((size,), torch.uint8, device, f"the workspace that {label} declares")
+                reservation = Reservation(
+                    role=role.role,
+                    group=group.name,
+                    attention=attention,
+                    environment=plan.environment,
+                    entries=role.entries,
+                    limits=plan.limits,
+                    caches=of_group,
+                    page_size=pages.page_size,
+                    fields={name: each.tensor for name, each in fields[role.role].by_group[group.name].items()},
+                    workspace=workspace,
+                    pinned=torch.zeros(group.workspace.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda"),
+                    device=device,
+                )
+                executor = _executor(registered, reservation)
                 reserved[role.role].append(
-                    _reserved(plan, role, group, of_group, fields[role.role], registry, pages, device)
+                    GroupRun(plan=group, executor=executor, caches=of_group, workspace=workspace, label=label)
                 )
     except BaseException:
         for group_run in itertools.chain.from_iterable(reserved.values()):
@@ -297,39 +314,12 @@ def reserve_all(
     return reserved
 
 
-def _reserved(
-    plan: Plan,
-    role: RolePlan,
-    group: GroupPlan,
-    caches: Mapping[int, LayerCache],
-    fields: Fields,
-    registry: Registry,
-    pages: PageFormat,
-    device: torch.device,
-) -> GroupRun:
-    """Reserve the backend of one group. Raises ``BackendError`` with its name where it breaks."""
-    registered = registry[group.backend]
-    backend, label = registered.backend, _label(registered)
-    assert isinstance(backend, RunnableBackend), "refuse_planning_backends comes first"
-    size = group.workspace.device
-    workspace = allocated((size,), torch.uint8, device, f"the workspace that {label} declares")
-    reservation = Reservation(
-        role=role.role,
-        group=group.name,
-        attention=Attention.of(plan, role.role, layers=group.layers, window=group.window),
-        environment=plan.environment,
-        entries=role.entries,
-        limits=plan.limits,
-        caches=caches,
-        page_size=pages.page_size,
-        fields={name: buffer.tensor for name, buffer in fields.by_group[group.name].items()},
-        workspace=workspace,
-        pinned=torch.zeros(group.workspace.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda"),
-        device=device,
-    )
-    where = f"reserve ({role.role.value}, group {group.name})"
+def _executor(registered: RegisteredBackend, reservation: Reservation) -> Executor:
+    """Let a backend reserve. Raises ``BackendError`` with its name where it breaks."""
+    label, where = _label(registered), f"reserve ({reservation.role.value}, group {reservation.group})"
+    assert isinstance(registered.backend, RunnableBackend), "refuse_planning_backends comes first"
     try:
-        executor = backend.reserve(reservation)
+        executor: Executor = registered.backend.reserve(reservation)
     except BackendError:
         raise
     except Exception as error:
@@ -340,7 +330,7 @@ def _reserved(
         raise BackendError(
             f"{label} returned {executor!r} from {where}, which has no {', '.join(missing)}; tell its authors"
         )
-    return GroupRun(plan=group, executor=executor, caches=caches, workspace=workspace, label=label)
+    return executor
 
 
 def _label(registered: RegisteredBackend) -> str:

@@ -325,15 +325,9 @@ class Session:
 
     def copied(self) -> Session:
         """Return an independent copy."""
-        return attrs.evolve(
-            self,
-            tally=copy.deepcopy(self.tally),
-            captured=[*self.captured],
-            forwards=[*self.forwards],
-            steps=[*self.steps],
-            rank_steps=[*self.rank_steps],
-            served=[*self.served],
-        )
+        names = ("captured", "forwards", "steps", "rank_steps", "served")
+        rows: dict[str, Any] = {name: [*getattr(self, name)] for name in names}
+        return attrs.evolve(self, tally=copy.deepcopy(self.tally), **rows)
 
     def add_forward(self, forward: Forward) -> None:
         self.tally.add_forward(forward)

@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn import functional
 
 from capture_planner.errors import RunError
-from capture_planner.records.text import counted
 from capture_planner_runner.models.loading import Source, StoredTensor, read_tensors, seeded, weights_of
 from capture_planner_runner.models.protocols import Weight
 
@@ -233,8 +232,3 @@ def load_adapters(source: int | Sequence[Path], layers: Mapping[str, nn.Linear],
     if isinstance(source, int):
         return LoraAdapters(layers, random_adapters(layers, source, seed=seed))
     return LoraAdapters(layers, [read_adapter(folder) for folder in source])
-
-
-def adapters_text(names: Sequence[str]) -> str:
-    """Describe a run's adapters in one line."""
-    return f"{counted(len(names), 'adapter')}: {', '.join(names[:3])}" + (", ..." if len(names) > 3 else "")

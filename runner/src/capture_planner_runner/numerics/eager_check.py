@@ -25,7 +25,7 @@ from capture_planner_runner.execution import padding
 from capture_planner_runner.execution.bodies import TargetBody
 from capture_planner_runner.execution.fields import TensorRef, poison, tensor_of
 from capture_planner_runner.execution.inputs import Array, ForwardStep, StepInputs
-from capture_planner_runner.execution.role import ForwardObserver, ForwardTimes, RoleRun
+from capture_planner_runner.execution.role import ForwardObserver, ForwardTimes, LayerTensors, RoleRun
 from capture_planner_runner.numerics.record import ComparisonLog, Difference, FieldSnapshot, LargestError
 from capture_planner_runner.numerics.tolerance import NEAR_TIES, finite, prints, row_errors, shortfall, tolerance_of
 
@@ -156,21 +156,12 @@ class EagerCheck(ForwardObserver):
     # What is tapped.
 
     @contextmanager
-    def attention(
-        self,
-        role: RoleRun,
-        number: int,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> Iterator[None]:
+    def attention(self, role: RoleRun, number: int, layer: int, tensors: LayerTensors) -> Iterator[None]:
         """Keep what goes into attention and what comes out; see ``ForwardObserver``."""
-        for name, tensor in (("queries", query), ("keys", keys), ("values", values)):
-            self._taps.keep(TapKey(number, layer, name), tensor)
+        for name in ("queries", "keys", "values"):
+            self._taps.keep(TapKey(number, layer, name), getattr(tensors, name))
         yield
-        self._taps.keep(TapKey(number, layer, "attention"), out)
+        self._taps.keep(TapKey(number, layer, "attention"), tensors.out)
 
     def after_tokens(self, role: RoleRun, number: int) -> None:
         """Keep the state of a draft decode: each one goes on from the one before, and changes it."""
@@ -188,7 +179,7 @@ class EagerCheck(ForwardObserver):
         """Run a step eagerly, then from its graph, and compare; raises ``DifferenceError``."""
         turn = self._log.turn(role.role)
         if step.entry is None:
-            self._log.add_eager(role.role)
+            self._log.eager[role.role] += 1
             with self._taps.off():
                 return role.execute(step, started)
         begun = perf_counter()
@@ -317,7 +308,7 @@ class EagerCheck(ForwardObserver):
             if half and key.name == "draft_state.token":
                 tied = errors.numpy() > 0
                 untied[tied] = key.step
-                self._log.add_near_ties(int(tied.sum()))
+                self._log.near_ties += int(tied.sum())
                 continue
             if bool((errors > tolerance).any()):
                 expected = expected.argmax(-1) if is_logits else expected
@@ -390,7 +381,7 @@ class EagerCheck(ForwardObserver):
             requests=tuple(self._log.batch),
             fields=tuple(_metadata_seen(forward)),
         )
-        self._log.end(difference)
+        self._log.difference = difference
         raise DifferenceError(str(difference), difference)
 
     def _named(self, row: int | None, token: int | None) -> _Owner:

@@ -147,11 +147,13 @@ class ComparisonLog:
     """Names of the requests in the batch, by row."""
     _pages: Mapping[str, Sequence[int]] = attrs.Factory(dict)
     _compared: Counter[Role] = attrs.Factory(Counter)
-    _eager: Counter[Role] = attrs.Factory(Counter)
+    eager: Counter[Role] = attrs.Factory(Counter)
+    """Forwards without a graph."""
     _turns: Counter[Role] = attrs.Factory(Counter)
     _steps: set[int] = attrs.Factory(set)
     _largest: dict[str, LargestError] = attrs.Factory(dict)
     near_ties: int = 0
+    """Drafts that differ and are equally likely."""
     difference: Difference | None = None
 
     def begin(self, step: int, batch: Sequence[str], pages: Mapping[str, Sequence[int]]) -> None:
@@ -169,22 +171,11 @@ class ComparisonLog:
         self._compared[role] += 1
         self._steps.add(self.step)
 
-    def add_eager(self, role: Role) -> None:
-        """Count a forward without a graph."""
-        self._eager[role] += 1
-
     def add_error(self, error: LargestError) -> None:
         """Keep an error, if it is the largest one of its kind of tensor."""
         before = self._largest.get(error.tensor)
         if before is None or error.error > before.error:
             self._largest[error.tensor] = error
-
-    def add_near_ties(self, count: int) -> None:
-        """Count drafts that differ and are equally likely."""
-        self.near_ties += count
-
-    def end(self, difference: Difference) -> None:
-        self.difference = difference
 
     def owner(self, slot: int, page_size: int) -> tuple[str | None, int | None]:
         """Return the request and the token of a slot of the cache; None twice for a free slot."""
@@ -197,7 +188,7 @@ class ComparisonLog:
     def report(self) -> Comparison:
         return Comparison(
             compared=dict(self._compared),
-            eager=dict(self._eager),
+            eager=dict(self.eager),
             steps=len(self._steps),
             largest=tuple(self._largest.values()),
             near_ties=self.near_ties,

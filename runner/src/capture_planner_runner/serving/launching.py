@@ -16,12 +16,14 @@ import attrs
 import numpy as np
 import torch
 
+from capture_planner.dispatch.dispatcher import Dispatch
 from capture_planner.modes import Role
+from capture_planner.records.batch import Batch
 from capture_planner_runner.capture.first_use import FirstUse
 from capture_planner_runner.execution.bodies import TargetBody
 from capture_planner_runner.execution.fields import ACCEPTED_COUNTS, SAMPLED_COUNTS, Fields
 from capture_planner_runner.execution.inputs import Array, StepInputs
-from capture_planner_runner.execution.role import ForwardObserver, RoleRun, stage_together
+from capture_planner_runner.execution.role import ForwardObserver, ForwardTimes, RoleRun, stage_together
 from capture_planner_runner.execution.updates import (
     DraftState,
     StepAhead,
@@ -308,28 +310,32 @@ class StepLauncher:
         else:
             times = run.run(batch, dispatch, inputs, begun, filled=filled)
         if not planned.is_idle:
-            self._session.add_forward(
-                Forward(
-                    step=self._count - 1,
-                    role=batch.role,
-                    num_reqs=batch.num_reqs,
-                    num_tokens=batch.num_tokens,
-                    query_len=batch.uniform_query_len,
-                    max_query_len=batch.max_query_len,
-                    active_loras=batch.active_loras,
-                    entry=dispatch.entry,
-                    reason=dispatch.reason,
-                    padded_tokens=dispatch.padded_tokens,
-                    padded_reqs=dispatch.padded_reqs,
-                    repeats=forwards,
-                    preparation=times.preparation,
-                    host_seconds=times.host_seconds,
-                    seconds=times.seconds,
-                )
-            )
+            self._note(batch, dispatch, times, forwards)
         if self._first_use is not None:
             # Replicas request a graph for the joint batch, and so all request the same one.
             self._first_use.request_capture(planned.joint[role], forwards)
+
+    def _note(self, batch: Batch, dispatch: Dispatch, times: ForwardTimes, repeats: int = 1) -> None:
+        """Note a forward of the step that was launched last."""
+        self._session.add_forward(
+            Forward(
+                step=self._count - 1,
+                role=batch.role,
+                num_reqs=batch.num_reqs,
+                num_tokens=batch.num_tokens,
+                query_len=batch.uniform_query_len,
+                max_query_len=batch.max_query_len,
+                active_loras=batch.active_loras,
+                entry=dispatch.entry,
+                reason=dispatch.reason,
+                padded_tokens=dispatch.padded_tokens,
+                padded_reqs=dispatch.padded_reqs,
+                repeats=repeats,
+                preparation=times.preparation,
+                host_seconds=times.host_seconds,
+                seconds=times.seconds,
+            )
+        )
 
 
 Shape = tuple[int, int, int | None, bool, int, int]

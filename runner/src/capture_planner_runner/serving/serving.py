@@ -42,7 +42,7 @@ class Serving:
     _answers: Answers
     _progress: Callable[[RequestResult], None] | None
     _runs_ahead: bool
-    served: deque[RequestResult] = attrs.field()
+    served: deque[RequestResult] = attrs.Factory(lambda self: deque(maxlen=self._session.most), takes_self=True)
     """The last requests that are finished or cut off, up to the session's bound; all of them without one."""
     _proposals: SyntheticAcceptance | None = None
     """Draws the number of proposed drafts; None: all drafts are proposed."""
@@ -52,10 +52,6 @@ class Serving:
     """Captures graphs between steps; None: all were captured at start."""
     _pending: PendingStep | None = None
     _last_end: float = attrs.Factory(perf_counter)
-
-    @served.default
-    def _served(self) -> deque[RequestResult]:
-        return deque(maxlen=self._session.most)
 
     @property
     def done(self) -> bool:
@@ -202,11 +198,15 @@ class Serving:
         following = np.where(places < k, proposed[rows], 0)
         states.tokens[rows[:, None], states.length[rows][:, None] + places] = following
 
-    def _finish(self, live: AdmittedRequest, *, cut_off: bool = False) -> RequestResult:
-        clock = perf_counter()
+    def _output(self, live: AdmittedRequest) -> tuple[int, ...]:
+        """Return the output of a request; a token that is still on the device is negative, and left out."""
         states, start = self.scheduler.states, len(live.request.prompt)
         tokens = states.tokens[live.state_index, start : int(states.length[live.state_index])]
-        output = live.request.cut(tuple(tokens[tokens >= 0].tolist()))
+        return live.request.cut(tuple(tokens[tokens >= 0].tolist()))
+
+    def _finish(self, live: AdmittedRequest, *, cut_off: bool = False) -> RequestResult:
+        clock = perf_counter()
+        output = self._output(live)
         served = RequestResult(
             name=live.request.name,
             prompt_tokens=len(live.request.prompt),

@@ -148,9 +148,9 @@ class ScheduledBatch:
     """Rows that are still in their prompt."""
     draft_tokens: int
     """k for this number of requests."""
-    proposed: Integers = attrs.field()
+    proposed: Integers = attrs.Factory(lambda self: self.drafts, takes_self=True)
     """``[R]``: how many of ``drafts`` a drafter proposed; a row that has too few is filled up with any token."""
-    unread: Flags = attrs.field()
+    unread: Flags = attrs.Factory(lambda self: np.zeros(len(self.live), dtype=np.bool_), takes_self=True)
     """``[R]``: whether the step in flight gives the request tokens, which the host has not read."""
 
     num_reqs: int = attrs.field(init=False)
@@ -160,29 +160,15 @@ class ScheduledBatch:
     max_query_len: int | None = attrs.field(init=False)
     """The tokens of the longest row, where rows differ and none is in its prompt."""
 
-    @proposed.default
-    def _all_drafts(self) -> Integers:
-        return self.drafts
-
-    @unread.default
-    def _all_read(self) -> Flags:
-        return np.zeros(len(self.live), dtype=np.bool_)
-
-    @num_reqs.default
-    def _rows(self) -> int:
-        return len(self.live)
-
-    @num_tokens.default
-    def _tokens(self) -> int:
-        return int(self.counts.sum())
-
-    @query_len.default
-    def _uniform(self) -> int | None:
-        return query_lens(self.counts, prompts=False)[0]
-
-    @max_query_len.default
-    def _longest(self) -> int | None:
-        return query_lens(self.counts, prompts=self.prompts > 0)[1]
+    def __attrs_post_init__(self) -> None:
+        query_len, max_query_len = query_lens(self.counts, prompts=self.prompts > 0)
+        for name, value in (
+            ("num_reqs", len(self.live)),
+            ("num_tokens", int(self.counts.sum())),
+            ("query_len", query_len),
+            ("max_query_len", max_query_len),
+        ):
+            object.__setattr__(self, name, value)
 
 
 class RequestStates:

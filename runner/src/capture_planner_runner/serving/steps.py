@@ -52,12 +52,8 @@ class PlannedStep:
     """Whether the target may run the graph of the step before, so that its fields can have advanced in it."""
     num_tokens_across_dp: Mapping[Role, Array] = attrs.field(factory=dict)
     """``int32[replicas]`` of each role: padded tokens of all replicas; empty for one replica."""
-    joint: Mapping[Role, Batch] = attrs.field()
+    joint: Mapping[Role, Batch] = attrs.Factory(lambda self: self.batches, takes_self=True)
     """The batches that were dispatched: of replicas those that stand for all of them."""
-
-    @joint.default
-    def _own_batches(self) -> Mapping[Role, Batch]:
-        return self.batches
 
     def across(self, role: Role, inputs: StepInputs) -> StepInputs:
         """Return a role's inputs with the tokens of all replicas, where there are several."""
@@ -169,13 +165,9 @@ class StepPlanner:
     _roles_of_one_draft: tuple[Role, ...] = attrs.field(init=False)
     """Without draft decodes, which make the second draft and those after it."""
 
-    @_roles.default
-    def _planned_roles(self) -> tuple[Role, ...]:
-        return tuple(role.role for role in self._dispatcher.plan.roles)
-
-    @_roles_of_one_draft.default
-    def _roles_without_decodes(self) -> tuple[Role, ...]:
-        return tuple(role for role in self._roles if role is not Role.DRAFT_DECODE)
+    def __attrs_post_init__(self) -> None:
+        self._roles = tuple(role.role for role in self._dispatcher.plan.roles)
+        self._roles_of_one_draft = tuple(role for role in self._roles if role is not Role.DRAFT_DECODE)
 
     def plan(self, scheduled: ScheduledBatch | None, *, is_done: bool) -> PlannedStep:
         """Return what runs in the next step; ``scheduled`` None: this rank has no batch.
