@@ -168,6 +168,18 @@ def test_feature_is_refused_by_an_error_of_the_backend_alone(error: Exception, r
         assert (set(usable), refused) == (set(wanted), ())
 
 
+def test_feature_is_refused_where_no_graph_supports_it() -> None:
+    """With the reason that the backend declares, and without a forward of it: it may run without the feature."""
+
+    def support(self: Any, role: Role, attention: Any, environment: Environment) -> Support:
+        level = GraphSupport.NEVER if attention.sinks else GraphSupport.ALWAYS
+        return Support(level=level, reason="no sinks" if attention.sinks else "always")
+
+    usable, refused = usable_features(under_test(backend_of(support=support)), SMALL[0], ("softcap", "sinks"))
+    assert usable == ("softcap",)
+    assert [(each.name, each.reason) for each in refused] == [(FEATURES["sinks"].name, "no sinks")]
+
+
 def test_scenes_of_a_feature_have_it() -> None:
     """A feature is tried with the last of its values, which is never the one without it."""
     assert all(feature.values[-1] != feature.values[0] for feature in RunnerScene.features.values())

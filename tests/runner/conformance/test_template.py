@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -43,6 +44,14 @@ def _python(*arguments: str, cwd: Path, path: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the module of a copy that is not installed."""
+    write_template("template-under-test", tmp_path / "made")
+    monkeypatch.syspath_prepend(tmp_path / "made" / "src")
+    return importlib.import_module(f"capture_planner_{slug('template-under-test')}")
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +100,28 @@ def test_the_copy_is_found_by_its_name(installed: Path) -> None:
     assert _python("-c", script, cwd=installed, path=installed).split() == ["capture-planner-flash-mla-2", "0.1.0"]
 
 
-def test_the_template_says_what_the_reference_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
+@pytest.mark.parametrize(
+    ("seed", "examples"), [(0, 8), *(pytest.param(seed, 150, marks=pytest.mark.thorough) for seed in range(10))]
+)
+def test_the_template_passes_the_suite(seed: int, examples: int, imported: ModuleType, one_thread: None) -> None:
+    """With the scenes that its author's copy is tested with: what it supports no graph of is no scene."""
+    from capture_planner_runner import conformance
+
+    (backend,) = imported.capture_planner_backends()
+    profile = conformance.SearchProfile(name="template", examples=examples, steps=15, long_steps=60)
+    options = conformance.SuiteOptions(profile=profile, seed=seed, shrink=False, blame=False, audits=examples > 8)
+    result = conformance.conform(conformance.under_test(backend), options)
+    assert result.passed, result.failures
+    assert "attention sinks: It has causal attention with ordinary heads alone." in result.untried
+
+
+def test_the_template_says_what_the_reference_says(imported: ModuleType, one_thread: None) -> None:
     """Token for token, in a whole run with a drafter: two backends that share no line."""
     from capture_planner_runner.launch.launch import launch
     from capture_planner_runner.launch.request import RunRequest
     from capture_planner_runner.serving.workload import generated
 
-    write_template("template-under-test", tmp_path / "made")
-    monkeypatch.syspath_prepend(tmp_path / "made" / "src")
-    backends = load_backends(importlib.import_module(f"capture_planner_{slug('template-under-test')}"))
+    backends = load_backends(imported)
     environment = codec.load_environment(ROOT / "plans" / "environments" / "cpu.yaml")
     spec = (ROOT / "plans" / "specs" / "tiny-reference-cpu.yaml").read_text("utf-8")
 

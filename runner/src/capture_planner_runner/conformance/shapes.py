@@ -65,8 +65,8 @@ def usable_features(
 ) -> tuple[tuple[str, ...], tuple[RefusedFeature, ...]]:
     """Return which of the ``wanted`` features the backend runs, and which it refuses, by one decode of each.
 
-    Without ``wanted`` they are all of its scenes'. Only an error of its own is a refusal. Any other is a bug: the
-    feature is used, and the search reports it.
+    Without ``wanted`` they are all of its scenes'. A support of NEVER is a refusal, and so is an error of its own. Any
+    other error is a bug: the feature is used, and the search reports it.
     """
     usable, refused = [], []
     for name, feature in subject.stage.scene_type.features.items():
@@ -82,7 +82,16 @@ def usable_features(
     return tuple(usable), tuple(refused)
 
 
+def _never(subject: Subject, scene: Scene) -> str | None:
+    """Return the backend's reason to support no graph of a scene's target; None if it supports some."""
+    attention = Attention.of(scene.spec(subject.backend), Role.TARGET, layers=1, window=scene.shape.window)
+    support = subject.registry[subject.backend].support(Role.TARGET, attention, subject.environment)
+    return support.reason if support.level is GraphSupport.NEVER else None
+
+
 def _feature_refusal(subject: Subject, scene: Scene) -> str | None:
+    if (reason := _never(subject, scene)) is not None:
+        return reason
     try:
         with subject.stage(subject, scene) as stage:
             for step in (Arrive(prompt=2, computed=2), RunBatch(rows=((0, 1, 0),))):
@@ -121,11 +130,8 @@ def usable_shapes(subject: Subject, wanted: Sequence[Shape] = ()) -> tuple[tuple
 def _refusal(subject: Subject, shape: Shape) -> str | None:
     """Return the backend's reason not to run a shape; None if it runs it."""
     scene = subject.stage.scene_type(shape=shape, mode=GraphMode.NONE, layers=1, size_tokens=(16,), size_reqs=(3,))
-    spec = scene.spec(subject.backend)
-    attention = Attention.of(spec, Role.TARGET, layers=1, window=shape.window)
-    support = subject.registry[subject.backend].support(Role.TARGET, attention, subject.environment)
-    if support.level is GraphSupport.NEVER:
-        return support.reason
+    if (reason := _never(subject, scene)) is not None:
+        return reason
     if subject.environment.device.kind is DeviceKind.CUDA and shape.dtype == "float64":
         return "float64 on a GPU shows nothing that float32 does not"
     try:
