@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 
@@ -67,7 +67,7 @@ _STYLE: dict[Any, Any] = {
 def svg(plot: Plot, name: str) -> str:
     """Return the picture of a plot as an element of a page that may hold others: its ids start with ``name``.
 
-    Text that would overlap another is not drawn; ``plot_tables.plot_grid`` has all numbers and labels.
+    Text that would overlap another is not drawn; ``page.plot_grid`` has all numbers.
     """
     drawing = figure(plot)
     buffer = io.StringIO()
@@ -88,8 +88,7 @@ def figure(plot: Plot) -> Figure:
 
 
 def _figure(plot: Plot) -> Figure:
-    rows = any(one.mark is Mark.ROWS for one in plot.series)
-    height = _rows_height(plot) if rows else _HEIGHT
+    height = _bars_height(plot) if plot.has_bars else _HEIGHT
     # 72 units an inch, as SVG has: text is measured in what it is drawn in.
     figure = Figure(figsize=(_WIDTH, height), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06))
     figure.patch.set_visible(False)
@@ -97,10 +96,10 @@ def _figure(plot: Plot) -> Figure:
     axes.patch.set_visible(False)
     (x_unit, x_scale), (y_unit, y_scale) = plot.units()
     shown = [_scaled(one, x_scale, y_scale) for one in plot.series]
-    (_rows if rows else _marks)(axes, plot, shown)
+    (_bars if plot.has_bars else _marks)(axes, plot, shown)
     labels = f"{plot.x.label} ({x_unit})", f"{plot.y.label} ({y_unit})"
-    _wrap(axes.xaxis.label, labels[rows], 72 * _WIDTH - 50)
-    _wrap(axes.yaxis.label, labels[not rows], 72 * height - 40)
+    _wrap(axes.xaxis.label, labels[plot.has_bars], 72 * _WIDTH - 50)
+    _wrap(axes.yaxis.label, labels[not plot.has_bars], 72 * height - 40)
     axes.xaxis.label.set_gid("x-label")
     axes.yaxis.label.set_gid("y-label")
     _drop_overlaps(figure, axes)
@@ -123,78 +122,48 @@ def _wrap(label: Text, text: str, room: float) -> None:
             return
 
 
-def _names(points: Iterable[tuple[float | str, float | None]], width: int) -> list[str]:
-    return [textwrap.fill(printable(x), width) if isinstance(x, str) else _tick(x) for x, _ in points]
+def _names(plot: Plot, x_scale: float = 1.0) -> list[str]:
+    """Write the x of each row of bars, names in as many lines as they need."""
+    xs = (x for x, _ in plot.series[0].points)
+    return [textwrap.fill(printable(x), 26) if isinstance(x, str) else _tick(x / x_scale) for x in xs]
 
 
-def _rows_height(plot: Plot) -> float:
-    """Return the inches that the names of all rows need."""
-    names = _names(plot.series[0].points, 26)
+def _bars_height(plot: Plot) -> float:
+    """Return the inches that the names and the bars of all rows need."""
+    names = _names(plot)
     lines = max(name.count("\n") + 1 for name in names)
-    return max(1.6, 0.8 + len(names) * (0.1 + 0.18 * lines))
+    return max(1.6, 0.8 + len(names) * (0.1 + max(0.18 * lines, 0.12 * len(plot.series))))
 
 
-def _rows(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, float]]]) -> None:
-    starts = [0.0] * len(shown[0])
-    for points, color in zip(shown, plot.colors, strict=True):
-        widths = [0.0 if math.isnan(y) else y for _, y in points]
-        axes.barh(range(len(points)), widths, 0.7, left=starts, color=_INKS[color], linewidth=0)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    axes.set_yticks(range(len(shown[0])), labels=_names(shown[0], 26))
-    axes.invert_yaxis()
+def _bars(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, float]]]) -> None:
+    thickness, rows = 0.8 / len(shown), range(len(shown[0]))
+    for index, (points, color) in enumerate(zip(shown, plot.colors, strict=True)):
+        shift = (index - (len(shown) - 1) / 2) * thickness
+        places, widths = [row + shift for row in rows], [y for _, y in points]
+        axes.barh(places, widths, thickness * 0.92, color=_INKS[color], linewidth=0)
+    axes.set_yticks(rows, labels=_names(plot, plot.units()[0][1]))
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top, and room for bars that were not measured
     axes.yaxis.labelpad = 14  # names may be wider in a browser
     axes.grid(False, axis="y")
-    axes.set_xlim(0, 1.03 * max(starts) or 1)
-    _linear_ticks(axes.xaxis, starts)
+    known = [y for points in shown for _, y in points if not math.isnan(y)]
+    axes.set_xlim(0, 1.03 * max(known) or 1)
+    _linear_ticks(axes.xaxis, known)
 
 
 def _marks(axes: Axes, plot: Plot, shown: Sequence[Sequence[tuple[float | str, float]]]) -> None:
-    bars = [index for index, one in enumerate(plot.series) if one.mark is Mark.BARS]
-    base = [0.0] * len(shown[0])
-    for index, (one, points, color) in enumerate(zip(plot.series, shown, plot.colors, strict=True)):
-        ink, xs, ys = _INKS[color], [x for x, _ in points], [y for _, y in points]
-        if one.mark is Mark.BARS:
-            width = 0.8 / len(bars)
-            shift = (bars.index(index) - (len(bars) - 1) / 2) * width
-            axes.bar([place + shift for place in range(len(xs))], ys, width * 0.92, color=ink, linewidth=0)
-        elif one.mark is Mark.AREA:
-            top = [low + (0.0 if math.isnan(y) else y) for low, y in zip(base, ys, strict=True)]
-            _area(axes, [float(x) for x in xs], base, top, ink)
-            base = top
-        elif one.mark is Mark.POINTS:
-            _points(axes, one, points, ink, _MARKERS[color])
+    for one, points, color in zip(plot.series, shown, plot.colors, strict=True):
+        xs, ys, ink = [float(x) for x, _ in points], [y for _, y in points], _INKS[color]
+        if one.mark is Mark.POINTS:
+            # Counts differ by orders of magnitude.
+            most = math.log(max(one.counts, default=1) + 2)
+            sizes = [(3.0 + 1.5 * min(2, int(3 * math.log(count + 1) / most))) ** 2 for count in one.counts] or 4.5**2
+            axes.scatter(xs, ys, sizes, marker=_MARKERS[color], linewidths=0, alpha=0.8, color=ink)
         elif one.mark is Mark.LINE:
-            axes.plot(xs, ys, one.dash, color=ink, marker=_MARKERS[color], markersize=2.5, markeredgewidth=0)
+            axes.plot(xs, ys, one.dash, marker=_MARKERS[color], markersize=2.5, markeredgewidth=0, color=ink)
         else:
-            axes.step(xs, ys, one.dash, where="post" if one.mark is Mark.STEP else "pre", color=ink)
-    if bars:
-        axes.set_xticks(range(len(shown[0])), labels=_names(shown[0], 12))
-        axes.set_xlim(-0.6, max(len(shown[0]), 3) - 0.4)
-        axes.grid(False, axis="x")
-    else:
-        _fit(axes.xaxis, plot.x, [float(x) for points in shown for x, _ in points])
-    filled = any(one.mark in (Mark.BARS, Mark.AREA) for one in plot.series)
-    heights = [y for points in shown for _, y in points] + base * filled
-    _fit(axes.yaxis, plot.y, [height for height in heights if not math.isnan(height)], zero=filled)
-
-
-def _area(axes: Axes, xs: Sequence[float], base: Sequence[float], top: Sequence[float], ink: str) -> None:
-    """Fill steps between two heights; the last is as wide as the one before it."""
-    edges = [*xs, xs[-1] + (xs[-1] - xs[-2] if len(xs) > 1 else 1)]
-    axes.stairs(top, edges, baseline=base, fill=True, color=ink, linewidth=0)
-
-
-def _points(axes: Axes, series: Series, points: Sequence[tuple[Any, float]], ink: str, marker: str) -> None:
-    style: dict[str, Any] = {"color": ink, "markeredgewidth": 0, "alpha": 0.8}
-    most = max(series.counts, default=1)
-    # A third of the most on a logarithmic scale: counts differ by orders of magnitude.
-    levels = [min(2, int(3 * math.log(count + 1) / math.log(most + 2))) for count in series.counts] or [1] * len(points)
-    for level, size in enumerate((3.0, 4.5, 6.0)):
-        some = [point for point, its in zip(points, levels, strict=True) if its == level]
-        axes.plot([x for x, _ in some], [y for _, y in some], marker, markersize=size, **style)
-    for (x, y), label in zip(points, series.labels, strict=False):
-        if label and not math.isnan(y):
-            axes.annotate(printable(label), (x, y), (5, 4), textcoords="offset points", annotation_clip=False)
+            axes.step(xs, ys, one.dash, where="pre", color=ink)
+    _fit(axes.xaxis, plot.x, [float(x) for points in shown for x, _ in points])
+    _fit(axes.yaxis, plot.y, [y for points in shown for _, y in points if not math.isnan(y)])
 
 
 def _tick(value: float) -> str:
@@ -204,11 +173,11 @@ def _tick(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
-def _fit(axis: Axis, wanted: PlotAxis, values: Sequence[float], *, zero: bool = False) -> None:
+def _fit(axis: Axis, wanted: PlotAxis, values: Sequence[float]) -> None:
     """Set scale, limits and ticks of an axis to the values."""
     low, high = min(values), max(values)
-    if not wanted.log or zero or high <= 0 or low < 0 or low == high:
-        zero = low >= 0 and (zero or wanted.from_zero)
+    if not wanted.log or high <= 0 or low < 0 or low == high:
+        zero = low >= 0 and wanted.from_zero
         margin = 0.04 * (high - low) or abs(high) * 0.1
         _limits(axis, 0 if zero else low - (margin or 0.02), high + (margin or 1))
         _linear_ticks(axis, values)
@@ -249,7 +218,7 @@ def _log_ticks(low: float, least: float, high: float, base: int) -> list[float]:
 
 
 def _drop_overlaps(figure: Figure, axes: Axes) -> None:
-    """Remove ticks' labels, then points' labels, that would overlap text before them or leave the picture."""
+    """Remove ticks' labels that would overlap text before them or leave the picture."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # what is measured stays where it is
     frame = Bbox.from_extents(0, 0, figure.bbox.width, figure.bbox.height)
@@ -267,16 +236,3 @@ def _drop_overlaps(figure: Figure, axes: Axes) -> None:
         ticks = [(tick.get_loc(), tick.label1) for tick in axis.get_major_ticks()]
         texts = [text.get_text() if is_free(text.get_window_extent()) else "" for _, text in ticks]
         axis.set_ticks([place for place, _ in ticks], labels=texts)
-    for text in [each for each in axes.texts if isinstance(each, Annotation)]:
-        if not any(_moved(text, *place) and is_free(text.get_window_extent()) for place in _PLACES):
-            text.remove()
-
-
-_PLACES = ((5, 4, "left"), (-5, 4, "right"), (5, -11, "left"), (-5, -11, "right"))
-"""Where a label of a point can stand: offsets in points, and its side at the point."""
-
-
-def _moved(text: Annotation, right: float, up: float, side: Any) -> bool:
-    text.xyann = (right, up)
-    text.set_horizontalalignment(side)
-    return True

@@ -85,17 +85,16 @@ def plot_grid(plot: Plot) -> Grid:
     def y_text(y: float | None) -> str:
         return number(None if y is None else y / y_scale)
 
-    if plot.has_common_x and not any(one.labels or one.counts for one in plot.series):
+    if plot.has_common_x and not any(one.counts for one in plot.series):
         heads = [y_head] if len(plot.series) == 1 else [f"{one.name} ({y_unit})" for one in plot.series]
         columns = zip(*(one.points for one in plot.series), strict=True)
         rows: list[tuple[Cell, ...]] = [(x_text(row[0][0]), *(y_text(y) for _, y in row)) for row in columns]
-        return Grid.of((x_head, *heads), rows, text=1 if isinstance(plot.series[0].points[0][0], str) else 0)
-    labelled, counted = (any(getattr(one, name) for one in plot.series) for name in ("labels", "counts"))
-    heads = ["series", *["point"] * labelled, x_head, y_head, *["count"] * counted]
+        return Grid.of((x_head, *heads), rows, text=1 if plot.has_bars else 0)
     rows = []
     for one in plot.series:
-        labels, counts = one.labels or ("",) * len(one.points), one.counts or (None,) * len(one.points)
-        for (x, y), label, count in zip(one.points, labels, counts, strict=True):
-            last = ("" if count is None else number(count),)
-            rows.append((one.name, *(label,) * labelled, x_text(x), y_text(y), *last * counted))
-    return Grid.of(heads, rows, text=1 + labelled)
+        for (x, y), count in zip(one.points, one.counts or (None,) * len(one.points), strict=True):
+            rows.append((one.name, x_text(x), y_text(y), "" if count is None else number(count)))
+    heads = ["series", x_head, y_head]
+    if not any(one.counts for one in plot.series):
+        return Grid.of(heads, [row[:-1] for row in rows], text=1)
+    return Grid.of([*heads, "count"], rows, text=1)

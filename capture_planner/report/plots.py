@@ -1,7 +1,7 @@
 """Plots as values: what a page draws, and the table behind it. Nothing here imports matplotlib.
 
 A page draws each ``Plot`` of a ``Chart`` (``report.drawing``) and puts its numbers into a table below it
-(``report.plot_tables``). A plot without a title, a label, a unit or a point cannot be made::
+(``page.plot_grid``). A plot without a title, a label, a unit or a point cannot be made::
 
     Plot(
         title="Time of a step",
@@ -9,7 +9,7 @@ A page draws each ``Plot`` of a ``Chart`` (``report.drawing``) and puts its numb
         y=PlotAxis("time", "s", from_zero=True),
         series=(
             Series("today", Mark.STAIRS, [(8, 0.011), (16, 0.012)]),
-            Series("proposed", Mark.POINTS, [(8, 0.010), (16, 0.012)], labels=("8 graphs", "16 graphs")),
+            Series("proposed", Mark.POINTS, [(8, 0.010), (16, 0.012)]),
         ),
     )
 """
@@ -26,7 +26,7 @@ import attrs
 from capture_planner.modes import GraphMode
 
 MAX_POINTS = 200
-"""Points of a series that a page can take: thin more of them with ``report.thinning``."""
+"""Points of a series that a page can take: leave out some of more."""
 
 Dash = Literal["-", "--", ":"]
 """Of a line: solid, dashed or dotted."""
@@ -55,24 +55,15 @@ class Mark(enum.StrEnum):
 
     LINE = "line"
     """A line through the points, which are dots on it; a y of None interrupts it."""
-    STEP = "step"
-    """A staircase on which y holds from its x to the next x, as in a cumulative distribution."""
     STAIRS = "stairs"
     """A staircase on which y holds from the x before to its x, as the cost of sizes that are padded up to."""
-    AREA = "area"
-    """A staircase as STEP, filled, on top of the AREA before it; all of a plot have the same x."""
     POINTS = "points"
     """A marker at each point."""
     BARS = "bars"
-    """Vertical bars, grouped by x; all of a plot have the same x."""
-    ROWS = "rows"
-    """Horizontal bars, one row for each x, the series one after the other; all of a plot have the same x."""
+    """Horizontal bars, in a row for each x those of all series; all of a plot have the same x."""
 
 
-ALIKE = (Mark.AREA, Mark.BARS, Mark.ROWS)
-"""Marks whose series share their x."""
-
-
+# The converter of a field: attrs' plugin of mypy reads no generic one.
 def _points(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(points)
 
@@ -101,7 +92,7 @@ class PlotAxis:
     log: bool = attrs.field(default=False, kw_only=True)
     """Logarithmic; by powers of two where all values are integers. Values of 0 have a place."""
     from_zero: bool = attrs.field(default=False, kw_only=True)
-    """Whether a linear axis begins at 0; bars and areas always do."""
+    """Whether a linear axis begins at 0; bars always do."""
 
     def scale(self, values: Iterable[float]) -> tuple[str, float]:
         """Return the unit in which these values are shown, and what they are divided by for it."""
@@ -112,13 +103,11 @@ class PlotAxis:
 
 @attrs.frozen
 class Series:
-    """Points with a name; raises ``ValueError`` where labels or counts are not one for each point."""
+    """Points with a name; raises ``ValueError`` where counts are not one for each point."""
 
     name: str = attrs.field(validator=_is_text)
     mark: Mark
     points: tuple[Point, ...] = attrs.field(converter=_points)
-    labels: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    """Of POINTS: a text next to each. Where two would overlap, the first is drawn, and the table has both."""
     counts: tuple[int, ...] = attrs.field(default=(), kw_only=True)
     """Of POINTS: how often each occurred; a frequent one is larger."""
     color: Color | None = attrs.field(default=None, kw_only=True)
@@ -126,12 +115,11 @@ class Series:
     dash: Dash = attrs.field(default="-", kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        for name in ("labels", "counts"):
-            if len(getattr(self, name)) not in (0, len(self.points)):
-                raise ValueError(
-                    f"the series {self.name!r} has {len(self.points)} points and {len(getattr(self, name))} {name}: "
-                    "expected one for each point, or none"
-                )
+        if len(self.counts) not in (0, len(self.points)):
+            raise ValueError(
+                f"the series {self.name!r} has {len(self.points)} points and {len(self.counts)} counts: "
+                "expected one for each point, or none"
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -150,11 +138,15 @@ class Plot:
         names = [one.name for one in self.series]
         if len(set(names)) < len(names):
             raise ValueError(f"the plot {self.title!r} has two series of one name: {', '.join(names)}")
-        if any(one.mark in ALIKE for one in self.series) and not self.has_common_x:
-            raise ValueError(f"the plot {self.title!r} has bars or areas: expected the same x in all its series")
-        texts = any(isinstance(x, str) for one in self.series for x, _ in one.points)
-        if texts and not all(one.mark in (Mark.BARS, Mark.ROWS) for one in self.series):
-            raise ValueError(f"the plot {self.title!r} has names as x: only BARS and ROWS stand at names")
+        if self.has_bars and not (self.has_common_x and all(one.mark is Mark.BARS for one in self.series)):
+            raise ValueError(f"the plot {self.title!r} has bars: expected bars of the same x in all its series")
+        if not self.has_bars and any(isinstance(x, str) for one in self.series for x, _ in one.points):
+            raise ValueError(f"the plot {self.title!r} has names as x: only BARS stand at names")
+
+    @property
+    def has_bars(self) -> bool:
+        """Whether it has bars, whose x is the vertical axis of the picture."""
+        return any(one.mark is Mark.BARS for one in self.series)
 
     @property
     def has_common_x(self) -> bool:

@@ -440,7 +440,7 @@ def _pareto_chart(tuning: Tuning) -> Chart | None:
         table = [(each.side.graphs, getattr(each.side, name) * scale) for each in tuning.pareto]
         sides = ((tuning.today, "today", TODAY), (tuning.proposed, "proposed", PROPOSED))
         marks = [
-            Series(label, Mark.POINTS, [(side.graphs, getattr(side, name) * scale)], labels=(label,), color=color)
+            Series(label, Mark.POINTS, [(side.graphs, getattr(side, name) * scale)], color=color)
             for side, label, color in sides
         ]
         line = Series("best tables", Mark.LINE, table, color=LOAD)
@@ -542,7 +542,7 @@ def _loaded(load: _Load) -> Plot:
     def share(size: int) -> float:
         return max((below[tokens] for tokens in ran if tokens <= size), default=0.0)
 
-    series = [Series("steps", Mark.STEP, [(tokens, below[tokens]) for tokens in load.tokens], color=LOAD)]
+    series = [Series("steps", Mark.LINE, [(tokens, below[tokens]) for tokens in load.tokens], color=LOAD)]
     for sizes, label, color in zip(load.sizes, ("today", "proposed"), (TODAY, PROPOSED), strict=True):
         if sizes:
             points: list[Point] = [(size, share(size)) for size in _few(sizes)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -19,7 +18,7 @@ api = pytest.importorskip("playwright.sync_api", reason=NEEDS.format("playwright
 pytest.importorskip("matplotlib", reason=NEEDS.format("matplotlib, which is not installed"))
 
 from capture_planner.report.page import page as page_of  # noqa: E402
-from capture_planner.report.plots import Chart, Mark, Plot, PlotAxis, Series  # noqa: E402
+from capture_planner.report.plots import Chart, Plot  # noqa: E402
 from capture_planner.report.writing import Report, Section  # noqa: E402
 from capture_planner_runner.report.run import run_report  # noqa: E402
 from support import ledgers  # noqa: E402
@@ -147,25 +146,3 @@ def test_a_faulty_page_is_found(browser: Any, tmp_path: Path, fault: str) -> Non
     file = tmp_path / "page.html"
     file.write_text(f"<!DOCTYPE html><meta charset=utf-8><style>:root {{ {colors} }}</style>{html}", "utf-8")
     assert [each for each in problems_of(browser, file) if problem in each]
-
-
-def test_pareto_points_with_labels_can_be_read(browser: Any, tmp_path: Path) -> None:
-    """Labels that fit are drawn; the others are in the table alone."""
-    points = [(graphs, 0.012 + 0.1 / graphs) for graphs in range(4, 65, 4)]
-    labels = tuple(f"{graphs} graphs" for graphs, _ in points)
-    plot = Plot(
-        title="Mean step time by number of graphs",
-        x=PlotAxis("graphs", "number"),
-        y=PlotAxis("mean step time", "s"),
-        series=(
-            Series("proposed", Mark.POINTS, points, labels=labels),
-            Series("today", Mark.POINTS, [(197, 0.013)], labels=("today",)),
-            Series("best", Mark.STEP, points),
-        ),
-    )
-    html = page_of(report_of([plot]))
-    drawn = set(re.findall(r"<text[^>]*>((?:\d+ graphs|today))</text>", html))
-    assert {"4 graphs", "8 graphs", "today"} <= drawn
-    file = tmp_path / "page.html"
-    file.write_text(html, "utf-8")
-    assert problems_of(browser, file) == []

@@ -102,7 +102,6 @@ REFUSED = {
     "no-series": (lambda: Plot(title="a", x=X, y=Y, series=()), "no point"),
     "nothing-measured": (lambda: Plot(title="a", x=X, y=Y, series=[Series("b", Mark.BARS, [(1, None)])]), "no point"),
     "one-name": (lambda: Plot(title="a", x=X, y=Y, series=(ONE, ONE)), "two series of one name"),
-    "labels": (lambda: Series("a", Mark.POINTS, [(1, 2)], labels=("b", "c")), "1 points and 2 labels"),
     "counts": (lambda: Series("a", Mark.POINTS, [(1, 2), (3, 4)], counts=(1,)), "2 points and 1 counts"),
     "names-as-x": (lambda: Plot(title="a", x=X, y=Y, series=[Series("b", Mark.LINE, [("c", 1)])]), "names as x"),
     "bars-apart": (

@@ -129,8 +129,7 @@ def check_plot(plot: Plot, figure: ReadFigure) -> None:
     """Check one plot against what a page shows of it."""
     (x_unit, _), (y_unit, _) = plot.units()
     labels = f"{plot.x.label} ({x_unit})", f"{plot.y.label} ({y_unit})"
-    across = any(one.mark == "rows" for one in plot.series)
-    drawn = (figure.labels["y"], figure.labels["x"]) if across else (figure.labels["x"], figure.labels["y"])
+    drawn = (figure.labels["y"], figure.labels["x"]) if plot.has_bars else (figure.labels["x"], figure.labels["y"])
     # A line may begin within a long word.
     assert [squeezed(label) for label in drawn] == [squeezed(label) for label in labels]
     assert figure.names == [plot.alt]

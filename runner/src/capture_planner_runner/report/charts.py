@@ -96,7 +96,7 @@ def _ladders(graphs: Iterable[GraphCapture], axis: str) -> Iterator[tuple[str, C
 
 
 def _cumulative(name: str, values: Iterable[float], color: Color, dash: Dash = "-") -> Series:
-    return Series(name, Mark.STEP, zip(*cumulative(values), strict=True), color=color, dash=dash)
+    return Series(name, Mark.LINE, zip(*cumulative(values), strict=True), color=color, dash=dash)
 
 
 def _paddings(report: RunReport) -> Chart:
@@ -183,7 +183,7 @@ def _steps(report: RunReport) -> Chart | None:
     tokens = [
         Series(
             ran(mode),
-            Mark.AREA,
+            Mark.LINE,
             means((f.step, f.num_tokens) for f in target if f.mode is mode),
             color=MODE_COLORS[mode],
         )

@@ -318,7 +318,7 @@ def _forwards_chart(report: Conformance) -> Chart | None:
         x=PlotAxis("role", "name"),
         y=PlotAxis("forwards", "number"),
         series=[
-            Series(ran(mode), Mark.ROWS, [(role.value, counts[role, mode]) for role in roles], color=MODE_COLORS[mode])
+            Series(ran(mode), Mark.BARS, [(role.value, counts[role, mode]) for role in roles], color=MODE_COLORS[mode])
             for mode in MODES
             if any(counts[role, mode] for role in roles)
         ],
@@ -339,7 +339,7 @@ def _steps_chart(report: Conformance) -> Chart | None:
         title="Steps by kind",
         x=PlotAxis("kind of step", "name"),
         y=PlotAxis("steps", "number"),
-        series=(Series("steps", Mark.ROWS, steps, color="ink"),),
+        series=(Series("steps", Mark.BARS, steps, color="ink"),),
     )
     return Chart(
         name="steps",
