@@ -38,7 +38,7 @@ class Input:
     must_refuse: bool = False
     """Whether a use that succeeds is a violation: its index leaves the folder, or names what is absent."""
     must_read: bool = False
-    """Whether a use that fails is a violation: what is odd in it stands beside what is not."""
+    """Whether a use that fails is a violation: what is odd in it stands next to what is not."""
     words: tuple[str, ...] = ()
 
 

@@ -53,7 +53,7 @@ _OPTIONS = ("--step-ms", "--query-len", "--decode-log-interval", "--acceptance",
 
 
 def log(rng: random.Random, folder: Path) -> Input:
-    """Write a source: some lines with odd numbers, or one good line beside a long hostile one."""
+    """Write a source: some lines with odd numbers, or one good line next to a long hostile one."""
     steps = [line.example for each in log_formats() for line in each.lines if line.detail]
     steps += [_FORWARD_PASS]
     lines = [*steps, _ACCEPTANCE, *_METRICS, *_TRACES, _REPORT]

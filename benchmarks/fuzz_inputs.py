@@ -318,7 +318,7 @@ def _log(rng: random.Random, folder: Path, index: int, outcome: Outcome) -> str:
     if (taken := time.process_time() - start) > SECONDS + SECONDS_PER_BYTE * outcome.size:
         raise BrokenLawError(f"{outcome.size} bytes took {taken:.1f} s")
     if made.must_read and code:
-        raise BrokenLawError(f"an odd line beside a good one loses the report: {text[-200:]!a}")
+        raise BrokenLawError(f"an odd line next to a good one loses the report: {text[-200:]!a}")
     reason = re.search(r"error: .*?: ([a-z ]+)", text.lower())
     return f"code {code}: {reason[1][:40] if code and reason else ''}"
 

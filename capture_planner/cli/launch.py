@@ -18,7 +18,7 @@ import click
 from capture_planner import codec
 from capture_planner.cli import options
 from capture_planner.cli.common import Output, make_folder, read_document, show_notes
-from capture_planner.cli.options import FILE, Number, flag, option
+from capture_planner.cli.options import FILE, FiniteRange, flag, option
 from capture_planner.engines import engines
 from capture_planner.engines.auto.decisions import StartDecision, TuneProposal, graphs_of
 from capture_planner.engines.auto.start import AutoLaunch, EngineStart, JournalFolder, held
@@ -133,7 +133,7 @@ def journal(folder: Path, to: Output) -> None:
 )
 @option(
     "--tune-seconds",
-    type=Number(min=0),
+    type=FiniteRange(min=0),
     default=30.0,
     help="With --auto: most time that tuning takes before a start; after it, the plan that is known runs.",
 )

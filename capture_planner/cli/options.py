@@ -135,7 +135,7 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-class Number(click.FloatRange):
+class FiniteRange(click.FloatRange):
     """A number of a range; NaN, which no comparison refuses, and infinity are none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:

@@ -20,7 +20,7 @@ from capture_planner.cli.common import (
     record_text,
 )
 from capture_planner.cli.ending import exit_interrupted
-from capture_planner.cli.options import Number, option
+from capture_planner.cli.options import FiniteRange, option
 from capture_planner.codec import shipped as catalog
 from capture_planner.measuring.observed import observed_profile
 from capture_planner.plugins import registry
@@ -41,7 +41,7 @@ MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threa
 @options.seed
 @option(
     "--seconds",
-    type=Number(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=60.0,
     help="Time for measuring, without loading and compiling the model.",
 )

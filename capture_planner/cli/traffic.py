@@ -14,7 +14,7 @@ from capture_planner import codec
 from capture_planner.analysis.arrivals import STEP_MS, Pace
 from capture_planner.cli import options
 from capture_planner.cli.common import Output, progress_bars, record_text
-from capture_planner.cli.options import POSITIVE, SHARES, F, Number, ParsedText, option
+from capture_planner.cli.options import POSITIVE, SHARES, F, FiniteRange, ParsedText, option
 from capture_planner.engines.logs import read_traffic
 from capture_planner.measuring.traffic import SourceOptions, TraceLimits, TrafficSource, fitting
 from capture_planner.measuring.traffic.source import BLOCK, Advance
@@ -59,7 +59,7 @@ def load_options(command: F) -> F:
         option("--decode-log-interval", type=POSITIVE, default=40, help="SGLang's own option: decodes for one line."),
         click.option(
             "--step-ms",
-            type=Number(0.001, 1e6),
+            type=FiniteRange(0.001, 1e6),
             help=f"For traces of requests: time of each step. Default: by the profile, or without one {STEP_MS:g}.",
         ),
         click.option(

@@ -22,7 +22,7 @@ from capture_planner.cli.common import (
     progress_bars,
     read_document,
 )
-from capture_planner.cli.options import FILE, POSITIVE, SIZE, Number, ParsedText
+from capture_planner.cli.options import FILE, POSITIVE, SIZE, FiniteRange, ParsedText
 from capture_planner.cli.traffic import load_options, reading_bar, source_options
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import engines, find_engine, is_engine
@@ -144,7 +144,7 @@ def _objective(text: str) -> str:
 )
 @click.option("--max-graphs", type=POSITIVE, help="Most graphs.")
 @click.option("--memory", type=SIZE, help="Most memory for graphs, such as 1GiB.")
-@click.option("--seconds", type=Number(min=0, min_open=True), help="Most time to capture.")
+@click.option("--seconds", type=FiniteRange(min=0, min_open=True), help="Most time to capture.")
 @click.option(
     "--objective",
     type=ParsedText("token|mean|pNN|regret", _objective),

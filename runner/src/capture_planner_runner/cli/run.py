@@ -28,7 +28,7 @@ from capture_planner.cli.common import (
     show_notes,
 )
 from capture_planner.cli.ending import INTERRUPTED, Say, exit_code_of, exit_interrupted, say_error
-from capture_planner.cli.options import FILE, SIZE, Number, ParsedText, dashed, flag, option, stated
+from capture_planner.cli.options import FILE, SIZE, FiniteRange, ParsedText, dashed, flag, option, stated
 from capture_planner.codec import dumps
 from capture_planner.errors import CapturePlannerError, RankError, RunError
 from capture_planner.plugins import registry
@@ -233,7 +233,7 @@ def _checks(text: str) -> tuple[str, ...]:
     "random weights, or a folder with an EAGLE or EAGLE-3 head, MTP modules or a draft model. The first three copy a "
     "rehearsal, which holds in float32 and float64; in bfloat16 give --acceptance.",
 )
-@option("--chance", type=Number(0, 1), default=0.5, help="Probability that --drafter chance is right.")
+@option("--chance", type=FiniteRange(0, 1), default=0.5, help="Probability that --drafter chance is right.")
 @acceptance
 @proposals
 @click.option(
@@ -246,7 +246,7 @@ def _checks(text: str) -> tuple[str, ...]:
 @click.option("--trace", type=FILE, help="CSV of arrival times, prompt and output lengths.")
 @click.option("--prompts", type=FILE, help="Text file with one prompt per line, or .jsonl; needs --tokenizer.")
 @click.option("--tokenizer", type=FILE, help="Folder of the tokenizer.")
-@click.option("--rate", type=Number(0, min_open=True), help="Request rate (req/s). Default: all at once.")
+@click.option("--rate", type=FiniteRange(0, min_open=True), help="Request rate (req/s). Default: all at once.")
 @option("--prompt-tokens", type=RANGE, default="1:64", help="Prompt length of generated requests.")
 @option(
     "--output-tokens",
@@ -254,8 +254,10 @@ def _checks(text: str) -> tuple[str, ...]:
     default="16:32",
     help="Output length of generated requests; for --prompts, HIGH is the limit.",
 )
-@option("--speed", type=Number(0, min_open=True), default=1.0, help="Speed-up factor for --trace.")
-@option("--step-time", type=Number(0, min_open=True), default=0.01, help="Seconds of simulated arrival time per step.")
+@option("--speed", type=FiniteRange(0, min_open=True), default=1.0, help="Speed-up factor for --trace.")
+@option(
+    "--step-time", type=FiniteRange(0, min_open=True), default=0.01, help="Seconds of simulated arrival time per step."
+)
 @flag("--clip", "Truncate requests that exceed the model length.")
 @options.seed
 @options.page_size(16)
@@ -263,7 +265,7 @@ def _checks(text: str) -> tuple[str, ...]:
 @options.pages("every request at full length, as far as memory allows: on a GPU by --memory-utilization, else 1 GiB")
 @click.option(
     "--memory-utilization",
-    type=Number(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     help="Share of a GPU's memory that weights, buffers, graphs and KV cache may take together. Default: 0.9.",
 )
 @option(
@@ -299,7 +301,7 @@ def _checks(text: str) -> tuple[str, ...]:
 )
 @click.option(
     "--rank-timeout",
-    type=Number(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     metavar="SECONDS",
     help="Longest wait for a rank that answers but is behind the others. Default: 10 at the start, then no limit.",
 )
