@@ -57,5 +57,5 @@ limits: {{max_num_reqs: {num_reqs}, max_num_tokens: 12}}
 mode: FULL_AND_PIECEWISE
 backend: reference
 speculative: {{method: eagle, num_tokens: 2}}
-sizes: {{policy: powers_of_two}}
+sizes: {{policy: explicit, num_reqs: [1, {num_reqs}], num_tokens: [4, 12]}}
 """

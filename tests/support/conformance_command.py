@@ -11,7 +11,7 @@ from capture_planner.plugins.hookspecs import hookimpl
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract
 from capture_planner_reference import Reference
 
-FEW = ("--examples", "3", "--steps", "5", "--no-audits")
+FEW = ("--examples", "2", "--steps", "4", "--no-audits")
 ONE = ("--dtype", "float32", "--heads", "2:1", "--head-dim", "4", "--page-size", "4", "--max-model-len", "16")
 PLAIN = ("--examples", "20", "--steps", "4", *ONE, "--no-window", "--drafts", "0")
 CASE = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import probe
 from capture_planner.engines.emulation import Emulation, Manager
@@ -21,6 +23,7 @@ def observation_of(deployment: Plan | Emulation, engine: str = "vllm") -> Observ
     return _observation_of_emulation(deployment)
 
 
+@cache
 def _observation_of_plan(plan: Plan, engine: str) -> Observation:
     dispatcher = Dispatcher(plan)
     roles = []

@@ -7,7 +7,7 @@ recoverSSM are not emulated.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -140,10 +140,13 @@ class TableManager:
                     return graph
         return None
 
-    def compatible(self, query: Query) -> tuple[CapturedGraph, ...]:
-        """Return every captured graph that could replay the batch, in the table's reach or not."""
+    def compatible(self, query: Query) -> Iterator[CapturedGraph]:
+        """Yield every captured graph that could replay the batch, in the table's reach or not."""
         loras = self._case(query.loras)
-        return tuple(graph for graph in self.graphs if serves(graph, query, loras))
+        for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
+            sizes, groups = self._groups.get((mode, loras), ([], {}))
+            for size in sizes[bisect_left(sizes, query.num_tokens) :]:
+                yield from (graph for graph in groups[size] if serves(graph, query, loras))
 
     def reason(self, query: Query) -> Reason:
         """Return the reason why the table gives no graph."""
@@ -153,7 +156,7 @@ class TableManager:
             return Reason.NOT_ADMISSIBLE
         if query.microbatches > 1:
             return Reason.SPLIT
-        if self.compatible(query):
+        if any(self.compatible(query)):
             return Reason.SHADOWED
         return Reason.SIZES if self._has_kind(query) else Reason.MODE
 
