@@ -8,14 +8,13 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import capture_planner
-from capture_planner import codec, dispatch, errors, modes, records
+from capture_planner import codec, dispatch, errors, modes
 from capture_planner.plugins import registry
 
-HOMES = {
-    "reference/api/capture_planner": (records, codec, registry, dispatch, errors, modes),
-    "reference/api/plugins": (records,),
-}
+HOMES = {"reference/api/capture_planner": (codec, registry, dispatch, errors, modes)}
 """Of each page, the packages whose classes its modules export too, and which have pages or sections of their own."""
+
+RECORDS = "capture_planner.records."
 
 project = "capture-planner"
 author = "capture-planner contributors"
@@ -51,8 +50,15 @@ def skip_member(app: Sphinx, kind: str, name: str, value: Any, _skip: bool, _opt
     """Leave out what attrs adds to a class; document a class in one place, with its own package."""
     if name in ("__attrs_attrs__", "__match_args__"):
         return True
-    elsewhere = any(value is getattr(package, name, None) for package in HOMES.get(app.env.docname, ()))
-    return True if kind == "module" and inspect.isclass(value) and elsewhere else None
+    page = app.env.docname
+    elsewhere = any(value is getattr(package, name, None) for package in HOMES.get(page, ()))
+    if page == "reference/api/records":  # helpers next to the records are private
+        elsewhere = not inspect.isclass(value)
+    elif inspect.isclass(value):
+        elsewhere = elsewhere or value.__module__.startswith(RECORDS)
+    else:
+        elsewhere = False
+    return True if kind == "module" and elsewhere else None
 
 
 def setup(app: Sphinx) -> None:

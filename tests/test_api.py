@@ -19,7 +19,6 @@ PAGES = Path(__file__).parent.parent / "docs" / "reference" / "api"
 
 PACKAGES = (
     "capture_planner",
-    "capture_planner.records",
     "capture_planner.codec",
     "capture_planner.plugins",
     "capture_planner.planning",
@@ -32,7 +31,24 @@ PACKAGES = (
 )
 """The public packages. A name that none of them exports is private."""
 
+RECORDS = (
+    "spec",
+    "model",
+    "environment",
+    "batch",
+    "plan",
+    "promise",
+    "backend",
+    "measurements",
+    "observation",
+    "traffic",
+    "profile",
+)
+"""The modules of records: all classes that they define are public."""
+
 MODULES = (
+    "capture_planner.records",
+    *(f"capture_planner.records.{name}" for name in RECORDS),
     "capture_planner.errors",
     "capture_planner.modes",
     "capture_planner.plugins.backend",
