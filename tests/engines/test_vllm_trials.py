@@ -97,13 +97,13 @@ def test_trials_have_what_each_size_takes_by_itself():
             assert each.milliseconds is not None
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1"])
-def test_no_time_is_no_trial(seconds):
-    """And the profile of what is captured is as ever."""
+@pytest.mark.parametrize(("seconds", "tried"), [("0", False), ("-1", True)])
+def test_no_time_is_no_trial(seconds, tried):
+    """And the profile of what is captured is as ever; what is no number of seconds is the default."""
     with process(**{observe.PROFILE: "1", observe.PROFILE_SECONDS: seconds}) as folder:
         started().shutdown()
         seen = observed(folder)
-    assert not any(role.trials for role in seen.roles)
+    assert any(role.trials for role in seen.roles) == tried
     assert all(graph.milliseconds is not None for role in seen.roles for graph in role.graphs)
 
 
