@@ -308,7 +308,7 @@ class Checkpoints:
 
 
 def _quantized(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors with those of linear layers in FP8, and their scales."""
+    """Yield the tensors, with linear layers in FP8 and their scales."""
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight"):
             weight, scale = quantized(tensor, BLOCK)

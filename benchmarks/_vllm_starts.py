@@ -414,8 +414,7 @@ def _differences(
         attrs.evolve(rows[number][2], prompt=(*rows[number][2].prompt, *eager[number][:place]), output=1, arrival=0)
         for number, place in places.items()
     ]
-    taken: Callable[[Any], list[Any]] = lambda output: [dict(each) for each in output.logprobs or ()]  # noqa: E731
-    steps = _served(engine, asked, folder, taken, logprobs=VOCABULARY)
+    steps = _served(engine, asked, folder, _log_probabilities, logprobs=VOCABULARY)
     found = []
     for step, (number, place) in enumerate(places.items()):
         likely = {key: value.logprob for key, value in steps[step][0].items()}
@@ -425,6 +424,10 @@ def _differences(
         seed, index, _ = rows[number]
         found.append({"seed": seed, "request": index, "at": place, "token": token, "log_probability_below": gap})
     return found
+
+
+def _log_probabilities(output: Any) -> list[Any]:
+    return [dict(each) for each in output.logprobs or ()]
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

@@ -185,16 +185,16 @@ def campaign(starts: AutoStarts, seconds: float) -> Iterator[tuple[list[dict[str
     """
     rows: list[dict[str, Any]] = []
     targets: dict[str, bool] = {}
-    longest, end = 0.0, time.monotonic() + seconds
+    last, end = 0.0, time.monotonic() + seconds
 
     def fits() -> bool:
-        return time.monotonic() + longest < end
+        return time.monotonic() + last < end
 
     def run(load: Sequence[Mapping[str, Any]], name: str, crash_for: str | None = None) -> dict[str, Any]:
-        nonlocal longest
+        nonlocal last
         began = time.monotonic()
         rows.append(starts.start(load, name, crash_for))
-        longest = time.monotonic() - began  # the last one: the first start compiles
+        last = time.monotonic() - began  # not the longest: the first start compiles
         return rows[-1]
 
     for number, load in enumerate([WAVE, WAVE, STEADY, STEADY, STEADY], 1):
@@ -206,7 +206,7 @@ def campaign(starts: AutoStarts, seconds: float) -> Iterator[tuple[list[dict[str
     if best is None:
         yield rows, targets | {"a plan to plant faults with": False}
         return
-    if time.monotonic() + 2 * longest < end:
+    if time.monotonic() + 2 * last < end:
         bad = starts.plant(worse(best, 2), "planted: few graphs, and half of the time promised")
         broken = run(STEADY, "under the bad plan")
         after = run(STEADY, "after the bad plan")

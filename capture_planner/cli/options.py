@@ -49,7 +49,9 @@ def output(text: str, kind: type[Plan] | type[Environment] | None = None) -> Cal
 def reports(*others: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare ``--html`` and ``--format``, as every command that prints a report has them: passed as one ``Output``.
 
-    Files that cannot be written are refused before the command begins. ``others``: formats besides text and JSON.
+    Files that cannot be written are refused before the command runs.
+
+    :param others: formats in addition to text and JSON.
     """
 
     def declare(command: Callable[..., Any]) -> Callable[..., Any]:

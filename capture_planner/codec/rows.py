@@ -376,7 +376,7 @@ class TrafficRow:
 
 
 def _kind_of_batch(line: Values) -> tuple[object, ...]:
-    # Decodes have few query lengths, and prompts as many as there are lengths of prompts.
+    # Decodes have few distinct query lengths; prompts have one per prompt length.
     query_len = line["query_len"] if line["past_prompt"] else line["query_len"] is None
     return query_len, *(line[name] is None for name in ("num_reqs", "num_tokens")), line.get("graph") is None
 

@@ -101,7 +101,7 @@ class PassClock(Generic[K]):
         self._pending: list[tuple[K, Any, Any]] = []
 
     def start(self, key: K) -> None:
-        """Begin the time of a pass, and end that of the pass before it."""
+        """Start timing a pass, and stop timing the previous one."""
         self.stop()
         event = self._event()
         event.record()

@@ -155,7 +155,7 @@ def sizes_text(sizes: Sequence[int]) -> str:
 def findings_report(
     emulation: Emulation, findings: Sequence[EngineFinding], program: str = "", together: Together | None = None
 ) -> Report:
-    """Return one finding a paragraph: what, its fix, and where it was reported; those of one fix once.
+    """Return one paragraph per fix: the findings, the fix, and where they were reported.
 
     :param program: what the flags of ``together`` are given to.
     """
@@ -419,7 +419,7 @@ def _classes(checked: PromiseCheck) -> Grid:
 def start_lines(decision: StartDecision, plan: Plan | None, observed_into: Path | None) -> Iterator[str]:
     """Yield what a start of ``launch --auto`` prints: what was observed, what was decided, and what runs.
 
-    :param plan: that of the decision, which runs.
+    :param plan: the plan that runs; None: the engine by itself.
     """
     yield f"observed: {decision.observed}"
     yield f"decided: {decision.event.value}: {decision.says}"

@@ -505,7 +505,7 @@ def tuned(
     def chosen(count: int, kept: TuningBounds | None, by: Measurements = measurements) -> tuple[Spec, Plan]:
         own = _within(spec, count, kept)
         plan = make_plan(own, environment, backends, by)
-        # A plan that would take graphs away without evidence keeps today's beside its own.
+        # A plan that would remove graphs without evidence keeps today's graphs as well.
         more = with_todays(own, plan, subject.today, case.evidence)
         return (own, plan) if more is None else (more, make_plan(more, environment, backends, by))
 

@@ -187,7 +187,7 @@ class SceneBatch:
 
     @property
     def decode_positions(self) -> np.ndarray:
-        """Where the first draft decode stands in each request, ``int64[R]``; it can be past the longest sequence."""
+        """Position of each request's first draft decode, ``int64[R]``; it can exceed the longest sequence."""
         # A draft model has read the new token in its first pass.
         wanted: np.ndarray = self.computed + self.settled_counts + (not self.scene.drafter.reads_states)
         return wanted

@@ -1,4 +1,4 @@
-"""Processes of ranks: the launcher's variables, those of this machine that have ended, and a start of all on one host.
+"""Rank processes: the launcher's variables, which ranks of this host have exited, and starting all ranks on one host.
 
 They are forked from one process that has imported everything they need.
 """

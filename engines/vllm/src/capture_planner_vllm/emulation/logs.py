@@ -32,9 +32,9 @@ from capture_planner.measuring.traffic.source import SourceCounts, SourceOptions
 from capture_planner.modes import Role
 from capture_planner.records.traffic import TrafficCount
 
-# Every repetition is bounded, so that no line takes more time than its length: a log may hold anything.
 _DUMMY, _EMPTY = "dummy", "empty"
 
+# Every repetition is bounded, so that no line takes more time than its length: a log may hold anything.
 _ITERATION = re.compile(
     rb"Iteration\((?:(?<=(\d\d\d): Iteration\()|)\d+\): (\d{1,9}) context requests, (\d{1,9}) context tokens, "
     rb"(\d{1,9}) generation requests, (\d{1,9}) generation tokens(?:, )iteration elapsed time: (\d{1,18}\.?\d{0,18}) ms"
