@@ -17,9 +17,9 @@ from capture_planner.records.plan import Plan
 from capture_planner_runner.execution import attention as recurrent
 from capture_planner_runner.execution.attention import Segments, StateCache
 from capture_planner_runner.execution.inputs import StepInputs
-from capture_planner_runner.launch import assembly as kv
+from capture_planner_runner.launch import assembly
 from capture_planner_runner.serving import launching
-from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
+from capture_planner_runner.serving.states import PageFormat, RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 from gallery.runner_padding import filled, tail_left
@@ -73,7 +73,7 @@ def _without_null_row(original: Callable[..., tuple[StateCache, ...]]) -> Callab
 def _of_the_last_batch(original: Callable[..., StepInputs]) -> Callable[..., StepInputs]:
     last: WeakKeyDictionary[RequestStates, np.ndarray[Any, Any]] = WeakKeyDictionary()
 
-    def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: kv.PageFormat) -> StepInputs:
+    def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageFormat) -> StepInputs:
         inputs = original(scheduled, states, pages)
         assert inputs.state_indices is not None
         if len(last.get(states, ())) != inputs.num_reqs:
@@ -127,7 +127,7 @@ RECURRENT_MUTANTS: tuple[Mutant, ...] = (
         bug_class=E,
         says="The pool of recurrent states is allocated without the row of padded requests, so that the last is past "
         "its end",
-        patch=patched((kv, "state_caches", _without_null_row)),
+        patch=patched((assembly, "state_caches", _without_null_row)),
     ),
     Mutant(
         name="state-rows-of-the-last-batch",

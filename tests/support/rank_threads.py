@@ -83,7 +83,7 @@ class ThreadPeers:
 
 
 @attrs.define(eq=False)
-class ThreadCollectives:
+class ThreadCollectives(Collectives):
     """Collectives between threads, for models that run eagerly."""
 
     rank: int
