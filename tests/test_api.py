@@ -54,6 +54,7 @@ MODULES = (
     "capture_planner.plugins.backend",
     "capture_planner.plugins.profiler",
     "capture_planner.plugins.registry",
+    "capture_planner_runner.graphs.offloading",
     "capture_planner_runner.options",
     "capture_planner_runner.runner",
 )

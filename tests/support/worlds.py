@@ -31,6 +31,7 @@ from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_runner.execution.fields import tensor_of
 from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import ForwardObserver, RoleRun
+from capture_planner_runner.graphs.graph import Grapher
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.models.drafters import choose_drafter
 from capture_planner_runner.models.huggingface import load_target
@@ -78,11 +79,12 @@ class World:
         """Keep Hypothesis from printing the whole plan."""
         printer.text(repr(self))
 
-    def runner(self, plan: Plan | None = None, **options: Any) -> Runner:
-        """Put it together, of this plan or of another."""
+    def runner(self, plan: Plan | None = None, *, grapher: Grapher | None = None, **options: Any) -> Runner:
+        """Put it together, of this plan or of another; graphs are recorded."""
         plan = plan or self.plan
         drafter = None if plan.speculative is None else self.drafter
-        return Runner(plan, self.target, drafter, self.registry, RecordedGraphs(), pages=self.pages, **options)
+        grapher = grapher or RecordedGraphs()
+        return Runner(plan, self.target, drafter, self.registry, grapher, pages=self.pages, **options)
 
 
 def _model(layers: int, kv_heads: int, embeddings: bool = False) -> Model:

@@ -49,6 +49,7 @@ WARM_UP = 60.0
 class Runner(contextlib.AbstractContextManager["Runner"]):
     """Executes one plan on one model. Use it as a context: leaving releases the backends.
 
+    :param grapher: captures graphs. Where an engine offloads weights, ``graphs.offloading.with_offloader`` makes one.
     :param session: where forwards, steps and requests are noted; one that keeps all rows by default.
     :param observer: watches the forwards of all roles, see ``execution.role.ForwardObserver``. With
         ``Options.compare``, which is an observer itself, only its ``batch`` and ``forward`` are called.
