@@ -49,14 +49,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/program": ("planning/sizing/test_program.py", *_PROGRAMS),
     "modes": ("test_modes.py", *_MODES),
     "planning/resolve": ("planning/test_groups.py", *_MODES),
-    "planning/costs": ("planning/test_costs.py", *_MEASURED, "engines/test_tuning.py"),
+    "planning/costs": ("planning/test_costs.py", *_MEASURED, "tuner/test_tuning.py"),
     "planning/measured/allocation": ("planning/measured/test_subsets.py", *_PROGRAMS),
     "planning/measured/bounds": ("planning/measured/test_bounds.py", *_MEASURED),
     "planning/measured/choice": (
         "planning/measured/test_choice.py",
         "planning/measured/test_judging.py",
         *_MEASURED,
-        "engines/test_tuning.py",
+        "tuner/test_tuning.py",
     ),
     "planning/measured/first_use": ("planning/measured/test_first_use.py",),
     "planning/measured/schedule": (
@@ -76,7 +76,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "planning/measured/test_judging.py",
         "planning/measured/test_step_times.py",
         *_MEASURED,
-        "engines/test_tuning.py",
+        "tuner/test_tuning.py",
     ),
     "planning/measured/teams": ("planning/measured/test_smoothing.py", "planning/measured/test_demand.py", *_MEASURED),
     "planning/planner": (

@@ -165,8 +165,8 @@ Outcomes = dict[tuple[str, str, int], str]
 
 
 def _sources() -> list[str]:
-    """Return the folders of the core, the runner and the plugins."""
-    return [PACKAGE, "runner/src", *(str(path.relative_to(ROOT)) for path in ROOT.glob("*/*/src"))]
+    """Return the folders of the core, the runner, the tuner and the plugins."""
+    return [PACKAGE, "runner/src", "tuner/src", *(str(path.relative_to(ROOT)) for path in ROOT.glob("*/*/src"))]
 
 
 def compiled(folder: Path) -> Path:

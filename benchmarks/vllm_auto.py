@@ -29,14 +29,14 @@ from typing import Any
 from _bench import CONSOLE, ROOT, conclude, finish, parser, table
 
 from capture_planner import codec
-from capture_planner.engines.auto.decisions import graphs_of, plan_file
-from capture_planner.engines.auto.start import JournalFolder
-from capture_planner.measuring.promises import check_promise
 from capture_planner.measuring.workers import read_workers
 from capture_planner.records._base import digest, replace
 from capture_planner.records.journal import STARTS, Event, JournalRecord, PromiseVerdict
 from capture_planner.records.plan import Plan
 from capture_planner.records.promise import ExpectedSteps
+from capture_planner_tuner.auto.decisions import graphs_of, plan_file
+from capture_planner_tuner.auto.start import JournalFolder
+from capture_planner_tuner.promises import check_promise
 
 WAVE: tuple[dict[str, Any], ...] = ({"wave": [10, 250], "requests": 900},)
 STEADY: tuple[dict[str, Any], ...] = ({"in_flight": 200, "requests": 400}, {"in_flight": 32, "requests": 100})

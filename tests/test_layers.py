@@ -36,9 +36,10 @@ PLUGINS = sorted(path.parent for path in CHECKOUT.glob("[be]*/*/src/*/__init__.p
 """The packages of the backends and the engines."""
 
 RUNNER = Path(find_spec("capture_planner_runner").submodule_search_locations[0])
+TUNER = Path(find_spec("capture_planner_tuner").submodule_search_locations[0])
 
-OUTSIDE = {"torch", "triton", "numpy", "transformers", "safetensors", "capture_planner_runner"}
-"""What no module of the core imports, for types only excepted."""
+TORCH = {"torch", "triton", "numpy", "transformers", "safetensors", "capture_planner_runner"}
+"""What neither the core nor the tuner imports, for types only excepted."""
 
 DISPATCH = {"errors", "modes", "records", "dispatch"}
 """What an engine would vendor with the dispatcher."""
@@ -112,7 +113,7 @@ def test_imports_point_upward_only() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("package", [HERE, RUNNER, *PLUGINS], ids=lambda path: path.name)
+@pytest.mark.parametrize("package", [HERE, RUNNER, TUNER, *PLUGINS], ids=lambda path: path.name)
 def test_no_import_circle(package: Path) -> None:
     """Lazy imports and imports for types count too."""
     known = modules(package)
@@ -162,10 +163,18 @@ def outside(path: Path) -> set[str]:
     return found
 
 
-def test_the_core_imports_no_torch_and_no_runner() -> None:
-    """Not even in a function: what needs torch is another distribution."""
-    wrong = {name: bad for name, path in modules(HERE).items() if (bad := outside(path) & OUTSIDE)}
+@pytest.mark.parametrize(
+    ("package", "others"), [(HERE, {*TORCH, "capture_planner_tuner"}), (TUNER, TORCH)], ids=["core", "tuner"]
+)
+def test_the_core_and_the_tuner_import_no_torch_and_no_runner(package: Path, others: set[str]) -> None:
+    """Not even in a function: what needs torch is another distribution, and the core needs no other at all."""
+    wrong = {name: bad for name, path in modules(package).items() if (bad := outside(path) & others)}
     assert wrong == {}
+
+
+def test_the_runner_imports_no_tuner() -> None:
+    """Each of the two is installed without the other."""
+    assert [name for name, path in modules(RUNNER).items() if "capture_planner_tuner" in outside(path)] == []
 
 
 def test_the_runner_imports_torch() -> None:
@@ -175,8 +184,9 @@ def test_the_runner_imports_torch() -> None:
 
 @pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)
 def test_plugins_need_the_core_alone(package: Path) -> None:
-    """A backend or an engine does not depend on the runner; its tests may."""
-    assert [name for name, path in modules(package).items() if "capture_planner_runner" in outside(path)] == []
+    """A backend or an engine depends neither on the runner nor on the tuner; its tests may."""
+    others = {"capture_planner_runner", "capture_planner_tuner"}
+    assert [name for name, path in modules(package).items() if outside(path) & others] == []
 
 
 @pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
-    path for folder in ("capture_planner", "runner", "engines", "backends") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("capture_planner", "runner", "tuner", "engines", "backends")
+    for path in (ROOT / folder).rglob("*.py")
 )
 SCRIPTS = sorted(path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py"))
 """Tests, benchmarks and tools; only their length is checked."""

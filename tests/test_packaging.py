@@ -9,8 +9,9 @@ import pytest
 import capture_planner
 
 ROOT = Path(__file__).parent.parent
-RUNNER = ROOT / "runner" / "pyproject.toml"
-PLUGINS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("engines/*/pyproject.toml"), RUNNER])
+COMMANDS = {ROOT / name / "pyproject.toml" for name in ("runner", "tuner")}
+"""Distributions that bring commands."""
+PLUGINS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("engines/*/pyproject.toml"), *COMMANDS])
 
 
 def project(path: Path) -> dict:
@@ -26,19 +27,19 @@ def test_plugin_pins_the_minor_version_of_the_core(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.parent.name)
 def test_plugin_has_an_entry_point(path: Path) -> None:
-    group = "capture_planner.commands" if path == RUNNER else "capture_planner"
+    group = "capture_planner.commands" if path in COMMANDS else "capture_planner"
     assert project(path)["entry-points"][group]
 
 
-@pytest.mark.parametrize("path", sorted(set(PLUGINS) - {RUNNER}), ids=lambda path: path.parent.name)
-def test_plugin_does_not_depend_on_the_runner(path: Path) -> None:
-    """To plan or to serve nothing of it is needed; a template's tests need it."""
+@pytest.mark.parametrize("path", sorted(set(PLUGINS) - COMMANDS), ids=lambda path: path.parent.name)
+def test_plugin_does_not_depend_on_what_brings_commands(path: Path) -> None:
+    """To plan or to serve nothing of them is needed; a template's tests need the runner."""
     of = project(path)
     needed = [
         *of["dependencies"],
         *(each for name, extra in of.get("optional-dependencies", {}).items() if name != "test" for each in extra),
     ]
-    assert [each for each in needed if "runner" in each] == []
+    assert [each for each in needed if re.search("runner|tuner", each)] == []
 
 
 def test_core_does_not_depend_on_torch() -> None:

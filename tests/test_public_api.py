@@ -102,4 +102,8 @@ def test_help_imports_no_records_and_nothing_heavy():
     assert any(line.startswith("  plan ") for line in shown)
     assert not (HEAVY - {"click"}) & set(loaded)
     assert not {"capture_planner.records", "capture_planner.codec", "capture_planner_reference"} & set(loaded)
-    assert not {name for name in loaded if name.startswith(("capture_planner_vllm", "capture_planner_runner.cli"))}
+    assert not {
+        name
+        for name in loaded
+        if name.startswith(("capture_planner_vllm", "capture_planner_runner.cli", "capture_planner_tuner.cli"))
+    }

@@ -24,16 +24,16 @@ pytest.importorskip("hatchling")
 build = module_at(Path(__file__).parent.parent / "tools" / "build.py", "build_tool")
 
 ROOT = Path(__file__).parent.parent
-CORE, RUNNER, REFERENCE = ROOT, ROOT / "runner", ROOT / "backends" / "reference"
+CORE, RUNNER, TUNER, REFERENCE = ROOT, ROOT / "runner", ROOT / "tuner", ROOT / "backends" / "reference"
 SPEC = ROOT / "plans" / "specs" / "tiny-reference-cpu.yaml"
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[Path, Path]]:
-    """Return wheel and source distribution of the core, the runner and a backend, by their folders."""
+    """Return wheel and source distribution of the core, the runner, the tuner and a backend, by their folders."""
     folder = tmp_path_factory.mktemp("dist")
     found = {}
-    for source in (CORE, RUNNER, REFERENCE):
+    for source in (CORE, RUNNER, TUNER, REFERENCE):
         wheel, archive = build.build(source, folder, sdist=True)
         found[source] = (wheel, archive)
     return found
@@ -79,10 +79,9 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 
 def test_core_plans_without_torch(bare: Path, tmp_path: Path) -> None:
-    """It plans, explains and checks with what it declares, and neither torch nor the runner is there to be imported."""
-    gone = (
-        "import importlib.util as u; print([n for n in ('torch', 'numpy', 'capture_planner_runner') if u.find_spec(n)])"
-    )
+    """It plans, explains and checks with what it declares, and nothing else is there to be imported."""
+    others = ("torch", "numpy", "capture_planner_runner", "capture_planner_tuner")
+    gone = f"import importlib.util as u; print([n for n in {others} if u.find_spec(n)])"
     assert subprocess.check_output([bare, "-I", "-c", gone], text=True).strip() == "[]"
     planned = run(bare, "plan", str(SPEC), "-e", "cpu", "-o", "plan.yaml", cwd=tmp_path)
     assert (planned.returncode, "68 graphs" in planned.stdout) == (0, True), planned.stderr
@@ -103,25 +102,56 @@ def test_core_takes_a_profile_from_an_observation(bare: Path, tmp_path: Path) ->
     assert codec.load_profile(tmp_path / "profile.yaml").model.name == "Qwen/Qwen3-8B"
 
 
-@pytest.mark.parametrize("words", [["run"], ["bench"], ["conformance", "reference"], ["environment"], ["profile"]])
-def test_core_says_what_to_install_for_the_runner(bare: Path, tmp_path: Path, words: list[str]) -> None:
-    """One error with the distribution and the command that installs it; as JSON for programs."""
-    ran = run(bare, *words, *([str(SPEC)] if words in (["run"], ["bench"], ["profile"]) else []), cwd=tmp_path)
-    subject = "profile without --from" if words == ["profile"] else words[0]
-    remedy = "which is not installed; install it from a clone with: python -m pip install ./runner"
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["run", str(SPEC)], "runner"),
+        (["bench", str(SPEC)], "runner"),
+        (["conformance", "reference"], "runner"),
+        (["environment"], "runner"),
+        (["profile", str(SPEC)], "runner"),
+        (["tune", str(SPEC)], "tuner"),
+        (["launch", "plan.yaml", "--", "vllm", "serve"], "tuner"),
+        (["compare", "a.yaml", "b.yaml"], "tuner"),
+        (["journal", "."], "tuner"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_core_says_what_to_install(bare: Path, tmp_path: Path, words: list[str], name: str) -> None:
+    """One error with the distribution and the command that installs it."""
+    ran = run(bare, *words, cwd=tmp_path)
+    subject = "profile without --from" if words[0] == "profile" else words[0]
+    remedy = f"which is not installed; install it from a clone with: python -m pip install ./{name}"
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == f"error: {subject} needs capture-planner-runner, {remedy}\n"
+    assert ran.stderr == f"error: {subject} needs capture-planner-{name}, {remedy}\n"
 
 
-def test_help_of_the_core_lists_the_commands_of_the_runner(bare: Path, tmp_path: Path) -> None:
+def test_help_of_the_core_lists_the_commands_of_what_is_not_installed(bare: Path, tmp_path: Path) -> None:
     """With how to get them."""
     ran = run(bare, "--help", cwd=tmp_path)
-    *_, last = ran.stdout.strip().split("\n\n")
-    assert (
-        last.splitlines()[0]
-        == "Commands of capture-planner-runner, which is not installed (python -m pip install ./runner):"
-    )
-    assert last.split("\n", 1)[1].strip() == "bench, conformance, environment, run"
+    *_, runner, tuner = ran.stdout.strip().split("\n\n")
+    for name, text, commands in (
+        ("runner", runner, "bench, conformance, environment, run"),
+        ("tuner", tuner, "compare, journal, launch, tune"),
+    ):
+        title, listed = text.split("\n", 1)
+        install = f"python -m pip install ./{name}"
+        assert title == f"Commands of capture-planner-{name}, which is not installed ({install}):"
+        assert listed.strip() == commands
+
+
+def test_tuner_needs_the_core_alone(bare: Path, wheels: dict[Path, tuple[Path, Path]], tmp_path: Path) -> None:
+    """Its wheel beside the core's brings the commands, and compares two plans without torch."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheels[TUNER][0]) as wheel:
+        wheel.extractall(site)
+    plan = str(ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
+    code = f"import sys; sys.path.append({str(site)!r}); from capture_planner.cli import main; main()"
+    for words in (["compare", plan, plan], ["tune", "--help"], ["launch", "--help"], ["journal", "--help"]):
+        ran = subprocess.run(
+            [bare, "-I", "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_new_backend_works_without_torch(bare: Path, tmp_path: Path) -> None:
@@ -139,8 +169,9 @@ def test_new_backend_works_without_torch(bare: Path, tmp_path: Path) -> None:
             ["py.typed", "report/page.html.j2", "engines/known_models.json", "template/pyproject.toml"],
         ),
         (RUNNER, "capture_planner_runner", ["py.typed", "plugin.py", "conformance/pytest_plugin.py"]),
+        (TUNER, "capture_planner_tuner", ["py.typed", "plugin.py"]),
     ],
-    ids=["core", "runner"],
+    ids=["core", "runner", "tuner"],
 )
 def test_wheel_and_archive_have_every_file(
     wheels: dict[Path, tuple[Path, Path]], source: Path, package: str, files: list[str]

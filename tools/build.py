@@ -1,8 +1,8 @@
-"""Build the distributions of this repository: the core, the runner, the backends and the engines.
+"""Build the distributions of this repository: the core, the runner, the tuner, the backends and the engines.
 
 ``python tools/build.py dist`` writes a source distribution and a wheel of each into ``dist``.
-``python tools/build.py --install-plugins`` builds the wheels of the runner, the backends and the engines, and installs
-them without their dependencies, as tox does: all of it in one process and one call of pip, which takes seconds.
+``python tools/build.py --install-plugins`` builds the wheels of all but the core, and installs them without their
+dependencies, as tox does: all of it in one process and one call of pip, which takes seconds.
 ``--without-runner`` leaves out the runner, which needs torch.
 Needs hatchling.
 """
@@ -22,12 +22,15 @@ from hatchling.build import build_sdist, build_wheel
 
 ROOT = Path(__file__).parent.parent
 RUNNER = ROOT / "runner"
-PLUGINS = sorted(
-    path.parent
-    for kind in ("backends", "engines")
-    for path in (ROOT / kind).glob("*/pyproject.toml")
-    if path.parent.name != "template"
-)
+PLUGINS = [
+    ROOT / "tuner",
+    *sorted(
+        path.parent
+        for kind in ("backends", "engines")
+        for path in (ROOT / kind).glob("*/pyproject.toml")
+        if path.parent.name != "template"
+    ),
+]
 
 
 def build(source: Path, target: Path, *, sdist: bool) -> list[Path]:

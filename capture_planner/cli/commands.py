@@ -1,4 +1,4 @@
-"""The commands: those of the core, those of plugins, and what to install for those of the runner.
+"""The commands: those of the core, those of plugins, and what to install for those of the runner and the tuner.
 
 They are declared here and imported when they are used: help and completion need the sentences only, and a third of the
 start of any command would be modules of the others.
@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from capture_planner.errors import CapturePlannerError, RunError
+from capture_planner.errors import CapturePlannerError
 from capture_planner.plugins import Command, hookspecs
 from capture_planner.plugins.discovery import duplicate, guarded, implementations, left_out
 
@@ -27,16 +27,12 @@ _CORE = (
     ("schema", "files:schema", "Print the JSON Schema of a kind of file."),
     ("traffic", "traffic:traffic", "Count the batches of logs, metrics, observations or traces."),
     ("profile", "profile:profile", "Measure what each size of graph costs on this machine."),
-    ("tune", "tune:tune", "Choose sizes by measurements, and compare them with today's."),
     ("init", "engine:init", "Write a commented spec from a model's configuration."),
     ("ranks", "ranks:ranks", "Show what data-parallel ranks run together."),
     ("engine", "engine:engine", "Show what an engine captures with its own flags."),
     ("spec", "engine:spec", "Write the spec of an engine's command line."),
-    ("compare", "compare:compare", "Compare two deployments side by side."),
     ("export", "engine:export", "Export a plan as the flags of an engine."),
-    ("launch", "launch:launch", "Run an engine's own command under a plan."),
     ("new-backend", "new_backend:new_backend", "Start a new attention backend from a template."),
-    ("journal", "launch:journal", "Show what launch --auto decided, and why."),
 )
 """Name, module and function, and the sentence of the help."""
 
@@ -46,21 +42,30 @@ CORE = {name: Command(name=name, help=text, target=f"capture_planner.cli.{place}
 RUNNER = "capture-planner-runner"
 """The distribution that executes plans."""
 
-OF_THE_RUNNER = ("run", "bench", "conformance", "environment")
-"""Its commands: the only ones that are known where they are not installed, so that the error says what to install."""
+TUNER = "capture-planner-tuner"
+"""The distribution that tunes, launches and compares."""
 
-INSTALL = "python -m pip install ./runner"
+OF_DISTRIBUTIONS = {
+    RUNNER: ("run", "bench", "conformance", "environment"),
+    TUNER: ("tune", "launch", "compare", "journal"),
+}
+"""Their commands: the only ones that are known where they are not installed, so that the error says what to install."""
 
 
-def needs_runner(subject: str) -> RunError:
-    """Return the error of what only the runner can do, where it is not installed or does not load."""
+def install_command(distribution: str) -> str:
+    """Return what installs a distribution of the repository from a clone."""
+    return f"python -m pip install ./{distribution.removeprefix('capture-planner-')}"
+
+
+def needs(subject: str, distribution: str) -> CapturePlannerError:
+    """Return the error of what only one distribution can do, where it is not installed or does not load."""
     try:
-        metadata.distribution(RUNNER)
+        metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
-        reason = f"which is not installed; install it from a clone with: {INSTALL}"
+        reason = "which is not installed; install it from a clone with"
     else:
-        reason = f"which is installed but brought no such command; install it again from a clone with: {INSTALL}"
-    return RunError(f"{subject} needs {RUNNER}, {reason}")
+        reason = "which is installed but brought no such command; install it again from a clone with"
+    return CapturePlannerError(f"{subject} needs {distribution}, {reason}: {install_command(distribution)}")
 
 
 @functools.cache
@@ -104,9 +109,10 @@ class CommandGroup(click.Group):
     """The program, whose help imports no command."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; raises ``RunError`` for one of the runner where that is not installed."""
-        if cmd_name in OF_THE_RUNNER and cmd_name not in self.commands:
-            raise needs_runner(cmd_name)
+        """Return a command; raises ``CapturePlannerError`` for one of a distribution that is not installed."""
+        for distribution, names in OF_DISTRIBUTIONS.items():
+            if cmd_name in names and cmd_name not in self.commands:
+                raise needs(cmd_name, distribution)
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -121,7 +127,9 @@ class CommandGroup(click.Group):
         declared = CORE | dict(installed_commands())
         with formatter.section("Commands"):
             formatter.write_dl([(name, declared[name].help) for name in sorted(declared)])
-        missing = sorted(set(OF_THE_RUNNER) - set(declared))
-        if missing:
-            with formatter.section(f"Commands of {RUNNER}, which is not installed ({INSTALL})"):
-                formatter.write_text(", ".join(missing))
+        for distribution, names in OF_DISTRIBUTIONS.items():
+            missing = sorted(set(names) - set(declared))
+            if missing:
+                install = install_command(distribution)
+                with formatter.section(f"Commands of {distribution}, which is not installed ({install})"):
+                    formatter.write_text(", ".join(missing))

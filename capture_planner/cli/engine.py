@@ -38,8 +38,7 @@ from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_e
 from capture_planner.engines.check import check, fixed_together
 from capture_planner.engines.deployments import why_inadmissible
 from capture_planner.engines.export import prove, within_budget
-from capture_planner.engines.spec_of import spec_of, with_sizes
-from capture_planner.engines.tuning.session import PLAIN_MODEL
+from capture_planner.engines.spec_of import PLAIN_MODEL, spec_of, with_sizes
 from capture_planner.errors import CapturePlannerError
 from capture_planner.planning.from_config import find_config, spec_from_config
 from capture_planner.planning.planner import plan

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from capture_planner.cli import options
-from capture_planner.cli.commands import needs_runner
+from capture_planner.cli.commands import RUNNER, needs
 from capture_planner.cli.common import (
     Output,
     command_line,
@@ -107,7 +107,7 @@ def _measured(file: str, environment: str | None, values: dict[str, Any]) -> Pro
     """Measure on this machine, by what a plugin brings: measuring needs torch."""
     profiler = registry.find_profiler()
     if profiler is None:
-        raise needs_runner("profile without --from")
+        raise needs("profile without --from", RUNNER)
     document = read_document(file)
     plan = machine_plan(document, environment, profiler.machine)
     settings = ProfileSettings(

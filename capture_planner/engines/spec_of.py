@@ -26,6 +26,17 @@ from capture_planner.records.text import counted
 BACKEND = "flash_attention"
 """The attention backend of a spec where the engine's own has no plugin here."""
 
+PLAIN_MODEL = Model(
+    name="an 8B model",
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    max_model_len=131072,
+)
+"""Dimensions for a deployment whose model is not known here."""
+
 _MODEL = ("model", "model_path")
 _LENGTH = ("max_model_len", "context_length")
 

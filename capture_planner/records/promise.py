@@ -1,7 +1,7 @@
 """Promise: what a plan that measurements chose was expected to take when it was proposed.
 
 It is a part of the plan (``Plan.promise``). An observation of an engine under the plan is checked against it
-(``capture_planner.measuring.promises``).
+(``capture_planner_tuner.promises``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from capture_planner.engines.check import Diagnosis, EngineFinding
 from capture_planner.engines.deployments import ObservedCoverage, runs, walk
 from capture_planner.engines.emulation import CapturedGraph, Emulation
 from capture_planner.engines.export import BatchDifference, Export, Loss, Proof
-from capture_planner.engines.side_by_side import Hole, Pair, Service, SideBySide
 from capture_planner.engines.verdict import verdict
 from capture_planner.records._base import grouped
 
@@ -27,7 +26,6 @@ __all__ = ["plain"]
 
 
 json_fields(Change, subject="what")
-json_fields(Service, "coverage")
 json_fields(Loss, omit={"scope"}, says="message")
 json_some(Coverage, "covered", "cells")
 json_some(ObservedCoverage, "covered", "cells")
@@ -119,17 +117,3 @@ def _proof(proof: Proof) -> dict[str, Any]:
 def _difference(difference: BatchDifference) -> dict[str, Any]:
     sides = {"planned": difference.planned, "emulated": difference.emulated}
     return plain_fields(difference) | {side: None if entry is None else str(entry) for side, entry in sides.items()}
-
-
-@json_of(SideBySide)
-def _side_by_side(compared: SideBySide) -> dict[str, Any]:
-    fields = plain_fields(compared)
-    batches = "traffic" if fields.pop("from_traffic") else "admissible"
-    return {"a": fields.pop("a"), "b": fields.pop("b"), "batches": batches, **fields}
-
-
-@json_of(Pair, Hole)
-def _of_family(value: Pair | Hole) -> dict[str, Any]:
-    fields = plain_fields(value)
-    family: dict[str, Any] = fields.pop("family")
-    return family | fields

@@ -18,7 +18,6 @@ from capture_planner.engines.check import OBSERVED_RULES, check, check_observati
 from capture_planner.engines.deployments import coverage_of, emulation_of, walk
 from capture_planner.engines.export import compared
 from capture_planner.engines.observed_diff import observed_diff
-from capture_planner.engines.side_by_side import compare
 from capture_planner.measuring.recorder import Recorder
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
@@ -26,6 +25,7 @@ from capture_planner.records.batch_space import batches as admissible_batches
 from capture_planner.records.observation import BatchCount, Observation
 from capture_planner.records.plan import Plan
 from capture_planner.testing import arbitrary_plans, plans
+from capture_planner_tuner.side_by_side import compare
 from support.observing import observation_of
 
 H100 = find_environment("h100")

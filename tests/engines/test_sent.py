@@ -11,10 +11,10 @@ from capture_planner.analysis.arrivals import simulate
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import walk, why_inadmissible
-from capture_planner.engines.side_by_side import compare
 from capture_planner.modes import Role
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import is_admissible
+from capture_planner_tuner.side_by_side import compare
 
 H100 = find_environment("h100")
 EAGLE = (

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from capture_planner.cli.commands import CORE, OF_THE_RUNNER, installed_commands
+from capture_planner.cli.commands import CORE, OF_DISTRIBUTIONS, installed_commands
 from capture_planner.errors import PluginWarning, RunError
 from capture_planner.plugins import hookimpl, hookspecs
 from capture_planner.plugins.profiler import Profiler
@@ -84,7 +84,7 @@ def test_broken_plugin_is_a_warning_and_stops_no_command(install: Callable[..., 
     install(source)
     with pytest.warns(PluginWarning, match=says):
         found = installed_commands()
-    assert set(found) >= set(OF_THE_RUNNER)
+    assert set(found) >= {name for names in OF_DISTRIBUTIONS.values() for name in names}
 
 
 def test_commands_in_the_group_of_backends_are_named(install: Callable[..., None]) -> None:
@@ -104,16 +104,22 @@ def test_command_that_is_listed_is_not_imported(install: Callable[..., None], ca
     assert "Be heavy." in call("--help").out
 
 
-def test_runner_that_does_not_load_is_told_from_one_that_is_missing(call: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "distribution"),
+    [(("run", "plan.yaml"), "capture-planner-runner"), (("tune", "spec.yaml"), "capture-planner-tuner")],
+)
+def test_distribution_that_does_not_load_is_told_from_one_that_is_missing(
+    call: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], distribution: str
+) -> None:
     """The remedy is the same, the reason is not."""
     monkeypatch.setattr(metadata, "entry_points", lambda group: [])
     installed_commands.cache_clear()
     try:
-        ran = call("run", "plan.yaml")
+        ran = call(*words)
     finally:
         installed_commands.cache_clear()
     assert (ran.code, ran.out) == (1, "")
-    assert "run needs capture-planner-runner, which is installed but brought no such command; install it" in ran.err
+    assert f"{words[0]} needs {distribution}, which is installed but brought no such command; install it" in ran.err
 
 
 def plugin(value: object) -> SimpleNamespace:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.codec import structure, to_data
-from capture_planner.engines.auto.decisions import (
+from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
+from capture_planner_tuner.auto.decisions import (
     LEAST_STEPS,
     MOST_BROKEN,
     AutoHistory,
@@ -20,8 +21,7 @@ from capture_planner.engines.auto.decisions import (
     failed,
     start_record,
 )
-from capture_planner.engines.auto.start import line_of, record_of
-from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
+from capture_planner_tuner.auto.start import line_of, record_of
 
 NOW = "2026-11-24T12:00:00Z"
 KEYS = (

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from capture_planner.engines import launch as child
 from capture_planner.engines.command_line import split_variables, started
 from capture_planner.engines.launch import STARTED, mark_started
+from capture_planner_tuner import child
 from support.commands import SPEC, Run, edited
 
-launch = importlib.import_module("capture_planner.cli.launch")
-ROOT = Path(__file__).parent.parent.parent
+launch = importlib.import_module("capture_planner_tuner.cli.launch")
+ROOT = Path(__file__).parents[3]
 PLAN = str(ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
 DENSE = str(ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml")
 SERVE = ("vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct")

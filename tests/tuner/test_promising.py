@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.tuning.judgement import Pricing, promise_of
-from capture_planner.measuring.promises import check_promise
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import steps_of
@@ -24,6 +22,8 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.promise import MAX_PROMISED
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner_tuner.promises import check_promise
+from capture_planner_tuner.tuning.judgement import Pricing, promise_of
 from support.observing import observation_of
 from support.tuning import MODEL, profile
 

@@ -29,8 +29,12 @@ from capture_planner.engines import engines, find_engine, is_engine
 from capture_planner.engines.command_line import split_variables, started
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.spec_of import DerivedSpec
-from capture_planner.engines.tuning.judgement import TuneVerdict
-from capture_planner.engines.tuning.session import (
+from capture_planner.records.observation import Observation
+from capture_planner.records.profile import Profile
+from capture_planner.records.spec import Policy, Sizes, Spec
+from capture_planner_tuner.report.tune import tune_report
+from capture_planner_tuner.tuning.judgement import TuneVerdict
+from capture_planner_tuner.tuning.session import (
     FILES,
     LAUNCH_FILE,
     PLAN_FILE,
@@ -41,10 +45,6 @@ from capture_planner.engines.tuning.session import (
     observed_subject,
     tuned,
 )
-from capture_planner.records.observation import Observation
-from capture_planner.records.profile import Profile
-from capture_planner.records.spec import Policy, Sizes, Spec
-from capture_planner.report.tune import tune_report
 
 TABLES = 14
 """About how many tables are planned and judged."""

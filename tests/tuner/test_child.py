@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.engines.launch import run_engine
+from capture_planner_tuner.child import run_engine
 
 PARENT = """
 import os, sys
-from capture_planner.engines.launch import run_engine
+from capture_planner_tuner.child import run_engine
 sys.exit(run_engine(sys.argv[1:], os.environ))
 """
 COUNTING = """
@@ -50,7 +50,7 @@ def test_end_is_seen_while_other_threads_take_signals() -> None:
     """A thread that blocks no signal may take SIGCHLD; without a look at the child the wait would never end."""
     program = """
 import os, subprocess, threading, time
-from capture_planner.engines.launch import run_engine
+from capture_planner_tuner.child import run_engine
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 poll = subprocess.Popen.poll
 def slow(process):

@@ -20,15 +20,16 @@ from capture_planner.cli import options
 from capture_planner.cli.common import Output, make_folder, read_document, show_notes
 from capture_planner.cli.options import FILE, FiniteRange, flag, option
 from capture_planner.engines import engines
-from capture_planner.engines.auto.decisions import StartDecision, TuneProposal, graphs_of
-from capture_planner.engines.auto.start import AutoLaunch, EngineStart, JournalFolder, held
 from capture_planner.engines.command_line import script_command, split_variables, started, unset
-from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED, STRICT, run_marked
+from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED, STRICT
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec
-from capture_planner.report.engine import journal_report, start_lines
 from capture_planner.report.printable import printable
+from capture_planner_tuner.auto.decisions import StartDecision, TuneProposal, graphs_of
+from capture_planner_tuner.auto.start import AutoLaunch, EngineStart, JournalFolder, held
+from capture_planner_tuner.child import run_marked
+from capture_planner_tuner.report.start import journal_report, start_lines
 
 TUNE_SECONDS = 30.0
 """Most seconds that tuning may take before a start."""

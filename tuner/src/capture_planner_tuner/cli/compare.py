@@ -25,14 +25,11 @@ from capture_planner.cli.options import FILE
 from capture_planner.cli.traffic import load_options, reading_bar, source_options
 from capture_planner.codec import Document
 from capture_planner.engines import emulate, engines, is_engine
-from capture_planner.engines.auto.start import kept_plan
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.logs import read_traffic
 from capture_planner.engines.parsing import near
-from capture_planner.engines.side_by_side import compare as side_by_side
 from capture_planner.errors import FlagError
-from capture_planner.measuring.promises import PromiseCheck, check_promise
 from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import digest
 from capture_planner.records.batch import Batch
@@ -40,8 +37,11 @@ from capture_planner.records.environment import Environment
 from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
-from capture_planner.report.engine import side_by_side_report
 from capture_planner.report.plain import plain
+from capture_planner_tuner.auto.start import kept_plan
+from capture_planner_tuner.promises import PromiseCheck, check_promise
+from capture_planner_tuner.report.compare import side_by_side_report
+from capture_planner_tuner.side_by_side import compare as side_by_side
 
 
 @click.command()

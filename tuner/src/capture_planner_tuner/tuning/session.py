@@ -25,18 +25,7 @@ from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.logs import read_sources
-from capture_planner.engines.spec_of import DerivedSpec, spec_of
-from capture_planner.engines.tuning.judgement import SPREAD, Evidence, Pricing, TuneVerdict, promise_of
-from capture_planner.engines.tuning.tune import (
-    FindingKey,
-    Progress,
-    TuneCase,
-    Tuning,
-    TuningBounds,
-    finding_key,
-    tune,
-    with_todays,
-)
+from capture_planner.engines.spec_of import PLAIN_MODEL, DerivedSpec, spec_of
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
 from capture_planner.measuring.fits import entry_family
 from capture_planner.measuring.observed import observed_profile
@@ -53,24 +42,24 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment
 from capture_planner.records.measurements import Measurements
-from capture_planner.records.model import Model, ScheduleSource, Speculative
+from capture_planner.records.model import ScheduleSource, Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
-
-PLAIN_MODEL = Model(
-    name="an 8B model",
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    hidden_size=4096,
-    max_model_len=131072,
+from capture_planner_tuner.tuning.judgement import SPREAD, Evidence, Pricing, TuneVerdict, promise_of
+from capture_planner_tuner.tuning.tune import (
+    FindingKey,
+    Progress,
+    TuneCase,
+    Tuning,
+    TuningBounds,
+    finding_key,
+    tune,
+    with_todays,
 )
-"""Dimensions for a deployment whose model is not known here."""
 
 
 @attrs.frozen(kw_only=True)

@@ -8,8 +8,6 @@ from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.spec_of import spec_of
-from capture_planner.engines.tuning.session import TuneCosts, TuneLoad, TuneResult, TuneSubject
-from capture_planner.engines.tuning.tune import TuneCase, tune
 from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import steps_of
@@ -18,7 +16,9 @@ from capture_planner.records.measurements import Measurements
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Policy, Sizes
 from capture_planner.records.traffic import Traffic, TrafficCount
-from capture_planner.report.tune import tune_report
+from capture_planner_tuner.report.tune import tune_report
+from capture_planner_tuner.tuning.session import TuneCosts, TuneLoad, TuneResult, TuneSubject
+from capture_planner_tuner.tuning.tune import TuneCase, tune
 from support.tuning import MODEL, profile
 
 pytest.importorskip("matplotlib", reason="pages need matplotlib, which is not installed")

@@ -11,10 +11,10 @@ import pytest
 
 from capture_planner import codec
 from capture_planner.analysis.arrivals import simulate
-from capture_planner.cli.tune import subject_of
-from capture_planner.engines.tuning.session import load_of, today_pace
 from capture_planner.measuring.traffic import SourceOptions
 from capture_planner.planning.costs import Costs
+from capture_planner_tuner.cli.tune import subject_of
+from capture_planner_tuner.tuning.session import load_of, today_pace
 from support.commands import Run
 from support.tuning import MODEL, profile, vllm_log
 

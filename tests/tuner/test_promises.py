@@ -4,7 +4,6 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture_planner.measuring.promises import LEAST_STEPS, TOLERANCE, check_promise
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
@@ -12,6 +11,7 @@ from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.observation import BatchCount, Observation, ObservedGraph, ObservedRole
 from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.spec import Limits
+from capture_planner_tuner.promises import LEAST_STEPS, TOLERANCE, check_promise
 
 ENTRIES = (
     Entry(mode=GraphMode.PIECEWISE, num_tokens=2048),

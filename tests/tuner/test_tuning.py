@@ -14,28 +14,6 @@ from capture_planner.analysis.lint import Severity, lint
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.tuning.judgement import (
-    LEAST_LINES,
-    LEAST_STEPS,
-    Evidence,
-    Noise,
-    Pricing,
-    TuneVerdict,
-    judged,
-    noise_between,
-    verdict_on,
-)
-from capture_planner.engines.tuning.tune import (
-    MORE,
-    SHIFTED,
-    TOLERANCE,
-    TuneCase,
-    Tuning,
-    TuningBounds,
-    finding_key,
-    shifted,
-    tune,
-)
 from capture_planner.errors import PlanningError
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
@@ -49,6 +27,28 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner_tuner.tuning.judgement import (
+    LEAST_LINES,
+    LEAST_STEPS,
+    Evidence,
+    Noise,
+    Pricing,
+    TuneVerdict,
+    judged,
+    noise_between,
+    verdict_on,
+)
+from capture_planner_tuner.tuning.tune import (
+    MORE,
+    SHIFTED,
+    TOLERANCE,
+    TuneCase,
+    Tuning,
+    TuningBounds,
+    finding_key,
+    shifted,
+    tune,
+)
 from support.forecasts import forecast
 from support.tuning import MODEL, profile
 

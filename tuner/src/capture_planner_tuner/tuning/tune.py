@@ -14,7 +14,16 @@ from capture_planner.analysis.lint import Finding, Severity, lint
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.spec_of import explicit_sizes
-from capture_planner.engines.tuning.judgement import (
+from capture_planner.errors import BudgetError
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.planning.costs import Costs
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch, Kind
+from capture_planner.records.batch_space import batches, extra_slots, kind_of, split_when
+from capture_planner.records.plan import Plan
+from capture_planner.records.spec import Roles, Sizes, Spec
+from capture_planner.records.text import counted
+from capture_planner_tuner.tuning.judgement import (
     LEAST_LINES,
     LEAST_STEPS,
     SPREAD,
@@ -29,15 +38,6 @@ from capture_planner.engines.tuning.judgement import (
     subject_of,
     verdict_on,
 )
-from capture_planner.errors import BudgetError
-from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.planning.costs import Costs
-from capture_planner.records._base import replace
-from capture_planner.records.batch import Batch, Kind
-from capture_planner.records.batch_space import batches, extra_slots, kind_of, split_when
-from capture_planner.records.plan import Plan
-from capture_planner.records.spec import Roles, Sizes, Spec
-from capture_planner.records.text import counted
 
 FindingKey = tuple[str, Role | None]
 """The code of a rule and the role that it is about."""

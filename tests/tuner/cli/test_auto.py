@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from capture_planner import codec
-from capture_planner.cli import launch as auto
-from capture_planner.engines.auto import start
-from capture_planner.engines.auto.decisions import TuneProposal, graphs_of
-from capture_planner.engines.auto.start import JournalFolder
 from capture_planner.records._base import digest
 from capture_planner.records.journal import Event, JournalRecord
 from capture_planner.records.plan import Plan
+from capture_planner_tuner.auto import start
+from capture_planner_tuner.auto.decisions import TuneProposal, graphs_of
+from capture_planner_tuner.auto.start import JournalFolder
+from capture_planner_tuner.cli import launch as auto
 from support.auto_engine import PosedEngine, promised, served
 from support.commands import Run
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 DENSE = codec.load_plan(ROOT / "plans" / "locked" / "llama-3.1-8b.h100.yaml")
 GOOD, OTHER, BAD = promised(DENSE, 5.0, graphs=20), promised(DENSE, 4.0, graphs=24), promised(DENSE, 2.0, graphs=16)
 SERVE = ("vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct", "--max-num-seqs", "256")
@@ -334,7 +334,10 @@ def environment_of(loop: Loop) -> dict[str, str]:
 def launched(loop: Loop) -> subprocess.Popen[str]:
     """Start launch --auto in a process of its own, and wait until its engine is up."""
     (loop.engine.home / "up").unlink(missing_ok=True)
-    program = "from capture_planner.cli import launch, main; launch.tuned = lambda *_: None; main()"
+    program = (
+        "from capture_planner.cli import main; from capture_planner_tuner.cli import launch; "
+        "launch.tuned = lambda *_: None; main()"
+    )
     words = [sys.executable, "-c", program, "launch", "--auto", str(loop.folder), "--", *SERVE]
     process = subprocess.Popen(words, env=environment_of(loop), stderr=subprocess.PIPE, text=True)
     while not (loop.engine.home / "up").exists():

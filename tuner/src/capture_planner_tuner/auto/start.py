@@ -25,7 +25,16 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.engines import engines
-from capture_planner.engines.auto.decisions import (
+from capture_planner.engines.command_line import fitting_flags, started
+from capture_planner.engines.engine import Engine
+from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED
+from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
+from capture_planner.measuring.workers import read_workers
+from capture_planner.modes import Role
+from capture_planner.records._base import digest
+from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord
+from capture_planner.records.plan import Plan
+from capture_planner_tuner.auto.decisions import (
     AutoHistory,
     SeenRun,
     StartDecision,
@@ -40,16 +49,8 @@ from capture_planner.engines.auto.decisions import (
     short,
     start_record,
 )
-from capture_planner.engines.command_line import fitting_flags, started
-from capture_planner.engines.engine import Engine
-from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED, EngineEnd, run_marked
-from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
-from capture_planner.measuring.promises import check_promise
-from capture_planner.measuring.workers import read_workers
-from capture_planner.modes import Role
-from capture_planner.records._base import digest
-from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord
-from capture_planner.records.plan import Plan
+from capture_planner_tuner.child import EngineEnd, run_marked
+from capture_planner_tuner.promises import check_promise
 
 JOURNAL, PLANS, RUNS, LOCK, CAPTURED = "journal.jsonl", "plans", "runs", "lock", "captured"
 

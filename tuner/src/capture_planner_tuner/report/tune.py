@@ -14,9 +14,6 @@ from capture_planner.analysis.arrivals import ServingLatency
 from capture_planner.codec import json_of
 from capture_planner.codec.plain import plain, plain_some
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.tuning.judgement import LEAST_STEPS, SideFigures, TuneVerdict, subject_of
-from capture_planner.engines.tuning.session import TuneResult
-from capture_planner.engines.tuning.tune import EVERY, Beyond, ParetoPoint, Tuning, lost_graphs, slower_batches
 from capture_planner.modes import Role
 from capture_planner.planning.measured.steps import PassCost
 from capture_planner.records._base import grouped
@@ -26,6 +23,9 @@ from capture_planner.records.text import counted
 from capture_planner.report.engine import sizes_text
 from capture_planner.report.plots import MAX_POINTS, Chart, Color, Mark, Plot, PlotAxis, Point, Series, drawn
 from capture_planner.report.writing import Grid, Report, Section, TonedText, noted, percent, warned
+from capture_planner_tuner.tuning.judgement import LEAST_STEPS, SideFigures, TuneVerdict, subject_of
+from capture_planner_tuner.tuning.session import TuneResult
+from capture_planner_tuner.tuning.tune import EVERY, Beyond, ParetoPoint, Tuning, lost_graphs, slower_batches
 
 Group = tuple[Role, int | None]
 """A role and the query length of its decodes; None: its mixed batches."""

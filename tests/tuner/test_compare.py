@@ -15,15 +15,15 @@ from capture_planner.codec.shipped import find_environment
 from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.side_by_side import compare
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Kind
 from capture_planner.records.batch_space import batches, decode_families, is_admissible
-from capture_planner.report.engine import MAX_HOLES, side_by_side_report
 from capture_planner.report.plain import plain
 from capture_planner.report.terminal import tables
 from capture_planner.testing import arbitrary_plans, plans
+from capture_planner_tuner.report.compare import MAX_HOLES, side_by_side_report
+from capture_planner_tuner.side_by_side import compare
 
 SMALL = {"max_reqs": 16, "max_tokens": 64}
 

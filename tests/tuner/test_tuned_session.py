@@ -12,8 +12,13 @@ from capture_planner.analysis.lint import Severity, lint
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.engines.tuning.judgement import TuneVerdict
-from capture_planner.engines.tuning.session import (
+from capture_planner.modes import GraphMode, Reason, Role
+from capture_planner.records._base import replace
+from capture_planner.records.batch import Batch
+from capture_planner.records.observation import BatchCount, EagerCost, Observation
+from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner_tuner.tuning.judgement import TuneVerdict
+from capture_planner_tuner.tuning.session import (
     PLAIN_MODEL,
     TuneOptions,
     TuneResult,
@@ -24,12 +29,7 @@ from capture_planner.engines.tuning.session import (
     observed_subject,
     tuned,
 )
-from capture_planner.engines.tuning.tune import MORE
-from capture_planner.modes import GraphMode, Reason, Role
-from capture_planner.records._base import replace
-from capture_planner.records.batch import Batch
-from capture_planner.records.observation import BatchCount, EagerCost, Observation
-from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner_tuner.tuning.tune import MORE
 from support.commands import PLAN
 from support.observing import observation_of
 from support.tuning import MODEL

@@ -1,0 +1,1 @@
+"""Commands that tune, launch and compare deployments."""
