@@ -120,6 +120,9 @@ def rule(
     return register_in(rules, EngineRule, code, severity=severity, bug_class=bug_class, threads=threads, **remedies)
 
 
+BY_FLAGS = frozenset({"EN001", "EN004", "EN005", "EN007"})
+"""The rules whose findings hold for any model, where flags alone decide the answer: those about what has no graph."""
+
 NOTHING = "nothing to do"
 """Beginning of the fix of a finding that no flag removes; such a finding is a note."""
 
@@ -136,7 +139,8 @@ def check(
     tried: dict[FlagChange, CheckInput] = {}
     return tuple(
         _finding(subject, each, diagnosis, environment, tried)
-        for _, each in sorted(ENGINE_RULES.items())
+        for code, each in sorted(ENGINE_RULES.items())
+        if code in BY_FLAGS or not emulation.by_flags
         for diagnosis in each.check(subject)
     )
 
@@ -417,11 +421,12 @@ def model_unknown(subject: CheckInput) -> Iterator[Diagnosis]:
     """
     sources = {setting.source for setting in subject.emulation.settings if setting.name.endswith("model_facts")}
     # The model's own config.json leaves nothing to assume.
-    if not sources & {ASSUMED, FAMILY, KNOWN}:
+    alone = bool(subject.emulation.by_flags)
+    if not (sources & {ASSUMED, FAMILY, KNOWN} or alone):
         return
     for sentence in subject.emulation.assumptions:
         says, _, fix = sentence.rpartition("; ")
-        yield Diagnosis(Role.TARGET, says, severity=None if ASSUMED in sources else Severity.NOTE, about=fix)
+        yield Diagnosis(Role.TARGET, says, severity=None if ASSUMED in sources or alone else Severity.NOTE, about=fix)
 
 
 HEAVY_RATIO, HEAVY_TOKENS = 2, 32

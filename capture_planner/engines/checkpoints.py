@@ -31,6 +31,22 @@ _ENDING = re.compile(
     r"w\d+a\d+|awq|gptq|bnb|[48]-?bit|quantized|dynamic|static|block|per-?tensor|autoround)$"
 )
 """Endings of names that leave a model's architecture and dimensions as they are: tuning, dates, quantization."""
+_OTHER = re.compile(
+    r"(?:^|[-_.])(?:"
+    # Experts, by their number or by the parameters of a token.
+    r"a\d+(?:\.\d+)?b|\d+x\d+(?:\.\d+)?b|\d+e|moe|"
+    # Families with experts, or with latent, sparse, linear or two kinds of attention.
+    r"deepseek(?:v\d)?(?!.*distill)|kimi|moonlight|minimax|glm-?[4-9]|chatglm|qwen[-_]?(?:3[-_.](?:next|[5-9])|[4-9])|hunyuan|hy\d|ling|ring|"
+    r"step-?\d|ernie|nemotron|jamba|mamba|bamba|zamba|rwkv|falcon-?(?:h\d|mamba)|granite-?[4-9]|lfm\d|gemma-?[3-9]n?|"
+    r"llama-?[4-9]|mimo|intern|longcat|dots|pangu|grok|dbrx|arctic|exaone|laguna|inkling|muse|olmo|command|plamo|"
+    r"(?:mistral|ministral|devstral)-(?:large|medium|small)?-?[3-9]|"
+    # What is not text, or does not decode.
+    r"vl|vision|omni|audio|voxtral|whisper|asr|tts|ocr|llava|pixtral|molmo|phi-?\d-(?:vision|multimodal)|embed\w*|rerank\w*|"
+    r"reward|bge|gte|e5|bert|\w*diffusion"
+    r")(?=$|[-_.\d])",
+    re.IGNORECASE,
+)
+"""Words of names of models that are no dense decoders of text."""
 
 
 @attrs.frozen
@@ -163,6 +179,19 @@ def assumed(source: str, name: str | None, like: str | None, counts_as: str, res
         return ()
     says = assumption(name, counts_as) if source == ASSUMED else f"{name} is taken for {like} by its name"
     return (f"{says}; {results} rest on that; {remedy(name)}",)
+
+
+def by_flags(reason: str, remedy: str) -> str:
+    """Return the sentence about an answer that flags alone decide: why, what holds, what depends on the model."""
+    says = "so the flags alone answer: sizes, limits and what has no graph hold, and graphs are the most there can be"
+    depends = "mode, attention backend, experts, latent or sparse attention, drafters and encoders depend on the model"
+    return f"{reason}, {says}; {depends}; {remedy}"
+
+
+def other_family(name: str) -> str | None:
+    """Return the words that make a name no dense decoder of text, as in ``DeepSeek-V9``; None: it has none."""
+    found = _OTHER.search(name.rstrip("/").rpartition("/")[2])
+    return found[0].strip("-_.") if found else None
 
 
 def remedy(name: str | None) -> str:

@@ -87,6 +87,10 @@ def draft_steps_of(batch: Batch, families: Iterable[DecodeFamily]) -> int | None
     return next((family.draft_steps for family in alike if batch.num_reqs in family.requests), None)
 
 
+BY_MODEL = "by the model"
+"""The value of a setting that a model decides whose rules are not emulated."""
+
+
 @attrs.frozen(kw_only=True)
 class Setting:
     """One value that the engine ends up with, and where it comes from."""
@@ -168,6 +172,11 @@ class Emulation:
     """The passes of draft decodes, where they are not one token of each request, k - 1 times."""
     lora: Lora | None = None
     parallel: Parallel = attrs.Factory(Parallel)
+    by_flags: str = ""
+    """Why flags alone decide the answer, such as a model whose rules are not emulated; empty: the model's facts are in.
+
+    Sizes and limits hold then, and a batch without a graph has none. The graphs are the most that there can be: the
+    model can lower the mode, and drafters and encoders are left out."""
     assumptions: tuple[str, ...] = ()
     """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
     where the emulation is exact."""

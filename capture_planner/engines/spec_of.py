@@ -11,7 +11,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.engines import checkpoints
-from capture_planner.engines.emulation import CapturedGraph, Emulation
+from capture_planner.engines.emulation import BY_MODEL, CapturedGraph, Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.errors import CapturePlannerError, EngineError, InvalidValue
 from capture_planner.modes import Chain, GraphMode, Role
@@ -162,7 +162,8 @@ def _setting(emulation: Emulation, name: str) -> Any:
 
 def _settings(emulation: Emulation, names: tuple[str, ...]) -> Iterator[Any]:
     """Yield the values of the settings of these names, as far as they have one."""
-    yield from (each.value for each in emulation.settings if each.name in names and each.value not in (None, "none"))
+    unset = (None, "none", BY_MODEL)
+    yield from (each.value for each in emulation.settings if each.name in names and each.value not in unset)
 
 
 Graph = tuple[Role, Entry]

@@ -14,7 +14,7 @@ import attrs
 
 from capture_planner.engines.deployments import BatchAnswer
 from capture_planner.engines.emulation import Emulation
-from capture_planner.modes import GraphMode, Role
+from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import union
@@ -90,13 +90,21 @@ class EngineVerdict:
     graphs: str
     eager: str
     cost: GraphBill
+    by_flags: bool = False
+    """Whether flags alone decide, so that graphs are the most there can be."""
 
     @property
     def lines(self) -> tuple[str, str, str]:
         """The sentences, each with the word that it answers."""
         price = f"{counted(self.cost.graphs, 'graph')}: {self.cost} at start-up, {SOURCE}"
         cost = price if self.cost.graphs else "nothing at start-up; the host launches every kernel of every step"
-        return f"graphs: {self.graphs}", f"eager: {self.eager}", f"cost: {cost}"
+        if not self.by_flags:
+            return f"graphs: {self.graphs}", f"eager: {self.eager}", f"cost: {cost}"
+        return (
+            f"graphs: at most, by the flags alone: {self.graphs}",
+            f"eager: {self.eager}, whatever the model; which others depends on it",
+            f"cost: at most {cost}" if self.cost.graphs else f"cost: {cost}",
+        )
 
 
 def verdict(emulation: Emulation, answers: Sequence[BatchAnswer]) -> EngineVerdict:
@@ -104,14 +112,30 @@ def verdict(emulation: Emulation, answers: Sequence[BatchAnswer]) -> EngineVerdi
 
     :param answers: what ``walk(emulation)`` returns.
     """
-    cost = bill(graph.role for graph in emulation.graphs)
+    cost, alone = bill(graph.role for graph in emulation.graphs), bool(emulation.by_flags)
+    if alone:
+        # A model that has no graphs pays for none.
+        cost = attrs.evolve(cost, mib=(0, cost.mib[1]), seconds=(0, cost.seconds[1]))
     # Without any graph there is one thing to say: why.
     if not emulation.graphs and not emulation.encoders:
-        return EngineVerdict(graphs=f"none: {_why_none(emulation)}", eager="every batch", cost=cost)
+        return EngineVerdict(graphs=f"none: {_why_none(emulation)}", eager="every batch", cost=cost)  # Of any model.
     graphs = _by_role(emulation, answers, lambda one: one.answer.entry is not None)
-    eager = _by_role(emulation, answers, lambda one: one.answer.entry is None)
+    eager = _by_role(emulation, answers, is_eager if not alone else is_eager_for_any_model)
     graphs, eager = (_with_encoder(text, emulation, run) for text, run in ((graphs, True), (eager, False)))
-    return EngineVerdict(graphs=graphs or "none", eager=eager or "nothing", cost=cost)
+    return EngineVerdict(graphs=graphs or "none", eager=eager or "nothing", cost=cost, by_flags=alone)
+
+
+def is_eager(one: BatchAnswer) -> bool:
+    """Say whether a batch has no graph."""
+    return one.answer.entry is None
+
+
+def is_eager_for_any_model(one: BatchAnswer) -> bool:
+    """Say whether flags alone leave a batch without a graph.
+
+    Attention without graphs of decodes may turn a mode of decodes into PIECEWISE, which has graphs of other batches.
+    """
+    return is_eager(one) and (one.batch.kind is Kind.DECODE or one.answer.reason is Reason.SIZES)
 
 
 def _with_encoder(text: str, emulation: Emulation, on_graphs: bool) -> str:

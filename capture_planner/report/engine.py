@@ -25,16 +25,16 @@ from capture_planner.report.writing import Grid, Part, Report, Section, TonedTex
 def emulation_report(emulation: Emulation) -> Report:
     """Return the verdict, modes, graphs by kind, what serves which batches, and what decided it."""
     answers = walk(emulation)
-    name = f"{emulation.engine} {emulation.version}"
+    name, at_most = f"{emulation.engine} {emulation.version}", "at most " if emulation.by_flags else ""
     parts: list[Part] = [
         *verdict(emulation, answers).lines,
         "",
-        TonedText(f"{name}: {_graphs(emulation)}", "strong"),
+        TonedText(f"{name}: {at_most}{_graphs(emulation)}", "strong"),
         TonedText(shlex.join(emulation.command) or "(no flags: all as by default)", "note"),
         f"sizes: {sizes_text(emulation.sizes)}",
     ]
     for alike in grouped(emulation.managers, lambda manager: _facts(manager, answers)).values():
-        parts += ["", *_roles(alike, answers)]
+        parts += ["", *_roles(alike, answers, at_most)]
     for encoder in emulation.encoders:
         parts += ["", *_encoder(encoder)]
     if emulation.decisions:
@@ -50,10 +50,10 @@ def _facts(manager: Manager, answers: Sequence[BatchAnswer]) -> tuple[object, ..
     return (manager.mode, tuple(_graph_rows(manager)), tuple(_batch_rows(manager, answers)))
 
 
-def _roles(alike: Sequence[Manager], answers: Sequence[BatchAnswer]) -> Iterator[Part]:
+def _roles(alike: Sequence[Manager], answers: Sequence[BatchAnswer], at_most: str) -> Iterator[Part]:
     first, names = alike[0], " and ".join(manager.role for manager in alike)
     each = " each" if len(alike) > 1 else ""
-    yield TonedText(f"{names} {first.mode.value}, {counted(len(first.graphs), 'graph')}{each}", "strong")
+    yield TonedText(f"{names} {at_most}{first.mode.value}, {counted(len(first.graphs), 'graph')}{each}", "strong")
     yield Grid.of(("graphs", "of", "LoRA", "tokens"), _graph_rows(first), right=("LoRA",))
     columns = ("batches", "run", "requests or tokens", "LoRA", "padding", "why")
     yield Grid.of(columns, _batch_rows(first, answers), right=("padding",))

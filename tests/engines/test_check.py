@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture_planner.analysis.lint.core import link
+from capture_planner.analysis.lint.core import Severity, link
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, engines
-from capture_planner.engines.check import ENGINE_RULES, check
+from capture_planner.engines.check import BY_FLAGS, ENGINE_RULES, check
 from capture_planner.engines.deployments import runs, walk
 from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.verdict import verdict
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.batch import Batch, Kind
@@ -290,3 +291,22 @@ def test_rule_has_an_explanation_a_thread_and_fixes(code):
     assert rule.threads
     assert all(link(thread).startswith("https://github.com/") for thread in rule.threads)
     assert all(item.value.fixes.general[code] for item in engines().values())
+
+
+UNKNOWN = {"vllm": ["deepseek-ai/DeepSeek-V9"], "sglang": ["--model-path", "zai-org/GLM-5.3-Flash"]}
+CAPPED = {"vllm": ["--max-cudagraph-capture-size", "64"], "sglang": ["--cuda-graph-max-bs-decode", "64"]}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_flags_alone_have_findings_that_hold_for_any_model(name):
+    """Decodes above the largest graph have none whatever the model; the verdict says so, and of graphs at most."""
+    emulation = emulate(name, [*UNKNOWN[name], *CAPPED[name]], H100)
+    found = by_code(check(emulation))
+    assert set(found) <= BY_FLAGS
+    assert "decodes of 65 to" in found["EN001"].diagnosis.message
+    assert found["EN007"].severity is Severity.WARNING
+    graphs, eager, cost = verdict(emulation, walk(emulation)).lines
+    assert graphs.startswith("graphs: at most, by the flags alone: decodes of 1 to 64 requests (FULL)")
+    assert "decodes of 65 to" in eager
+    assert "whatever the model" in eager
+    assert cost.startswith("cost: at most")

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from capture_planner.codec import hub
 from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines import checkpoints, emulate
-from capture_planner.errors import FlagError, NotEmulated
+from capture_planner.errors import FlagError
 from capture_planner_vllm.emulation.attention import AttentionChoice
 from capture_planner_vllm.emulation.engine import resolve
 from capture_planner_vllm.emulation.model import ASSUMED_LENGTH, read_model
@@ -102,16 +102,14 @@ def test_known_facts_equal_transformers_configuration(name):
 
 @pytest.mark.parametrize("name", sorted({c["architectures"][0]: n for n, c in checkpoints.known().items()}.values()))
 def test_known_models_are_answered_or_refused(name):
-    """Both engines take one of each architecture with its own facts, or refuse it as not emulated, by its name."""
+    """Both engines take one of each architecture with its own facts, or by the flags alone, and say so."""
     for engine, sourced in SETTINGS.items():
-        try:
-            emulation = emulate(engine, [MODEL[engine], name], H100)
-            sources = {s.source for s in emulation.settings if s.name in (*sourced, "model_facts")}
-            strange = [
-                each for each in emulation.assumptions if not re.search("attention heads|states of linear", each)
-            ]
-        except NotEmulated as error:
-            sources, strange = {"known"}, [each for each in map(str, error.problems) if name not in each]
+        emulation = emulate(engine, [MODEL[engine], name], H100)
+        sources = {s.source for s in emulation.settings if s.name in (*sourced, "model_facts")}
+        if emulation.by_flags:
+            sources -= {"default"}
+        usual = "attention heads|states of linear|the flags alone answer"
+        strange = [each for each in emulation.assumptions if not re.search(usual, each)]
         assert (sources, strange) == ({"known"}, [])
 
 

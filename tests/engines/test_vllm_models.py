@@ -1,6 +1,8 @@
 """What vLLM's dtypes, KV cache and models do to backends and graphs, and what is refused as not emulated."""
 
 import json
+import re
+import shlex
 from contextlib import nullcontext
 
 import pytest
@@ -8,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
+from capture_planner.engines import checkpoints
 from capture_planner.engines.deployments import walk
+from capture_planner.engines.verdict import is_eager, is_eager_for_any_model
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, GraphSupport, Role
 from capture_planner.records.batch import Kind
@@ -149,29 +153,101 @@ def test_lines_that_people_run_are_answered(line):
     assert found.modes[Role.TARGET] is (GraphMode.NONE if eager else GraphMode.FULL_AND_PIECEWISE)
 
 
-@pytest.mark.parametrize("flag", ["--use-replayssm", "--model=zai-org/GLM-5.3-Flash", "--model=google/gemma-4-31B-it"])
-def test_a_refusal_names_where_vllm_decides_and_how_to_see_it(flag):
+PLACE = r"vllm/\S+.* decides.*; .*CAPTURE_PLANNER_OBSERVE=FOLDER"
+
+
+def test_a_refusal_names_where_vllm_decides_and_how_to_see_it():
     """What is not emulated leads on: to the file of the release, and to an observation."""
-    with pytest.raises(NotEmulated, match=r"vllm/\S+.* decides; .*CAPTURE_PLANNER_OBSERVE=FOLDER"):
-        emulate([flag], H200)
+    with pytest.raises(NotEmulated, match=PLACE):
+        emulate(["--use-replayssm"], H200)
+
+
+@pytest.mark.parametrize("name", ["zai-org/GLM-5.3-Flash", "google/gemma-4-31B-it", "moonshotai/Kimi-K3"])
+def test_flags_alone_answer_for_a_model_that_is_not_emulated(name):
+    """The answer says so, names where vLLM decides, and leads on to an observation."""
+    emulation = emulate([name], H200)
+    assert name in emulation.by_flags
+    (sentence,) = emulation.assumptions
+    assert re.search(PLACE, sentence)
+    assert sentence.startswith(emulation.by_flags)
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V9", "a/GLM-5.9-FP8", "/m/kimi_k9", "b/c-30B-A3B", "d/e-8x7B"])
+def test_names_of_other_families_are_no_dense_decoders(name):
+    """Such a name says nothing of attention and experts, so that neither is assumed nor refused."""
+    emulation = emulate([name, "--enable-expert-parallel", "-tp", "3"], H200)
+    settings = {each.name: each for each in emulation.settings}
+    assert settings["attention_backend"].value == "by the model"
+    assert "unknown here" in emulation.by_flags
+
+
+FLAG_LINES = st.lists(
+    st.sampled_from(
+        [
+            *("--max-num-seqs=96", "--max-num-batched-tokens=512", "-O1", "--enforce-eager", "-dp=2", "-tp=2"),
+            *("-cc.cudagraph_mode=FULL", "-cc.cudagraph_mode=FULL_DECODE_ONLY", "--max-cudagraph-capture-size=64"),
+            *(
+                "--cudagraph-capture-sizes 1 8 48",
+                "--enable-lora",
+                "--kv-cache-dtype=fp8",
+                "-cc.mode=0",
+                "--enable-dbo",
+            ),
+            *("--enable-dbo", "--attention-backend=TRITON_ATTN", "-sc.method=ngram -sc.num_speculative_tokens=3"),
+        ]
+    ),
+    unique=True,
+    max_size=5,
+)
+PLAIN_MODELS = sorted({c["architectures"][0]: n for n, c in checkpoints.known().items() if "gpt-oss" not in n}.values())
+
+
+@given(st.sampled_from(PLAIN_MODELS), FLAG_LINES, st.sampled_from(["a100", "h100", "b200", "rtx-4090"]))
+def test_flags_alone_bound_every_model(name, lines, machine):
+    """For any model the limits and sizes are those of the flags, and what has no graph by the flags has none."""
+    flags = ["--max-model-len=8192", *shlex.split(" ".join(lines))]
+    try:
+        exact = emulate([name, *flags], find_environment(machine))
+    except FlagError:
+        return  # The model cannot have it.
+    bound = emulate(["a/b-1B-A1B", *flags], find_environment(machine))
+    assert bound.by_flags
+    assert bound.limits == exact.limits
+    assert set(exact.sizes) <= set(bound.sizes)
+    without = {each.batch for each in walk(bound) if is_eager_for_any_model(each)}
+    assert all(is_eager(each) for each in walk(exact) if each.batch in without)
 
 
 @pytest.mark.parametrize(
     "config",
     [
         {"architectures": ["MambaForCausalLM"]},
-        {"architectures": ["BertModel"]},
         {"architectures": ["DeepseekV4ForCausalLM"], "index_topk": 512},
         {"architectures": ["CohereAsrForConditionalGeneration"]},
-        {"architectures": ["Unheard"]},
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
         {"index_topk": 2048},
-        {"is_causal": False},
         {"rswa_window": 128},
     ],
 )
-def test_unemulated_models_are_refused(config, tmp_path):
-    """A model whose graphs are not known is refused, and never answered as a decoder."""
+def test_unemulated_decoders_are_answered_by_flags_alone(config, tmp_path):
+    """A decoder whose graphs are not known has the flags' answer, and never a dense decoder's."""
+    emulation = emulate([folder(tmp_path, **config)], H100)
+    assert emulation.by_flags
+    assert emulation.assumptions
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["BertModel"]},
+        {"architectures": ["DiffusionGemmaForBlockDiffusion"]},
+        {"architectures": ["LongcatFlashNgramForCausalLM"]},
+        {"architectures": ["Unheard"]},
+        {"is_causal": False},
+    ],
+)
+def test_models_with_limits_of_their_own_are_refused(config, tmp_path):
+    """What decodes no text, or whose rules set sizes and limits, has no answer by the flags."""
     with pytest.raises(NotEmulated):
         resolve([folder(tmp_path, **config)], H100)
 

@@ -89,7 +89,8 @@ def managers(r: Startup, pool: int) -> tuple[SglangManager, ...]:
         prefills=_prefills(r, Role.TARGET, pool, sizes),
         speculative=algorithm is not None,
     )
-    if not drafts:
+    # Of a model that is not emulated, the drafter's graphs are the model's to decide.
+    if not drafts or r.by_flags:
         return (target,)
     extends = _decodes(r, Role.DRAFT_PREFILL, pool, args.speculative_num_draft_tokens)
     if extends is not None and not draft_prefills_decode(r):

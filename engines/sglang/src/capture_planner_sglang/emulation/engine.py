@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
-from capture_planner.engines.emulation import Emulation, Setting
+from capture_planner.engines.emulation import BY_MODEL, Emulation, Setting
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.parsing import refusal
 from capture_planner.engines.yaml_files import in_its_file
@@ -103,12 +103,16 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         # SGLang counts the bare model among its adapters; ours come with one more for such rows.
         lora=Lora(max_active=max(args.max_loras_per_batch - 1, 1)) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
+        by_flags=r.by_flags,
         assumptions=(*_assumptions(r), *families.assumptions(r, decodes.sizes[-1] if decodes else 0)),
     )
 
 
 def _assumptions(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
+    if r.by_flags:
+        remedy = checkpoints.remedy(r.named) if r.model.source == ASSUMED else rules.OBSERVE
+        return (checkpoints.by_flags(r.by_flags, remedy),)
     results = "attention_backend" if r.args.context_length else "context_length, attention_backend"
     results += " and which graphs there are"
     found = checkpoints.assumed(r.model.source, r.named, r.model.like, COUNTS_AS, results)
@@ -130,7 +134,7 @@ def _speculative(r: Startup) -> Speculative | None:
 def _drafts(r: Startup, pool: int) -> tuple[DecodeFamily, ...] | None:
     """Return a drafter's chain: a token for each branch, in all steps but the first."""
     args = r.args
-    if args.speculative_algorithm not in EAGLE_FAMILY:
+    if args.speculative_algorithm not in EAGLE_FAMILY or r.by_flags:
         return None
     steps = args.speculative_num_steps - 1
     requests = Domain.upto(pool if steps > 0 else 0)
@@ -141,13 +145,18 @@ def _settings(r: Startup, pool: int) -> tuple[Setting, ...]:
     def setting(name: str, value: object, source: str = "default") -> Setting:
         return Setting(name=name, value=value, source=r.sources.get(name, source))
 
+    def by_model(name: str) -> bool:
+        return bool(r.by_flags) and name == "attention_backend" and r.args.attention_backend is None
+
     return (
         setting("model_path", r.args.model_path, ASSUMED),
         setting(
-            "model_facts", checkpoints.says(r.model.source, "an ordinary text decoder", r.model.like), r.model.source
+            "model_facts",
+            checkpoints.says(r.model.source, "none" if r.by_flags else "an ordinary text decoder", r.model.like),
+            r.model.source,
         ),
         setting("context_length", capture.context(r), r.model.source),
-        *(setting(name, getattr(r.args, name)) for name in _SHOWN.split()),
+        *(setting(name, BY_MODEL if by_model(name) else getattr(r.args, name)) for name in _SHOWN.split()),
         *(
             setting(f"cuda_graph_config.{phase}.{key}", getattr(r.phase(phase), key))
             for phase in (DECODE, PREFILL)

@@ -138,7 +138,9 @@ class Startup:
     draft: SglangModel = attrs.Factory(SglangModel)
     """The draft model: an ordinary decoder where nothing is known of it."""
     attention: tuple[str, str] = ("", "")
-    """Backends of prefills and decodes."""
+    """Backends of prefills and decodes; of a model that is not emulated those that flags name."""
+    by_flags: str = ""
+    """Why flags alone decide, where the model's rules are not emulated; it counts as an ordinary text decoder."""
     decisions: Decisions = attrs.Factory(Decisions)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.parsing import did_you_mean, refusal, unfollowed
@@ -27,6 +29,12 @@ _ATTENTION: dict[str | None, tuple[dict[int, str], tuple[str, ...]]] = {
 }
 """Architectures with attention of their own: the default by SM, Triton elsewhere, and what they run with."""
 _ALGORITHMS = (*EAGLE_FAMILY, "NEXTN", "NGRAM")
+OBSERVE = "observe the engine itself (launch --observe FOLDER)"
+OWN_LIMITS = (
+    *("HrmTextForCausalLM", "LlavaLlamaForCausalLM", "MllamaForConditionalGeneration"),
+    "MossVLForConditionalGeneration",
+)
+"""Architectures whose rules change the limits that flags set: they prefill whole prompts."""
 _RADIX = ("EAGLE", "EAGLE3")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
@@ -38,8 +46,9 @@ _EXPERTS = (
 
 
 def check_followed(r: Startup) -> None:
-    """Refuse values that SGLang takes and that are not emulated."""
+    """Refuse values that SGLang takes and that are not emulated; of an unknown model's, flags alone are followed."""
     args = r.args
+    judge_model(r)
     backends = (SPARSE_BACKEND,) if r.model.sparse else LATENT_BACKENDS if r.model.latent else ATTENTION_BACKENDS
     halves: tuple[str | None, ...] = (None, *(name for name in backends if name not in WITHOUT_GRAPHS))
     drafts = (None,) if r.model.latent else halves
@@ -54,7 +63,8 @@ def check_followed(r: Startup) -> None:
         ("--speculative-draft-attention-backend", args.speculative_draft_attention_backend, drafts),
     )
     for flag, value, known in wanted:
-        if value not in known:
+        by_model = r.by_flags and flag.endswith("-attention-backend")
+        if value not in known and not by_model:
             names = " or ".join(str(name) for name in known if name is not None)
             remedy = f"give {names}" if names else "leave it out"
             raise unfollowed(flag, f"SGLang may take {value}, and its graphs are not emulated", remedy)
@@ -69,7 +79,6 @@ def check_followed(r: Startup) -> None:
     if args.context_length is not None and longest is not None and args.context_length > longest:
         says = f"SGLang stops at a length over the model's own {longest} tokens"
         raise refusal("--context-length", says, "give less, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1")
-    _check_model(r)
     algorithm = args.speculative_algorithm
     if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
         raise unfollowed(
@@ -79,10 +88,13 @@ def check_followed(r: Startup) -> None:
         )
 
 
-def _check_model(r: Startup) -> None:
-    """Refuse models for which SGLang has rules of their own, but for those that are emulated."""
+def judge_model(r: Startup) -> None:
+    """Let flags alone decide for a model whose rules are not emulated; refuse what does not decode."""
     name, architecture, known = r.args.model_path, r.model.architecture, architectures()
     if r.model.source == ASSUMED:
+        family = checkpoints.other_family(name) if r.named else None
+        if family is not None:
+            r.by_flags = f"{name} has a name of another family ({family}), and is unknown here"
         return
     reason = None
     followed = architecture in known["followed"] and r.model.sparse == (architecture in known["sparse"])
@@ -103,11 +115,16 @@ def _check_model(r: Startup) -> None:
             f"SGLang has no {architecture}, as {name} is: it stops, or runs Transformers' own class, "
             "whose rules for graphs are not emulated"
         )
-    if reason is not None:
-        error, places = refusal if architecture is None else unfollowed, decided_in(architecture)
-        reason += f"; SGLang 0.5.23 decides them in {places}" if places else ""
-        remedy = "observe the engine itself (launch --observe FOLDER), or name another model"
-        raise error("--model-path", reason, remedy)
+    if reason is None:
+        return
+    places = decided_in(architecture)
+    reason += f"; SGLang 0.5.23 decides them in {places}" if places else ""
+    decodes = str(architecture).endswith(("ForCausalLM", "ForConditionalGeneration"))
+    if not decodes or len(r.model.architectures) > 1 or architecture in OWN_LIMITS:
+        error = refusal if architecture is None else unfollowed
+        raise error("--model-path", reason, f"{OBSERVE}, or name another model")
+    r.by_flags = reason.replace("; ", ", and ")
+    r.model = attrs.evolve(r.model, latent=False, sparse=False, multimodal=False)
 
 
 def read_attention_dp(r: Startup) -> None:
@@ -146,7 +163,7 @@ def choose_attention(r: Startup) -> None:
     if prefill is not None and prefill == decode:
         args.attention_backend = prefill
         r.sources["attention_backend"] = r.sources["prefill_attention_backend"]
-    elif args.attention_backend is None:
+    elif args.attention_backend is None and not r.by_flags:
         chosen = _default_attention(r)
         says = f"no attention backend is named, and this device's default is {chosen}"
         r.rewrite("attention_backend", chosen, "attention-by-device", says)
@@ -154,7 +171,10 @@ def choose_attention(r: Startup) -> None:
         r.disable_all("attention-without-graphs", f"{args.attention_backend} attention runs without graphs")
     if args.attention_backend == "flex_attention" and args.speculative_algorithm is not None:
         raise refusal("--attention-backend", "SGLang has no speculation with flex_attention", "name another")
-    r.attention = (prefill or args.attention_backend, decode or args.attention_backend)
+    r.attention = (prefill or args.attention_backend or "", decode or args.attention_backend or "")
+    if r.by_flags:
+        _choose_page(r, {args.attention_backend, prefill, decode})
+        return
     if r.model.latent:
         latent.choose_page(r)
         latent.check_backends(r)

@@ -10,6 +10,7 @@ import re
 
 import attrs
 
+from capture_planner.engines.emulation import BY_MODEL
 from capture_planner.engines.parsing import refusal, unfollowed
 from capture_planner.modes import GraphSupport
 from capture_planner_vllm.emulation.model import ModelFacts
@@ -56,6 +57,8 @@ class AttentionChoice:
     """The KV cache dtype of the flag, or else of the checkpoint."""
     block: int | None = None
     """``--block-size`` if it is given."""
+    by_model: bool = False
+    """Whether a target decides that is not emulated: its layers report no more than the highest level."""
 
     @property
     def _quantized(self) -> bool:
@@ -101,6 +104,8 @@ class AttentionChoice:
 
     def support(self, backend: str) -> GraphSupport:
         """Return the lowest support level that the model's layers report with a backend on this machine."""
+        if self.by_model:
+            return GraphSupport.ALWAYS  # The most that any model's layers have.
         if self.model.chunked:
             return GraphSupport.NEVER
         own = self._support(backend)
@@ -142,6 +147,8 @@ class AttentionChoice:
 
     def varies(self, backend: str) -> bool:
         """Whether a decode graph serves any mix of query lengths up to 1 + K, as adaptive verification needs."""
+        if self.by_model:
+            return True
         # Chunked attention is never captured; of recurrent layers, only Mamba 2's support query lengths that
         # only the device knows.
         if self.model.chunked or (self.model.recurrent and not (self.model.varies and has("mamba2-varies"))):
@@ -257,6 +264,8 @@ class AttentionChoice:
 
     def choose(self, flag: str, name: str | None) -> str:
         """Return the backend, ``name`` if given; raises ``FlagError`` if it cannot run, ``NotEmulated`` if unknown."""
+        if self.by_model and (name is None or not _FOREIGN.match(name)):
+            return name or BY_MODEL
         if self.cache.startswith(_PACKED):
             raise not_emulated("--kv-cache-dtype", self.cache, "give auto, fp8 or another built-in dtype")
         if self.model.unequal:

@@ -33,14 +33,14 @@ def final_settings(config: Configuration) -> VllmSettings:
     if config.model.encoder_decoder:
         cross = attrs.evolve(attention, cross=True)
         support = min(support, cross.support(cross.choose(BACKEND, config.backend)))
-    draft, varlen = None, False
-    if spec is not None and spec.has_draft_cache:
+    draft, varlen = None, spec is not None and spec.has_draft_cache and spec.adaptive
+    # Of a model that is not emulated, the drafter's graphs are the model's to decide.
+    if spec is not None and spec.has_draft_cache and config.model.odd is None:
         draft = _draft_attention(config, spec)
         if draft.shared < support:
             weakest, support = draft.backend, draft.shared
-        if spec.adaptive:
-            varlen = True
-            _set_adaptive_mode(config, attention, backend)
+    if varlen:
+        _set_adaptive_mode(config, attention, backend)
     if v1 and config.mode.has_piecewise and not (config.breakable or config.compiles_around_attention):
         message = "vLLM's V1 runner captures pieces that end at attention, which is not split off"
         raise refusal(COMPILATION, message, "leave it out, or ask for a mode without PIECEWISE", "splitting_ops")
@@ -90,7 +90,7 @@ def final_settings(config: Configuration) -> VllmSettings:
         schedule=config.schedule,
         drafted=config.drafted,
         draft_fused=draft is not None and draft.fused,
-        draft_query_len=spec.width if spec is not None else 0,
+        draft_query_len=spec.width if spec is not None and draft is not None else 0,
         lora_cases=lora_cases(loras, config.runner, separate=separate, specialize=specialize),
         varlen=varlen,
         max_loras=loras,
@@ -114,6 +114,7 @@ def _attention(config: Configuration, model: ModelFacts) -> AttentionChoice:
         dtype=config.dtype,
         cache=config.cache,
         block=config.block,
+        by_model=config.model.odd is not None,
     )
 
 

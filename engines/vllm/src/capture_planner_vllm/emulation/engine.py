@@ -29,10 +29,11 @@ from capture_planner_vllm.emulation.launch import launch_vllm
 from capture_planner_vllm.emulation.logs import LOGS
 from capture_planner_vllm.emulation.managers import managers
 from capture_planner_vllm.emulation.model import COUNTS_AS, ModelFacts
-from capture_planner_vllm.emulation.refusals import not_emulated
+from capture_planner_vllm.emulation.refusals import OBSERVE, not_emulated
 from capture_planner_vllm.emulation.releases import NEWEST, followed, following, releases
 from capture_planner_vllm.emulation.settings import VllmSettings
 from capture_planner_vllm.emulation.tables import rules
+from capture_planner_vllm.emulation.unemulated import REGISTERED
 
 FLAGS: dict[str, str] = {**rules()["flags"], **rules()["variables"]}
 """The flags and variables that affect graphs, each with its help."""
@@ -74,13 +75,25 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         drafts=_drafts(settings, speculative),
         lora=_lora(settings),
         parallel=Parallel(data=ranks.data, tensor=ranks.tensor, decode_context=ranks.decode_context),
+        by_flags=_by_flags(configuration.model),
         assumptions=tuple(_assumptions(configuration)),
     )
+
+
+def _by_flags(model: ModelFacts) -> str:
+    """Return why flags alone decide the answer; empty where the model is emulated, or taken for a dense decoder."""
+    if model.odd is None:
+        return ""
+    place = f", which {REGISTERED} decides" if model.known else ", and is unknown here"
+    return f"{model.name} has {model.odd}{place}"
 
 
 def _assumptions(configuration: Configuration) -> Iterator[str]:
     """Yield the assumptions about the target and the draft model, where no config.json is found."""
     target, spec = configuration.model, configuration.spec
+    if target.odd is not None:
+        yield checkpoints.by_flags(_by_flags(target), OBSERVE if target.known else checkpoints.remedy(target.name))
+        return
     results = "cudagraph_mode, capture sizes, attention_backend"
     results += "" if configuration.length_given else ", max_model_len"
     yield from _assumption(target, COUNTS_AS, results)
@@ -131,13 +144,14 @@ def _lora(settings: VllmSettings) -> Lora | None:
 def _shown(settings: VllmSettings, configuration: Configuration) -> tuple[Setting, ...]:
     """Return the settings to show, each with its source: a flag, the file, the model, or a rule."""
     line, sources, model = configuration.line, configuration.sources, configuration.model
+    counts_as = "a dense decoder" if model.odd is None else "none"
 
     def by_flag(name: str, value: Any) -> tuple[Any, str]:
         return value, line.source(name)
 
     values: dict[str, tuple[Any, str]] = {
         "model": (model.name, line.source("model") if line.model is None else "flag"),
-        "model_facts": (checkpoints.says(model.source, "a dense decoder", model.like), model.source),
+        "model_facts": (checkpoints.says(model.source, counts_as, model.like), model.source),
         "model_runner": (settings.runner.value, "default"),
         "max_num_seqs": (settings.max_num_seqs, sources["max_num_seqs"]),
         "max_num_batched_tokens": (settings.max_num_batched_tokens, sources["max_num_batched_tokens"]),

@@ -35,7 +35,7 @@ def encoder_graphs(settings: VllmSettings, configuration: Configuration) -> tupl
     Model runner V2 captures them without graphs of the language model too, V1 only with these.
     """
     line, model, options = configuration.line, configuration.model, configuration.encoder
-    if not options.asked or configuration.eager:
+    if not options.asked or configuration.eager or model.odd is not None:
         return ()
     if model.multimodal and line.get("language_model_only", False):
         message = "vLLM refuses it with graphs of the encoder, which never runs then"

@@ -28,6 +28,7 @@ _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _UNEQUAL = "MiMoV2FlashForCausalLM"
 _LENGTH_LEFT_OUT = 2048
 _MODELOPT = "modelopt"
+_BOTH_WAYS, _POOLED = "attention in both directions", "pooling by modules.json"
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor is included in the stated length."""
 _TABLES = ("default", "linear", "llama3", "ntk", "proportional")
@@ -91,7 +92,7 @@ class ModelFacts:
     limit: int = ASSUMED_LENGTH
     """The largest ``--max-model-len`` that vLLM accepts."""
     odd: str | None = None
-    """A feature of the model that is not emulated."""
+    """A feature of the model that is not emulated: flags alone decide the answer."""
 
     @property
     def sparse(self) -> bool:
@@ -101,12 +102,30 @@ class ModelFacts:
     def known(self) -> bool:
         return self.source != ASSUMED
 
+    @property
+    def exact(self) -> bool:
+        """Whether its facts are here, and all of them are emulated."""
+        return self.known and self.odd is None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it generates text token by token, with the flags' sizes and limits."""
+        generates = self.architecture.endswith(("ForCausalLM", "ForConditionalGeneration")) or not self.architecture
+        return generates and self.architecture not in rules()["own_sizes"] and self.odd not in (_BOTH_WAYS, _POOLED)
+
     def refusal(self, flag: str, reason: str, remedy: str, *inside: str | int) -> FlagError:
         """Return the error for a flag that the model's facts rule out; it names them where they are assumed."""
         if not self.known:
             reason = f"{checkpoints.assumption(self.name, COUNTS_AS)}; {reason}"
             remedy = f"{checkpoints.remedy(self.name)}{f', or {remedy}' if remedy else ''}"
         return refusal(flag, reason, remedy, *inside)
+
+
+def read_target(name: str) -> ModelFacts:
+    """Return the facts of the served model; of an unknown one whose name is of another family, that alone."""
+    found = read_model("--model", name)
+    family = None if found.known else checkpoints.other_family(name)
+    return found if family is None else attrs.evolve(found, odd=f"a name of another family ({family})")
 
 
 def read_model(flag: str, name: str) -> ModelFacts:
@@ -182,7 +201,9 @@ def _lengths(checkpoint: Checkpoint) -> tuple[int, int]:
     """Return the default maximum length, and the largest that a flag may set."""
     text = checkpoint.text
     stated = [text[key] for key in rules()["config_keys"]["lengths"] if text.get(key) is not None]
-    longest = text.get("model_max_length") or min(stated, default=_LENGTH_LEFT_OUT)
+    # The list of known models has what rules read: without a length it is not known.
+    unstated = ASSUMED_LENGTH if checkpoint.source in (KNOWN, FAMILY) else _LENGTH_LEFT_OUT
+    longest = text.get("model_max_length") or min(stated, default=unstated)
     kinds = [rope["rope_type"] for rope in checkpoint.rope]
     if "gemma3" not in str(text.get("model_type")):
         factors = [rope.get("factor", 1) for rope in checkpoint.rope if rope["rope_type"] not in _SCALED]
@@ -257,8 +278,8 @@ def _odd(checkpoint: Checkpoint, architecture: str) -> str | None:
         if text.get(key) is not None:
             return str(feature)
     if text.get("is_causal") is False:
-        return "attention in both directions"
+        return _BOTH_WAYS
     heads = text.get("num_attention_heads") or text.get("encoder_attention_heads")
     if architecture in names()["multimodal"] and not heads and checkpoint.source not in (KNOWN, FAMILY):
         return "a text model that config.json does not describe as text_config"
-    return "pooling by modules.json" if (Path(checkpoint.name) / "modules.json").is_file() else None
+    return _POOLED if (Path(checkpoint.name) / "modules.json").is_file() else None

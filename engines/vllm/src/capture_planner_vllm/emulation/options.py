@@ -13,7 +13,7 @@ from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner_vllm.emulation.attention import BACKEND, backend_name
 from capture_planner_vllm.emulation.encoder_budgets import EncoderOptions
 from capture_planner_vllm.emulation.flags import CommandLine
-from capture_planner_vllm.emulation.model import DEFAULT_MODEL, read_model
+from capture_planner_vllm.emulation.model import DEFAULT_MODEL, read_target
 from capture_planner_vllm.emulation.overlap import Overlap
 from capture_planner_vllm.emulation.parts import ALL_MODES, COMPILE, Part, whole_number
 from capture_planner_vllm.emulation.precision import cache_dtype, check_quantization, model_dtype
@@ -122,11 +122,11 @@ class ServeOptions:
 
     def _model(self) -> None:
         line = self.line
-        self.model = read_model("--model", line.model or DEFAULT_MODEL)
+        self.model = read_target(line.model or DEFAULT_MODEL)
         check_emulated(line, self.model)
         length = line.get("max_model_len")
         self.length_given = length not in (None, -1)
-        is_bound = self.model.known and line.variables.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1"
+        is_bound = self.model.exact and line.variables.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1"
         longest = self.model.limit if is_bound else length
         if self.length_given and not 0 < length <= longest:
             message = f"vLLM accepts 1 to {max(longest, 1)} tokens for this model, got {length}"
@@ -163,12 +163,12 @@ class ServeOptions:
             raise refusal("--tensor-parallel-size", message, "give a divisor")
         if self.pipeline > 1 and model.architecture in names()["no_pipeline"]:
             raise refusal("--pipeline-parallel-size", "vLLM does not pipeline this model", "give 1")
-        if self.expert and model.known and not model.experts:
+        if self.expert and model.exact and not model.experts:
             raise refusal("--enable-expert-parallel", "the model has no experts", "leave it out")
         if self.tensor % self.decode_context:
             message = f"the {self.tensor} tensor-parallel ranks are not a multiple of {self.decode_context}"
             raise refusal("--decode-context-parallel-size", message, "give a divisor")
-        if self.decode_context > 1 and model.known and not model.mla:
+        if self.decode_context > 1 and model.exact and not model.mla:
             copies = self.tensor // model.kv_heads if self.tensor > model.kv_heads else 0
             if self.decode_context > copies or model.heads // model.kv_heads % self.decode_context:
                 message = f"vLLM cannot split {model.kv_heads} KV heads on {self.tensor} ranks this way"

@@ -6,7 +6,7 @@ from capture_planner.engines.parsing import unfollowed
 from capture_planner.errors import NotEmulated
 
 REASON = "vLLM accepts it, but its graphs are not emulated"
-OBSERVE = "or start vLLM with CAPTURE_PLANNER_OBSERVE=FOLDER, which writes what it captures"
+OBSERVE = "start vLLM with CAPTURE_PLANNER_OBSERVE=FOLDER, which writes what it captures"
 
 
 def not_emulated(
@@ -18,4 +18,4 @@ def not_emulated(
     :param place: where vLLM decides it: a file of the release.
     """
     says = f"{reason}: {subject}" if subject else reason
-    return unfollowed(flag, f"{says}; {place} decides" if place else says, f"{remedy}, {OBSERVE}", *inside)
+    return unfollowed(flag, f"{says}; {place} decides" if place else says, f"{remedy}, or {OBSERVE}", *inside)

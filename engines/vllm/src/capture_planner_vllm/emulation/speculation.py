@@ -98,7 +98,8 @@ def speculation(line: CommandLine, target: ModelFacts, tensor: int, max_len: int
     method, tokens = _method_and_tokens(part, method, name, draft, target)
     longest = max_len
     if loaded:
-        _check_draft(part, method, draft, target)
+        if target.odd is None:
+            _check_draft(part, method, draft, target)
         _check_ranks(part, draft, ranks, tensor)
         longest = _draft_length(part, draft, target, max_len)
     own_settings = ("moe_backend", "kv_cache_dtype")

@@ -11,6 +11,7 @@ from capture_planner_vllm.emulation.model import ModelFacts
 from capture_planner_vllm.emulation.refusals import not_emulated
 from capture_planner_vllm.emulation.tables import rules
 
+REGISTERED = "the class that vllm/model_executor/models/registry.py names"
 _FOREIGN = re.compile(r"\b(?:torchair|ascend)\w*")
 """Settings of vLLM's plugins for other devices."""
 
@@ -38,9 +39,8 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
         raise _error("hf_overrides", remedy="write the values into the model's config.json")
     if line.get("runner") == "generate" and line.get("convert", "auto") not in ("auto", "none"):
         raise _error("convert")
-    if model.odd is not None:
-        place = "the class that vllm/model_executor/models/registry.py names"
-        raise not_emulated("--model", f"{model.name} has {model.odd}", "name another model", place=place)
+    if model.odd is not None and not model.decodes:
+        raise not_emulated("--model", f"{model.name} has {model.odd}", "name another model", place=REGISTERED)
 
 
 def _error(name: str, *inside: str, remedy: str = "leave it out") -> NotEmulated:
