@@ -5,11 +5,11 @@ from __future__ import annotations
 from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import find_engine
-from capture_planner.engines.command_line import launch_line
 from capture_planner.records._base import replace
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Spec
+from capture_planner_tuner.launch_line import launch_line
 from support.tuning import MODEL
 
 SPEC = Spec(model=MODEL, limits=Limits(max_num_reqs=12, max_num_tokens=40), backend="flash_attention")

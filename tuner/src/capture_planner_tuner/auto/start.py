@@ -25,7 +25,7 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.engines import engines
-from capture_planner.engines.command_line import fitting_flags, started
+from capture_planner.engines.command_line import started
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED
 from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
@@ -50,6 +50,7 @@ from capture_planner_tuner.auto.decisions import (
     start_record,
 )
 from capture_planner_tuner.child import EngineEnd, run_marked
+from capture_planner_tuner.launch_line import fitting_flags
 from capture_planner_tuner.promises import check_promise
 
 JOURNAL, PLANS, RUNS, LOCK, CAPTURED = "journal.jsonl", "plans", "runs", "lock", "captured"

@@ -20,7 +20,7 @@ from capture_planner.analysis.arrivals import Pace, ServingLatency, latency_of, 
 from capture_planner.analysis.lint import lint
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import emulate, engines, find_engine
-from capture_planner.engines.command_line import LaunchLine, launch_line, server_command
+from capture_planner.engines.command_line import server_command
 from capture_planner.engines.deployments import emulation_of
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
@@ -49,6 +49,7 @@ from capture_planner.records.profile import Profile, family_name
 from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
+from capture_planner_tuner.launch_line import LaunchLine, launch_line
 from capture_planner_tuner.tuning.judgement import SPREAD, Evidence, Pricing, TuneVerdict, promise_of
 from capture_planner_tuner.tuning.tune import (
     FindingKey,
