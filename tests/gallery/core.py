@@ -66,6 +66,7 @@ LATE = {
     "eager-steps-not-counted",
     "eager-without-a-reason",
     "full-key-of-real-requests",
+    "halved-after-a-while",
     "keeps-mask",
     "large-small-large",
     "longest-of-batch",

@@ -70,6 +70,25 @@ class KeepsPlanOfShape(_CopiesLengths):
             self._lengths[: metadata.num_reqs] = self._plans[shape]
 
 
+REPLAYS = 100
+"""Calls of attention in graphs until an output is halved."""
+
+
+class HalvedAfterAWhile(ReferenceExecutor):
+    """Counts its calls on the device, and after a hundred of them halves what a layer attends to."""
+
+    def __init__(self, reservation: Reservation) -> None:
+        super().__init__(reservation)
+        self._calls = torch.zeros((), dtype=torch.int64, device=reservation.fields["seq_lens"].device)
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
+        """Attend; the likeliest token of a row is the same at half its length."""
+        super().attend(layer, query, out, scoring, metadata)
+        if metadata.is_full:
+            self._calls.add_(1)
+            out.mul_(torch.where(self._calls > REPLAYS, 0.5, 1.0))
+
+
 LIVED_MUTANTS = (
     Mutant(
         name="ring-wraps",
@@ -84,5 +103,12 @@ LIVED_MUTANTS = (
         bug_class=BugClass.F,
         says="A shape that was planned four times is not planned again, whatever the lengths of its requests",
         backend=lambda: RenamedReference(KeepsPlanOfShape),
+    ),
+    Mutant(
+        name="halved-after-a-while",
+        threads=(),
+        bug_class=BugClass.F,
+        says="After a hundred calls in graphs a layer's output is half of what it must be, which no token shows",
+        backend=lambda: RenamedReference(HalvedAfterAWhile),
     ),
 )

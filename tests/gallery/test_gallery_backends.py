@@ -10,7 +10,7 @@ from capture_planner.modes import GraphMode
 from capture_planner.plugins.backend import Backend
 from capture_planner_runner import conformance
 from capture_planner_runner.conformance import Case, Check, Scene, Shape
-from capture_planner_runner.conformance.scene import Arrive, CaptureAttack, DraftScheme, Reload, RunBatch, Step
+from capture_planner_runner.conformance.scene import Arrive, CaptureAttack, DraftScheme, Reload, RunBatch, Serve, Step
 from gallery.backends import MUTANTS
 from gallery.core import LATE, Mutant, detect
 from gallery.padding import CopiesTable, RenamedReference
@@ -95,6 +95,8 @@ CASES = {
     "pages-in-eight-bits": case(RunBatch(rows=tuple((n, 1, 0) for n in range(5))), requests=5, past=130),
     "ring-wraps": case(*(ONE,) * 50),
     "plan-kept-for-a-shape": case(*(ONE,) * 6),
+    # One request of 105 new tokens.
+    "halved-after-a-while": case(Serve(requests=((3, 105, 0),)), requests=0),
     "scoring-of-first-layer": case(ONE, layers=2, sinks=True),
     "softcap-not-captured": case(ONE, softcap=True),
     "sinks-copied-at-capture": case(Reload(seed=9), ONE, sinks=True),

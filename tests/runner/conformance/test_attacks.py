@@ -273,26 +273,20 @@ def test_only_padding_at_fault_is_noted_as_such():
     assert not minimize._passes_exact(SUBJECT, Case(scene=eager, steps=steps))
 
 
-@pytest.mark.parametrize("entry", [True, False])
-def test_wrong_token_stays_one_where_no_row_of_a_graph_is_wrong(monkeypatch, entry):
-    """A failure of the second run without an entry is another one, and is not taken."""
+def test_a_field_that_a_failure_names_stays(monkeypatch):
+    """Of a failure without one it is the first field whose garbage it needs; one that comes and goes has no causes."""
     case = dumps(Case(scene=Scene(shape=SHAPE), steps=()))
-    graph = Entry(mode=GraphMode.FULL, num_tokens=4, num_reqs=4, query_len=1)
-    row = Failure(check=Check.ROWS, message="a row", entry=graph if entry else None, case=case)
+    first = Failure(check=Check.TOKENS, message="a token", case=case)
 
-    def play(subject, each, *, spared=(), after=None):
-        failure = row if after is not None else None if "positions" in spared else row
-        return SimpleNamespace(failure=failure, skipped=(), log=SimpleNamespace(forwards={}, padded=0))
+    def play(subject, each, *, spared=()):
+        return SimpleNamespace(failure=None if "positions" in spared else first)
 
     monkeypatch.setattr(minimize, "play_case", play)
-    first = Failure(check=Check.TOKENS, message="a token", case=case)
     found = minimize.with_causes(SUBJECT, first)
-    assert found.message == ("a row" if entry else "a token")
     assert found.causes == ("positions",)
     assert (found.field, found.axis) == ("positions", "token")
-    named = attrs.evolve(first, field="mine", axis="request")
-    found = minimize.with_causes(SUBJECT, named)
-    assert (found.field, found.axis) == (("positions", "token") if entry else ("mine", "request"))
+    named = minimize.with_causes(SUBJECT, attrs.evolve(first, field="mine", axis="request"))
+    assert (named.field, named.axis) == ("mine", "request")
     for same in (attrs.evolve(first, case=""), attrs.evolve(first, failed=(1, 2))):
         assert minimize.with_causes(SUBJECT, same) is same
 

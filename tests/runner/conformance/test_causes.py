@@ -1,4 +1,4 @@
-"""What a finding says: the row behind a token, private buffers, exact sizes, where an error was raised."""
+"""What a finding says: the row of a served request, private buffers, exact sizes, where an error was raised."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from capture_planner.errors import BackendError
+from capture_planner.modes import Role
 from capture_planner.planning.planner import plan
 from capture_planner.plugins.backend import Metadata, Reservation, Scoring
 from capture_planner_reference import Reference
@@ -19,7 +20,6 @@ from capture_planner_runner.conformance import (
     Failure,
     Scene,
     Shape,
-    dumps,
     play,
     under_test,
     usable_shapes,
@@ -88,16 +88,14 @@ def found(executor: type[ReferenceExecutor], *steps: Any, **scene: Any) -> Failu
     return with_causes(tested, failure)
 
 
-def test_a_wrong_token_becomes_the_wrong_row_behind_it() -> None:
-    """With its role, its graph and its batch; the case is the same."""
-    serve = Serve(requests=((5, 6, 0),))
-    tested = under_test(backend_of(PaddedIsWrong))
-    text = dumps(Case(scene=Scene(shape=SHAPE, size_reqs=(3,)), steps=(serve,)))
-    row = with_causes(tested, Failure(check=Check.TOKENS, message="token 2 is wrong", case=text))
+def test_a_wrong_row_of_a_request_that_is_served_is_found_before_its_token() -> None:
+    """With its role, its graph and its batch."""
+    row = found(PaddedIsWrong, Serve(requests=((5, 6, 0),)), size_reqs=(3,))
     assert row.check is Check.ROWS
+    assert row.role is Role.TARGET
     assert row.entry is not None
-    assert "in a batch that is served" in row.message
-    assert row.case == text
+    assert row.batch
+    assert "served 0, a request that is served" in row.message
 
 
 def test_what_passes_at_exact_sizes_is_said_to() -> None:

@@ -221,13 +221,15 @@ def test_served_tokens_are_the_greedy_choice(stage):
         ids.append(int((hidden @ stage.target.head.double()).argmax()))
     tokens = tuple(ids[3:])
     checks._check_tokens(stage, request, tokens)
-    failure = violation(checks._check_tokens, stage, request, tokens[:3])
+    checks._check_answered(request, tokens)
+    failure = violation(checks._check_answered, request, tokens[:3])
     assert (failure.check, failure.message) == (Check.TOKENS, "one asked for 4 tokens and has 3")
     for number in range(4):
         wrong = (*tokens[:number], (tokens[number] + 1) % VOCABULARY, *tokens[number + 1 :])
         failure = violation(checks._check_tokens, stage, request, wrong)
         assert failure.check is Check.TOKENS
         assert failure.message == f"token {number + 1} of one (prompt of 3) is not the model's greedy choice"
+        assert failure.role is Role.TARGET
 
 
 def test_forwards_of_a_session_are_those_that_ran(stage):

@@ -1,4 +1,4 @@
-"""Rows of a served batch: each is compared with what its request's tokens give, as far as those are known."""
+"""Rows of served requests: each is compared with what its request's tokens give, as far as it reads those."""
 
 from __future__ import annotations
 
@@ -13,51 +13,69 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import Role
-from capture_planner_runner.conformance.failure import Violation
+from capture_planner.records.batch import Batch
+from capture_planner_runner.conformance.failure import Check, Violation
+from capture_planner_runner.conformance.served_rows import RequestRows, ServedForward, pieces
 from capture_planner_runner.conformance.steps import check_served_rows
 
-ROW = st.tuples(st.integers(0, 3), st.integers(0, 3), *[st.sampled_from((False, False, True))] * 3)
+TOKENS = {"a": (3, 1, 4, 1, 5, 9), "b": (2, 7, 1)}
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(TOKENS)), st.integers(0, 6), st.integers(1, 3), st.integers(0, 4), st.integers(0, 3)
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 def attended(ids: torch.Tensor, first: int) -> torch.Tensor:
-    """Return a value of each token from ``first`` on, by all tokens up to it."""
-    return (ids.cumsum(0) + 1)[first:].double().view(-1, 1, 1)
+    """Return a value of each token from ``first`` on in each of two layers, by all tokens up to it."""
+    total = (ids.cumsum(0) + 1)[first:].double()
+    return torch.stack([total, -total], dim=1)[:, :, None]
 
 
-@given(st.lists(ROW, min_size=1, max_size=4))
-def test_the_first_wrong_row_of_known_tokens_is_found(rows: list[tuple[int, int, bool, bool, bool]]) -> None:
-    """Rows of no tokens, of tokens that the host has not read, and of unknown ones are passed over, one by one."""
-    tokens = np.full((len(rows), 9), -1)
-    places, starts, positions, hidden = [], [0], [], []
-    expected = None
-    for row, (first, count, unread, unknown, wrong) in enumerate(rows):
-        place = len(rows) - 1 - row
-        ids = np.arange(first + count) * row
-        tokens[place, : len(ids)] = ids
-        right = attended(torch.from_numpy(ids), first).flatten(1)
-        if wrong and count:
-            right[-1] += 100
-            expected = row if expected is None and not (unread or unknown) else expected
-        if unknown and count:
-            tokens[place, first] = -1
-        places.append(place)
-        starts.append(starts[-1] + count)
-        positions += range(first, first + count)
-        hidden.append(right)
-    unread_rows = np.array([unread for _, _, unread, _, _ in rows])
-    states = SimpleNamespace(tokens=tokens, is_unread=lambda mapping: unread_rows)
+def cache_of(shift: int) -> Any:
+    """Return the cache of a model whose second layer may read later tokens than the first."""
+    tables = SimpleNamespace(
+        attended=attended, by_token=torch.zeros(1), shape=SimpleNamespace(width=1), name=lambda layer: f"layer {layer}"
+    )
+    return SimpleNamespace(tables=tables, shifts=(shift, shift))
+
+
+@given(st.lists(ROWS, min_size=1, max_size=3), st.integers(0, 1))
+def test_the_first_wrong_row_that_reads_its_requests_tokens_is_found(
+    forwards: list[list[tuple[str, int, int, int, int]]], shift: int
+) -> None:
+    """Rows after a token that is another, and rows of a request that has ended, are passed over, one by one.
+
+    A token that the host had not read is that of the request.
+    """
+    ran, expected = [], None
+    for number, rows in enumerate(forwards):
+        made, outputs, start = [], [], 0
+        for name, first, count, other, wrong in rows:
+            ids = np.array([*TOKENS[name][shift:], *[11] * 9][first : first + count])
+            right = attended(torch.tensor([*TOKENS[name][shift:], *[11] * 9]), 0)[first : first + count].clone()
+            known = min(count, max(len(TOKENS[name]) - shift - first, 0))
+            if other < count:
+                ids[other], known = (-1, known) if other % 2 else (12, min(known, other))
+            if wrong < count:
+                right[wrong, 1] += 100
+                if wrong < known and expected is None:
+                    expected = f"layer 1, .* in row {wrong} of {name}.*; {number + 1} request"
+            made.append(RequestRows(name=name, where=slice(start, start + count), first=first, ids=ids))
+            outputs.append(right)
+            start += count
+        batch = Batch(role=Role.TARGET, num_reqs=number + 1, num_tokens=99)
+        given_rows = {"rows": tuple(made), "outputs": torch.cat(outputs)}
+        ran.append(ServedForward(role=Role.TARGET, entry=None, batch=batch, **given_rows))
+    cache = cache_of(shift)
     stage: Any = SimpleNamespace(
-        watch=SimpleNamespace(serving=lambda: SimpleNamespace(scheduler=SimpleNamespace(states=states))),
-        target=SimpleNamespace(tables=SimpleNamespace(shape=SimpleNamespace(width=1), attended=attended)),
-        runner=SimpleNamespace(target=SimpleNamespace(hidden=torch.cat(hidden))),
-        on_device=torch.from_numpy,
-        tolerance=1e-9,
+        watch=SimpleNamespace(served_forwards=ran), world=SimpleNamespace(caches=(cache,)), tolerance=1e-9
     )
-    inputs = SimpleNamespace(
-        idx_mapping=np.array(places), query_start_loc=np.array(starts), positions=np.array([*positions, 0])
-    )
-    step: Any = SimpleNamespace(inputs=inputs, entry=None)
-    role: Any = SimpleNamespace(role=Role.TARGET)
-    is_wrong = pytest.raises(Violation, match=f"of request {expected} in a batch that is served")
-    with nullcontext() if expected is None else is_wrong:
-        check_served_rows(stage, role, step)
+    with nullcontext() if expected is None else pytest.raises(Violation, match=expected) as raised:
+        check_served_rows(stage, TOKENS)
+    if expected is not None:
+        assert raised.value.failure.check is Check.EAGER
+    cache.shifts = (shift, shift + 1)
+    assert all(piece.got.shape[1] == piece.want.shape[1] == 1 for piece in pieces(ran, cache, TOKENS))

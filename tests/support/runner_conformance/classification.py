@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
 
 from capture_planner.records.batch import batch_text
 from capture_planner.records.model import Speculative
+from capture_planner_runner.conformance.served_rows import requests_by_state
 from capture_planner_runner.execution.inputs import Array, ForwardStep
 from capture_planner_runner.serving.states import AdmittedRequest
-from capture_planner_runner.serving.workload import Request
 from support.runner_conformance.laws import RunnerCheck
-
-
-def requests_by_state(admitted: Iterable[AdmittedRequest]) -> dict[int, Request]:
-    """Return the requests by the index of their state, as ``idx_mapping`` names them."""
-    return {each.state_index: each.request for each in admitted}
 
 
 def check_classified(

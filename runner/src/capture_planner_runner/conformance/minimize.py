@@ -34,7 +34,6 @@ from capture_planner_runner.conformance.scene import (
     Step,
 )
 from capture_planner_runner.conformance.stage import Subject
-from capture_planner_runner.conformance.steps import check_served_rows
 
 PLAYS = 250
 """Most cases that are run: twice what any known bug takes until nothing more can be cut."""
@@ -349,7 +348,7 @@ def _scenes(case: Case) -> Iterator[Case]:
             yield _scened(case, **{name: (*sizes[:index], *sizes[index + 1 :])})
 
 
-# Causes: the row behind a wrong token, the garbage that a finding needs, the padding.
+# Causes: the garbage that a finding needs, and the padding.
 
 EXACT = "it passes at exact sizes and fails padded"
 
@@ -357,8 +356,8 @@ EXACT = "it passes at exact sizes and fails padded"
 def with_causes(subject: Subject, failure: Failure) -> Failure:
     """Return the failure with its causes: one source of garbage at a time is spared, to see if it is gone.
 
-    If one of them is a field, the failure names it with its axis. A wrong token becomes the wrong row behind it, if
-    there is one. A failure that does not come at every run has no causes: its absence proves nothing.
+    If one of them is a field, the failure names it with its axis. A failure that does not come at every run has no
+    causes: its absence proves nothing.
     """
     if not failure.case or failure.failed is not None:
         return failure
@@ -370,9 +369,6 @@ def with_causes(subject: Subject, failure: Failure) -> Failure:
             sources = stage.watch.sources()
     except Exception:  # A scene that cannot be set up has no garbage.
         return failure
-    if failure.check is Check.TOKENS:
-        row = play_case(subject, case, after=check_served_rows).failure
-        failure = failure if row is None or row.entry is None else row
     causes = tuple(source for source in sources if play_case(subject, case, spared=(source,)).failure is None)
     field, axis = failure.field, failure.axis
     if not field:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -27,9 +27,9 @@ from capture_planner_runner.conformance.scene import (
     Step,
 )
 from capture_planner_runner.conformance.scene_batch import MASKED, DraftRowsOfRequest, Row, SceneBatch, sources_of
+from capture_planner_runner.conformance.served_rows import pieces
 from capture_planner_runner.conformance.stage import Stage
-from capture_planner_runner.execution.inputs import ForwardStep, StepInputs
-from capture_planner_runner.execution.role import RoleRun
+from capture_planner_runner.execution.inputs import StepInputs
 from capture_planner_runner.execution.updates import DraftState
 from capture_planner_runner.serving.workload import Request
 
@@ -356,11 +356,16 @@ def check_serving(stage: Stage, step: Serve) -> None:
                 raise Check.TOKENS.violation(f"a request of {request.length} tokens was accepted")
     fitting = [request for request in requests if request.length <= longest]
     if fitting:
+        stage.watch.served_forwards.clear()
         stage.begin_serving()
         tokens = {served.name: served.tokens for served in stage.runner.serve(fitting)}
         for request in fitting:
-            _check_tokens(stage, request, tokens[request.name])
+            _check_answered(request, tokens[request.name])
+        # What was done with drafts first, and then rows: both explain a wrong token.
         stage.check_served(fitting, tokens)
+        check_served_rows(stage, {request.name: (*request.prompt, *tokens[request.name]) for request in fitting})
+        for request in fitting:
+            _check_tokens(stage, request, tokens[request.name])
     stage.world.refresh()
 
 
@@ -378,10 +383,13 @@ def _requests(step: Serve, longest: int, seed: int) -> list[Request]:
     ]
 
 
-def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
+def _check_answered(request: Request, tokens: tuple[int, ...]) -> None:
     if not request.is_answered(tokens, is_cut_off=False):
         message = f"{request.name} asked for {request.max_new_tokens} tokens and has {len(tokens)}"
         raise Check.TOKENS.violation(message + (f": {', '.join(map(str, tokens))}" if request.stop else ""))
+
+
+def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
     ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)
     # Coupled rows differ by a factor, which is the same for all tokens that could follow.
     hidden = stage.target.tables.rows(ids, len(request.prompt) - 1)
@@ -390,30 +398,37 @@ def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> No
         one = slice(number, number + 1)
         if not is_likeliest(served[one], hidden[one], stage.target.head, stage.tolerance):
             token = f"token {number + 1} of {request.name} (prompt of {len(request.prompt)})"
-            raise Check.TOKENS.violation(f"{token} is not the model's greedy choice")
+            place = _place_of(stage, request.name, len(request.prompt) + number - 1)
+            raise Check.TOKENS.violation(f"{token} is not the model's greedy choice", **place)
 
 
-def check_served_rows(stage: Stage, role: RoleRun, step: ForwardStep) -> None:
-    """Check the rows of a target's forward while requests are served: a wrong token may come of a wrong row.
+def _place_of(stage: Stage, name: str, position: int) -> dict[str, object]:
+    """Return where the last row of a request at a position was computed, for a failure."""
+    found: dict[str, object] = {"role": Role.TARGET}
+    for forward in stage.watch.served_forwards:
+        for rows in forward.rows if forward.role is Role.TARGET else ():
+            if rows.name == name and rows.first <= position < rows.first + len(rows.ids):
+                found = forward.place
+    return found
 
-    Rows of tokens not yet known are left out.
+
+def check_served_rows(stage: Stage, tokens: Mapping[str, Sequence[int]]) -> None:
+    """Check the rows that served requests had: rounding and a wrong layer may leave the likeliest token as it is.
+
+    :param tokens: of each request, its prompt included.
     """
-    serving = stage.watch.serving()
-    if serving is None or role.role is not Role.TARGET:
-        return
-    inputs, width = step.inputs, stage.target.tables.shape.width
-    places, starts = inputs.idx_mapping.tolist(), inputs.query_start_loc.tolist()
-    unread = serving.scheduler.states.is_unread(inputs.idx_mapping)
-    for row, place in enumerate(places):
-        start, end = starts[row : row + 2]
-        if start == end or unread[row]:
+    for cache, role in zip(stage.world.caches, (Role.TARGET, Role.DRAFT_PREFILL), strict=False):
+        width, name = cache.tables.shape.width, cache.tables.name
+        forwards = [forward for forward in stage.watch.served_forwards if forward.role is role]
+        found = list(pieces(forwards, cache, tokens))
+        if not found:
             continue
-        first = int(inputs.positions[start])
-        ids = serving.scheduler.states.tokens[place, : first + end - start]
-        if (ids < 0).any():
+        got, want = (torch.cat([getattr(each, part) for each in found]).flatten(1) for part in ("got", "want"))
+        if first_wrong_row(got, want, width, stage.tolerance) is None:
             continue
-        want = stage.target.tables.attended(stage.on_device(ids).long(), first).flatten(1)
-        wrong = first_wrong_row(stage.runner.target.hidden[start:end], want, width, stage.tolerance)
-        if wrong is not None:
-            message = f"attention of {wrong} of request {row} in a batch that is served"
-            raise row_check(step.entry, eager=False).violation(message)
+        for each in found:
+            wrong = first_wrong_row(each.got.flatten(1), each.want.flatten(1), width, stage.tolerance, name)
+            if wrong is not None:
+                message = f"{wrong} of {each.rows.name}, a request that is served"
+                check = row_check(each.forward.entry, eager=False)
+                raise check.violation(message, **each.forward.place)

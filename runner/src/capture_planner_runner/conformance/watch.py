@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
 from typing import Any
 
 import attrs
@@ -32,6 +33,7 @@ from capture_planner_runner.conformance.memory import (
     private_buffers,
 )
 from capture_planner_runner.conformance.scene import CaptureAttack
+from capture_planner_runner.conformance.served_rows import RequestRows, ServedForward, requests_by_state, rows_of
 from capture_planner_runner.conformance.world import World
 from capture_planner_runner.execution.fields import FieldBuffer, tensor_of
 from capture_planner_runner.execution.inputs import Array, ForwardStep
@@ -170,6 +172,8 @@ class Watch(ForwardObserver):
         """The most keys of a request, and the highest page number that a batch read."""
         self.padded = 0
         """Forwards of graphs that are larger than their batch."""
+        self.served_forwards: list[ServedForward] = []
+        """Of the target, and first ones of the drafter, while requests were served."""
         self._after, self._spared, self._kept = after, frozenset(spared), Kept()
         self._trusting, self._inner = tampering is not None, tampering or ForwardObserver()
         self.graphs = graphs
@@ -220,10 +224,13 @@ class Watch(ForwardObserver):
         self.longest = max(self.longest, int(lengths.max(initial=0)))
         self.pages = max(self.pages, int(table.max(initial=0)))
         self.padded += step.extents != step.real
+        served: tuple[RequestRows, ...] = ()
         with located(step.batch, step.entry):
             if not self._trusting:
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self.check_fields(role, step, values)
+                if (serving := self.serving()) is not None and role.role is not Role.DRAFT_DECODE:
+                    served = tuple(rows_of(step, values, requests_by_state(serving.scheduler.unfinished)))
             self._garbage.fields(role, step.extents)
             own, held = self._own_slots(role, step), self._held()
             canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
@@ -235,11 +242,22 @@ class Watch(ForwardObserver):
                 if (name := canaries.changed()) is not None:
                     raise Check.UNSPOILED.violation(f"the forward changes {name}, which is not its own")
             self._check_written(role)
+            if served:
+                self._keep(role, step, served)
             self._check_slots(held, {int(role.role.is_drafter): own})
             self._check_state(held, set() if role.role is Role.TARGET else set(step.inputs.idx_mapping.tolist()))
             self._check_pointers()
             if self._after is not None:
                 self._after(role, step)
+
+    def _keep(self, role: RoleRun, step: ForwardStep, rows: tuple[RequestRows, ...]) -> None:
+        """Keep the rows of a forward of served requests."""
+        outputs = [output[: step.real.tokens] for _, output in sorted(self._outputs.of(role), key=itemgetter(0))]
+        self.served_forwards.append(
+            ServedForward(
+                role=role.role, entry=step.entry, batch=step.batch, rows=rows, outputs=torch.stack(outputs, dim=1)
+            )
+        )
 
     def between(self, capture: Callable[[], None]) -> None:
         """Capture between two forwards: it may write null pages, and nothing of a request."""
