@@ -1,4 +1,4 @@
-"""Mutants of drafting by other means than an EAGLE head of one layer: each is healthy with such a head."""
+"""Mutants of drafting: by other means than an EAGLE head of one layer, and of requests that are served."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from capture_planner.analysis.lint.core import BugClass
@@ -14,7 +15,14 @@ from capture_planner.plugins.backend import Executor, Metadata, Reservation, Sco
 from capture_planner_reference.executor import ReferenceExecutor
 from capture_planner_runner.execution.bodies import DraftDecodeBody, ModulesBody
 from capture_planner_runner.execution.fields import Extents
+from capture_planner_runner.execution.inputs import Array, StepInputs
+from capture_planner_runner.execution.role import RoleRun
+from capture_planner_runner.execution.updates import Updates
 from capture_planner_runner.models.protocols import Attend, Drafter
+from capture_planner_runner.serving import launching
+from capture_planner_runner.serving.serving import Serving
+from capture_planner_runner.serving.speculative import Verification
+from capture_planner_runner.serving.states import ScheduledBatch
 from gallery.core import Mutant
 from gallery.padding import RenamedReference
 from gallery.patching import patched
@@ -124,6 +132,36 @@ def _moved_by_layers(original: Callable[..., None]) -> Callable[..., None]:
     return per_token
 
 
+def _as_if_all_were_kept(original: Callable[..., StepInputs]) -> Callable[..., StepInputs]:
+    def made(scheduled: ScheduledBatch, wanted: Array, *rest: Any) -> StepInputs:
+        return original(scheduled, np.maximum(wanted, scheduled.base + scheduled.counts), *rest)
+
+    return made
+
+
+def _decodes_left_as_filled(original: Callable[..., None]) -> Callable[..., None]:
+    def prepare(updates: Updates, verified: Any, prefill: Any, last: Any, decode: Any, outcome: Any = None) -> None:
+        original(updates, verified, prefill, last, None, outcome)
+
+    return prepare
+
+
+def _steps_of_the_longest_tier(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(role: RoleRun, batch: Any, dispatch: Any, inputs: Any, steps: int, *rest: Any, **named: Any) -> Any:
+        longest = role.body.state.proposed.shape[1] - 1  # type: ignore[attr-defined]
+        return original(role, batch, dispatch, inputs, longest, *rest, **named)
+
+    return run
+
+
+def _last_token_counted(original: Callable[..., Verification]) -> Callable[..., Verification]:
+    def settled(serving: Serving, step: Any) -> Verification:
+        verification = original(serving, step)
+        return attrs.evolve(verification, accepted=verification.gained)
+
+    return settled
+
+
 DRAFTING_BACKENDS: tuple[Mutant, ...] = (
     Mutant(
         name="requests-by-the-targets-query",
@@ -156,5 +194,33 @@ DRAFTING_RUNNERS: tuple[Mutant, ...] = (
         bug_class=BugClass.F,
         says="Draft decodes move positions and slots on before the forward that reads them is over: after each layer",
         patch=patched((DraftDecodeBody, "per_token", _moved_by_layers)),
+    ),
+    Mutant(
+        name="draft-decodes-behind-rejected",
+        threads=(),
+        bug_class=BugClass.F,
+        says="The host lets the first draft decode stand behind the drafts that were rejected",
+        patch=patched((launching, "draft_decode_inputs", _as_if_all_were_kept)),
+    ),
+    Mutant(
+        name="draft-decodes-left-as-filled",
+        threads=(),
+        bug_class=BugClass.F,
+        says="Where drafts are verified on the device, draft decodes stand as if all of them had been kept",
+        patch=patched((Updates, "prepare_drafts", _decodes_left_as_filled)),
+    ),
+    Mutant(
+        name="steps-of-the-longest-tier",
+        threads=(),
+        bug_class=BugClass.B,
+        says="A chain of single draft decodes has as many as the longest tier of the schedule, and drops the rest",
+        patch=patched((RoleRun, "run_chain", _steps_of_the_longest_tier)),
+    ),
+    Mutant(
+        name="accepted-counts-the-last-token",
+        threads=(),
+        bug_class=BugClass.J,
+        says="The token after the accepted drafts is counted as one of them",
+        patch=patched((Serving, "_settled", _last_token_counted)),
     ),
 )

@@ -105,6 +105,16 @@ CASES = {
     # One decode of two drafts, by modules and by a drafter of two layers.
     "modules-from-the-targets-states": case(RunBatch(rows=((0, 3, 0),)), drafts=2, drafter=DraftScheme.MODULES),
     "fields-moved-on-by-each-layer": case(RunBatch(rows=((0, 3, 0),)), drafts=2, drafter=DraftScheme.LAYERS),
+    # Random drafts, which are rejected.
+    "draft-decodes-behind-rejected": case(Serve(requests=((5, 6, 0),)), requests=0, drafts=2),
+    "draft-decodes-left-as-filled": case(
+        Serve(requests=((5, 6, 0),)), requests=0, mode=GraphMode.FULL, drafts=2, ahead=True
+    ),
+    # One request has two drafts, where several would have three.
+    "steps-of-the-longest-tier": case(
+        Serve(requests=((5, 6, 0),)), requests=0, num_reqs=2, drafts=3, schedule=((1, 1, 2), (2, 2, 3)), fused=False
+    ),
+    "accepted-counts-the-last-token": case(Serve(requests=((5, 6, 0),)), requests=0, drafts=1),
     # One request in a graph for three.
     "padding-in-the-scale": case(ONE, coupled=True),
     "padding-in-the-load": case(ONE, coupled=True),
@@ -112,6 +122,10 @@ CASES = {
 """What random scenes come to late, or what a few steps show: the smallest case of it."""
 
 CHECKS = {
+    "accepted-counts-the-last-token": RunnerCheck.COUNTED,
+    "draft-decodes-behind-rejected": RunnerCheck.VERIFIED,
+    "draft-decodes-left-as-filled": RunnerCheck.VERIFIED,
+    "steps-of-the-longest-tier": RunnerCheck.VERIFIED,
     "modules-from-the-targets-states": Check.EAGER,
     "fields-moved-on-by-each-layer": Check.UNTOUCHED,
     "outputs-made-anew": Check.BORN,

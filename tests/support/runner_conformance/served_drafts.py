@@ -16,9 +16,10 @@ import torch
 from capture_planner.modes import Role
 from capture_planner.records.model import Speculative
 from capture_planner_runner.conformance.scene import DraftScheme
+from capture_planner_runner.conformance.served_rows import requests_by_state
 from capture_planner_runner.execution.inputs import Array, ForwardStep
+from capture_planner_runner.ledger.rows import Step
 from capture_planner_runner.serving.serving import Serving
-from support.runner_conformance.classification import requests_by_state
 from support.runner_conformance.laws import RunnerCheck
 
 
@@ -38,11 +39,25 @@ class StepRows:
 
 
 @attrs.frozen(kw_only=True)
+class DecodeRow:
+    """The row of one request in a forward of draft decodes, as it was on the device."""
+
+    name: str
+    position: int
+    """Of the first decode in it."""
+    steps: int
+    """Draft decodes of the forward: more than one in a fused chain."""
+
+
+@attrs.frozen(kw_only=True)
 class Proposal:
     """The drafts of one request after a forward of the drafter."""
 
     name: str
     tokens: tuple[int, ...]
+
+
+Event = StepRows | DecodeRow | Proposal
 
 
 def rows_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) -> Iterator[StepRows]:
@@ -64,6 +79,16 @@ def rows_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) ->
         )
 
 
+def decodes_of(step: ForwardStep, values: Mapping[str, Array], serving: Serving) -> Iterator[DecodeRow]:
+    """Yield the row of each request in a forward of draft decodes."""
+    requests = requests_by_state(serving.scheduler.unfinished)
+    steps = (step.entry and step.entry.draft_steps) or 1
+    for place, position in zip(
+        values["idx_mapping"][: step.real.reqs].tolist(), values["positions"].tolist(), strict=False
+    ):
+        yield DecodeRow(name=requests[place].name, position=position, steps=steps)
+
+
 def proposals_of(
     step: ForwardStep, proposed: torch.Tensor, speculative: Speculative, serving: Serving
 ) -> Iterator[Proposal]:
@@ -77,25 +102,94 @@ def proposals_of(
 
 
 def check_served_drafts(
-    drafter: DraftScheme, events: Sequence[StepRows | Proposal], tokens: Mapping[str, Sequence[int]]
+    drafter: DraftScheme, events: Sequence[Event], tokens: Mapping[str, Sequence[int]], longest: int
 ) -> None:
     """Check what was proposed, verified, kept and read while requests were served.
 
     :param events: in the order in which they happened.
     :param tokens: prompt and output of each request.
+    :param longest: the model's longest sequence, in tokens.
     """
     given = {name: np.array(each) for name, each in tokens.items()}
     proposed: dict[str, Proposal] = {}
     verified: dict[str, StepRows] = {}
+    chains: dict[str, _Chain] = {}
     for event in events:
         if isinstance(event, Proposal):
             proposed[event.name] = event
+        elif isinstance(event, DecodeRow):
+            chains[event.name].decode(event, longest)
         elif event.role is Role.TARGET:
             verified[event.name] = event
             if event.is_decode:
                 _check_proposed(event, proposed[event.name])
+                chains[event.name].check_ended(drafter, proposed[event.name])
         else:
             _check_prefill(drafter, verified[event.name], event, given[event.name])
+            chains[event.name] = _Chain(event)
+    for name, chain in chains.items():
+        chain.check_ended(drafter, proposed[name])
+
+
+@attrs.define
+class _Chain:
+    """The draft decodes of a request after a draft prefill."""
+
+    prefill: StepRows
+    steps: int = 0
+
+    def decode(self, row: DecodeRow, longest: int) -> None:
+        """Add the decodes of a forward: they follow the last token that was kept."""
+        expected = min(self.prefill.first + self.prefill.last + 1 + self.steps, longest - 1)
+        if row.position != expected:
+            message = f"draft decode {self.steps + 1} stands at position {row.position}, and the one after "
+            message += f"what was kept and drafted is {expected} ({_where(self.prefill)})"
+            raise RunnerCheck.VERIFIED.violation(message, role=Role.DRAFT_DECODE)
+        self.steps += row.steps
+
+    def check_ended(self, drafter: DraftScheme, proposal: Proposal) -> None:
+        """Check that each draft but the first took a decode, where decodes make them."""
+        is_chain = not drafter.is_parallel and drafter is not DraftScheme.MODULES
+        wanted = max(len(proposal.tokens) - 1, 0) if is_chain else 0
+        if self.steps != wanted:
+            message = f"{self.steps} draft decodes are run, and {len(proposal.tokens)} drafts take {wanted}"
+            raise RunnerCheck.VERIFIED.violation(f"{message} ({_where(self.prefill)})", role=Role.DRAFT_DECODE)
+
+
+def check_counted_drafts(
+    steps: Sequence[Step], events: Sequence[Event], tokens: Mapping[str, Sequence[int]], places: int
+) -> None:
+    """Compare the drafts that steps counted with those that were verified and kept, by their place among ``places``.
+
+    Where the last drafts of a request reach beyond its output, what was kept of them lies between two numbers.
+    """
+    bounds = np.zeros((4, places), dtype=np.int64)
+    proposed: dict[str, Proposal] = {}
+    for event in events:
+        if isinstance(event, Proposal):
+            proposed[event.name] = event
+        elif isinstance(event, StepRows) and event.role is Role.TARGET and event.is_decode:
+            given = np.array(tokens[event.name])
+            if event.first + 1 >= len(given):  # The row of a request that had ended is wasted.
+                continue
+            drafts = min(len(event.ids) - 1, len(proposed[event.name].tokens))
+            kept = _kept(event, given)
+            least = len(given[event.first : event.first + len(event.ids)]) if kept is None else kept
+            most = len(event.ids) if kept is None else kept
+            for row, count in zip(bounds, (drafts, drafts, min(drafts, least - 1), min(drafts, most - 1)), strict=True):
+                row[:count] += 1
+    for names, (fewest, most) in zip(
+        (("drafted", "drafted_at"), ("accepted", "accepted_at")), bounds.reshape(2, 2, -1), strict=True
+    ):
+        at = np.zeros(places, dtype=np.int64)
+        for step in steps:
+            for place, count in enumerate(getattr(step, names[1])):
+                at[place] += count
+        total = sum(getattr(step, names[0]) for step in steps)
+        if total != at.sum() or (at < fewest).any() or (at > most).any():
+            message = f"{total} drafts are counted as {names[0]}, {at.tolist()} by their place; there were from "
+            message += f"{fewest.tolist()} to {most.tolist()}"
+            raise RunnerCheck.COUNTED.violation(message)
 
 
 def _check_proposed(target: StepRows, proposal: Proposal) -> None:

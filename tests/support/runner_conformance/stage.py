@@ -26,7 +26,7 @@ from capture_planner_runner.serving.workload import Request
 from support.runner_conformance.batch import RunnerBatch
 from support.runner_conformance.laws import RunnerCheck
 from support.runner_conformance.models import RECURRENT, CoupledRows, RecurrentTables, RunnerWorld
-from support.runner_conformance.served_drafts import check_served_drafts
+from support.runner_conformance.served_drafts import check_counted_drafts, check_served_drafts
 from support.runner_conformance.watch import RunnerGraphs, RunnerWatch
 
 RUNNER_FEATURES: Mapping[str, Feature] = {
@@ -119,13 +119,15 @@ class RunnerStage(Stage):
 
     def begin_serving(self) -> None:
         self._recorded, self._ran = len(self.runner.session.forwards), Counter(self.watch.ran)
-        self._noted = len(self.watch.served)
+        self._noted, self._counted = len(self.watch.served), len(self.runner.session.steps)
 
     def check_served(self, requests: Sequence[Request], tokens: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the session has all forwards, and what was done with drafts."""
         self._check_counted()
         whole = {request.name: (*request.prompt, *tokens[request.name]) for request in requests}
-        check_served_drafts(self.scene.drafter, self.watch.served[self._noted :], whole)
+        events, steps = self.watch.served[self._noted :], self.runner.session.steps[self._counted :]
+        check_served_drafts(self.scene.drafter, events, whole, self.scene.shape.longest)
+        check_counted_drafts(steps, events, whole, self.scene.drafts)
 
     def _check_counted(self) -> None:
         """Compare the forwards of the session since serving began with those that ran, by role and mode."""

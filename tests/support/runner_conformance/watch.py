@@ -24,7 +24,7 @@ from capture_planner_runner.graphs.graph import Graph, GraphPool, Leftover
 from support.reference import dispatch as cheapest
 from support.runner_conformance.classification import check_classified
 from support.runner_conformance.laws import RunnerCheck
-from support.runner_conformance.served_drafts import Proposal, StepRows, proposals_of, rows_of
+from support.runner_conformance.served_drafts import Event, decodes_of, proposals_of, rows_of
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -92,7 +92,7 @@ class RunnerWatch(Watch):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.served: list[StepRows | Proposal] = []
+        self.served: list[Event] = []
         """What was verified and proposed while requests were served with drafts, in order."""
         self._replayed = 0
         self._pools: list[list[torch.Tensor]] = []
@@ -102,8 +102,9 @@ class RunnerWatch(Watch):
         super().check_fields(role, step, values)
         self._check_placed(step, values)
         serving = self.serving()
-        if serving is not None and self.runner.drafter is not None and role.role is not Role.DRAFT_DECODE:
-            self.served.extend(rows_of(step, values, serving))
+        if serving is not None and self.runner.drafter is not None:
+            events = decodes_of if role.role is Role.DRAFT_DECODE else rows_of
+            self.served.extend(events(step, values, serving))
         self._replayed, self._pools = len(self.graphs.replays), self._copied()
 
     def check_after(self, role: RoleRun, step: ForwardStep) -> None:
