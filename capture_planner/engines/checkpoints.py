@@ -49,6 +49,9 @@ _OTHER = re.compile(
 """Words of names of models that are no dense decoders of text."""
 
 
+_QUANTIZED = re.compile(r"fp[48]|int[48]|awq|gptq|w\d+a\d+")
+
+
 @attrs.frozen
 class Checkpoint:
     """A model's ``config.json``, as far as it is here; empty where nothing is known."""
@@ -151,8 +154,10 @@ def _of_family(name: str) -> Checkpoint | None:
     # No known model is near: nothing is taken for granted.
     if like is None:
         return None
-    # What another ending says of the weights is not what the known model's file does.
-    lost = () if rest == last else ("quantization_config",)
+    # What another ending says of the weights is not what the known model's file does, and another owner quantizes in
+    # another way: RedHatAI's NVFP4 with compressed-tensors, nvidia's with ModelOpt.
+    requantized = hub.is_name(name) and name.partition("/")[0] != like.partition("/")[0] and _QUANTIZED.search(last)
+    lost = ("quantization_config",) if rest != last or requantized else ()
     return Checkpoint(name, FAMILY, {key: value for key, value in known()[like].items() if key not in lost}, like)
 
 

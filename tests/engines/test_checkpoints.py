@@ -174,6 +174,34 @@ def test_a_sibling_of_a_known_model_is_of_its_family(name, like):
     assert checkpoints.find(name).like == like
 
 
+SAYS_EXPERTS = re.compile(r"-A\d+B|moe|\d+x\d+b|\d+E(?:-|$)", re.IGNORECASE)
+MIXTURES = [n for n, config in checkpoints.known().items() if SAYS_EXPERTS.search(n + config["architectures"][0])]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_names_that_say_experts_have_them(name):
+    """What a name or an architecture says is in the facts, and expert parallelism is never refused for lack of any."""
+    assert read_model("m", name).experts > 0
+    for spelled in (name, f"some/{name.partition('/')[2]}-FP8"):
+        emulate("vllm", [spelled, "--enable-expert-parallel"], find_environment("b200"))
+
+
+SAYS_WEIGHTS = re.compile("fp8|nvfp4", re.IGNORECASE)
+QUANTIZED = [
+    n for n, config in checkpoints.known().items() if "quantization_config" in config and SAYS_WEIGHTS.search(n)
+]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_another_owner_quantizes_in_another_way(name):
+    """RedHatAI's NVFP4 is not nvidia's of the same name: only a copy without an owner is taken for it whole."""
+    last = name.partition("/")[2]
+    for spelled, kept in ((f"Quantizer/{last}", False), (f"/models/{last}", True)):
+        found = checkpoints.find(spelled)
+        assert found.source == "family"
+        assert ("quantization_config" in found.config) == kept
+
+
 def test_the_cache_comes_before_known_models(hub_cache):
     """A config.json in Hugging Face's cache is the model's own; without it, the list of known models."""
     name, place = "Qwen/Qwen3-8B", hub_cache / "models--Qwen--Qwen3-8B"
