@@ -9,9 +9,12 @@ import attrs
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
+from capture_planner.records import batch_space
 from capture_planner.records.batch import Batch, Entry
-from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.batch_space import Deployment, draft_steps
+from capture_planner_runner.execution.attention import RoleAttention
 from capture_planner_runner.execution.fields import Extents
+from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import ForwardTimes, RoleRun
 from capture_planner_runner.serving.launching import StepLauncher
 from gallery.core import Mutant
@@ -120,6 +123,25 @@ def _whatever_adapters(dispatcher: Dispatcher, batch: Batch) -> Batch:
     return attrs.evolve(batch, active_loras=0)
 
 
+# A: coverage.
+
+
+def _one_token_less(original: Callable[[Role, Deployment], int]) -> Callable[[Role, Deployment], int]:
+    return lambda role, deployment: max(original(role, deployment) - 1, 1)
+
+
+def _described_as_padded(original: Callable[..., None]) -> Callable[..., None]:
+    def describe(attention: RoleAttention, step: ForwardStep) -> None:
+        original(attention, step)
+        if step.entry is None or step.is_full:
+            return
+        for name, metadata in attention.metadata.items():
+            query = max(metadata.max_query_len, step.entry.num_tokens // metadata.num_reqs)
+            attention.metadata[name] = attrs.evolve(metadata, max_query_len=query)
+
+    return describe
+
+
 # J: observability.
 
 
@@ -140,6 +162,21 @@ def _without_reason(dispatcher: Dispatcher, batch: Batch, answer: Dispatch) -> D
 
 
 DISPATCH_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="full-step-not-admitted",
+        threads=(),
+        bug_class=BugClass.A,
+        says="Planning, lint and dispatch alike take a batch of max_num_tokens for one that the limits do not admit, "
+        "and it runs eager",
+        patch=patched((batch_space, "most_tokens", _one_token_less)),
+    ),
+    Mutant(
+        name="padding-in-the-longest-query",
+        threads=(),
+        bug_class=BugClass.C,
+        says="Attention around a PIECEWISE graph is told a longest query of padded tokens",
+        patch=patched((RoleAttention, "_describe", _described_as_padded)),
+    ),
     Mutant(
         name="targets-formula-for-the-drafter",
         threads=("vllm#48494", "vllm#48329"),

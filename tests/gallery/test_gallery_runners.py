@@ -105,6 +105,9 @@ CASES = {
     # One decode of two drafts, by modules and by a drafter of two layers.
     "modules-from-the-targets-states": case(RunBatch(rows=((0, 3, 0),)), drafts=2, drafter=DraftScheme.MODULES),
     "fields-moved-on-by-each-layer": case(RunBatch(rows=((0, 3, 0),)), drafts=2, drafter=DraftScheme.LAYERS),
+    # A prompt of more tokens than a step has.
+    "full-step-not-admitted": case(Serve(requests=((20, 2, 0),)), requests=0),
+    "padding-in-the-longest-query": case(TWO, mode=GraphMode.PIECEWISE),
     # Random drafts, which are rejected.
     "draft-decodes-behind-rejected": case(Serve(requests=((5, 6, 0),)), requests=0, drafts=2),
     "draft-decodes-left-as-filled": case(
@@ -122,6 +125,8 @@ CASES = {
 """What random scenes come to late, or what a few steps show: the smallest case of it."""
 
 CHECKS = {
+    "full-step-not-admitted": RunnerCheck.CLASSIFIED,
+    "padding-in-the-longest-query": RunnerCheck.DESCRIBED,
     "accepted-counts-the-last-token": RunnerCheck.COUNTED,
     "draft-decodes-behind-rejected": RunnerCheck.VERIFIED,
     "draft-decodes-left-as-filled": RunnerCheck.VERIFIED,

@@ -13,6 +13,10 @@ class RunnerCheck(Law):
         "placed",
         "each token's slot follows from its position and the pages of its request, and the keys from its last position",
     )
+    DESCRIBED = (
+        "described",
+        "a backend is told the real extents of a batch, and inside a FULL graph those of its entry",
+    )
     REPLAYED = (
         "replayed",
         "a batch that is dispatched to a graph replays the graph of that entry, once, after the capture session",

@@ -101,6 +101,7 @@ class RunnerWatch(Watch):
         self._check_classified(role, step)
         super().check_fields(role, step, values)
         self._check_placed(step, values)
+        self._check_described(role, step, values)
         serving = self.serving()
         if serving is not None and self.runner.drafter is not None:
             events = decodes_of if role.role is Role.DRAFT_DECODE else rows_of
@@ -143,6 +144,34 @@ class RunnerWatch(Watch):
             )
         if expected is None and answer.reason in (None, Reason.UNCOVERED):
             raise RunnerCheck.DISPATCHED.violation("the batch runs eager without a reason")
+        if answer.reason is Reason.NOT_ADMISSIBLE and self.serving() is not None:
+            raise RunnerCheck.CLASSIFIED.violation("the batch was scheduled, and counts as one that is not admissible")
+
+    def _check_described(self, role: RoleRun, step: ForwardStep, values: FieldValues) -> None:
+        """Check the extents that attention is told: of a FULL graph its entry's, else the real ones (vllm#36626)."""
+        entry, reqs = step.entry if step.is_full else None, step.real.reqs
+        starts, lengths = values["query_start_loc"][: reqs + 1], values["seq_lens"][:reqs]
+        expected = {
+            "num_reqs": reqs,
+            "num_tokens": int(starts[-1]),
+            "max_query_len": int(np.diff(starts).max()),
+            "max_seq_len": int(lengths.max()),
+        }
+        if entry is not None:
+            expected = {
+                "num_reqs": entry.num_reqs or 0,
+                "num_tokens": entry.num_tokens,
+                "max_query_len": entry.tokens_each or entry.num_tokens,
+                "max_seq_len": self.runner.plan.model.max_model_len,
+            }
+        for group, metadata in role.attention.metadata.items():
+            told = {name: getattr(metadata, name) for name in expected}
+            of_reqs = {len(fields["seq_lens"]) for fields in (metadata.fields, metadata.host)}
+            if told != expected or of_reqs != {expected["num_reqs"]}:
+                message = (
+                    f"group {group} is told {told}, with lengths of {sorted(of_reqs)} requests; expected {expected}"
+                )
+                raise RunnerCheck.DESCRIBED.violation(message)
 
     def _check_placed(self, step: ForwardStep, values: FieldValues) -> None:
         """Compare slots with positions and pages, and pages with those that the scheduler assigned."""
