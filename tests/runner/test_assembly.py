@@ -165,7 +165,7 @@ def layerings(draw):
 def test_every_layer_is_in_the_group_of_its_window(layering):
     """In the model's order, as many as the group has, and each in one group."""
     windows, groups = layering
-    found = layers_of(role_of(groups), windows)
+    found = layers_of(role_of(groups), dict(enumerate(windows)))
     assert sorted(layer for layers in found for layer in layers) == list(range(len(windows)))
     for layers, (count, window) in zip(found, groups, strict=True):
         assert len(layers) == count
@@ -179,7 +179,7 @@ def test_every_layer_is_in_the_group_of_its_window(layering):
 
 def test_one_group_has_all_layers_whatever_their_windows():
     """A spec that tells no groups apart plans one."""
-    assert layers_of(role_of([(3, None)]), (None, 8, 16)) == [[0, 1, 2]]
+    assert layers_of(role_of([(3, None)]), {0: None, 1: 8, 2: 16}) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_one_group_has_all_layers_whatever_their_windows():
 def test_layers_that_do_not_match_are_refused(groups, windows, says):
     """With the group, what it has and what the model has."""
     with pytest.raises(RunError) as caught:
-        layers_of(role_of(groups), windows)
+        layers_of(role_of(groups), dict(enumerate(windows)))
     assert str(caught.value).startswith("target: ")
     assert says in str(caught.value)
 

@@ -22,6 +22,17 @@ EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MROPE = BASE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 WITHOUT_HEAD_DIM = {name: value for name, value in MROPE.items() if name != "head_dim"}
 SEEING = {"depth": 1, "num_heads": 2, "hidden_size": 32}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 8,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 0,
+}
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**BASE),
     "llama tied": lambda: transformers.LlamaConfig(**BASE, tie_word_embeddings=True),
@@ -37,6 +48,8 @@ FAMILIES = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
+    "granite hybrid": lambda: transformers.GraniteMoeHybridConfig(**BASE, **MAMBA, layer_types=HYBRID),
+    "bamba": lambda: transformers.BambaConfig(**BASE, **MAMBA, attn_layer_indices=[1]),
     "gpt2": lambda: transformers.GPT2Config(n_layer=3, n_head=4, n_embd=32, n_positions=64, vocab_size=VOCAB),
     "qwen2-vl": lambda: transformers.Qwen2VLConfig(
         text_config=WITHOUT_HEAD_DIM, vision_config=SEEING | {"embed_dim": 16}

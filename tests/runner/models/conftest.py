@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_planner.records.model import Model
 from capture_planner_runner.models.huggingface import load_target
+from capture_planner_runner.numerics.dense import recurred
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,7 @@ def dense(windows=None):
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)[..., :tokens]
         return torch.einsum("hqk,khd->qhd", weights, value)
 
+    attend.recur = lambda number, inputs, decays: recurred(inputs[None], decays[None])[0]
     return attend
 
 

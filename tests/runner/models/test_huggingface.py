@@ -126,7 +126,7 @@ def test_numbers_are_those_that_attention_sees(family, windows, has_sinks, mrope
     """Heads, windows, sinks and rope."""
     model, own = loaded(family)
     assert (model.num_heads, model.num_kv_heads, model.head_dim) == (4, 2, 8)
-    assert (model.windows, model.sinks, model.mrope) == (windows, has_sinks, mrope)
+    assert (model.windows, model.sinks, model.mrope) == (dict(enumerate(windows)), has_sinks, mrope)
     assert (model.num_layers, model.hidden_size, model.vocab_size, model.max_model_len) == (3, 32, 50, 64)
     assert model.dtype == torch.float64
     assert model.name.startswith(f"{type(own).__name__} of model")

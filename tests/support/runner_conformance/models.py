@@ -33,8 +33,8 @@ class RecurrentTables(Tables):
         }
 
     @property
-    def state_width(self) -> int:  # type: ignore[override]
-        return self.shape.width
+    def state_widths(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.shape.width,) * RECURRENT
 
     @property
     def width(self) -> int:

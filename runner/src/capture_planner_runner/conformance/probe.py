@@ -8,7 +8,7 @@ them densely, in float64. Rows that are padding hold garbage from the beginning.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
 import torch
@@ -68,8 +68,8 @@ class Tables(nn.Module):
     sinks: torch.Tensor
     """``[layers, heads]``: a logit of each head that has no value."""
 
-    state_width = 0
-    """Elements of a row of a state that a request has, as ``TargetModel.state_width``."""
+    state_widths: tuple[int, ...] = ()
+    """Elements of the state of each recurrence, as ``TargetModel.state_widths``."""
 
     def __init__(
         self, shape: LayerShape, vocabulary: int, longest: int, dtype: torch.dtype, device: torch.device, seed: int
@@ -227,8 +227,9 @@ class ProbeTarget(_Probe):
         self, tables: Tables, of_rows: Rows, vocabulary: int, longest: int, seed: int, *, agreeing: bool = False
     ) -> None:
         super().__init__(tables, of_rows, "probe", tables.width, vocabulary, seed, agreeing)
-        self.state_width = tables.state_width
-        self.mrope, self.windows, self.dtype = False, tables.shape.windows, tables.by_token.dtype
+        self.state_widths = tables.state_widths
+        self.mrope, self.dtype = False, tables.by_token.dtype
+        self.windows: Mapping[int, int | None] = dict(enumerate(tables.shape.windows))
         self.vocab_size, self.max_model_len, self.among = vocabulary, longest, WHOLE
 
     def forward(
@@ -276,7 +277,8 @@ class ProbeDrafter(_Probe):
         agreeing: bool = False,
     ) -> None:
         super().__init__(tables, of_rows, "probe drafter", target.hidden_size, target.vocab_size, seed, agreeing)
-        self.kind, self.windows = kind, tables.shape.windows
+        self.kind = kind
+        self.windows: Mapping[int, int | None] = dict(enumerate(tables.shape.windows))
         self.aux_layers: tuple[int, ...] = (0,) if kind.reads_aux else ()
         self.mask_token = MASK_TOKEN
         mask = torch.randn(self.hidden_size, generator=torch.Generator().manual_seed(seed + 1))

@@ -41,8 +41,8 @@ from capture_planner_runner.serving.states import PageFormat, allocated, layer_c
 DTYPES = (DataType.BFLOAT16, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
 """The element types that the runner computes and caches in."""
 
-Windows = tuple[int | None, ...]
-"""The sliding window of each layer of a model, in tokens; None: full attention."""
+Windows = Mapping[int, int | None]
+"""The sliding window of each layer of a model that attends, in tokens; None: full attention."""
 
 
 def kv_dtype_of(model: Model) -> torch.dtype:
@@ -109,17 +109,17 @@ def assemble(
     own, moving = fields[Role.TARGET], token_fields[Role.TARGET]
     target = _target_body(plan, model, drafter, own, moving, updates, policy, adapters)
     bodies: dict[Role, Body] = {Role.TARGET: target}
-    if (plan.model.recurrent is None) != (model.state_width == 0) or (plan.model.recurrent and plan.states is None):
+    if (plan.model.recurrent is None) == bool(model.state_widths) or (plan.model.recurrent and plan.states is None):
         planned = "no recurrent layers" if plan.model.recurrent is None else "recurrent layers"
         without = "" if plan.states or not plan.model.recurrent else ", and no pool for their states"
         raise RunError(
-            f"model.recurrent: the plan has {planned}{without}; {model.name} has states of {model.state_width} "
+            f"model.recurrent: the plan has {planned}{without}; {model.name} has states of {sum(model.state_widths)} "
             "elements; plan the model that is run"
         )
     if plan.states is not None and plan.states.rows < _FEWEST_STATES:
         raise RunError(f"states.rows: {plan.states.rows} leaves no row for a request; plan it again")
-    recurrent = RecurrentLayers(own, state_caches(plan, model.state_width, dtype_of(plan.model.dtype), device))
-    windows: dict[bool, Windows] = {False: tuple(model.windows)}
+    recurrent = RecurrentLayers(own, state_caches(plan, model.state_widths, dtype_of(plan.model.dtype), device))
+    windows: dict[bool, Windows] = {False: model.windows}
     drafting = None
     if drafter is not None and plan.speculative is not None:
         count, dtype = plan.limits.max_num_reqs, dtype_of(plan.model.dtype)
@@ -337,9 +337,14 @@ def _label(registered: RegisteredBackend) -> str:
     return f"the backend {registered.name!r} ({registered.distribution} {registered.version})"
 
 
-def layers_of(role: RolePlan, windows: Sequence[int | None]) -> list[list[int]]:
+def windows_of(role: RolePlan) -> Windows:
+    """Return the window of each layer that attends as a plan has them: group by group."""
+    return dict(enumerate(group.window for group in role.groups for _ in range(group.layers)))
+
+
+def layers_of(role: RolePlan, windows: Windows) -> list[list[int]]:
     """Return the layers of each group: in the model's order, told apart by their window."""
-    left = list(range(len(windows)))
+    left = list(windows)
     found = []
     for group in role.groups:
         alone = len(role.groups) == 1

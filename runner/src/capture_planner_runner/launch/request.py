@@ -32,6 +32,7 @@ from capture_planner_runner.launch.assembly import (
     kv_dtype_of,
     refuse_planning_backends,
     reserve_all,
+    windows_of,
 )
 from capture_planner_runner.models.protocols import Adapters, Drafter, TargetModel
 from capture_planner_runner.options import ExecutionPolicy, Options
@@ -110,7 +111,8 @@ def model_of(
     from capture_planner_runner.models.huggingface import differences, load_target
 
     dtype = dtype_of(plan.model.dtype)
-    model = load_target(source, plan.model, device=device, dtype=dtype, seed=seed, among=among)
+    windows = windows_of(plan.role(Role.TARGET)) if source is None else None
+    model = load_target(source, plan.model, device=device, dtype=dtype, seed=seed, among=among, windows=windows)
     if wrong := differences(model, plan.model):
         raise RunError(
             f"the plan is for another model than {model.name}: {'; '.join(wrong)}; plan the model that is run"
@@ -150,7 +152,7 @@ def adapters_of(plan: Plan, model: HuggingFaceModel, choice: int | tuple[Path, .
 
 def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
     """Return the bytes of one page: keys and values in all layers of target and drafter."""
-    layers = {Role.TARGET: model.num_layers}
+    layers = {Role.TARGET: len(model.windows)}
     if plan.speculative is not None:
         layers[Role.DRAFT_PREFILL] = plan.speculative.model.num_layers
     widths = 0
@@ -239,10 +241,7 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     try:
         pages = PageFormat(page_size=page_size, num_pages=2)
         refuse_planning_backends(plan, registry)
-        windows = {
-            role.role.is_drafter: tuple(group.window for group in role.groups for _ in range(group.layers))
-            for role in plan.roles
-        }
+        windows = {role.role.is_drafter: windows_of(role) for role in plan.roles}
         fields = {role.role: Fields(role, capacity_of(plan, pages), device) for role in plan.roles}
         for groups in reserve_all(plan, windows, fields, registry, pages, device).values():
             for group in groups:

@@ -12,7 +12,7 @@ takes what it takes; only its proposals are replaced. The answers are in one per
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import DataType, Method, Model, Speculative
-from capture_planner_runner.models.huggingface import INTERFACE, Call, HuggingFaceModel, load_target, refuse_moving_rope
+from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target, refuse_moving_rope
+from capture_planner_runner.models.interface import INTERFACE, Call
 from capture_planner_runner.models.loading import (
     Source,
     StoredTensor,
@@ -100,7 +101,7 @@ class _Head(nn.Module):
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = getattr(config, "draft_vocab_size", None) or target.vocab_size
         self._vocabulary = Vocabulary(self.vocab_size, target.among)
-        self.windows: tuple[int | None, ...] = (None,) * self.num_layers
+        self.windows: Mapping[int, int | None] = dict.fromkeys(range(self.num_layers))
         self.aux_layers: tuple[int, ...] = ()
         self.mask_token: int = getattr(config, "mask_token", 0)
         self.mask_hidden: nn.Parameter | None = None
@@ -156,7 +157,7 @@ class _Head(nn.Module):
     def arguments(self, states: torch.Tensor, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
         """Return what each layer is called with, next to its states."""
         rotations = self.rotary_emb(states, positions.unsqueeze(0))
-        return {"position_embeddings": rotations, INTERFACE: Call(attend, (None,) * self.num_layers)}
+        return {"position_embeddings": rotations, INTERFACE: Call(attend, self.windows)}
 
 
 class Eagle(_Head):
@@ -362,6 +363,8 @@ def load_draft_model(
             f"speculative.model: {model.name} has {model.vocab_size} tokens, the target {target.vocab_size}; they need "
             "the same vocabulary"
         )
+    if model.state_widths:
+        problems.append(f"speculative.model: {model.name} has recurrent layers, which no draft model here has")
     if model.max_model_len < target.max_model_len:
         problems.append(
             f"speculative.model: {model.name} has at most {model.max_model_len} positions, the target "

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,8 +22,8 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3VLConfig,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -34,6 +33,7 @@ from capture_planner.records.model import DataType, Model
 from capture_planner_runner.models.fp8 import FP8, Fp8Linear
 from capture_planner_runner.models.fp8_folders import Fp8Format, fp8_format
 from capture_planner_runner.models.host_reads import reads_host
+from capture_planner_runner.models.interface import INTERFACE, SUPPORTED, Call
 from capture_planner_runner.models.loading import (
     Source,
     StoredTensor,
@@ -44,64 +44,10 @@ from capture_planner_runner.models.loading import (
     seeded,
     weights_of,
 )
+from capture_planner_runner.models.mamba import has_mixers, mixers_of
 from capture_planner_runner.models.protocols import Attend, Weight
 from capture_planner_runner.models.spread import Vocabulary, spread
 from capture_planner_runner.ranks.collectives import WHOLE, Collectives
-
-INTERFACE = "capture_planner"
-"""The name of the attention implementation, and of the keyword argument that carries a ``Call``."""
-
-SUPPORTED = "supported: causal decoders of full or sliding-window softmax attention, through the attention interface"
-
-
-@attrs.frozen(eq=False)
-class Call:
-    """Arguments of one forward for each of its attention layers."""
-
-    attend: Attend
-    windows: tuple[int | None, ...]
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    capture_planner: Call | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend with ``query [1, num_heads, T, head_dim]``; return ``[1, T, num_heads, head_dim]``.
-
-    The library calls one registered attention function with the keyword arguments of the forward. So ``attend``
-    travels with the call, and nothing here is global but the name of this function.
-    """
-    layer = getattr(module, "layer_idx", None)
-    where = f"attention layer {layer} ({type(module).__name__})"
-    if capture_planner is None or layer is None:
-        raise RunError(f"{where} is not given the arguments of the forward, or has no index; {SUPPORTED}")
-    if not getattr(module, "is_causal", True):
-        raise RunError(f"{where} is not causal; {SUPPORTED}")
-    if attention_mask is not None:
-        raise RunError(f"{where} has a mask of its own; {SUPPORTED}")
-    if key.shape[-1] != value.shape[-1]:
-        raise RunError(
-            f"{where} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}, as latent "
-            f"attention has; {SUPPORTED}"
-        )
-    window = capture_planner.windows[layer]
-    if kwargs.get("sliding_window", window) != window:
-        raise RunError(f"{where} asks for a window of {kwargs['sliding_window']}, its configuration for {window}")
-    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scoring = Scoring(scale=scale, softcap=softcap, sinks=s_aux)
-    queries, keys, values = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    return capture_planner.attend(layer, queries, keys, values, scoring).unsqueeze(0), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(INTERFACE, _attention)
 
 
 class RefuseHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -131,9 +77,9 @@ class Probe:
         self.sinks = self.sinks or scoring.sinks is not None
         return torch.zeros_like(query)
 
-    def recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-        """Refuse: no layer of transformers asks for it."""
-        raise RunError(f"recurrent layer {layer} runs in the runner; {SUPPORTED}")
+    def recur(self, number: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        """Return the states after its two tokens."""
+        return torch.stack((inputs[0], decays[1].exp() * inputs[0] + inputs[1]))
 
     @property
     def real(self) -> torch.Tensor:
@@ -141,24 +87,32 @@ class Probe:
         raise RunError(f"an operator asks which rows are padding; {SUPPORTED}")
 
 
-def llama_of(shape: Model) -> LlamaConfig:
-    if shape.latent is not None or shape.sinks or not shape.causal or shape.head_dim % 2:
+def configuration_of(shape: Model) -> PreTrainedConfig:
+    """Return that of a Llama, or of a Qwen3-VL for multimodal rope. Raises ``RunError`` for numbers of neither."""
+    if shape.latent or shape.sinks or shape.recurrent or not shape.causal or shape.head_dim % 2:
         raise RunError(
-            f"model {shape.name}: no random model is made with latent attention, sinks, attention that is not "
-            "causal, or an odd head_dim; give a folder, or a configuration"
+            f"model {shape.name}: no random model is made with latent attention, sinks, recurrent layers, attention "
+            "that is not causal, or an odd head_dim; give a folder, or a configuration"
         )
     hidden = shape.hidden_size or shape.num_heads * shape.head_dim
-    return LlamaConfig(
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        vocab_size=shape.vocab_size or 256,
-        max_position_embeddings=shape.max_model_len,
-        tie_word_embeddings=False,
-    )
+    numbers: dict[str, Any] = {
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "vocab_size": shape.vocab_size or 256,
+        "max_position_embeddings": shape.max_model_len,
+        "tie_word_embeddings": False,
+    }
+    if not shape.mrope:
+        return LlamaConfig(**numbers)
+    half = shape.head_dim // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    seeing = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": hidden, "deepstack_visual_indexes": []}
+    return Qwen3VLConfig(text_config=numbers | {"rope_parameters": rope}, vision_config=seeing)
 
 
 def read_configuration(found: Source) -> PreTrainedConfig:
@@ -219,6 +173,17 @@ def _plain(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Let transformers log errors alone: of kernels that are not installed for what runs here without them."""
+    before = transformers_logging.get_verbosity()  # type: ignore[no-untyped-call, unused-ignore]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Leave standard error to our own progress bars; transformers has a switch for the whole process."""
     was_on = transformers_logging.is_progress_bar_enabled()
@@ -252,10 +217,17 @@ class HuggingFaceModel:
     over all ranks ``among`` which the model is spread.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, max_model_len: int, among: Collectives = WHOLE) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        max_model_len: int,
+        among: Collectives = WHOLE,
+        windows: Mapping[int, int | None] | None = None,
+    ) -> None:
         config = model.config.get_text_config(decoder=True)
         self.name = name
-        self.windows, self.state_width = _windows(config), 0
+        self.windows = _windows(config) if windows is None else windows
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -265,6 +237,8 @@ class HuggingFaceModel:
         self.dtype: torch.dtype = model.dtype
         untyped: Any = model
         self._decoder = untyped.get_decoder()
+        self._mixers = tuple(mixers_of(self._decoder))
+        self.state_widths = tuple(width for mixer in self._mixers for width in mixer.widths)
         self._head = untyped.get_output_embeddings()
         self._embedding = self._decoder.get_input_embeddings()
         self.among = among
@@ -372,7 +346,8 @@ class HuggingFaceModel:
         return weights_of(self._parts)
 
     def _arguments(self, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
-        return {"position_ids": positions.unsqueeze(-2), "use_cache": False, INTERFACE: Call(attend, self.windows)}
+        call = Call(attend, self.windows, positions)
+        return {"position_ids": positions.unsqueeze(-2), "use_cache": False, INTERFACE: call}
 
     @torch.no_grad()
     def _probe(self, model: PreTrainedModel) -> tuple[int, int, int, bool]:
@@ -383,14 +358,17 @@ class HuggingFaceModel:
         whole, part = Probe(), Probe()
         try:
             with RefuseHostReads():  # type: ignore[no-untyped-call]
-                expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
+                with _errors_alone():
+                    expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
+                for mixer in self._mixers:
+                    mixer.mixer.forward = mixer.forward
                 hidden, _ = self.forward(input_ids=tokens, embeddings=None, positions=positions, attend=part)
                 logits = self._logits(hidden)
         except RunError as error:
             raise RunError(f"{self.name}: {error}") from error
         except Exception as error:  # of a configuration with impossible numbers, anything
             raise RunError(f"{self.name}: its forward fails: {type(error).__name__}: {error}; {SUPPORTED}") from error
-        silent = sorted(set(range(self.num_layers)) - set(part.seen))
+        silent = sorted(set(self.windows) - set(part.seen))
         if silent:
             raise RunError(
                 f"{self.name}: layers {silent} do not attend through the attention interface, as linear "
@@ -408,7 +386,7 @@ class HuggingFaceModel:
                 f"{self.name}: its logits do not come from its output embeddings; supported: with "
                 "final_logit_softcapping, times logit_scale, or divided by logits_scaling"
             )
-        return *part.seen[0], part.sinks
+        return *next(iter(part.seen.values())), part.sinks
 
 
 def load_target(
@@ -419,13 +397,15 @@ def load_target(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     among: Collectives = WHOLE,
+    windows: Mapping[int, int | None] | None = None,
 ) -> HuggingFaceModel:
     """Return the model at ``source``, or one of the plan's numbers with random weights.
 
     ``source`` is a local folder (config.json, and safetensors where there are weights) or a configuration file; None: a
-    Llama of the numbers in ``shape``. Nothing is read from a network. Weights that are not there are random, the same
-    for the same ``seed`` and device type; the global generators are left as they were. ``dtype`` of the weights; None:
-    the configuration's, or else the one in ``shape``.
+    Llama of the numbers in ``shape``, or with multimodal rope the decoder of a Qwen3-VL, whose layers have ``windows``.
+    Nothing is read from a network. Weights that are not there are random, the same for the same ``seed`` and device
+    type; the global generators are left as they were. ``dtype`` of the weights; None: the configuration's, or else the
+    one in ``shape``.
 
     Spread over the ranks ``among``, it is made or read whole first, and then each rank keeps its part: so that the
     numbers are the same for any number of ranks.
@@ -437,7 +417,7 @@ def load_target(
     subject = f"model {shape.name}" if source is None else str(source)
     kind = "no random model has its numbers" if source is None else "not a configuration that transformers reads"
     with library_errors(f"{subject}: {kind}"):
-        config = llama_of(shape) if source is None else read_configuration(found)
+        config = configuration_of(shape) if source is None else read_configuration(found)
         text = config.get_text_config(decoder=True)
         _refuse(config, text, source)
         is_mixture = any(getattr(text, name, None) for name in _EXPERTS)
@@ -464,19 +444,22 @@ def load_target(
                     fp8.place(model)
     origin = "the plan's numbers" if source is None else found.label
     name = f"{type(model).__name__} of {origin}" + ("" if found.files else f", random weights (seed {seed})")
-    # Without the interface its layers would call attention kernels of their own, which no plan describes.
-    if not model._supports_attention_backend:
+    # Without the interface its layers would call attention kernels of their own, which no plan describes. Not all
+    # hybrids declare it; where they have none, the probe sees it.
+    if not (model._supports_attention_backend or has_mixers(text)):
         raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
     with library_errors(f"{name} cannot be executed"):
         model.eval().requires_grad_(False)
         spread(model, model.tp_plan, kv_heads=_kv_heads(text), among=among, within=model.get_decoder())
-        return HuggingFaceModel(model.to(device), name, shape.max_model_len, among)
+        return HuggingFaceModel(model.to(device), name, shape.max_model_len, among, windows)
 
 
 def differences(model: HuggingFaceModel, shape: Model) -> tuple[str, ...]:
     """Return a sentence for each number of the plan's model that the real one contradicts."""
     names = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "sinks", "mrope")
-    pairs = ((name, getattr(shape, name), getattr(model, name)) for name in names)
+    pairs = [(name, getattr(shape, name), getattr(model, name)) for name in names]
+    planned = 0 if shape.recurrent is None else shape.recurrent.layers
+    pairs.append(("recurrent.layers", planned, model.num_layers - len(model.windows)))
     sentences = contradictions("model", pairs, model.name)
     if shape.max_model_len > model.max_model_len:
         sentences.append(
@@ -535,7 +518,8 @@ def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | Non
         raise RunError(f"{where} is not a causal language model; {SUPPORTED}")
     if not 1 <= text.num_hidden_layers <= _MOST_LAYERS:
         raise RunError(f"{where} has num_hidden_layers {text.num_hidden_layers}; supported: 1 to {_MOST_LAYERS}")
-    other = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    taken = {"full_attention", "sliding_attention", *(("linear_attention",) if has_mixers(text) else ())}
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - taken)
     if other:
         state = "whose state transformers keeps in a cache of its own, " if "linear_attention" in other else ""
         raise RunError(f"{where} has layers of type {', '.join(other)}, {state}which no graph holds; {SUPPORTED}")
@@ -545,10 +529,15 @@ def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | Non
     refuse_moving_rope(text, where)
 
 
-def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+def _windows(config: PreTrainedConfig) -> dict[int, int | None]:
+    """Return the window of each layer that attends."""
     window = getattr(config, "sliding_window", None)
     # Qwen configurations state a window that is not used.
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return {
+        layer: window if kind == "sliding_attention" else None
+        for layer, kind in enumerate(types)
+        if kind != "linear_attention"
+    }

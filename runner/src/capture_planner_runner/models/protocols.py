@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -25,10 +25,10 @@ class Attend(Protocol):
         queries ``[T, num_heads, head_dim]``.
         """
 
-    def recur(self, layer: int, inputs: torch.Tensor, decays: torch.Tensor, /) -> torch.Tensor:
-        """Run the recurrence of one recurrent layer, and return the state after each token, ``[T, width]``.
+    def recur(self, number: int, inputs: torch.Tensor, decays: torch.Tensor, /) -> torch.Tensor:
+        """Run one recurrence of a recurrent layer, and return the state after each token, ``[T, width]``.
 
-        :param layer: counts the recurrent layers.
+        :param number: counts the recurrences of the model. A layer may have several.
         :param inputs: ``[T, width]``, added to the state.
         :param decays: ``[T, width]``, logarithms of what the state is multiplied by before.
         """
@@ -64,10 +64,10 @@ class TargetModel(_Network, Protocol):
 
     vocab_size: int
     max_model_len: int
-    windows: tuple[int | None, ...]
-    """The sliding window of each layer; None: full attention."""
-    state_width: int
-    """Elements of the state of a recurrent layer; 0: no layer is recurrent."""
+    windows: Mapping[int, int | None]
+    """The sliding window of each layer that attends, by its number; None: full attention."""
+    state_widths: tuple[int, ...]
+    """Elements of the state of each recurrence, in the order of ``recur``'s numbers; empty: no layer is recurrent."""
     mrope: bool
     """True if positions have three sections (multimodal rope), and the shape ``[3, T]``."""
     dtype: torch.dtype
@@ -127,8 +127,8 @@ class Adapters(Protocol):
 class Drafter(_Network, Protocol):
     """A model that proposes tokens, most of them from the target's hidden states."""
 
-    windows: tuple[int | None, ...]
-    """The sliding window of each layer; None: full attention."""
+    windows: Mapping[int, int | None]
+    """The sliding window of each layer, by its number; None: full attention."""
     mask_token: int
     """The token of a draft that a parallel pass has yet to make; 0 where it drafts one after another."""
     aux_layers: tuple[int, ...]

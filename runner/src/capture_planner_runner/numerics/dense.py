@@ -113,7 +113,9 @@ class DenseForward:
                     input_ids=ids[:, part].flatten(),
                     embeddings=None,
                     positions=positions.expand(3, -1) if self.model.mrope else positions,
-                    attend=LayerCalls(functools.partial(attention, int(part[0])), torch.ones_like(positions)),
+                    attend=LayerCalls(
+                        functools.partial(attention, int(part[0])), torch.ones_like(positions), attention.recur
+                    ),
                 )
             parts.append(hidden.view(len(sequences), len(part), -1))
         return torch.cat(parts, dim=1)
@@ -134,13 +136,15 @@ class _DenseAttention:
     """Attention over keys and values of a few sequences of one length, computed in float32 or float64."""
 
     count: int
-    windows: tuple[int | None, ...]
+    windows: Mapping[int, int | None]
     kv_dtype: torch.dtype
     rounds_weights: bool
     scales: Mapping[int, float]
     scaled: torch.Tensor | None
     _kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = attrs.Factory(dict)
     """Keys and values of each layer so far, ``[sequences, tokens, num_kv_heads, head_dim]``."""
+    _states: dict[int, torch.Tensor] = attrs.Factory(dict)
+    """The state of each recurrence, ``[sequences, width]``."""
 
     def __call__(
         self, first: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -165,6 +169,25 @@ class _DenseAttention:
             return (out * factor).to(dtype)
         rows = self.scaled[:, first : first + out.shape[0] // self.count].reshape(-1, 1, 1)
         return torch.where(rows, out * factor, out).to(dtype)
+
+    def recur(self, number: int, inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        exact = torch.promote_types(inputs.dtype, torch.float32)
+        added, fading = (each.to(exact).view(self.count, -1, each.shape[-1]) for each in (inputs, decays))
+        states = recurred(added, fading, self._states.get(number))
+        self._states[number] = states[:, -1]
+        return states.view(inputs.shape).to(inputs.dtype)
+
+
+def recurred(inputs: torch.Tensor, decays: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the state after each token of sequences, ``[sequences, tokens, width]``, one token after the other.
+
+    :param state: ``[sequences, width]`` before the first token; None: of zeros.
+    """
+    found = []
+    for added, decay in zip(inputs.unbind(1), decays.exp().unbind(1), strict=True):
+        state = added if state is None else decay * state + added
+        found.append(state)
+    return torch.stack(found, dim=1)
 
 
 def _weigh(

@@ -59,14 +59,13 @@ def layer_cache(
     return LayerCache(keys=keys, values=values)
 
 
-def state_caches(plan: Plan, width: int, dtype: torch.dtype, device: torch.device) -> tuple[StateCache, ...]:
-    """Make the pool of states of each recurrent layer, zeroed: ``[rows, positions, width]``, of float32 at least."""
-    if plan.states is None or plan.model.recurrent is None:
+def state_caches(plan: Plan, widths: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[StateCache, ...]:
+    """Make the pool of states of each recurrence, zeroed: ``[rows, positions, width]``, of float32 at least."""
+    if plan.states is None:
         return ()
-    shape = (plan.states.rows, plan.states.positions, width)
-    kind, purpose = torch.promote_types(dtype, torch.float32), f"the states of {plan.states.rows} requests"
-    layers = range(plan.model.recurrent.layers)
-    return tuple(StateCache(states=allocated(shape, kind, device, purpose)) for _ in layers)
+    shape, purpose = (plan.states.rows, plan.states.positions), f"the states of {plan.states.rows} requests"
+    kind = torch.promote_types(dtype, torch.float32)
+    return tuple(StateCache(states=allocated((*shape, width), kind, device, purpose)) for width in widths)
 
 
 def allocated(shape: Sequence[int], dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
