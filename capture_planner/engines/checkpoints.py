@@ -189,8 +189,15 @@ def assumed(source: str, name: str | None, like: str | None, counts_as: str, res
 def by_flags(reason: str, remedy: str) -> str:
     """Return the sentence about an answer that flags alone decide: why, what holds, what depends on the model."""
     says = "so the flags alone answer: sizes, limits and what has no graph hold, and graphs are the most there can be"
-    depends = "mode, attention backend, experts, latent or sparse attention, drafters and encoders depend on the model"
+    depends = (
+        "mode, attention backend, experts, latent or sparse attention, drafters and encoders depend on model and device"
+    )
     return f"{reason}, {says}; {depends}; {remedy}"
+
+
+def other_device(sign: str, machine: str) -> str:
+    """Return the reason of an answer for a device that is not NVIDIA's, by the word that says so."""
+    return f"{sign} is for a device that is not NVIDIA's, which is not emulated (what no flag sets is as on {machine})"
 
 
 def other_family(name: str) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from capture_planner import codec
-from capture_planner.engines.engine import Engine
+from capture_planner.engines.engine import OTHER_DEVICE, Engine
 from capture_planner.engines.history import release_of
 from capture_planner.engines.parsing import refusal, unfollowed
 from capture_planner.errors import FlagError, InvalidDocument, Problem
@@ -466,7 +466,10 @@ def _variables(value: Any) -> dict[str, str]:
 _FOREIGN_IMAGE = re.compile(
     r"(?<![a-z])(?:rocm|ascend|npu|xpu|hpu|gaudi|habana|tpu|neuron|llm-scaler|musa|cpu)(?![a-z])", re.IGNORECASE
 )
-_FOREIGN_VARIABLE = re.compile(r"(?:ASCEND|HIP|ROCR|HCCL|HABANA|HPU|TPU|NEURON|MUSA|VLLM_CPU|VLLM_TPU|VLLM_XPU)_\w+")
+_FOREIGN_VARIABLE = re.compile(
+    r"(?:ASCEND|HIP|ROCR|HCCL|HABANA|HPU|TPU|NEURON|MUSA|AITER|VLLM_(?:CPU|TPU|XPU|ROCM|ASCEND)|SGLANG_(?:ROCM|NPU))_\w+"
+    r"|SGLANG_USE_AITER\w*"
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -487,9 +490,13 @@ def read_line(engine: Engine, words: Sequence[str], others: Sequence[Engine] = (
     :param others: the other engines, whose commands are told from this one's.
     """
     command = server_command(engine, words, others)
-    _refuse_device(command)
-    _refuse_variables(engine, command.variables)
+    own = {name: value for name, value in command.variables.items() if not _FOREIGN_VARIABLE.fullmatch(name)}
+    _refuse_variables(engine, own)
     deciding = {name: value for name, value in command.variables.items() if name in engine.flags}
+    sign = other_device(command)
+    if sign is not None and OTHER_DEVICE not in engine.flags:
+        raise unfollowed(sign, "it is for a device that is not emulated", "only NVIDIA GPUs are")
+    deciding |= {} if sign is None else {OTHER_DEVICE: sign}
     skipped = [name for name in command.variables if name not in deciding]
     hidden = [name for name in command.hidden if name in engine.flags or name in engine.unemulated_variables]
     notes = [f"skipped, as they decide nothing about graphs: {', '.join(skipped)}"] if skipped else []
@@ -515,12 +522,11 @@ def with_unset(error: FlagError, words: Sequence[str]) -> FlagError:
     return type(error)(placed(problem) for problem in error.problems)
 
 
-def _refuse_device(command: ShellCommand) -> None:
-    """Raise ``NotEmulated`` where the image or a variable names a device that is not CUDA's."""
+def other_device(command: ShellCommand) -> str | None:
+    """Return the image or the variable that names a device that is not NVIDIA's, or None."""
     signs = [command.image] if command.image and _FOREIGN_IMAGE.search(command.image) else []
     signs += [name for name in command.variables if _FOREIGN_VARIABLE.fullmatch(name)]
-    if signs:
-        raise unfollowed(str(signs[0]), "it is for a device that is not emulated", "only NVIDIA GPUs are")
+    return signs[0] if signs else None
 
 
 def _refuse_variables(engine: Engine, variables: Mapping[str, str]) -> None:

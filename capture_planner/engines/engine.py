@@ -18,6 +18,10 @@ from capture_planner.modes import Role
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
 
+OTHER_DEVICE = "CAPTURE_PLANNER_OTHER_DEVICE"
+"""A variable in front of the flags: what says that the server runs on no NVIDIA GPU, such as an image for ROCm. An
+engine that has it in its ``flags`` answers then by the flags alone."""
+
 
 @attrs.frozen
 class FlagChange:

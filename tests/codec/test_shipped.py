@@ -18,12 +18,13 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.errors import CapturePlannerError, InvalidDocument
 
 SHIPPED = tuple(
-    "a10 a100 b200 b300 cpu gb10 gb200 h100 h20 h200 l4 l40 l40s rtx-3090 rtx-4090 rtx-5090 rtx-pro-6000 t4".split()  # noqa: SIM905
+    "a10 a100 b200 b300 cpu gb10 gb200 gb300 h100 h20 h200 "  # noqa: SIM905
+    "l4 l40 l40s rtx-3090 rtx-4090 rtx-5090 rtx-pro-6000 t4".split()
 )
 
 # https://developer.nvidia.com/cuda/gpus, its legacy list, and the machines for single countries; without GT and GTX.
 OTHERS = """
-    A2 A16 A30 A30X A40 A10G A100X A800 A1000 A2000 A4000 A4500 A5000 A5500 A6000 B100 B30A B40 GB300 GB202 GH200 GB205
+    A2 A16 A30 A30X A40 A10G A100X A800 A1000 A2000 A4000 A4500 A5000 A5500 A6000 B100 B30A B40 GB202 GH200 GB205
     H800 H100-NVL H100-PCIe H100X H200-NVL H20-3e L2 L20 L40G T4G T10 T40 T400 T500 T600 T1000 T1200 T2000 V100 V100S
     P4 P40 P100 M4 M6 M10 M40 M60 K10 K20 K40 K80 Thor Orin Xavier AGX-Orin Jetson-T4000 Jetson-T5000 R100 R200 VR200
     RTX-500 RTX-1000 RTX-2000 RTX-3000 RTX-3500 RTX-4000 RTX-4500 RTX-5000 RTX-5880 RTX-6000 RTX-6000D RTX-8000

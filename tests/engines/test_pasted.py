@@ -162,8 +162,7 @@ WRONG = [
     ("vllm", "python my_server.py --tp 2", "this starts no server of vllm"),
     ("vllm", "cd /a\nls", "no command here starts it"),
     ("vllm", "vllm serve a --chat-template 'b", "a quote is not closed"),
-    ("vllm", "docker run --device /dev/kfd rocm/vllm:latest vllm serve a", "for a device that is not emulated"),
-    ("vllm", "ASCEND_RT_VISIBLE_DEVICES=0 vllm serve a", "for a device that is not emulated"),
+    ("tensorrt-llm", "docker run rocm/x:latest trtllm-serve a", "for a device that is not emulated"),
     ("vllm", "vllm serve Qwen/Qwen3-8B --max-num-seqs $SEQS", "write SEQS=VALUE in front of it"),
     ("sglang", "python -m sglang.launch_server --tp ${TP}", "write TP=VALUE in front of it"),
 ]
@@ -253,3 +252,35 @@ def test_a_script_beside_its_flags_is_found_by_its_name(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("serve.txt").write_text("vllm serve m --max-num-seqs 3", "utf-8")
     assert read("vllm", ["serve.txt"]).words == ("m", "--max-num-seqs", "3")
+
+
+OTHER_DEVICES = [
+    ("vllm", "docker run --device /dev/kfd rocm/vllm:latest vllm serve a --max-num-seqs 300", "rocm/vllm:latest"),
+    ("vllm", "ASCEND_RT_VISIBLE_DEVICES=0 vllm serve a --max-num-seqs 300", "ASCEND_RT_VISIBLE_DEVICES"),
+    ("vllm", "VLLM_ROCM_USE_AITER=1 vllm serve a --max-num-seqs 300", "VLLM_ROCM_USE_AITER"),
+    ("vllm", "vllm serve a --attention-backend ROCM_AITER_FA --max-num-seqs 300", "ROCM_AITER_FA"),
+    ("vllm", "vllm serve a --additional-config.torchair_graph_config.a 1 --max-num-seqs 300", "torchair_graph_config"),
+    ("sglang", "SGLANG_USE_AITER=1 sglang serve --model-path a --max-running-requests 300", "SGLANG_USE_AITER"),
+    ("sglang", "sglang serve --model-path a --attention-backend aiter --max-running-requests 300", "aiter"),
+    ("sglang", "sglang serve --model-path a --device npu --max-running-requests 300", "npu"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "sign"), OTHER_DEVICES)
+def test_flags_alone_answer_for_other_devices(name, text, sign):
+    """ROCm's variables decide something: the device. Limits that flags give hold, and so do the graphs at most."""
+    emulation = emulate(name, [text], H100)
+    assert emulation.by_flags.startswith(f"{sign} is for a device that is not NVIDIA's")
+    assert emulation.limits.max_num_reqs == 300
+    assert emulation.assumptions[0].startswith(emulation.by_flags)
+    if "=" in text.split()[0] or "docker" in text:
+        plain = emulate(name, [word for word in emulation.command if sign not in word], H100)
+        assert {graph.entry for graph in plain.graphs} <= {graph.entry for graph in emulation.graphs}
+
+
+@pytest.mark.parametrize(("machine", "rests"), [("b200", True), ("a100", False)])
+def test_full_graphs_of_verifications_rest_on_cubins(machine, rests):
+    """From Hopper on FlashInfer's kernel for several tokens of a request comes as a binary of its own."""
+    flags = ["Qwen/Qwen3-8B", "--attention-backend", "FLASHINFER", "-sc.method=ngram", "-sc.num_speculative_tokens=3"]
+    said = emulate("vllm", flags, find_environment(machine)).assumptions
+    assert any("flashinfer-cubin" in each for each in said) == rests

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import BY_MODEL, Emulation, Setting
-from capture_planner.engines.engine import Engine
+from capture_planner.engines.engine import OTHER_DEVICE, Engine
 from capture_planner.engines.parsing import refusal
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.errors import FlagError
@@ -111,7 +111,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
 def _assumptions(r: Startup) -> tuple[str, ...]:
     """What is assumed of the model, where its facts are not here."""
     if r.by_flags:
-        remedy = checkpoints.remedy(r.named) if r.model.source == ASSUMED else rules.OBSERVE
+        fetch = r.model.source == ASSUMED and not r.other_device
+        remedy = checkpoints.remedy(r.named) if fetch else rules.OBSERVE
         return (checkpoints.by_flags(r.by_flags, remedy),)
     results = "attention_backend" if r.args.context_length else "context_length, attention_backend"
     results += " and which graphs there are"
@@ -172,7 +173,7 @@ ENGINE = Engine(
     emulate=emulate,
     export=export_sglang,
     launch=launch,
-    flags=FLAGS,
+    flags={**FLAGS, OTHER_DEVICE: "what says that the device is not NVIDIA's, as an image's name: flags alone answer"},
     logs=LOGS,
     programs=("sglang serve", "python -m sglang.launch_server", "serve"),
     limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),

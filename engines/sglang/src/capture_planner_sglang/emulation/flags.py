@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import attrs
 
 from capture_planner.engines.command_line import split_variables
+from capture_planner.engines.engine import OTHER_DEVICE
 from capture_planner.engines.history import History, json_table
 from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
 from capture_planner.engines.yaml_files import read_flags
@@ -199,6 +200,7 @@ def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
     sglang_parser().refuse_gone([*from_file, *rest])
     args = sglang_parser().parse_args([*from_file, *rest])
+    args.other_device = variables.get(OTHER_DEVICE, "")
     longer, most, encoder = (variables.get(name, "").lower() for name in VARIABLES)
     args.longer_context, args.encoder_graphs = (value in ("1", "true", "yes", "y") for value in (longer, encoder))
     args.dispatch_tokens = int(most) if most.isdigit() else DISPATCH_TOKENS

@@ -40,6 +40,8 @@ ASSUMED_CONTEXT = 1 << 17
 COUNTS_AS = f"an ordinary text decoder of {ASSUMED_CONTEXT} tokens"
 _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 _LENGTH_LEFT_OUT = 2048
+_OTHERS_BACKENDS = ("aiter", "wave", "ascend", "intel_amx", "intel_xpu")
+"""Attention backends for devices that are not NVIDIA's."""
 _ARCHITECTURES = "architectures.json"
 
 
@@ -176,6 +178,15 @@ class Startup:
     def disable_all(self, rule: str, says: str) -> None:
         for phase in (DECODE, PREFILL):
             self.disable(phase, rule, says)
+
+    @property
+    def other_device(self) -> str:
+        """What says that the device is not NVIDIA's; empty for a GPU of NVIDIA."""
+        args = self.args
+        names = (args.attention_backend, args.decode_attention_backend, args.prefill_attention_backend)
+        others = [each for each in names if each in _OTHERS_BACKENDS]
+        device = args.device if args.device not in (None, "cuda", "cpu") else ""
+        return str(args.other_device or device or (others[0] if others else ""))
 
     @property
     def attention_dp(self) -> bool:

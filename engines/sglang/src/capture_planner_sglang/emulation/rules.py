@@ -35,6 +35,7 @@ OWN_LIMITS = (
     "MossVLForConditionalGeneration",
 )
 """Architectures whose rules change the limits that flags set: they prefill whole prompts."""
+_OF_DEVICES = ("--device", "--moe-runner-backend")
 _RADIX = ("EAGLE", "EAGLE3")
 _LLAMA_DRAFT = {"LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM"}
 _SPECULATIVE_REQUESTS = 48
@@ -63,7 +64,7 @@ def check_followed(r: Startup) -> None:
         ("--speculative-draft-attention-backend", args.speculative_draft_attention_backend, drafts),
     )
     for flag, value, known in wanted:
-        by_model = r.by_flags and flag.endswith("-attention-backend")
+        by_model = r.by_flags and (flag.endswith("-attention-backend") or (flag in _OF_DEVICES and r.other_device))
         if value not in known and not by_model:
             names = " or ".join(str(name) for name in known if name is not None)
             remedy = f"give {names}" if names else "leave it out"
@@ -91,6 +92,10 @@ def check_followed(r: Startup) -> None:
 def judge_model(r: Startup) -> None:
     """Let flags alone decide for a model whose rules are not emulated; refuse what does not decode."""
     name, architecture, known = r.args.model_path, r.model.architecture, architectures()
+    if r.other_device:
+        r.by_flags = checkpoints.other_device(r.other_device, r.environment.name)
+        r.model = attrs.evolve(r.model, latent=False, sparse=False, multimodal=False)
+        return
     if r.model.source == ASSUMED:
         family = checkpoints.other_family(name) if r.named else None
         if family is not None:

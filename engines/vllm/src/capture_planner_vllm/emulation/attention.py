@@ -6,12 +6,10 @@ machine, model, dtypes and block size (vllm/platforms/cuda.py and vllm/v1/attent
 
 from __future__ import annotations
 
-import re
-
 import attrs
 
 from capture_planner.engines.emulation import BY_MODEL
-from capture_planner.engines.parsing import refusal, unfollowed
+from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphSupport
 from capture_planner_vllm.emulation.model import ModelFacts
 from capture_planner_vllm.emulation.refusals import not_emulated
@@ -30,7 +28,6 @@ _PLAIN = ("auto", "float16", "bfloat16")
 _MLA_HEADS = (320, 512, 576)
 _NO_DCP = ("FLEX_ATTENTION", "TRITON_ATTN", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120")
 _PACKED = "turboquant_"
-_FOREIGN = re.compile("ROCM_|XPU_|CPU_|AMX_")
 _UNEQUAL = ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV")
 """The backends of MiMo-V2, whose layers choose between them alone (models/mimo_v2.py)."""
 
@@ -264,7 +261,7 @@ class AttentionChoice:
 
     def choose(self, flag: str, name: str | None) -> str:
         """Return the backend, ``name`` if given; raises ``FlagError`` if it cannot run, ``NotEmulated`` if unknown."""
-        if self.by_model and (name is None or not _FOREIGN.match(name)):
+        if self.by_model:
             return name or BY_MODEL
         if self.cache.startswith(_PACKED):
             raise not_emulated("--kv-cache-dtype", self.cache, "give auto, fp8 or another built-in dtype")
@@ -274,11 +271,7 @@ class AttentionChoice:
             return name if name in _UNEQUAL else _UNEQUAL[self.flash_attn_version() not in (3, 4)]
         if name is not None:
             if name not in EMULATED:
-                remedy = f"give one of {', '.join(EMULATED)}"
-                if _FOREIGN.match(name):
-                    says = f"{name} is for a device that is not NVIDIA's, and is not emulated"
-                    raise unfollowed(flag, says, f"only NVIDIA GPUs are; {remedy}")
-                raise not_emulated(flag, "", remedy, reason=f"{name} is not emulated")
+                raise not_emulated(flag, "", f"give one of {', '.join(EMULATED)}", reason=f"{name} is not emulated")
             reason = self.unusable(name)
             if reason is not None:
                 message = f"vLLM cannot run {name}: {reason}"

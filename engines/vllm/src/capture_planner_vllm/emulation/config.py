@@ -215,7 +215,7 @@ class Configuration(ServeOptions):
             max_num_reqs=self.seqs,
             max_num_tokens=self.tokens,
             query_len=1 + (spec.tokens if spec is not None else 0),
-            platform_max=1024 if self.environment.device.sm[0] == 10 else 512,
+            platform_max=1024 if self.environment.device.sm[0] == 10 and not self.other_device else 512,
             tiers=[] if self.schedule is None else list(widest.items()),
             user_sizes=user,
             user_max=self.user_max,

@@ -10,7 +10,7 @@ import attrs
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import KNOWN
 from capture_planner.engines.emulation import Emulation, Setting
-from capture_planner.engines.engine import Engine
+from capture_planner.engines.engine import OTHER_DEVICE, Engine
 from capture_planner.engines.parsing import refusal
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.errors import FlagError, InvalidValue
@@ -75,13 +75,25 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         drafts=_drafts(settings, speculative),
         lora=_lora(settings),
         parallel=Parallel(data=ranks.data, tensor=ranks.tensor, decode_context=ranks.decode_context),
-        by_flags=_by_flags(configuration.model),
-        assumptions=tuple(_assumptions(configuration)),
+        by_flags=_by_flags(configuration),
+        assumptions=(*_assumptions(configuration), *_kernels(settings, configuration)),
     )
 
 
-def _by_flags(model: ModelFacts) -> str:
+def _kernels(settings: VllmSettings, configuration: Configuration) -> Iterator[str]:
+    """Yield that full graphs of verifications rest on FlashInfer's cubins, from Hopper on (utils/flashinfer.py)."""
+    wide = settings.num_speculative_tokens > 0 and settings.mode.decode_mode is GraphMode.FULL
+    if wide and settings.backend == "FLASHINFER" and configuration.environment.device.sm >= (9, 0):
+        says = "FlashInfer's decode kernel for several tokens of a request is assumed to be here: it needs its cubins"
+        without = "without them vLLM captures no full graph of a verification"
+        yield f"{says}; {without}; install flashinfer-cubin, or let the server reach NVIDIA's archive of kernels"
+
+
+def _by_flags(configuration: Configuration) -> str:
     """Return why flags alone decide the answer; empty where the model is emulated, or taken for a dense decoder."""
+    model = configuration.model
+    if configuration.other_device:
+        return checkpoints.other_device(configuration.other_device, configuration.environment.name)
     if model.odd is None:
         return ""
     place = f", which {REGISTERED} decides" if model.known else ", and is unknown here"
@@ -92,7 +104,8 @@ def _assumptions(configuration: Configuration) -> Iterator[str]:
     """Yield the assumptions about the target and the draft model, where no config.json is found."""
     target, spec = configuration.model, configuration.spec
     if target.odd is not None:
-        yield checkpoints.by_flags(_by_flags(target), OBSERVE if target.known else checkpoints.remedy(target.name))
+        fetch = not target.known and not configuration.other_device
+        yield checkpoints.by_flags(_by_flags(configuration), checkpoints.remedy(target.name) if fetch else OBSERVE)
         return
     results = "cudagraph_mode, capture sizes, attention_backend"
     results += "" if configuration.length_given else ", max_model_len"
@@ -215,7 +228,7 @@ _NEWEST = Engine(
     emulate=emulate,
     export=export_vllm,
     launch=launch_vllm,
-    flags=FLAGS,
+    flags={**FLAGS, OTHER_DEVICE: "what says that the device is not NVIDIA's, as an image's name: flags alone answer"},
     programs=(
         "vllm serve",
         "python -m vllm.entrypoints.cli.main serve",

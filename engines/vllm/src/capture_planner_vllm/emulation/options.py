@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from capture_planner.engines.emulation import Decisions
 from capture_planner.engines.parsing import refusal
 from capture_planner.modes import GraphMode
@@ -21,7 +23,7 @@ from capture_planner_vllm.emulation.releases import has
 from capture_planner_vllm.emulation.speculation import speculation
 from capture_planner_vllm.emulation.speculators import with_its_draft
 from capture_planner_vllm.emulation.tables import names
-from capture_planner_vllm.emulation.unemulated import check_emulated
+from capture_planner_vllm.emulation.unemulated import check_emulated, sign_of_other_device
 
 COMPILATION = "--compilation-config"
 
@@ -123,6 +125,9 @@ class ServeOptions:
     def _model(self) -> None:
         line = self.line
         self.model = read_target(line.model or DEFAULT_MODEL)
+        self.other_device = sign_of_other_device(line, self.backend)
+        if self.other_device:
+            self.model = attrs.evolve(self.model, odd=self.model.odd or "a device of its own")
         check_emulated(line, self.model)
         length = line.get("max_model_len")
         self.length_given = length not in (None, -1)
@@ -136,7 +141,8 @@ class ServeOptions:
         runner, converts = line.get("runner", "auto"), line.get("convert") in ("embed", "classify")
         self.pooling = runner == "pooling" or (runner == "auto" and converts)
         self.dtype = model_dtype(line, self.model, self.environment.device.sm, pooling=self.pooling)
-        check_quantization(line, self.model, self.dtype, self.environment.device.sm)
+        if not self.other_device:
+            check_quantization(line, self.model, self.dtype, self.environment.device.sm)
         self.cache = cache_dtype(line, self.model, self.dtype)
         blackwell = self.environment.device.sm[0] == 10
         if (self.model.architecture, self.cache, blackwell) == ("GlmMoeDsaForCausalLM", "auto", True):

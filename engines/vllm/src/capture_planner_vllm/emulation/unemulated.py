@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from capture_planner.engines.parsing import unfollowed
+from capture_planner.engines.engine import OTHER_DEVICE
 from capture_planner.errors import NotEmulated
 from capture_planner_vllm.emulation.flags import CommandLine
 from capture_planner_vllm.emulation.model import ModelFacts
@@ -12,8 +12,16 @@ from capture_planner_vllm.emulation.refusals import not_emulated
 from capture_planner_vllm.emulation.tables import rules
 
 REGISTERED = "the class that vllm/model_executor/models/registry.py names"
+OTHERS_BACKENDS = re.compile("ROCM_|XPU_|CPU_|AMX_")
 _FOREIGN = re.compile(r"\b(?:torchair|ascend)\w*")
 """Settings of vLLM's plugins for other devices."""
+
+
+def sign_of_other_device(line: CommandLine, backend: str | None) -> str:
+    """Return the word of a line that is for a device that is not NVIDIA's; empty without one."""
+    setting = _FOREIGN.search(str(line.get("additional_config") or ""))
+    named = backend if backend is not None and OTHERS_BACKENDS.match(backend) else ""
+    return line.variables.get(OTHER_DEVICE) or named or (setting[0] if setting else "")
 
 
 def check_emulated(line: CommandLine, model: ModelFacts) -> None:
@@ -24,10 +32,6 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
             raise _error(name)
     if line.get("disable_sliding_window") and not (model.recurrent and model.window is None):
         raise _error("disable_sliding_window")  # where there is one it bounds the length
-    other = _FOREIGN.search(str(line.get("additional_config") or ""))
-    if other is not None:
-        says = f"{other[0]} is for a device that is not NVIDIA's, and is not emulated"
-        raise unfollowed("--additional-config", says, "leave it out")
     if line.get("all2all_backend") == "moonep":
         raise _error("all2all_backend")
     for name, parts in rules()["unemulated_parts"].items():
