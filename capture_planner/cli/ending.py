@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import _thread
 import io
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +36,23 @@ class Interruption:
     """The exit code that belongs to it."""
 
     def terminate(self, number: int, frame: FrameType | None) -> None:
-        """Raise ``KeyboardInterrupt``; a second signal ends the process at once."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        """Raise ``KeyboardInterrupt``; a second signal ends the process at once, with a line."""
         self.code = TERMINATED
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        # Handlers run in the main thread, which may hang in a library; the pipe gets a signal's number in any case.
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        threading.Thread(target=_end_at_once, args=(reads,), daemon=True).start()
         raise KeyboardInterrupt
+
+
+def _end_at_once(signals: int) -> None:
+    """Wait for SIGTERM, and end the process."""
+    while number := os.read(signals, 1):
+        if number[0] == signal.SIGTERM:
+            os.write(2, b"terminated\n")
+            os._exit(TERMINATED)
 
 
 def _interrupt_again() -> None:

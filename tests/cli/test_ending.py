@@ -1,6 +1,8 @@
 """How the program ends where it is interrupted."""
 
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -8,7 +10,7 @@ import click
 import pytest
 
 from capture_planner.cli.commands import CommandGroup
-from capture_planner.cli.ending import INTERRUPTED, exit_code_of, terminable
+from capture_planner.cli.ending import INTERRUPTED, TERMINATED, exit_code_of, terminable
 
 
 class Torn:
@@ -53,3 +55,21 @@ def test_an_interruption_in_a_destructor_is_not_lost(capsys):
     with python_handler(), terminable(), pytest.raises(KeyboardInterrupt):
         work()
     assert capsys.readouterr().err == ""
+
+
+def test_a_second_sigterm_ends_at_once_with_a_line():
+    """Also where the main thread waits in a library, so that no handler of Python runs."""
+    program = """
+import ctypes, os, signal, threading
+from capture_planner.cli.ending import terminable
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+with terminable():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        lock(mutex)
+        threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        lock(mutex)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stderr) == (TERMINATED, "terminated\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,21 +25,22 @@ def shell(words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(f"{COMMAND} {words}", shell=True, capture_output=True, text=True, check=False)
 
 
-def test_interrupted_while_modules_are_imported() -> None:
-    """One line and 130, from the program itself."""
-    code = """
-import builtins, sys
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_while_modules_are_imported(number: signal.Signals, code: int) -> None:
+    """One line and the exit code of the signal, from the program itself."""
+    program = f"""
+import builtins, signal
 own = builtins.__import__
 def stop(name, *others, **named):
     if name.startswith("capture_planner.cli"):
-        raise KeyboardInterrupt
+        signal.raise_signal({int(number)})
     return own(name, *others, **named)
 builtins.__import__ = stop
 import capture_planner_command
 capture_planner_command.main()
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", "interrupted\n")
 
 
 # Outputs -----------------------------------------------------------------------------------------
