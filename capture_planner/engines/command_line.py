@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -30,7 +31,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})")
 """``$NAME``, ``${NAME}`` or ``${NAME:-default}``."""
 
-_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n.*?\n[ \t]*\2[ \t]*(?=\n|$)", re.DOTALL)
+_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _SUBSTITUTION = r"\$\((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*\)|`[^`]*`"
 _DOUBLE = rf'"(?:\\.|{_SUBSTITUTION}|[^"\\])*"'
 _PART = re.compile(rf"'[^']*'|{_DOUBLE}|{_SUBSTITUTION}|\\.|[^\s'\"\\;&|<>()`$]+|\$", re.DOTALL)
@@ -40,6 +41,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _ARRAY = re.compile(r"^[ \t]*(?:declare -a |local |readonly )?(\w+)(\+?)=\(([^()]*)\)", re.MULTILINE)
+_ARRAY_USE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _PROMPT = re.compile(r"[ \t]*(?:```\w*|\$|\u276f|%)(?:[ \t]+|$)")
 _OPEN_PROMPT = re.compile(r"^[ \t]*>[ \t]+")
 _FLAG = re.compile(r"[ \t]*--?[A-Za-z]")
@@ -77,11 +79,11 @@ class ShellText:
 
 
 def read_shell(text: str) -> ShellText:
-    """Return the commands of a text; raises ``FlagError`` for a quote that nothing closes."""
+    """Return the commands of a text; raises ``FlagError`` for a quote that nothing closes, or values without end."""
     plain = text.replace("\r\n", "\n").replace("\u00a0", " ")
-    joined, assumptions = _joined(_without_arrays(_HEREDOC.sub(r"\3", plain)))
+    joined, assumptions = _joined(_without_arrays(_without_documents(plain)))
     commands: list[ShellCommand] = []
-    known: dict[str, str] = {}
+    known = _Variables()
     exported: dict[str, str] = {}
     for tokens in _commands(joined):
         words = [word for token in tokens for word in _expanded(token, known)]
@@ -156,34 +158,74 @@ def _commands(text: str) -> Iterator[list[str]]:
         yield words
 
 
+def _without_documents(text: str) -> str:
+    """Leave out the lines between ``<<EOF`` and ``EOF``."""
+    lines, kept, index = text.split("\n"), [], 0
+    places: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        places.setdefault(line.strip(" \t"), []).append(number)
+    while index < len(lines):
+        line, end = lines[index], index
+        for match in _HEREDOC.finditer(line):
+            ends = places.get(match[2], [])
+            at = bisect_right(ends, index)
+            if at < len(ends):
+                line, end = line[: match.start()] + line[match.end() :], ends[at]
+                break
+        kept.append(line)
+        index = end + 1
+    return "\n".join(kept)
+
+
 def _without_arrays(text: str) -> str:
     """Put the words of each array in where all of it is named: ``"${args[@]}"``."""
-    arrays: dict[str, str] = {}
-    for match in _ARRAY.finditer(text):
+    arrays = _Variables()
+
+    def use(match: re.Match[str]) -> str:
+        return arrays.value(match[1], match[0])
+
+    def define(match: re.Match[str]) -> str:
         lines = (re.sub(r"(?:^|\s)#.*", "", line) for line in match[3].split("\n"))
+        words = _ARRAY_USE.sub(use, " ".join(map(str.strip, lines)))
         # ``args+=(...)`` appends.
-        before = arrays.get(match[1], "") if match[2] else ""
-        arrays[match[1]] = " ".join([before, *map(str.strip, lines)])
-    text = _ARRAY.sub("", text)
-    for name, words in arrays.items():
-        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', lambda _, words=words: words, text)  # type: ignore[misc]
-    return text
+        arrays[match[1]] = f"{arrays.value(match[1], '')} {words}" if match[2] else words
+        return ""
+
+    return _ARRAY_USE.sub(use, _ARRAY.sub(define, text))
 
 
-def _expanded(token: str, known: Mapping[str, str]) -> list[str]:
+MOST_EXPANDED = 4 << 20
+"""Characters of the values of all variables in a text; ``A=$A$A``, again and again, has no end."""
+
+
+class _Variables(dict[str, str]):
+    """Variables of a text, and how much their values may still add to it."""
+
+    _left = MOST_EXPANDED
+
+    def value(self, name: str, otherwise: str) -> str:
+        """Return the value of a variable; of an unknown one, what stands there."""
+        found = self.get(name, otherwise)
+        self._left -= len(found)
+        if self._left < 0:
+            raise refusal(f"${name}", "the values of variables are too long", "write the words of the command")
+        return found
+
+
+def _expanded(token: str, known: _Variables) -> list[str]:
     """Return the words of one: several where it is a variable without quotes that has several."""
     match = VARIABLE.fullmatch(token)
     # Without quotes a shell splits the value into words.
     if match is not None and (match[1] or match[2]) in known:
-        return known[match[1] or match[2]].split()
+        return known.value(match[1] or match[2], "").split()
     return [_unquoted(token, known)]
 
 
-def _unquoted(token: str, known: Mapping[str, str]) -> str:
+def _unquoted(token: str, known: _Variables) -> str:
     """Return a word without its quotes, with the variables that are known."""
 
     def expanded(text: str) -> str:
-        return VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[3] or match[0]), text)
+        return VARIABLE.sub(lambda match: known.value(match[1] or match[2], match[3] or match[0]), text)
 
     parts: list[str] = []
     plain = ""
@@ -308,10 +350,10 @@ def _only(engine: Engine, text: ShellText, others: Sequence[Engine]) -> ShellCom
 def _unwrapped(command: ShellCommand) -> Iterator[ShellCommand]:
     """Yield a command, and those that stand in one of its words: behind ``bash -c``, ``ssh`` or ``tmux``."""
     yield command
+    given = {**command.variables, **_given(command.words)}
     for word in command.words:
         # JSON and flags have spaces too, and no command.
         if " " in word and not word.lstrip().startswith(("{", "[", "-")):
-            given = {**command.variables, **_given(command.words)}
             for each in read_shell(word).commands:
                 yield attrs.evolve(each, variables={**given, **each.variables})
 
@@ -321,8 +363,13 @@ def _started(engine: Engine, command: ShellCommand) -> Iterator[ShellCommand]:
     words = list(command.words)
     image, at = _image(words)
     rest = [*_entrypoint(words[:at]), *words[at:]]
+    programs = [program.split() for program in engine.programs]
+    longest = max(map(len, programs))
     for index in range(len(rest)):
-        count = next(filter(None, (_length(each, rest[index:], index) for each in engine.programs)), 0)
+        # Not all that follow: a text may have a million words.
+        some = rest[index : index + longest]
+        plain = [_plain(some[0]), *some[1:]]
+        count = next(filter(None, (_length(each, some, plain, index) for each in programs)), 0)
         if count:
             given = {**command.variables, **_given([*words[:at], *rest[:index]])}
             yield ShellCommand(words=tuple(rest[index + count :]), variables=given, image=image)
@@ -356,27 +403,33 @@ def _refuse_others(engine: Engine, commands: Sequence[ShellCommand], others: Seq
             raise refusal(shlex.join(words[:3]), f"this starts no server of {engine.name}", says)
 
 
-def _length(program: str, words: Sequence[str], index: int) -> int:
-    """Return how many of the words are the program, or 0; ``index``: of the first word in the command."""
-    parts = program.split()
+def _length(parts: list[str], words: list[str], plain: list[str], index: int) -> int:
+    """Return how many of the words are the program of these parts, or 0.
+
+    :param plain: the words, the first without its folder and version.
+    :param index: the place of the first word in the command.
+    """
     # A module can also be named behind any launcher's ``-m``, or by its file.
     if parts[:2] == ["python", "-m"]:
         module, *rest = parts[2:]
-        count = 2 if list(words[:2]) == ["-m", module] else int(words[0].endswith(f"{module.replace('.', '/')}.py"))
-        return count + len(rest) if count and list(words[count : count + len(rest)]) == rest else 0
-    if len(parts) == 1 and index and "-" not in program:  # ``serve`` is a word like others, but in front
+        count = 2 if words[:2] == ["-m", module] else int(words[0].endswith(f"{module.replace('.', '/')}.py"))
+        return count + len(rest) if count and words[count : count + len(rest)] == rest else 0
+    if len(parts) == 1 and index and "-" not in parts[0]:  # ``serve`` is a word like others, but in front
         return 0
-    return len(parts) if [_plain(words[0]), *words[1 : len(parts)]] == parts else 0
+    return len(parts) if plain[: len(parts)] == parts else 0
+
+
+_PYTHON = re.compile(r"^python[\d.]*$")
 
 
 def _plain(word: str) -> str:
-    """Return the name of a program without its folder and version."""
-    return re.sub(r"^python[\d.]*$", "python", PurePath(word).name)
+    """Return the name of a program without its folder and version; of a text, for each of up to a million words."""
+    return _PYTHON.sub("python", word.rstrip("/").rpartition("/")[2])
 
 
 def _image(words: Sequence[str]) -> tuple[str | None, int]:
     """Return the image of ``docker run``, and where the words behind it begin."""
-    at = next((index for index, word in enumerate(words) if PurePath(word).name in _RUN), None)
+    at = next((index for index, word in enumerate(words) if _plain(word) in _RUN), None)
     # ``docker compose run`` and ``docker container run`` have a word in between.
     if at is None or "run" not in words[at + 1 : at + 3]:
         return None, 0

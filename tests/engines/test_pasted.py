@@ -247,6 +247,30 @@ def test_any_text_is_read_or_refused(text):
         assert read("vllm", [text]).assumptions in subsets((COMMENT, SPACES, FLAG_LINE))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["A=xx\n" + "A=$A$A\n" * 60 + "vllm serve $A", "A=(x)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60 + "vllm serve m"],
+)
+def test_a_value_without_end_is_refused(text):
+    """Sixty lines that double it are some 1,000 characters."""
+    with pytest.raises(FlagError, match="too long"):
+        read_shell(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("cat <<A > f\nx\n\tA \ny", "cat  > f\ny"),
+        ("cat <<'A'\nA\ny", "cat \ny"),
+        ("cat <<A <<B\nx\nB\ny", "cat <<A \ny"),
+        ("cat <<A\nA b\ny", "cat <<A\nA b\ny"),
+    ],
+)
+def test_a_document_ends_at_its_word(text, kept):
+    """At the next line that is the word alone; without one, nothing is left out."""
+    assert read_shell(text).commands == read_shell(kept).commands
+
+
 def test_a_script_beside_its_flags_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name with a suffix that no model has."""
     monkeypatch.chdir(tmp_path)
