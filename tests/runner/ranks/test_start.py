@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import closing
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.errors import RankError, RunError
+from capture_planner_runner.ranks import watch
 from capture_planner_runner.ranks.outcomes import differences, refuse_differences
 from capture_planner_runner.ranks.peers import Place
 from capture_planner_runner.ranks.processes import RankProcess
@@ -75,3 +79,16 @@ def test_a_variable_that_no_launcher_sets_is_named(name, wrong):
     launcher = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.raises(RunError, match=f"{name} is .*; expected a whole number of at most 65,535"):
         RankProcess.of(launcher | {name: wrong})
+
+
+@pytest.mark.parametrize(("listens", "raised"), [(False, OSError), (True, RuntimeError)])
+def test_an_address_without_a_store_is_an_error_in_time(listens, raised, capfd, monkeypatch):
+    """Nothing else is printed. For another kind of server torch waits without end, whatever its limit is."""
+    monkeypatch.setattr(watch, "TCPStore", lambda *address, **limits: Event().wait())
+    with closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        with pytest.raises(raised):
+            watch.open_store("127.0.0.1", server.getsockname()[1], hosts=False, seconds=0.3)
+    assert capfd.readouterr().err == ""

@@ -121,7 +121,7 @@ class RankCommand:
             sys.stdout.flush()
             os._exit(INTERRUPTED if verdict.interrupted else 1)
 
-        limits = WaitLimits(slow=self.slow, start=max(WaitLimits().start, self.slow or 0))
+        limits = WaitLimits(slow=self.slow, start=self.slow or WaitLimits().start)
         outcome = None
         try:
             with connected(self.me, limits, end) as connection:

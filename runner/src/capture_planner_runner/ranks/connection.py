@@ -177,8 +177,8 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
     where = f"{me.address}:{me.port}"
     hosts_store = not me.has_store and me.rank == 0
     try:
-        store = open_store(me.address, me.port, hosts=hosts_store, seconds=max(limits.start, limits.slow or 0))
-    except RuntimeError as error:
+        store = open_store(me.address, me.port, hosts=hosts_store, seconds=limits.start)
+    except (OSError, RuntimeError) as error:
         raise RankError(_unreachable(me, where, limits, error), () if me.has_store else (0,)) from error
     board = Board(store, where, None if me.has_store else 0)
     try:
@@ -287,8 +287,8 @@ def _on_signals(watch: RankWatch) -> Callable[[], None]:
     return undo
 
 
-def _unreachable(me: RankProcess, where: str, limits: WaitLimits, error: BaseException) -> str:
-    reason = str(error).partition("\n")[0]
+def _unreachable(me: RankProcess, where: str, limits: WaitLimits, error: OSError | RuntimeError) -> str:
+    reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
     if me.rank == 0 and not me.has_store:
         return f"rank 0 cannot open a store at {where}: {reason}; choose another MASTER_PORT"
     cause = "its launcher has ended" if me.has_store else "rank 0, which opens it, has not started"

@@ -9,10 +9,12 @@ raise it: then the process is ended around it, see ``guard``.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 
 import attrs
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined, unused-ignore]
@@ -93,9 +95,47 @@ class Board:
 
 
 def open_store(host: str, port: int, *, hosts: bool, seconds: float) -> TCPStore:
-    """Connect to the store at an address, or open it there. Raises ``RuntimeError`` where that takes longer."""
+    """Connect to the store at an address, or open it there.
+
+    Raises ``OSError`` where nothing listens there within ``seconds``, and ``RuntimeError`` where that is no store.
+    """
     limit = timedelta(seconds=seconds)
-    return TCPStore(host, port, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    opened: Future[TCPStore] = Future()
+
+    def work() -> None:
+        try:
+            opened.set_result(
+                TCPStore(host, port, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)
+            )
+        except RuntimeError as error:
+            opened.set_exception(error)
+
+    if not hosts:
+        # The store itself would print its stack for each time that it finds nothing.
+        _await_port(host, port, seconds)
+    # A store waits without end for the answer of another kind of server; no signal ends that either.
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return opened.result(seconds)
+    except TimeoutError:
+        raise RuntimeError("what listens there does not answer as a store does") from None
+
+
+def _await_port(host: str, port: int, seconds: float) -> None:
+    """Wait until something listens at an address."""
+    until = monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), max(until - monotonic(), LEAST_WAIT)).close()
+            return
+        except OSError:
+            if monotonic() + LEAST_WAIT >= until:
+                raise
+            sleep(LEAST_WAIT)
+
+
+LEAST_WAIT = 0.1
+"""Seconds between two tries to reach an address."""
 
 
 VERDICT = "verdict"
