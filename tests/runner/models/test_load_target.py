@@ -153,6 +153,18 @@ def test_folders_that_hold_no_model_are_refused(tmp_path, tiny):
     assert "lack model.layers.2." in message()
 
 
+def test_weights_of_another_shape_are_named_and_libraries_say_nothing(tmp_path, tiny, capfd):
+    """Their report and their warnings would come before the error, and say less."""
+    with torch.random.fork_rng():
+        AutoModelForCausalLM.from_config(FAMILIES["llama"]()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 1}))
+    capfd.readouterr()
+    with pytest.raises(RunError, match=r"lm_head.weight has shape \[\d+, \d+\], and by config.json \[1, \d+\]"):
+        load_target(tmp_path, tiny, device=CPU)
+    assert capfd.readouterr() == ("", "")
+
+
 def mask(layer, args, kwargs):
     """Give a layer a mask, as a model that makes its own does."""
     return args, kwargs | {"attention_mask": torch.zeros(2, 2)}

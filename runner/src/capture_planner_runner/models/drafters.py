@@ -31,6 +31,7 @@ from capture_planner_runner.models.loading import (
     StoredTensor,
     contradictions,
     fill,
+    held_back,
     library_errors,
     locate,
     mask_token_of,
@@ -670,6 +671,7 @@ class OracleDrafter(nn.Module):
         yield from weights_of([("", self)])
 
 
+@held_back()
 def choose_drafter(
     choice: Kind | Literal["random"] | Path,
     speculative: Speculative,

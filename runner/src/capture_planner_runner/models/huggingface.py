@@ -38,6 +38,7 @@ from capture_planner_runner.models.loading import (
     Source,
     StoredTensor,
     contradictions,
+    held_back,
     library_errors,
     locate,
     read_tensors,
@@ -150,7 +151,20 @@ def pretrained(
     kind: Any = type(alike) if fp8 is None else fp8.kind(type(alike))
     with _no_progress_bars():
         model, loading = kind.from_pretrained(
-            None, config=alike.config, state_dict=tensors, local_files_only=True, output_loading_info=True, **options
+            None,
+            config=alike.config,
+            state_dict=tensors,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused here, by name
+            **options,
+        )
+    if loading["mismatched_keys"]:
+        name, given, expected = min(loading["mismatched_keys"])
+        more = f" (and {len(loading['mismatched_keys']) - 1} more)" if len(loading["mismatched_keys"]) > 1 else ""
+        raise RunError(
+            f"{folder}: {name} has shape {list(given)}, and by config.json {list(expected)}{more}; they do not belong "
+            "together"
         )
     if fp8 is not None:
         fp8.refuse_others(folder, model, loading["missing_keys"], loading["unexpected_keys"])
@@ -389,6 +403,7 @@ class HuggingFaceModel:
         return *next(iter(part.seen.values())), part.sinks
 
 
+@held_back()
 def load_target(
     source: Path | None,
     shape: Model,

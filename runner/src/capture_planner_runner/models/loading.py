@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,22 @@ def library_errors(subject: str) -> Iterator[None]:
         says = " ".join(str(error).split())
         reason = says if isinstance(error, OSError | ValueError) and says else f"{type(error).__name__}: {says}"
         raise RunError(f"{subject}: {reason[:_LONGEST_REASON]}") from error
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Show what transformers logs and Python warns of at the end; after an error, which has a line of its own, none."""
+    logger, kept = logging.getLogger("transformers"), MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
+    handlers, logger.handlers = logger.handlers, [kept]
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            yield
+    finally:
+        logger.handlers = handlers
+    for record in kept.buffer:
+        logger.handle(record)
+    for each in warned:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 @attrs.frozen
