@@ -1,6 +1,9 @@
 """What shows which graphs there are and which ran: dumps, and ranges of PyTorch's profiler."""
 
+import errno
+import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +54,19 @@ def test_a_dump_has_a_file_for_each_graph_with_its_operators(runner, tmp_path):
     for name, text in by_name.items():
         assert ("between pieces" in text) == ("piecewise" in name)
         assert re.search(r"^aten\.(mm|addmm|linear)\S* ", text, re.M), name
+
+
+def test_a_dump_on_a_full_disk_leaves_nothing(tmp_path):
+    """No half of a file, and no empty folder; the reason is a sentence."""
+
+    def dump(stem):
+        stem.with_suffix(".txt").touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(stem))
+
+    folder = tmp_path / "graphs"
+    with pytest.raises(RunError, match="cannot be dumped: No space left on device; name another"):
+        dump_graphs([("target", "FULL 1", SimpleNamespace(dump=dump))], folder)
+    assert not folder.exists()
 
 
 def test_two_captures_of_one_plan_dump_the_same(runner, tmp_path):

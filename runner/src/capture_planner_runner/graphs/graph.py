@@ -6,6 +6,7 @@ import gc
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, Protocol
@@ -197,16 +198,21 @@ class Grapher(Protocol):
 def dump_graphs(graphs: Iterable[tuple[str, Entry, Graph]], folder: Path) -> list[Path]:
     """Write each graph into ``folder``, under its role and entry, and return the files.
 
-    Raises ``RunError`` where the folder cannot be written.
+    Raises ``RunError`` where the folder cannot be written; no half of a file, and no empty folder, is left then.
     """
-    files = []
+    files, name = [], ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for role, entry, graph in graphs:
             name = re.sub(r"[^a-z0-9_]+", "-", f"{role} {entry}".lower()).strip("-")
             files += graph.dump(folder / name)
     except (OSError, RuntimeError) as error:  # the latter from CUDA
-        raise RunError(f"{folder}: graphs cannot be dumped: {error}; name another folder") from error
+        with suppress(OSError):
+            for half in folder.glob(f"{name}.*"):
+                half.unlink()
+            folder.rmdir()
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(f"{folder}: graphs cannot be dumped: {reason}; name another folder") from error
     return files
 
 
