@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from capture_planner.errors import RunError
+from capture_planner.modes import GraphMode
 from capture_planner.records._base import replace
 from capture_planner.records.model import DataType
 from capture_planner_runner.compilation.forwards import operators
 from capture_planner_runner.compilation.pieces import compiled, traced
-from capture_planner_runner.models.fp8 import FP8, Fp8Linear, dequantized, grid_of, quantized
+from capture_planner_runner.models.fp8 import FP8, Fp8Linear, Fp8Weight, dequantized, grid_of, quantized
 from capture_planner_runner.models.huggingface import load_target
 from capture_planner_runner.models.spread import spread
 from support.launches import CONFIG, SPEC, started
@@ -29,6 +30,45 @@ SHARED = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "
 ALL = 1 << 20
 """More rows and columns than any weight here has."""
 FINEGRAINED = {"quant_method": "fp8", "weight_block_size": [16, 8], "activation_scheme": "dynamic"}
+
+
+EXPERT = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def as_stored(shapes):
+    """Yield the names and shapes of tensors in files, where each expert has tensors of its own."""
+    for name, shape in shapes.items():
+        prefix, _, projection = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            yield name, shape
+            continue
+        layers = EXPERT[:2] if projection == "gate_up_proj" else EXPERT[2:]
+        for number in range(shape[0]):
+            for layer in layers:
+                yield f"{prefix}.{number}.{layer}.weight", (shape[1] // len(layers), shape[2])
+
+
+def numbers_of(model):
+    """Return what the linear layers and the experts of a decoder multiply by, by name, and the biases."""
+    found = {}
+    for name, module in model._decoder.named_modules():
+        if isinstance(module, Fp8Weight):
+            found[name] = module.matrix(torch.float32)
+        elif name.rpartition(".")[2] in SHARED:
+            found[name] = module.weight
+        elif name.endswith(".experts"):
+            found |= {f"{name}.{leaf}": tensor for leaf, tensor in module.named_parameters(recurse=False)}
+        if getattr(module, "bias", None) is not None:
+            found[f"{name}.bias"] = module.bias
+    return found
+
+
+def check_same_numbers(model, plain):
+    """FP8 weights are those that they stand for."""
+    found, expected = numbers_of(model), numbers_of(plain)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @attrs.frozen
@@ -95,15 +135,20 @@ def folders(draw):
     form, kind = draw(st.sampled_from(((finegrained, "tensor"), (finegrained, "block"), *COMPRESSED)))
     size = st.sampled_from((1, 3, 4, 8, 16, 20, 32, 128))
     block = {"tensor": (ALL, ALL), "channel": (1, ALL)}.get(kind) or (draw(size), draw(size))
-    skipped = draw(st.lists(st.sampled_from(sorted(SHARED)), max_size=2, unique=True))
+    has_experts = draw(st.booleans())
+    # All layers of an expert are FP8, or none.
+    skippable = [name for name in sorted(SHARED) if not (has_experts and name in EXPERT)]
+    skipped = draw(st.lists(st.sampled_from(skippable), max_size=2, unique=True))
     is_static = draw(st.booleans())
     stated, scale_name, input_name = form(kind, block, is_static, ["lm_head", *skipped])
-    config = LlamaConfig(**BASE | {"num_hidden_layers": 1}, attention_bias=draw(st.booleans()))
+    config_of, more = (Qwen3MoeConfig, EXPERTS) if has_experts else (LlamaConfig, {})
+    config = config_of(**BASE | {"num_hidden_layers": 1} | more, attention_bias=draw(st.booleans()))
     numbers = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float8_e8m0fnu)))
     tensors, plain = {}, {}
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        whole = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    shapes = dict(as_stored(whole))
     for name, shape in shapes.items():
         layer, _, leaf = name.rpartition(".")
         if leaf != "weight" or layer.rpartition(".")[2] not in set(SHARED) - set(skipped):
@@ -137,15 +182,10 @@ def test_a_folder_of_fp8_weights_says_what_their_numbers_say(
             said.append(each.logits(hidden))
     assert_close(*said, rtol=1e-4, atol=1e-4)
     assert torch.equal(*(logits.argmax(dim=-1) for logits in said))
-    for name, module, attribute in model.weights():
-        if isinstance(module, Fp8Linear) and attribute == "weight":
-            assert torch.equal(module.matrix(torch.float32), stored.plain[name])
+    check_same_numbers(model, plain)
     weights = {name: getattr(module, attribute) for name, module, attribute in model.weights()}
-    converted = [name for name in stored.tensors if stored.tensors[name].dtype is FP8]
-    assert {name for name, tensor in weights.items() if tensor.dtype is FP8} == set(converted)
-    assert all(
-        torch.equal(weights[name].view(torch.uint8), stored.tensors[name].view(torch.uint8)) for name in converted
-    )
+    stored_in_bytes = sum(tensor.numel() for tensor in stored.tensors.values() if tensor.dtype is FP8)
+    assert sum(tensor.nbytes for tensor in weights.values() if tensor.dtype is FP8) == stored_in_bytes
 
 
 class Part:
@@ -177,16 +217,12 @@ def test_each_of_two_ranks_has_its_slice_of_the_numbers(stored, tmp_path_factory
         if cut:
             with pytest.raises(RunError, match=r"would cut blocks of \d+ that have one FP8 scale") as caught:
                 stored.load(folder, Part(rank))
-            assert str(caught.value).split(":")[0].rpartition(".")[2] in cut
+            # Gate and up of all experts are one projection.
+            named = str(caught.value).split(":")[0].rpartition(".")[2].replace("gate_up_proj", "gate_proj")
+            assert named in cut
             continue
         models = stored.load(folder, Part(rank))
-        found, expected = (dict(model._decoder.named_modules()) for model in models)
-        for name in (name for name in found if name.rpartition(".")[2] in SHARED):
-            own = found[name]
-            matrix = own.matrix(torch.float32) if isinstance(own, Fp8Linear) else own.weight
-            assert torch.equal(matrix, expected[name].weight)
-            assert (own.bias is None) is (expected[name].bias is None)
-            assert own.bias is None or torch.equal(own.bias, expected[name].bias)
+        check_same_numbers(*models)
         assert models[0].among.calls == models[1].among.calls > 0
 
 
@@ -280,3 +316,14 @@ def test_fp8_weights_are_served_from_graphs_and_verified(dtype, tmp_path):
     wide = (8 if dtype is DataType.FLOAT64 else 2) * (2 * 20 * 16 + 3 * 16)  # embeddings, and norms
     rotary = 2 * 4 * 4
     assert outcome.report.weights == fp8 + wide + rotary
+
+
+@pytest.mark.parametrize("dtype", [DataType.FLOAT64, DataType.BFLOAT16])
+def test_experts_with_fp8_weights_are_served_from_graphs_and_verified(dtype, tmp_path):
+    """With blocks that do not divide their width, and drafts."""
+    numbers = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    stated = numbers | EXPERTS | {"model_type": "qwen3_moe", "quantization_config": FINEGRAINED}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    outcome = started(replace(SPEC, model=replace(SPEC.model, dtype=dtype)), model=tmp_path, verify=True)
+    assert outcome.differing == ()
+    assert {forward.mode for forward in outcome.report.forwards} >= {GraphMode.FULL, GraphMode.PIECEWISE}

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import MixtralConfig
+from transformers import GptOssConfig
 
 from capture_planner.errors import RunError
 from capture_planner_runner.bench.rig import Absence
@@ -134,7 +134,7 @@ def test_other_quantizations_are_refused_with_what_is_supported(reason, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": CONFIGS[reason]}))
     says = refusal(tmp_path)
     assert reason in says
-    assert "supported: weights in a floating-point dtype of torch, and FP8 weights of dense models" in says
+    assert "supported: weights in a floating-point dtype of torch, and FP8 weights (quant_method fp8" in says
 
 
 def test_a_configuration_that_quantizes_nothing_is_refused(tmp_path):
@@ -144,10 +144,36 @@ def test_a_configuration_that_quantizes_nothing_is_refused(tmp_path):
     assert "of 7 linear layers none is FP8" in refusal(tmp_path)
 
 
-def test_mixtures_of_experts_with_fp8_weights_are_refused(tmp_path):
-    """The library joins the experts of a layer."""
-    MixtralConfig(**BASE, **EXPERTS, quantization_config=FINEGRAINED).save_pretrained(tmp_path)
-    assert "is quantized, and a mixture of experts; supported: " in refusal(tmp_path)
+def test_experts_with_biases_are_refused(tmp_path):
+    """As those of gpt-oss are, which engines store in other formats too."""
+    GptOssConfig(**BASE, **EXPERTS, quantization_config=FINEGRAINED).save_pretrained(tmp_path)
+    assert "experts with FP8 weights have a gate and no biases here; supported: " in refusal(tmp_path)
+
+
+EXPERT = "layers.0.mlp.experts.1."
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"up_proj": torch.ones(3, 2)}, f"{EXPERT}up_proj is not FP8, or missing"),
+        ({"w1": torch.ones(3, 2).to(FP8)}, f"{EXPERT}w1 is FP8; experts with FP8 weights have gate_proj, up_proj"),
+        ({"up_proj": torch.ones(4, 2).to(FP8)}, "experts: gate_up_proj.weight has several shapes: [[3, 2], [4, 2]]"),
+    ],
+)
+def test_all_layers_of_all_experts_are_fp8_and_alike(changed, reason, tmp_path):
+    """Named by expert and layer; those of another dtype are joined by the library."""
+    shapes = {"gate_proj": (3, 2), "up_proj": (3, 2), "down_proj": (2, 3)}
+    tensors = {}
+    for number in range(2):
+        layers = {name: torch.ones(shape).to(FP8) for name, shape in shapes.items()} | (changed if number else {})
+        for name, tensor in layers.items():
+            tensors[f"layers.0.mlp.experts.{number}.{name}.weight"] = tensor
+            if tensor.dtype is FP8:
+                tensors[f"layers.0.mlp.experts.{number}.{name}.weight_scale_inv"] = torch.ones(1, 1)
+    numbers = CONFIG | {"model_type": "qwen3_moe", "num_experts": 2, "moe_intermediate_size": 3}
+    config = numbers | {"quantization_config": FINEGRAINED}
+    assert reason in refusal(write(tmp_path, config, tensors))
 
 
 def test_what_needs_other_weights_refuses_fp8(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch.testing import assert_close
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from capture_planner.errors import RunError
 from capture_planner.records.model import Model
@@ -22,7 +22,11 @@ SHAPE = Model(name="family", num_layers=LAYERS, num_heads=4, num_kv_heads=2, hea
 REFUSED = {"gpt-oss", "gpt2", "qwen3-vl"}
 """Those whose plan in transformers 5.17 to 5.23 does not spread attention."""
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [4, 2]}
-QUANTIZED = {"llama in FP8": lambda: LlamaConfig(**BASE, attention_bias=True, quantization_config=BLOCKS)}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QUANTIZED = {
+    "llama in FP8": lambda: LlamaConfig(**BASE, attention_bias=True, quantization_config=BLOCKS),
+    "qwen3-moe in FP8": lambda: Qwen3MoeConfig(**BASE, **MIXTURE, quantization_config=BLOCKS),
+}
 IN_CI = ("llama tied", "gemma2", "mixtral", "qwen2-vl", "gpt-oss", *QUANTIZED)
 NAMES = [*FAMILIES, *QUANTIZED] if settings.default.max_examples >= 100 else IN_CI
 

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,12 +19,12 @@ from transformers import PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from capture_planner.errors import RunError
-from capture_planner_runner.models.fp8 import FP8, SCALE, Block, Fp8Linear, grid_of
+from capture_planner_runner.models.fp8 import FP8, SCALE, Block, Fp8Experts, Fp8Linear, grid_of
 from capture_planner_runner.models.loading import StoredTensor
 
 _SUPPORTED = (
-    "supported: weights in a floating-point dtype of torch, and FP8 weights of dense models (quant_method fp8, or "
-    "compressed-tensors with format float-quantized), on any number of ranks"
+    "supported: weights in a floating-point dtype of torch, and FP8 weights (quant_method fp8, or compressed-tensors "
+    "with format float-quantized), on any number of ranks"
 )
 _MOST_PROBLEMS = 4
 _WHOLE = (None, None)
@@ -45,14 +46,16 @@ class Fp8Format:
     """Returns True for the name of a linear layer without an FP8 weight."""
 
     def block_of(self, shape: torch.Size) -> Block:
-        """Return the block of a weight ``[out_features, in_features]``."""
-        rows, columns = (max(min(shape[axis], extent or shape[axis]), 1) for axis, extent in enumerate(self.block))
+        """Return the block of a weight ``[..., rows, columns]``."""
+        rows, columns = (
+            max(min(width, extent or width), 1) for width, extent in zip(shape[-2:], self.block, strict=True)
+        )
         return rows, columns
 
     def place(self, model: PreTrainedModel) -> None:
-        """Quantize the linear layers of a model, in place: what they hold, or nothing on the device ``meta``.
+        """Quantize linear layers and experts of a model, in place: what they hold, or nothing on the device ``meta``.
 
-        Raises ``RunError`` where none would be.
+        Raises ``RunError`` where no linear layer would be, and for experts that are not gated or have biases.
         """
         head: Any = cast(Any, model).get_output_embeddings()
         linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each is not head}
@@ -64,6 +67,19 @@ class Fp8Format:
             )
         for name, module in chosen.items():
             model.set_submodule(name, Fp8Linear.of(module, self.block_of(module.weight.shape)))
+        for name, experts in model.named_modules():
+            if hasattr(experts, "is_transposed") and not self.skips(name):
+                self._place_experts(name, experts)
+
+    def _place_experts(self, name: str, experts: Any) -> None:
+        if experts.is_transposed or experts.has_bias or not (experts.has_gate and experts.is_concatenated):
+            raise RunError(f"{name}: experts with FP8 weights have a gate and no biases here; {_SUPPORTED}")
+        for leaf, parts in _PROJECTIONS.items():
+            whole = getattr(experts, leaf)
+            shape = torch.Size((whole.shape[1] // len(parts), whole.shape[2]))
+            delattr(experts, leaf)
+            setattr(experts, leaf, Fp8Experts.of(whole, len(parts), self.block_of(shape)))
+        experts._is_hf_initialized = True  # the library would draw weights for what is none any more
 
     def kind(self, plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
         """Return a class whose models have FP8 layers from the start, as the library loads into models that it makes.
@@ -95,7 +111,7 @@ class Fp8Format:
                 found[f"{layer}.{SCALE}"] = item.tensor.float().view(grid)
             elif leaf != self.activation_scale:
                 found[name] = item.tensor
-        return found
+        return _with_joined_experts(found)
 
     def _problems(self, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
         for name, item in stored.items():
@@ -144,14 +160,47 @@ class Fp8Format:
                 )
 
 
-def fp8_format(stated: object, where: str, *, is_mixture: bool) -> Fp8Format:
-    """Return the format that a ``quantization_config`` states.
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Projections of experts, as the library's modules have them, and the layers of each expert that they are made of."""
 
-    Raises ``RunError`` for every other one, and for mixtures of experts: the library joins the experts of a layer in
-    one tensor, which no linear layer holds.
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<layer>\w+)\.weight")
+
+
+def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in which the FP8 weights of experts are joined as ``Fp8Experts`` has them.
+
+    The library joins those of other dtypes, but knows no scales. Raises ``RunError`` for experts of which a layer is
+    missing, or is not FP8, and for other layers than a gate, up and down.
     """
-    if is_mixture:
-        raise RunError(f"{where} is quantized, and a mixture of experts; {_SUPPORTED}")
+    found = dict(tensors)
+    experts: dict[str, dict[tuple[int, str], str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype is FP8 and (match := _EXPERT.fullmatch(name)):
+            experts.setdefault(match["experts"], {})[int(match["number"]), match["layer"]] = name
+    for prefix, names in experts.items():
+        count = 1 + max(number for number, _ in names)
+        whole = {(number, layer) for number in range(count) for layer in itertools.chain(*_PROJECTIONS.values())}
+        if other := sorted(whole ^ names.keys()):
+            number, layer = other[0]
+            has = "not FP8, or missing" if other[0] in whole else "FP8"
+            raise RunError(
+                f"{prefix}.{number}.{layer} is {has}; experts with FP8 weights have gate_proj, up_proj and down_proj"
+            )
+        for projection, layers in _PROJECTIONS.items():
+            for leaf in ("weight", SCALE):
+                keys = [[f"{prefix}.{number}.{layer}.{leaf}" for layer in layers] for number in range(count)]
+                shapes = {found[key].shape for row in keys for key in row}
+                if len(shapes) > 1:
+                    raise RunError(f"{prefix}: {projection}.{leaf} has several shapes: {sorted(map(list, shapes))}")
+                # As bytes, which can be stacked on every device.
+                parts = [torch.stack([found.pop(key).view(torch.uint8) for key in row]) for row in keys]
+                dtype = tensors[keys[0][0]].dtype
+                found[f"{prefix}.{projection}.{leaf}"] = torch.stack(parts).view(dtype)
+    return found
+
+
+def fp8_format(stated: object, where: str) -> Fp8Format:
+    """Return the format that a ``quantization_config`` states; raises ``RunError`` for every other one."""
     given = stated if isinstance(stated, dict) else {}
     method = given.get("quant_method")
     if method == "fp8":

@@ -24,13 +24,14 @@ from transformers import (
     PreTrainedModel,
     Qwen3VLConfig,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from capture_planner.errors import RunError
 from capture_planner.plugins.backend import Scoring
 from capture_planner.records.model import DataType, Model
-from capture_planner_runner.models.fp8 import FP8, Fp8Linear
+from capture_planner_runner.models.fp8 import FP8, Dequantized, Fp8Weight
 from capture_planner_runner.models.fp8_folders import Fp8Format, fp8_format
 from capture_planner_runner.models.host_reads import reads_host
 from capture_planner_runner.models.interface import INTERFACE, SUPPORTED, Call
@@ -342,7 +343,7 @@ class HuggingFaceModel:
         Raises ``RunError`` for a model with FP8 weights, to which none are added.
         """
         decoder = set(self._layers.modules())
-        if any(isinstance(module, Fp8Linear) for module in decoder):
+        if any(isinstance(module, Fp8Weight) for module in decoder):
             raise RunError(f"{self.name} has FP8 weights, which adapters are not added to; run it without adapters")
         return {part: module for part, module in self._parts if module in decoder and isinstance(module, nn.Linear)}
 
@@ -438,7 +439,7 @@ def load_target(
         is_mixture = any(getattr(text, name, None) for name in _EXPERTS)
         quantization = taken_quantization(config)
         where = f"{source} ({config.model_type})"
-        fp8 = None if quantization is None else fp8_format(quantization, where, is_mixture=is_mixture)
+        fp8 = None if quantization is None else fp8_format(quantization, where)
         stated = text.dtype or config.dtype or _FLOATS.get(shape.dtype)
         chosen = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if chosen is None:
@@ -447,7 +448,7 @@ def load_target(
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
     options = {"dtype": chosen, "attn_implementation": INTERFACE}
     if is_mixture:  # transformers 5.17 refuses it for other models
-        options["experts_implementation"] = _experts(device, chosen)
+        options["experts_implementation"] = _experts(device, chosen) if fp8 is None else INTERFACE
     model: Any
     with library_errors(f"{subject}: cannot be loaded"):
         if found.files:
@@ -496,6 +497,17 @@ def _experts(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda" and dtype is torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm"):
         return "grouped_mm" if torch.cuda.get_device_capability(device) >= (8, 0) else "batched_mm"
     return "batched_mm"
+
+
+def _fp8_experts(experts: nn.Module, hidden_states: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+    """Compute experts that may have FP8 weights, as the library does with those that they stand for."""
+    dtype = hidden_states.dtype
+    function = ALL_EXPERTS_FUNCTIONS[_experts(hidden_states.device, dtype)]
+    found: torch.Tensor = function(Dequantized(experts, dtype), hidden_states, *args)
+    return found
+
+
+ALL_EXPERTS_FUNCTIONS.register(INTERFACE, _fp8_experts)
 
 
 def refuse_moving_rope(config: PreTrainedConfig, where: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from capture_planner.errors import RunError
-from capture_planner_runner.models.fp8 import Fp8Linear
+from capture_planner_runner.models.fp8 import COLUMNS, ROWS, Fp8Experts, Fp8Linear
 from capture_planner_runner.ranks.collectives import Collectives
 
 _WHOLE = frozenset(
@@ -148,10 +148,12 @@ def spread(
         part = _Part(name, *place, most=kv_heads if is_of_keys else None)
         if style in _WHOLE:
             continue
-        if style in _OF_LINEARS and isinstance(module, Fp8Linear):
-            axis = _OF_LINEARS[style]
+        if style in _OF_PARAMETERS and isinstance(module, (Fp8Linear, Fp8Experts)):
+            axis, _ = _OF_PARAMETERS[style]
             share = module.part(axis, part.slice_of(module.weight.shape[axis], module.unit(axis)))
-            setattr(owner, leaf, share if axis == 0 else PartialFp8Linear(share, among))
+            if isinstance(share, Fp8Linear) and axis == COLUMNS:
+                share = PartialFp8Linear(share, among)
+            setattr(owner, leaf, share)
             continue
         if style == "colwise" and isinstance(module, nn.Linear):
             _keep_rows(module, part.slice_of(module.out_features))
@@ -172,11 +174,13 @@ def spread(
             )
 
 
-_OF_LINEARS = {"colwise": 0, "rowwise": 1}
-"""Divided axis of the weight, for linear layers with FP8 weights."""
-
-_OF_PARAMETERS = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2), "packed_rowwise": (-1, 2)}
-"""Divided axis, and number of blocks along it (gate and up), for parameters of other modules."""
+_OF_PARAMETERS = {
+    "colwise": (ROWS, 1),
+    "rowwise": (COLUMNS, 1),
+    "packed_colwise": (ROWS, 2),
+    "packed_rowwise": (COLUMNS, 2),
+}
+"""Divided axis, and number of blocks along it (gate and up), for FP8 weights and parameters of other modules."""
 
 
 def _matches(tp_plan: Mapping[str, str], names: set[str]) -> Iterator[tuple[str, str]]:
