@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from capture_planner.errors import RunError
 from support.commands import Run, spec_for
+from support.timelines import assert_timeline_of
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -59,6 +61,14 @@ def test_adapters_that_a_run_cannot_have_are_refused(run: Run, given: tuple[str,
     ran = run("plan.yaml", *FEW, *(word for one in given for word in ("--adapters", one)))
     assert ran.code in (1, 2)
     assert said in " ".join(ran.err.split())
+
+
+@pytest.mark.parametrize("more", [(), ("--eager",)])
+def test_a_timeline_has_each_row_of_the_report_at_its_time(run: Run, more: tuple[str, ...]) -> None:
+    """Forwards are inside of their steps, nothing overlaps, and durations are those of the report."""
+    Path("lazy.yaml").write_text(f"{SPEC}{LAZY}", "utf-8")
+    report = run("lazy.yaml", "--format", "json", *FEW, *more, "--timeline", "timeline.json").data
+    assert_timeline_of(json.loads(Path("timeline.json").read_text("utf-8")), report)
 
 
 def test_the_graphs_of_a_run_are_dumped(run: Run) -> None:

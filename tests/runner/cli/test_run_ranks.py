@@ -17,6 +17,7 @@ from capture_planner_runner.ranks.watch import sentence
 from capture_planner_runner.serving.serving import Serving
 from support.commands import spec_for
 from support.forks import Fork, command, wait
+from support.timelines import assert_timeline_of, tracks_of
 
 pytest.importorskip("transformers")
 
@@ -63,7 +64,7 @@ def reports(folder) -> dict[str, dict]:
     """Return the reports of a run with replicas, and of one whose model is spread."""
     few = ("--ranks", "2", "--requests", "5", *FEW)
     runs = {
-        "data": command("run", "data.yaml", *few, "--rank-timeout", "50"),
+        "data": command("run", "data.yaml", *few, "--rank-timeout", "50", "--timeline", "data.json"),
         "tensor": command("run", "tensor.yaml", *few, "--all-reduce", "auto"),
         "verified": command("run", "data.yaml", *few, *VERIFIED),
     }
@@ -83,6 +84,18 @@ def test_one_report_has_the_requests_of_all_replicas(reports):
     assert [(row["rank"], row["data"], row["tensor"]) for row in rows] == [(0, 0, 0), (1, 1, 0)]
     assert sum(row["output_tokens"] for row in rows) == report["throughput"]["output_tokens"]
     assert rows[0]["steps"] + rows[0]["idle_steps"] == rows[1]["steps"] + rows[1]["idle_steps"]
+
+
+def test_a_timeline_has_all_ranks(reports, folder):
+    """On one clock, as they are on one host; the first rank's are the rows of the report."""
+    document = json.loads((folder / "data.json").read_text("utf-8"))
+    assert_timeline_of(document, reports["data"])
+    ends = {rank: track[-1] for (rank, name), track in tracks_of(document).items() if name == "steps"}
+    assert sorted(ends) == [0, 1]
+    assert {each["args"]["name"] for each in document["traceEvents"] if each["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+    }
 
 
 def test_agreements_are_counted_with_the_skew_of_ranks(reports):

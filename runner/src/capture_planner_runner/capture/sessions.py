@@ -158,10 +158,12 @@ class _Capture:
         self, warm: Reading | None, after: Reading | None, *, memory: int, alone: int = 0, waiver: Waiver | None
     ) -> GraphCapture:
         """Return the row of the ledger; ``warm`` is the device after the warm-up."""
+        ended = perf_counter()
         return GraphCapture(
             role=self.role.role,
             entry=self.entry,
-            seconds=perf_counter() - self.begun,
+            seconds=ended - self.begun,
+            ended=ended,
             memory=memory,
             alone=alone,
             readings=(self.before, warm, after) if self.before and warm and after else None,

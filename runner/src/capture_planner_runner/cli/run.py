@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import threading
@@ -280,6 +281,11 @@ def _checks(text: str) -> tuple[str, ...]:
     metavar="FOLDER",
     help="Write what each graph holds: Graphviz of CUDA graphs, text of recorded ones.",
 )
+@click.option(
+    "--timeline",
+    cls=OutputFile,
+    help="Write captures, steps and forwards of all ranks as Chrome trace events, which ui.perfetto.dev opens.",
+)
 @flag("--strict", "Stop if a graph does not fit, instead of dropping it.")
 @compiling
 @flag("--eager", "Run eager: capture no graphs.")
@@ -376,6 +382,10 @@ def _show(outcome: Outcome, values: dict[str, Any], to: Output, *, rank: int = 0
             show_notes([f"{file} is not written: {report.host.get('no fingerprints', 'no graph was captured')}"])
         elif file is not None:
             to.write(file, lambda: dumps(now))
+        if values["timeline"] is not None:
+            from capture_planner_runner.report.timeline import timeline
+
+            to.write(values["timeline"], lambda: json.dumps(timeline(outcome.events)))
     _end(outcome, as_json=to.is_json, rank=rank)
 
 
@@ -438,6 +448,7 @@ def _launch(
             "adapters": _adapters(values["adapters"]),
             "verify": checked.pop("verify"),
             "dump_graphs": dumped and Path(dumped),
+            "timeline": values["timeline"] is not None,
             "step_seconds": values["step_time"],
             "slower": _slower(values),
             "options": Options(**_given(Options, values) | checked),

@@ -56,6 +56,7 @@ from capture_planner_runner.options import Options
 from capture_planner_runner.ranks.collectives import collectives_of
 from capture_planner_runner.ranks.outcomes import refuse_differences
 from capture_planner_runner.ranks.peers import ALONE, Peers, Plain
+from capture_planner_runner.report.timeline import Events, events_of
 from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.serving import Answers
 from capture_planner_runner.serving.states import PageFormat
@@ -71,35 +72,38 @@ MOST_VECTORS = 200
 RankCounts = Mapping[str, Any]
 
 
-def with_ranks(report: RunReport, session: Session, peers: Peers) -> RunReport:
+def with_ranks(
+    report: RunReport, session: Session, peers: Peers, events: Events = ()
+) -> tuple[RunReport, tuple[Events, ...]]:
     """Return the first rank's report with the rows of all ranks and the requests of all replicas; others unchanged.
 
     Requests and drafts are summed over the replicas. Forwards and steps are the first rank's, because replicas run them
-    together.
+    together. Also returns the events of each rank.
     """
     place, counts = peers.place, report.counts
     if place.size == 1:
-        return report
+        return report, (events,)
     counted: dict[str, Plain] = {
         "host": place.host,
         **{name: getattr(counts, name) for name in ROW},
         "requests": counts.request_counts,
         "mismatched_requests": report.mismatched_requests,
         "seconds": report.serve_seconds,
+        "events": list(events),
         "agreed": [round(step.seconds, 7) for step in session.rank_steps],
         # Tensor-parallel ranks serve the same requests: the first of each replica sends them.
         "served": [attrs.asdict(served) for served in report.served] if place.data and not place.tensor else None,
     }
     collected = peers.collect("the report", counted, interrupted=report.interrupted)
     if place.rank:
-        return report
+        return report, ()
     by_rank = {rank: cast("RankCounts", each) for rank, each in enumerate(collected) if each is not None}
     replicas = [each for each in by_rank.values() if each["served"] is not None]
     served = [_request(each) for replica in replicas for each in replica["served"]]
     tally = copy.deepcopy(counts)
     for other in replicas:
         tally.add_request_counts(other["requests"])
-    return attrs.evolve(
+    complete = attrs.evolve(
         report,
         served=(*report.served, *served),
         tally=tally,
@@ -107,6 +111,7 @@ def with_ranks(report: RunReport, session: Session, peers: Peers) -> RunReport:
         serve_seconds=max(each["seconds"] for each in by_rank.values()),
         ranks=_record(report, session, peers, by_rank),
     )
+    return complete, tuple(each["events"] for each in by_rank.values())
 
 
 def _request(fields: dict[str, Any]) -> RequestResult:
@@ -182,6 +187,8 @@ class Outcome:
     """Names of the requests with a wrong token or row; None: not verified."""
     not_dumped: str = ""
     """Reason why graphs that were captured on first use could not be dumped; empty: none failed."""
+    events: tuple[Events, ...] = ()
+    """Events of each rank for a timeline, on the first rank."""
 
 
 def launch(
@@ -348,8 +355,9 @@ class _Launch:
         """Return the report with those of the other ranks, once all collectives are over."""
         self.model.among.release()
         assert self.report is not None, "a run that ends without an error has a report"
-        report = with_ranks(self.report, self.session, self.peers)
-        return Outcome(report=report, differing=self.differing, not_dumped=self.not_dumped)
+        events = events_of(self.report, self.peers.place) if self.asked.timeline else []
+        report, by_rank = with_ranks(self.report, self.session, self.peers, events)
+        return Outcome(report=report, differing=self.differing, not_dumped=self.not_dumped, events=by_rank)
 
     # Parts of the stages ------------------------------------------------------------------------
 

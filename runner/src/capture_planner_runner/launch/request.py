@@ -83,6 +83,8 @@ class RunRequest:
     """Capture no graphs."""
     dump_graphs: Path | None = None
     """Folder for the contents of each captured graph."""
+    timeline: bool = False
+    """Return the timeline of all ranks."""
     verify: bool = False
     """Compare tokens and hidden states with the model in a higher precision, see ``numerics.verification``."""
     any_environment: bool = False

@@ -35,6 +35,8 @@ class GraphCapture:
     entry: Entry
     seconds: float
     """Seconds of warm-up and capture."""
+    ended: float = 0.0
+    """Moment of its end, in seconds of the host's monotonic clock."""
     memory: int
     """Bytes by which the graph grew its pool, on top of the graphs captured before it."""
     alone: int
@@ -159,6 +161,8 @@ class Forward:
     """``preparation`` and guards."""
     seconds: float = 0.0
     """Seconds of the whole forward, over all repeats."""
+    ended: float = 0.0
+    """Moment of its end, in seconds of the host's monotonic clock."""
 
     @property
     def mode(self) -> GraphMode:
@@ -179,6 +183,8 @@ class Step:
     """Draft tokens that the target verified."""
     accepted: int
     seconds: float
+    ended: float = 0.0
+    """Moment of its end, in seconds of the host's monotonic clock."""
     waiting: int
     """Requests that have arrived and are not admitted."""
     drafted_at: tuple[int, ...] = ()

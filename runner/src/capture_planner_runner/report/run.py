@@ -736,7 +736,7 @@ def _run(report: RunReport) -> dict[str, Any]:
     percentiles, each null where nothing was measured, with the ``bound`` of their error. ``throughput``. ``waited``:
     requests by what they waited for. ``warm_up``, ``compiled``: what ran and what was compiled before and while the
     clock ran. Then a row each in ``steps``, ``forwards`` and ``requests``, with the generated tokens; of long runs
-    one of ``every_step`` and ``every_request``.
+    one of ``every_step`` and ``every_request``. ``ended``: on the host's monotonic clock.
     """
     numbers = summary(report)
     return {

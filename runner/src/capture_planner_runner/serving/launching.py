@@ -334,6 +334,7 @@ class StepLauncher:
                 preparation=times.preparation,
                 host_seconds=times.host_seconds,
                 seconds=times.seconds,
+                ended=perf_counter(),
             )
         )
 

@@ -156,6 +156,7 @@ class Serving:
                 drafted_at=drafted_at,
                 accepted_at=accepted_at,
                 seconds=end - max(step.started, self._last_end),
+                ended=end,
                 waiting=self.scheduler.waiting,
             )
         )
