@@ -106,18 +106,21 @@ def attack_case(subject: Subject, case: Case, role: Role, field: str, attack: At
 
     Raises ``RunError`` if the role has no such field.
     """
-    return _attacked(subject, case, AuditResult(role=role, field=field, attack=attack))
+    played = _attacked(subject, case, AuditResult(role=role, field=field, attack=attack))
+    return None if played is None else played[0]
 
 
-def _attacked(subject: Subject, case: Case, record: AuditResult) -> AuditResult | None:
+def _attacked(subject: Subject, case: Case, record: AuditResult) -> tuple[AuditResult, int] | None:
+    """Return the result of an attack that matters, and the steps before it does."""
     tampering = Tampering(record.role, record.field, record.attack)
     # Draft outputs stay in range: on a device, one invalid token id ends the process.
-    failure = play(subject, case, spared=(record.field, "outputs"), tampering=tampering).failure
+    played = play(subject, case, spared=(record.field, "outputs"), tampering=tampering)
+    failure = played.failure
     if tampering.error is not None:
         raise tampering.error
     if failure is None:
         return None
-    return attrs.evolve(
+    result = attrs.evolve(
         record,
         axis=record.axis or failure.axis,
         matters=True,
@@ -126,18 +129,20 @@ def _attacked(subject: Subject, case: Case, record: AuditResult) -> AuditResult 
         entry=failure.entry,
         case=dumps(case),
     )
+    return result, played.log.steps.total()
 
 
 def _tried(subject: Subject, cases: Sequence[Case], record: AuditResult) -> AuditResult:
-    """Run all cases at once and, if that matters, one after the other, the smallest first."""
+    """Run all cases at once and, if that matters, the one that it came to alone."""
     for scene, of_scene in itertools.groupby(cases, key=lambda case: case.scene):
         alone = list(of_scene)
-        steps = (*alone[0].steps[:-_PAIR], *(step for case in alone for step in case.steps[-_PAIR:]))
-        together = Case(scene=scene, steps=steps)
-        if _attacked(subject, together, record) is not None:
-            for case in (*alone, together):
-                if (result := _attacked(subject, case, record)) is not None:
-                    return result
+        before = alone[0].steps[:-_PAIR]
+        together = Case(scene=scene, steps=(*before, *(step for case in alone for step in case.steps[-_PAIR:])))
+        if (found := _attacked(subject, together, record)) is not None:
+            result, ran = found
+            number = max(ran - len(before), 0) // _PAIR
+            again = _attacked(subject, alone[number], record)
+            return result if again is None else again[0]
     return record
 
 

@@ -138,7 +138,7 @@ class Stage(AbstractContextManager["Stage"]):
         :param after: called after the checks of each forward.
         """
         self.scene, self.subject = scene, subject
-        self._eager_first = True
+        self._eager_first, self._without_eager = True, tampering is not None and tampering.is_of_padding
         self.plan = make_plan(scene.spec(subject.backend), subject.environment, subject.registry)
         if scene.beyond:
             self.plan = widened(self.plan, scene.beyond, subject.registry)
@@ -336,8 +336,11 @@ class Stage(AbstractContextManager["Stage"]):
 
         An eager run of a batch repairs what a backend keeps from one forward to the next, so the graph must
         sometimes run first. If the rows of the graph, run first, are wrong, an eager run says whether they
-        are wrong without a graph as well.
+        are wrong without a graph as well. An attack on padding needs no eager run, which has none.
         """
+        if self._without_eager:
+            forward(False)
+            return
         self._eager_first = not self._eager_first
         for eager in (self._eager_first, not self._eager_first):
             try:

@@ -44,6 +44,11 @@ class Tampering(ForwardObserver):
         """What was wrong with the attack itself: no evidence about the field."""
         self._role, self._key, self._attack = role, key, attack
 
+    @property
+    def is_of_padding(self) -> bool:
+        """Whether it leaves a forward without padding as it is."""
+        return self._attack is not Attack.OTHER_AXIS
+
     def begin(self, runner: Runner) -> None:
         """Change what must change before the capture. Raises ``RunError`` if the role has no such field."""
         try:
