@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
-from _model_configs import CONFIGS, drafter_of, mixture, write_adapters
+from _model_configs import CONFIGS, drafter_of, mixture, write_adapters, write_config
 
 from capture_planner.records.observation import Observation
 
@@ -255,6 +255,16 @@ def facts_of(observed: Observation, seconds: float) -> dict[str, Any]:
     }
 
 
+def steps_of(observed: Observation) -> dict[str, dict[str, int]]:
+    """Return the steps by role and kind of graph; ``NONE`` is eager."""
+    found: dict[str, dict[str, int]] = {}
+    for role in observed.roles:
+        kinds = found.setdefault(role.role.value, {"NONE": role.eager_steps})
+        for graph in role.graphs:
+            kinds[graph.entry.mode.value] = kinds.get(graph.entry.mode.value, 0) + graph.replays
+    return found
+
+
 def steps_since(before: Steps, now: Steps) -> Steps:
     """Return the steps that a load took, by role and kind of graph."""
     return {
@@ -285,7 +295,7 @@ def name_of(load: Mapping[str, Any]) -> str:
 def settings(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the arguments of vLLM's ``LLM``; writes the model's folders into ``folder``."""
     target, drafter = SHAPES[arguments.shape]
-    model = _written(folder / arguments.shape, target)
+    model = write_config(folder / arguments.shape, target)
     result: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy",
@@ -300,7 +310,7 @@ def settings(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if arguments.k:
         result["speculative_config"] = {
             "method": "eagle3",
-            "model": str(_written(folder / f"{arguments.shape}-drafter", drafter)),
+            "model": str(write_config(folder / f"{arguments.shape}-drafter", drafter)),
             "num_speculative_tokens": arguments.k,
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": arguments.accepted or 1 + arguments.k / 2,
@@ -309,12 +319,6 @@ def settings(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         result |= {"enable_lora": True, "max_loras": arguments.adapters, "max_lora_rank": 16}
     options: dict[str, Any] = json.loads(arguments.options)
     return result | options
-
-
-def _written(folder: Path, config: Mapping[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1), "utf-8")
-    return folder
 
 
 class Vllm:

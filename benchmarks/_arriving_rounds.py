@@ -25,8 +25,8 @@ from typing import IO, Any, Self
 
 import attrs
 from _arriving import SHAPES, WARM_UP, name_of, settings
-from _bench import CONSOLE, conclude, finish, parser, table
-from _model_configs import write_adapters
+from _bench import CONSOLE, conclude, finish, parser, print_table
+from _model_configs import write_adapters, write_config
 
 from capture_planner.codec import dumps
 from capture_planner.records._base import replace
@@ -79,7 +79,7 @@ class Group:
         )
         adapters = write_adapters(folder / self.shape, self.config, self.adapters) if self.adapters else []
         found = settings(namespace, folder)
-        Path(found["model"], "config.json").write_text(json.dumps({**self.config, "dtype": "bfloat16"}), "utf-8")
+        write_config(Path(found["model"]), self.config)
         return {"options": found, "adapters": [str(path) for path in adapters]}
 
     @property
@@ -564,11 +564,11 @@ def _of(values: Sequence[float] | None) -> tuple[float, str]:
 def show(name: str, result: Mapping[str, Any]) -> None:
     """Print what a group gave."""
     medians = result["medians"]
-    shown = table(f"{name}: tokens/s, median (least to most)", "load", *medians)
+    rows = []
     for load in result["loads"]:
         cells = [medians[column].get(load, {}).get("tokens_per_second") for column in medians]
-        shown.add_row(load, *["-" if each is None else "{:,.0f} ({:,.0f}-{:,.0f})".format(*each) for each in cells])
-    CONSOLE.print(shown)
+        rows.append((load, *["-" if each is None else "{:,.0f} ({:,.0f}-{:,.0f})".format(*each) for each in cells]))
+    print_table(f"{name}: tokens/s, median (least to most)", ("load", *medians), rows)
 
 
 def without_drafter(spec: Spec) -> Spec:

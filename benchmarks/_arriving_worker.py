@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from _arriving import Vllm, facts_of, serve, steps_since
+from _arriving import Vllm, facts_of, serve, steps_of, steps_since
 
 from capture_planner.records.observation import Observation
 
@@ -49,18 +49,6 @@ def _remember(owner: Any, instances: list[Any]) -> None:
         create(self, *args, **kwargs)
 
     owner.__init__ = init
-
-
-def observed_batches() -> dict[str, dict[str, int]]:
-    """Return the steps so far by role and mode (``NONE`` is eager), if this process observes itself."""
-    steps: dict[str, dict[str, int]] = {}
-    for recorder in RECORDERS:
-        for role in recorder.observation().roles:
-            counts = steps.setdefault(role.role.value, {"other": role.other_batches})
-            for batch in role.batches:
-                mode = "NONE" if batch.graph is None else role.graphs[batch.graph].entry.mode.value
-                counts[mode] = counts.get(mode, 0) + batch.steps
-    return steps
 
 
 def engine_of(options: Mapping[str, Any]) -> Vllm:
@@ -110,10 +98,10 @@ def answer(engine: Vllm, request: Mapping[str, Any]) -> dict[str, Any]:
     watch = observer._active
     if request.get("unobserved"):
         observer._active = None
-    before = observed_batches()
+    before = steps_of(observation())
     figures = serve(engine, request["load"], request["tag"], request["seed"])
     observer._active = watch
-    figures["graphs_of_steps"] = steps_since(before, observed_batches())
+    figures["graphs_of_steps"] = steps_since(before, steps_of(observation()))
     return figures
 
 

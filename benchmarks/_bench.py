@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,14 @@ def _without_folders(text: str) -> str:
     return text
 
 
-def table(title: str, *columns: str) -> Table:
-    """Return a table whose first column is text and the others are numbers."""
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """Print a table whose first column is text and the others are numbers; a row may end early."""
     result = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         result.add_column(column, justify="right" if index else "left")
-    return result
+    for row in rows:
+        result.add_row(*map(str, row))
+    CONSOLE.print(result)
 
 
 def verdict(holds: bool) -> str:

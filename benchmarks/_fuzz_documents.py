@@ -76,25 +76,10 @@ def _long_key(rng: random.Random, size: int) -> str:
 
 
 def _many_lines(rng: random.Random, size: int) -> str:
-    units = (
-        "\n",
-        "#\n",
-        "# c\n",
-        " \n",
-        "\t\n",
-        "\r",
-        "\r\n",
-        "\u2028",
-        "- a\n",
-        "- \n",
-        "-\n",
-        "a\n",
-        "  a\n",
-        "? a\n",
-    )
-    return rng.choice(("", "name:\n", "name: |\n", "name: >\n", "name: 'x\n", "a: [\n")) + _repeat(
-        rng.choice(units), size
-    )
+    breaks = ("\n", "#\n", "# c\n", " \n", "\t\n", "\r", "\r\n", "\u2028")
+    items = ("- a\n", "- \n", "-\n", "a\n", "  a\n", "? a\n")
+    begun = rng.choice(("", "name:\n", "name: |\n", "name: >\n", "name: 'x\n", "a: [\n"))
+    return begun + _repeat(rng.choice(breaks + items), size)
 
 
 def _many_keys(rng: random.Random, size: int) -> str:

@@ -84,15 +84,8 @@ def plugin(rng: random.Random, folder: Path, index: int) -> Input:
     source = f"{_HEAD}\n{marker}def {hook}{signature}:\n    return {bring}\n"
     made_by = f"{marker.strip()} {hook}{signature}: {bring}"
     if rng.random() < 0.25:
-        whole = (
-            "def",
-            "raise " + error,
-            "\0",
-            "import no_such_module",
-            "x = 1",
-            "def __getattr__(n): raise ValueError(n)",
-        )
-        source = made_by = _HEAD + rng.choice(whole)
+        odd = "def __getattr__(n): raise ValueError(n)"
+        source = made_by = _HEAD + rng.choice(("def", "raise " + error, "\0", "import no_such_module", "x = 1", odd))
         made_by = source.rpartition("\n")[2]
     (folder / f"{module}.py").write_text(source, "utf-8")
     info = folder / f"{module}-1.0.dist-info"
@@ -110,35 +103,9 @@ _ROWS = "TIMESTAMP,ContextTokens,GeneratedTokens\n0.0,4,3\n0.5,7,2\n1.5,1,1\n"
 _LINES = "alpha beta\n\ngamma delta alpha\n"
 _OBJECTS = '{"prompt": "alpha beta", "max_new_tokens": 3, "arrival": 0.5}\n{"prompt": "gamma"}\n'
 _BITS = (
-    *(
-        "\0",
-        "\ufeff",
-        "\r",
-        "\r\n",
-        "\n",
-        ",",
-        '"',
-        "'",
-        "-1",
-        "1e400",
-        "9" * 400,
-        "nan",
-        "inf",
-        "2023-11-16 18:17:03.97",
-    ),
-    *(
-        "2023-11-16T18:17:03Z",
-        "9999-99-99 99:99:99",
-        "{",
-        "[",
-        "[" * 100_000,
-        "null",
-        '"\\ud800"',
-        "é",
-        "\t",
-        ";",
-        *CONTROLS,
-    ),
+    *("\0", "\ufeff", "\r", "\r\n", "\n", "\t", ",", ";", '"', "'", "é", "-1", "1e400", "9" * 400, "nan", "inf"),
+    *("2023-11-16 18:17:03.97", "2023-11-16T18:17:03Z", "9999-99-99 99:99:99", "null", '"\\ud800"'),
+    *("{", "[", "[" * 100_000, *CONTROLS),
 )
 
 
@@ -200,9 +167,8 @@ def plan_text(rng: random.Random, folder: Path, plan: dict[str, Any]) -> Input:
                 walk(node[key])
 
     walk(data)
-    likely = [
-        place for place in places if place[1] in ("says", "before", "after", "version", "reason", "formula", "cause")
-    ]
+    shown = ("says", "before", "after", "version", "reason", "formula", "cause")
+    likely = [place for place in places if place[1] in shown]
     for _ in range(rng.choice((1, 2, 5))):
         node, key = rng.choice(likely if likely and rng.random() < 0.8 else places)
         at = rng.randrange(len(node[key]) + 1)
@@ -256,18 +222,10 @@ def output(rng: random.Random, folder: Path, spec: str, plan: str) -> Input:
 
 
 NUMBERS: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "vocab_size": 32,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 16,
+    "intermediate_size": 16, "vocab_size": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 BLOCK = 8, 16
 QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)}}
 FAMILIES: tuple[Callable[[], Any], ...] = (
@@ -373,8 +331,7 @@ def _weights(rng: random.Random, folder: Path, tensors: dict[str, torch.Tensor])
         torch.save(tensors, folder / "pytorch_model.bin")
         return layout, True
     if layout in ("shards", "foreign", "absent", "index"):
-        first = "model-00001-of-00002.safetensors"
-        second = "model-00002-of-00002.safetensors"
+        first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
         save_file(half, folder / first, metadata={"format": "pt"})
         if layout == "foreign":
             second = rng.choice(_foreign(folder))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from capture_planner.records.model import DataType, Model
+
+RANK = 8
+"""Of the LoRA adapters."""
 
 DRAFT_VOCABULARY = 32000
 """What published EAGLE-3 heads of Qwen3 have."""
@@ -89,32 +93,38 @@ CONFIGS = {
 }
 
 
+def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write the config.json of a model in bfloat16, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1), "utf-8")
+    return folder
+
+
 def write_configs(folder: Path) -> None:
-    """Write a model folder for each shape, by its name; its weights are bfloat16."""
+    """Write a model folder for each shape, by its name."""
     for name, config in CONFIGS.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1), "utf-8")
+        write_config(folder / name, config)
 
 
 def write_adapters(folder: Path, config: Mapping[str, Any], number: int) -> list[Path]:
-    """Write LoRA adapters of rank 8 for the queries of each layer, in the format of PEFT, and return their folders."""
+    """Write LoRA adapters for queries and values, with random weights, in the format of PEFT; return their folders."""
     import torch
     from safetensors.torch import save_file
 
-    width = config["num_attention_heads"] * config["head_dim"]
-    folders = []
-    for index in range(number):
-        target = folder / f"adapter-{index}"
+    heads = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
+    facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    facts |= {"target_modules": list(heads), "base_model_name_or_path": None}
+    folders = [folder / f"adapter{index}" for index in range(1, number + 1)]
+    for seed, target in enumerate(folders, 1):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for layer, (name, count) in itertools.product(range(config["num_hidden_layers"]), heads.items()):
+            for part, shape in (("A", (RANK, config["hidden_size"])), ("B", (count * config["head_dim"], RANK))):
+                weight = torch.randn(*shape, generator=generator).bfloat16() * 0.1
+                tensors[f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight"] = weight
         target.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight": torch.full(shape, 1e-3)
-            for layer in range(config["num_hidden_layers"])
-            for part, shape in (("A", (8, config["hidden_size"])), ("B", (width, 8)))
-        }
         save_file(tensors, str(target / "adapter_model.safetensors"))
-        facts = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
         (target / "adapter_config.json").write_text(json.dumps(facts), "utf-8")
-        folders.append(target)
     return folders
 
 

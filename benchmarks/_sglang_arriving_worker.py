@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from _arriving import Request, facts_of, figures, requests_of, steps_since
+from _arriving import Request, facts_of, figures, requests_of, steps_of, steps_since
 
 from capture_planner import codec, load_plan
 from capture_planner.records.observation import Observation
@@ -87,16 +87,6 @@ def observation(folder: Path) -> tuple[Path, Observation]:
     time.sleep(2 * SECONDS)
     (path,) = folder.glob("sglang.rank0.*.yaml")
     return path, codec.load_observation(path)
-
-
-def steps_of(observed: Observation) -> dict[str, dict[str, int]]:
-    """Return the steps by role and kind of graph; ``NONE`` is eager."""
-    found: dict[str, dict[str, int]] = {}
-    for role in observed.roles:
-        kinds = found.setdefault(role.role.value, {"NONE": role.eager_steps})
-        for graph in role.graphs:
-            kinds[graph.entry.mode.value] = kinds.get(graph.entry.mode.value, 0) + graph.replays
-    return found
 
 
 def engine_of(words: list[str]) -> Any:

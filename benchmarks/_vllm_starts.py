@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 from _bench import ROOT
-from _model_configs import config_of, drafter_of
+from _model_configs import RANK, config_of, drafter_of, write_adapters, write_config
 
 from capture_planner.codec import dumps
 from capture_planner.engines import find_engine
@@ -33,7 +33,7 @@ from capture_planner.records.plan import Plan
 sys.path.insert(0, str(ROOT / "tests"))
 from engines.generators.vllm_random import random_plan
 
-VOCABULARY, LAYERS, LENGTH, RANK = 1024, 2, 384, 8
+VOCABULARY, LAYERS, LENGTH = 1024, 2, 384
 SHAPE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096,
@@ -153,31 +153,8 @@ def write_models(folder: Path) -> None:
         "drafter": drafter_of(SHAPE) | {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }
     for name, config in configs.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1), "utf-8")
-    for number in (1, 2, 3):
-        _write_adapter(folder / f"adapter{number}", number)
-
-
-def _write_adapter(folder: Path, number: int) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    heads, width = SHAPE["num_attention_heads"] * SHAPE["head_dim"], SHAPE["hidden_size"]
-    outputs = {"q_proj": heads, "v_proj": SHAPE["num_key_value_heads"] * SHAPE["head_dim"]}
-    generator = torch.Generator().manual_seed(number)
-    tensors = {}
-    for layer, (name, size) in itertools.product(range(LAYERS), outputs.items()):
-        path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-        tensors[f"{path}.lora_A.weight"] = torch.randn(RANK, width, generator=generator).bfloat16() * 0.1
-        tensors[f"{path}.lora_B.weight"] = torch.randn(size, RANK, generator=generator).bfloat16() * 0.1
-    save_file(tensors, str(folder / "adapter_model.safetensors"))
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none",
-        "target_modules": list(outputs), "base_model_name_or_path": None,
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+        write_config(folder / name, config)
+    write_adapters(folder, configs["model"], 3)
 
 
 def words_of(start: Start, folder: Path, *, graphs: bool = True, drafts: bool = True) -> list[str]:

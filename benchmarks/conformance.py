@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import CONSOLE, finish, parser, table
+from _bench import CONSOLE, finish, parser, print_table
 from _deployments import CASES, Case, environment, missing
 
 from capture_planner.report.plain import plain
@@ -375,19 +375,20 @@ def _result_line(result: Data) -> str:
 
 def show(title: str, results: Sequence[Data]) -> None:
     """Print what each backend was put through, of those whose scenes were run."""
-    summary = table(title, "backend", "scenes", "steps", "forwards", "attacks", "findings", "s")
-    for result in results:
-        if "scenes" in result:
-            summary.add_row(
-                result["case"],
-                f"{result['scenes']:,}",
-                f"{sum(result['steps'].values()):,}",
-                f"{sum(each['count'] for each in result['forwards']):,}",
-                str(len(result["audited"])),
-                str(len(result["findings"])),
-                f"{result['wall_seconds']:.0f}",
-            )
-    CONSOLE.print(summary)
+    rows = (
+        (
+            result["case"],
+            f"{result['scenes']:,}",
+            f"{sum(result['steps'].values()):,}",
+            f"{sum(each['count'] for each in result['forwards']):,}",
+            len(result["audited"]),
+            len(result["findings"]),
+            f"{result['wall_seconds']:.0f}",
+        )
+        for result in results
+        if "scenes" in result
+    )
+    print_table(title, ("backend", "scenes", "steps", "forwards", "attacks", "findings", "s"), rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
-from _bench import CONSOLE, conclude, parser, shipped_environments, shipped_specs, table
+from _bench import conclude, parser, print_table, shipped_environments, shipped_specs
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.dispatch.dispatcher import Dispatcher
@@ -294,32 +294,26 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=200, help="passes over all batches per time (default 200)")
     arguments = options.parse_args()
     results = {name: measure(name, tiers, arguments.repeats, arguments.rounds) for name, tiers in SCHEDULES.items()}
-    speed = table("ns per call (best), ratio to vLLM's rule (median)", "schedule, batches", "vllm", "same graphs")
-    for column in ("ratio", "own plan", "ratio", "dict lookup", "first call"):
-        speed.add_column(column, justify="right")
+    speed = []
     for name, figures in results.items():
         for kind, times in figures["times"].items():
             same, own = times["same graphs"], times["own plan"]
-            speed.add_row(
-                f"{name}, {kind}",
-                f"{times['vllm']['best_ns']:.0f}",
-                f"{same['best_ns']:.0f}",
-                f"{same['ratio_to_vllm']:.2f}",
-                f"{own['best_ns']:.0f}",
-                f"{own['ratio_to_vllm']:.2f}",
-                f"{times['dict lookup']['best_ns']:.0f}",
-                f"{same['first_call_ns']:.0f}",
-            )
-    CONSOLE.print(speed)
-    title = f"of {MAX_NUM_REQS} decode batch sizes, FULL graphs missed; graphs of the target unreachable"
-    columns = ("schedule, dispatcher", "missed", "FULL", "FULL unreachable", "graphs", "unreachable")
-    quality = table(title, *columns)
-    for name, figures in results.items():
-        for label in ("vllm", "same graphs", "own plan"):
-            row = figures[label]
-            numbers = (row[key] for key in ("missed", "full", "full_unreachable", "graphs", "unreachable"))
-            quality.add_row(f"{name}, {label}", *map(str, numbers))
-    CONSOLE.print(quality)
+            best = [f"{each['best_ns']:.0f}" for each in (times["vllm"], same, own, times["dict lookup"])]
+            ratios_of = [f"{each['ratio_to_vllm']:.2f}" for each in (same, own)]
+            first = f"{same['first_call_ns']:.0f}"
+            speed.append((f"{name}, {kind}", *best[:2], ratios_of[0], best[2], ratios_of[1], best[3], first))
+    columns = ("schedule, batches", "vllm", "same graphs", "ratio", "own plan", "ratio", "dict lookup", "first call")
+    print_table("ns per call (best), ratio to vLLM's rule (median)", columns, speed)
+    keys = ("missed", "full", "full_unreachable", "graphs", "unreachable")
+    print_table(
+        f"of {MAX_NUM_REQS} decode batch sizes, FULL graphs missed; graphs of the target unreachable",
+        ("schedule, dispatcher", "missed", "FULL", "FULL unreachable", "graphs", "unreachable"),
+        (
+            (f"{name}, {label}", *(figures[label][key] for key in keys))
+            for name, figures in results.items()
+            for label in ("vllm", "same graphs", "own plan")
+        ),
+    )
     ratios = [
         times[label]["ratio_to_vllm"]
         for figures in results.values()

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
-from _bench import CONSOLE, finish, parser, table, verdict
+from _bench import CONSOLE, finish, parser, print_table, verdict
 from _fuzz_documents import KINDS, document
 from _fuzz_uses import Outcome, check, corpus, prepare
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -134,23 +134,22 @@ def _results(
 def report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) -> int:
     """Print what became of the inputs; return the exit code."""
     kinds: collections.Counter[str] = collections.Counter(f"{o.kind}: {o.outcome}" for o in outcomes)
-    by_outcome = table("documents by outcome", "outcome", "documents")
-    for kind, count in kinds.most_common(40):
-        by_outcome.add_row(kind, str(count))
-    CONSOLE.print(by_outcome)
+    print_table("documents by outcome", ("outcome", "documents"), kinds.most_common(40))
     stages: collections.Counter[str] = collections.Counter()
     for outcome in outcomes:
         stages.update(outcome.stages)
-    time_in = table("processor time by stage", "stage", "seconds", "most for one document")
-    for name, seconds in stages.most_common():
-        time_in.add_row(name, f"{seconds:.1f}", f"{max(o.stages.get(name, 0.0) for o in outcomes):.3f}")
-    CONSOLE.print(time_in)
-    slow = table("slowest documents", "document", "seconds", "worst stage", "bytes", "entries", "MiB", "made by")
+    times = (
+        (name, f"{seconds:.1f}", f"{max(o.stages.get(name, 0.0) for o in outcomes):.3f}")
+        for name, seconds in stages.most_common()
+    )
+    print_table("processor time by stage", ("stage", "seconds", "most for one document"), times)
+    slow = []
     for outcome in sorted(outcomes, key=lambda o: -o.cpu)[:10]:
         worst = max(outcome.stages.items(), key=lambda item: item[1], default=("none", 0.0))
-        cells = f"{outcome.cpu:.2f}", f"{worst[0]} {worst[1]:.2f}", str(outcome.size), str(outcome.entries)
-        slow.add_row(f"{outcome.kind} {outcome.index}", *cells, str(outcome.rss >> 20), outcome.made_by)
-    CONSOLE.print(slow)
+        cells = f"{outcome.cpu:.2f}", f"{worst[0]} {worst[1]:.2f}", outcome.size, outcome.entries, outcome.rss >> 20
+        slow.append((f"{outcome.kind} {outcome.index}", *cells, outcome.made_by))
+    columns = ("document", "seconds", "worst stage", "bytes", "entries", "MiB", "made by")
+    print_table("slowest documents", columns, slow)
     most_rss, most_traced = max(o.rss for o in outcomes), max((o.traced or 0) for o in outcomes)
     CONSOLE.print(f"most memory: {most_rss >> 20} MiB resident, {most_traced >> 20} MiB traced")
     longest = max(outcomes, key=lambda o: o.message)

@@ -28,7 +28,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from _bench import CONSOLE, conclude, parser, table
+from _bench import CONSOLE, conclude, parser, print_table
 from _deployments import CASES, CYCLE, DRAFTS, Case, deployment, missing, qwen, small, tiny
 from _equality import check, differing, faults
 
@@ -224,23 +224,22 @@ def main() -> int:
 def show(results: list[dict[str, Any]]) -> None:
     """Print a line for each backend."""
     columns = ("backend", "deployments", "steps", "from graphs", "requests", "differ", "worst logits", "seconds")
-    summary = table("graphs against the same kernels", *columns)
-    for each in results:
-        if "steps" not in each:
-            summary.add_row(each["backend"], "-", "-", "-", "-", "-", "-", "-")
-            continue
-        worst = max(errors["worst"] for errors in each["logits"].values())
-        summary.add_row(
+    rows = (
+        (
             each["backend"],
-            str(each["deployments"]),
-            str(each["steps"]),
-            str(sum(each["from graphs"].values())),
-            str(each["requests"]),
-            str(each["differ from the same kernels"]),
-            f"{worst:.2%}",
+            each["deployments"],
+            each["steps"],
+            sum(each["from graphs"].values()),
+            each["requests"],
+            each["differ from the same kernels"],
+            f"{max(errors['worst'] for errors in each['logits'].values()):.2%}",
             f"{each['seconds']:.0f}",
         )
-    CONSOLE.print(summary)
+        if "steps" in each
+        else (each["backend"],)
+        for each in results
+    )
+    print_table("graphs against the same kernels", columns, rows)
 
 
 if __name__ == "__main__":

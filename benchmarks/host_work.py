@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from _bench import CONSOLE, conclude, parser, shipped_environments, shipped_specs, table
+from _bench import conclude, parser, print_table, shipped_environments, shipped_specs
 
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
@@ -106,15 +106,11 @@ def main() -> int:
         sizes = sorted({64, *range(1, min(graphs, 64)), *range(65, graphs + 1)})
         many = deployment(256, sizes, speculative=False)
         by_graphs[len(many.roles[0].entries)] = median(many, 64, arguments)
-    summary = table("host us of a decode step (median)", "requests", "plain", "without guards", "with a drafter")
-    for num_reqs in REQUESTS:
-        row = (by_requests[num_reqs], trusted[num_reqs], drafted[num_reqs])
-        summary.add_row(str(num_reqs), *(f"{time:.0f}" for time in row))
-    CONSOLE.print(summary)
-    flat = table("host us of a decode step of 64 requests", "graphs", "plain")
-    for graphs, time in by_graphs.items():
-        flat.add_row(str(graphs), f"{time:.0f}")
-    CONSOLE.print(flat)
+    rows = ((n, *(f"{times[n]:.0f}" for times in (by_requests, trusted, drafted))) for n in REQUESTS)
+    columns = ("requests", "plain", "without guards", "with a drafter")
+    print_table("host us of a decode step (median)", columns, rows)
+    flat = ((graphs, f"{time:.0f}") for graphs, time in by_graphs.items())
+    print_table("host us of a decode step of 64 requests", ("graphs", "plain"), flat)
     growth = max(by_graphs.values()) / min(by_graphs.values())
     each = (by_requests[256] - by_requests[64]) / 192
     targets = {

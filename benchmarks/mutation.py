@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from _bench import CONSOLE, ROOT, finish, parser, table, verdict
+from _bench import CONSOLE, ROOT, finish, parser, print_table, verdict
 from _equivalent import equivalent
 from _mutation_tests import TESTS
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -490,12 +490,13 @@ def main() -> int:
     for module in campaign.failing:
         CONSOLE.print(f"{module}: not tested, since its tests fail without any mutation")
     result = results(options, samples, campaign.outcomes)
-    summary = table("mutants", "module", "mutants", "tested", "killed", "timed out", "survived", "noticed", "target")
+    counted = ("mutants", "tested", "killed", "timed_out", "survived")
+    rows = []
     for module, row in result["modules"].items():
-        counts = [str(row[name]) for name in ("mutants", "tested", "killed", "timed_out", "survived")]
         share = row["share"]
-        summary.add_row(module, *counts, *(("", "") if share is None else (f"{share:.1%}", verdict(share >= TARGET))))
-    CONSOLE.print(summary)
+        noticed = () if share is None else (f"{share:.1%}", verdict(share >= TARGET))
+        rows.append((module, *(row[name] for name in counted), *noticed))
+    print_table("mutants", ("module", *counted, "noticed", "target"), rows)
     low, high = result["interval_95"]
     CONSOLE.print(f"{result['share']:.1%} are noticed" + (f" ({low:.1%} to {high:.1%})" if options.sample else ""))
     for target, holds in result["targets"].items():

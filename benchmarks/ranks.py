@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 
 import attrs
-from _bench import CONSOLE, ROOT, finish, parser, shipped_environments, shipped_specs, table, verdict
+from _bench import CONSOLE, ROOT, finish, parser, print_table, shipped_environments, shipped_specs, verdict
 
 from capture_planner import codec
 from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree
@@ -335,10 +335,8 @@ def _report(arguments: argparse.Namespace, outcomes: list[Outcome], each: int, w
     for outcome in outcomes:
         counts.update(outcome.counts)
     vectors, answers = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("vectors", "answers"))
-    summary = table(f"{vectors} vectors, {answers} answers of single ranks", "vectors", "number", "share")
-    for kind, count in counts.most_common():
-        summary.add_row(kind, str(count), f"{count / vectors:.1%}")
-    CONSOLE.print(summary)
+    rows = ((kind, count, f"{count / vectors:.1%}") for kind, count in counts.most_common())
+    print_table(f"{vectors} vectors, {answers} answers of single ranks", ("vectors", "number", "share"), rows)
     bad = [(outcome, kind) for outcome in outcomes for kind in outcome.violations]
     for outcome, kind in bad[:20]:
         again = f"python benchmarks/ranks.py --seed {arguments.seed} --vectors {arguments.vectors}"

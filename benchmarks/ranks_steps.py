@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _bench import CONSOLE, finish, parser, shipped_environments, shipped_specs, table, verdict
+from _bench import CONSOLE, finish, parser, print_table, shipped_environments, shipped_specs, verdict
 
 from capture_planner import codec
 from capture_planner.analysis.data_parallel import agree
@@ -199,12 +199,16 @@ def main() -> int:
         result = run(size, arguments.seed, -(-arguments.steps // len(arguments.replicas)))
         results.append(result)
         finish(arguments, {"seed": arguments.seed, "results": results, "wall_seconds": time.perf_counter() - started})
-    shown = table("Steps of replicas", "replicas", "rounds", "steps", "idle", "eager because of a rank", "violations")
-    for result in results:
-        counts = result.get("counts", {})
-        cells = (result.get("rounds"), result["steps"], counts.get("idle"), counts.get("eager because of a rank"))
-        shown.add_row(str(result["replicas"]), *map(str, cells), str(len(result.get("violations", result["says"]))))
-    CONSOLE.print(shown)
+    counted = ("idle", "eager because of a rank")
+    rows = (
+        (
+            *(result.get(key) for key in ("replicas", "rounds", "steps")),
+            *(result.get("counts", {}).get(key) for key in counted),
+            len(result.get("violations", result["says"])),
+        )
+        for result in results
+    )
+    print_table("Steps of replicas", ("replicas", "rounds", "steps", *counted, "violations"), rows)
     for result in results:
         for line in (*result.get("violations", ()), *result["says"]):
             CONSOLE.print(line, markup=False, highlight=False)

@@ -31,7 +31,7 @@ from typing import Any
 import attrs
 import torch
 from _arriving_rounds import Child, Group
-from _bench import CONSOLE, conclude, finish, parser, shipped_environments, table
+from _bench import CONSOLE, conclude, finish, parser, print_table, shipped_environments
 from _deployments import CASES, REGISTRY, missing
 from _model_configs import DRAFT_VOCABULARY, RATES, small_model, write_small_config
 
@@ -252,15 +252,16 @@ def main() -> int:
             for facts, rates in measure(comparison, folder, arguments, end):
                 results[name] = {"engines": facts, "loads": summary(rates)}
                 finish(arguments, {"acceptance": RATES, "results": results, "targets": targets})
-        shown = table(name, "requests", *results[name]["loads"][str(comparison.loads[0])])
-        for load, row in results[name]["loads"].items():
-            shown.add_row(
-                load, *(f"{each['tokens_per_second']:,.0f} ({each['of_vllm'][0]:.2f}x)" for each in row.values())
-            )
+        loads = results[name]["loads"]
+        cells = (
+            (load, *(f"{each['tokens_per_second']:,.0f} ({each['of_vllm'][0]:.2f}x)" for each in row.values()))
+            for load, row in loads.items()
+        )
+        print_table(name, ("requests", *loads[str(comparison.loads[0])]), cells)
+        for load, row in loads.items():
             best = max((each["of_vllm"][0], own) for own, each in row.items() if own != VLLM)
             text = f"{name}: {load} requests, {best[0]:.2f} times vLLM's tokens per second with {best[1]}"
             targets[f"{text}, at least {comparison.least}"] = best[0] >= comparison.least
-        CONSOLE.print(shown)
     return conclude(arguments, {"acceptance": RATES, "results": results}, targets)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from _bench import CONSOLE, conclude, parser, shipped_environments, shipped_specs, table
+from _bench import CONSOLE, conclude, parser, print_table, shipped_environments, shipped_specs
 
 from capture_planner.analysis.coverage import coverage
 from capture_planner.errors import CapturePlannerError
@@ -102,19 +102,16 @@ def main() -> int:
     results: dict[str, Any] = {}
     for most in (256, 512):
         results[f"1..{most}"] = padding(most)
-        columns = ("policy", "sizes", "largest", "worst padding", "mean padding", "eager")
-        graphs = table(f"decodes of 1 to {most} requests", *columns)
-        for row in results[f"1..{most}"]:
-            worst, mean = f"{row['worst_padding']:.1%}", f"{row['mean_padding']:.1%}"
-            graphs.add_row(row["policy"], str(row["sizes"]), str(row["largest"]), worst, mean, str(row["eager"]))
-        CONSOLE.print(graphs)
+        rows = results[f"1..{most}"]
+        cells = ((f"{value:.1%}" if isinstance(value, float) else value for value in row.values()) for row in rows)
+        print_table(f"decodes of 1 to {most} requests", rows[0], cells)
     rows = results["reachability"] = reachability()
-    graphs = table("graphs of shipped plans", "spec @ environment", "graphs", "unreachable", "uncovered", "target")
-    for row in rows:
-        keys = ("graphs", "unreachable", "uncovered_cells", "target_graphs")
-        cells = ("refused",) if "refused" in row else tuple(str(row[key]) for key in keys)
-        graphs.add_row(f"{row['spec']} @ {row['environment']}", *cells)
-    CONSOLE.print(graphs)
+    keys = ("graphs", "unreachable", "uncovered_cells", "target_graphs")
+    plans = (
+        (f"{row['spec']} @ {row['environment']}", *(["refused"] if "refused" in row else [row[key] for key in keys]))
+        for row in rows
+    )
+    print_table("graphs of shipped plans", ("spec @ environment", *keys), plans)
     planned_rows = [row for row in rows if "refused" not in row]
     totals = {key: sum(row[key] for row in planned_rows) for key in ("graphs", "unreachable", "uncovered_cells")}
     results["totals"] = totals

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from _bench import CONSOLE, conclude, parser, shipped_environments, table
+from _bench import CONSOLE, conclude, parser, print_table, shipped_environments
 
 from capture_planner.analysis.arrivals import simulate
 from capture_planner.analysis.trace import TraceRow, read_trace
@@ -429,11 +429,11 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
         ("Held-out traces: mean step against every size", ("steps", "graphs", "vllm_graphs", "ratio", "vllm_ratio")),
         ("Worst decode, churn, and shifted loads", ("worst", "kept", "churn_cost", *SHIFTS)),
     ):
-        shown = table(title, "cell", *columns)
-        for row in rows:
-            cells_of = (f"{row[key]:.3f}" if isinstance(row.get(key), float) else str(row.get(key)) for key in columns)
-            shown.add_row(_name(row), *cells_of)
-        CONSOLE.print(shown)
+        cells_of = (
+            (_name(row), *(f"{row[key]:.3f}" if isinstance(row.get(key), float) else row.get(key) for key in columns))
+            for row in rows
+        )
+        print_table(title, ("cell", *columns), cells_of)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import CONSOLE, ROOT, conclude, finish, parser, table
+from _bench import CONSOLE, ROOT, conclude, finish, parser, print_table
 
 from capture_planner import codec
 from capture_planner.measuring.workers import read_workers
@@ -273,13 +273,17 @@ def main(words: Sequence[str] | None = None) -> int:
         for rows, targets in campaign(starts, arguments.seconds):
             journal = [codec.to_data(each) for each in starts.auto.read().journal]
             finish(arguments, {"starts": rows, "journal": journal, "targets": targets})
-    shown = table("starts", "start", "runs", "graphs", "promise", "tokens/s by load")
-    for row in rows:
-        rates = ", ".join(f"{load['tokens_per_second']:,.0f}" for load in row["loads"])
-        runs = "by itself" if row["plan"] is None else row["plan"].partition(":")[2][:8]
-        kept = row.get("promise", {}).get("verdict", "")
-        shown.add_row(row["name"], runs, str(row.get("graphs", "")), kept, rates)
-    CONSOLE.print(shown)
+    shown = (
+        (
+            row["name"],
+            "by itself" if row["plan"] is None else row["plan"].partition(":")[2][:8],
+            row.get("graphs", ""),
+            row.get("promise", {}).get("verdict", ""),
+            ", ".join(f"{load['tokens_per_second']:,.0f}" for load in row["loads"]),
+        )
+        for row in rows
+    )
+    print_table("starts", ("start", "runs", "graphs", "promise", "tokens/s by load"), shown)
     return conclude(arguments, {"starts": rows, "journal": journal}, targets)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from _bench import CONSOLE, conclude, parser, table
+from _bench import CONSOLE, conclude, parser, print_table
 from _vllm_starts import compare_kind, run_start, start_of, write_models
 
 LIMIT = 240.0
@@ -378,17 +378,13 @@ def targets_of(campaign: Campaign, compared: dict[str, dict[str, Any]], starts: 
 def show(campaign: Campaign, compared: dict[str, dict[str, Any]]) -> dict[str, int]:
     """Print the tables; return how many starts have each trait."""
     traits: Counter[str] = Counter(trait for seed in campaign.rows for trait in start_of(seed).traits())
-    shown = table("starts under a plan", "with", "starts")
-    for name, count in sorted(traits.items()):
-        shown.add_row(name, str(count))
-    CONSOLE.print(shown)
-    tokens = table(
-        "tokens, against eager steps", "kind", "requests", "tokens", "ties", "of eager", "as vLLM alone", "different"
-    )
+    print_table("starts under a plan", ("with", "starts"), sorted(traits.items()))
+    rows = []
     for name, each in sorted(compared.items()):
         counts = [each.get(key, 0) for key in ("requests", "tokens", "ties", "ties_of_eager", "as_vllm_alone")]
-        tokens.add_row(name, *(f"{cell:,}" for cell in (*counts, len(each.get("different", ())))))
-    CONSOLE.print(tokens)
+        rows.append((name, *(f"{cell:,}" for cell in (*counts, len(each.get("different", ()))))))
+    columns = ("kind", "requests", "tokens", "ties", "of eager", "as vLLM alone", "different")
+    print_table("tokens, against eager steps", columns, rows)
     return dict(sorted(traits.items()))
 
 
@@ -399,13 +395,8 @@ def one_case(seed: int, folder: Path) -> int:
     processes = _processes(folder, 1, fresh=False)
     campaign = run_campaign(processes, seed, 1, LIMIT * 3)
     compared = compare(processes, campaign, LIMIT)
-    for each in (
-        *campaign.crashes,
-        *campaign.refused,
-        *campaign.recovered,
-        *campaign.rows.values(),
-        *compared.values(),
-    ):
+    failed = (*campaign.crashes, *campaign.refused, *campaign.recovered)
+    for each in (*failed, *campaign.rows.values(), *compared.values()):
         CONSOLE.print_json(data=each)
     CONSOLE.print(f"logs and the plan lie in {folder}", markup=False)
     return 1 if campaign.crashes or any(each.get("different") for each in compared.values()) else 0
