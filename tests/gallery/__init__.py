@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 
 from capture_planner.errors import RunError
-from gallery import adapters, backends, plans, ranks, runners
+from gallery import adapters, backends, plans, ranks, runners, sampling
 from gallery.core import Detection, Mutant, detect
 from gallery.plans import HEALTHY
 
@@ -22,7 +22,7 @@ __all__ = ["HEALTHY", "MUTANTS", "Detection", "Mutant", "detect", "named"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     sorted(
-        (*adapters.MUTANTS, *backends.MUTANTS, *runners.MUTANTS, *plans.MUTANTS, *ranks.MUTANTS),
+        (*adapters.MUTANTS, *backends.MUTANTS, *runners.MUTANTS, *plans.MUTANTS, *ranks.MUTANTS, *sampling.MUTANTS),
         key=lambda mutant: (mutant.bug_class.name, mutant.kind, mutant.name),
     )
 )

@@ -20,16 +20,16 @@ from support.runner_conformance import runner_under_test
 
 @attrs.frozen(kw_only=True)
 class Mutant:
-    """One public bug, planted: in a backend, in the runner, its LoRA, in a plan, or in how ranks agree.
+    """One public bug, planted: in a backend, in the runner, its LoRA or sampling, in a plan, or in how ranks agree.
 
-    Exactly one of ``backend``, ``patch``, ``plan``, ``agreement`` and ``adapters`` is given. Everything else of it is
-    healthy.
+    Exactly one of ``backend``, ``patch``, ``plan``, ``agreement``, ``adapters`` and ``sampling`` is given. Everything
+    else of it is healthy.
     """
 
     name: str
     """Lower-case words with hyphens."""
     threads: tuple[str, ...]
-    """Public threads of the bug; none where only a backend's list of what it leaves unchecked names it."""
+    """Public threads of the bug; none where only a backend's list of what it leaves unchecked names it, or a paper."""
     bug_class: BugClass
     says: str
     """What it does wrong, in a sentence."""
@@ -45,6 +45,8 @@ class Mutant:
     """Has the agreement of ranks checked, with the bug in it, from a seed; returns what was found."""
     adapters: Callable[[int], str | None] | None = None
     """Has LoRA of the runner checked, with the bug in it, from a seed; returns what was found."""
+    sampling: Callable[[int], str | None] | None = None
+    """Has sampling of the runner checked, with the bug in it, from a seed; returns what was found."""
 
     @property
     def kind(self) -> str:
@@ -55,6 +57,7 @@ class Mutant:
             "runner": self.patch,
             "plan": self.plan,
             "ranks": self.agreement,
+            "sampling": self.sampling,
         }
         return next(kind for kind, given in kinds.items() if given is not None)
 
@@ -131,6 +134,9 @@ def detect(
     if mutant.adapters is not None:
         says = mutant.adapters(seed)
         return Detection(mutant=mutant, by="adapters", says=says) if says else None
+    if mutant.sampling is not None:
+        says = mutant.sampling(seed)
+        return Detection(mutant=mutant, by="sampling", says=says) if says else None
     patch = mutant.patch() if mutant.patch is not None else nullcontext()
     with patch:
         brought = mutant.backend or mutant.base

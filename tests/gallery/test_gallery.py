@@ -26,9 +26,9 @@ TRIED = SearchProfile(name="tried", examples=1, steps=2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_says_what_it_is(mutant):
     """One bug, planted in one place, with a sentence and threads that can be opened."""
-    given = [mutant.backend, mutant.patch, mutant.plan, mutant.agreement, mutant.adapters]
+    given = [mutant.backend, mutant.patch, mutant.plan, mutant.agreement, mutant.adapters, mutant.sampling]
     assert sum(place is not None for place in given) == 1
-    assert mutant.kind in ("adapters", "backend", "runner", "plan", "ranks")
+    assert mutant.kind in ("adapters", "backend", "runner", "plan", "ranks", "sampling")
     assert mutant.base is None or mutant.patch is not None
     assert mutant.name == mutant.name.lower().replace(" ", "-").replace("_", "-")
     assert mutant.says.strip()

@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, reject, settings
@@ -82,13 +83,15 @@ def runner_of(spec, options, seed):
 
 
 @settings(FEW, max_examples=FEW.max_examples * 2)
-@given(st.data(), st.sampled_from((*[DataType.FLOAT64] * 3, *DTYPES)), st.integers(0, 9))
-def test_a_healthy_deployment_has_no_difference(data, dtype, seed):
+@given(
+    st.data(), st.sampled_from((*[DataType.FLOAT64] * 3, *DTYPES)), st.integers(0, 9), st.sampled_from((0.0, 0.0, 0.7))
+)
+def test_a_healthy_deployment_has_no_difference(data, dtype, seed, temperature):
     """Every forward that a graph served is compared, in any dtype; tokens are those without comparing."""
     spec = data.draw(runnable_specs(dtype=dtype, lazy=True))
     requests = data.draw(requests_for(spec))
     tokens = {}
-    for options in (COMPARE, Options()):
+    for options in (attrs.evolve(COMPARE, temperature=temperature), Options(temperature=temperature)):
         with runner_of(spec, options, seed) as runner:
             runner.capture()
             tokens[options.compare] = {done.name: done.tokens for done in runner.serve(requests)}
@@ -120,7 +123,7 @@ def test_another_draft_of_equal_states_is_a_tie_in_half_precision_alone(monkeypa
         role, propose = runner.roles[Role.DRAFT_DECODE], body.drafter.propose
         forward = role._forward
 
-        def other(hidden, places, positions):
+        def other(hidden, places, positions, module):
             return (propose(hidden, places, positions) + 1) % 32
 
         def inside(extents, entry):

@@ -14,8 +14,10 @@ from capture_planner.records.backend import COMMON_FIELDS, Axis, Fill, MetadataF
 from capture_planner.records.model import DraftModel, Method, Speculative
 from capture_planner.report.plain import plain as json_of_report
 from capture_planner.report.terminal import tables
+from capture_planner_runner.execution.sampling import Sampler
 from capture_planner_runner.launch.launch import launch
 from capture_planner_runner.launch.request import RunRequest
+from capture_planner_runner.options import Options
 from capture_planner_runner.report.run import run_report
 from capture_planner_runner.serving.workload import Request
 from support.launches import (
@@ -96,6 +98,29 @@ def test_what_is_drafted_changes_no_token(drafter):
     outcome = served(drafter, verify=True)
     assert outcome.differing == ()
     assert {done.name for done in outcome.report.served} == {r.name for r in requests_of(20)}
+
+
+def test_sampled_tokens_are_compared_with_an_eager_run(monkeypatch):
+    """The report says how they were sampled; where the eager run draws other numbers, each request differs."""
+    options = Options(temperature=0.8, top_p=0.9, seed=3)
+    outcome = started(verify=True, options=options)
+    report = outcome.report
+    assert (outcome.differing, report.host["sampling"]) == ((), "temperature 0.8, top-p 0.9, a seed per request")
+    tokens = sum(len(done.tokens) for done in report.served)
+    assert report.verification.measured[0] == (
+        f"tokens: {tokens} of {tokens} as sampled by an eager run with the same seeds"
+    )
+    draws, samplers = Sampler.draws, []
+
+    def others(sampler, *given):
+        if sampler not in samplers:
+            samplers.append(sampler)
+        return draws(attrs.evolve(sampler, seed=samplers.index(sampler)), *given)
+
+    monkeypatch.setattr(Sampler, "draws", others)
+    wrong = started(verify=True, options=options)
+    assert wrong.differing
+    assert all("and sampled eagerly" in fault for fault in wrong.report.verification.faults)
 
 
 def test_nothing_is_compared_where_nobody_asked():

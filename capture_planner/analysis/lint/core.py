@@ -68,6 +68,7 @@ class BugClass(enum.Enum):
     P = "capture sessions"
     Q = "padding resources"
     R = "graph keys"
+    S = "sampling"
 
 
 @attrs.frozen

@@ -44,8 +44,14 @@ class Options:
     proposals: tuple[float, ...] = ()
     """Synthetic draft lengths: the share of steps in which a drafter proposes drafts 0 to i, by i; those that it makes
     beyond are not verified, as of a drafter that stops where it is unsure. Empty: it proposes all."""
+    temperature: float = 0.0
+    """Temperature at which target and drafter sample, from 0.01 on, see ``execution.sampling``; 0: the likeliest
+    tokens."""
+    top_p: float = 1.0
+    """Probability that the likeliest tokens reach together which the target samples from."""
     seed: int = 0
-    """Seed of synthetic acceptance and draft lengths."""
+    """Seed of sampling, synthetic acceptance and draft lengths. Each request has a seed of its own, of this one and its
+    name."""
     compile: bool | None = None
     """Compile the layers of target and drafter, once for all sizes; None: on a GPU. On a CPU the operators are
     called as they were traced, which saves nothing. Ranks that share a model compile it the same way, or not at all."""
@@ -91,6 +97,7 @@ class ExecutionPolicy:
                     f"compare runs an eager forward before each graph, and {name} is {getattr(options, name)}; "
                     "use one or the other"
                 )
+        refuse_sampling(options)
         refuse_acceptance(plan, options.acceptance)
         refuse_acceptance(plan, options.proposals, "--proposals")
         waiting = {role.role: needs_host(plan, role, registry) for role in plan.roles}
@@ -177,6 +184,21 @@ def refuse_acceptance(plan: Plan, rates: tuple[float, ...], option: str = "--acc
                 f"{option} {shown}: share {number} is {rate:g}, expected 0 to {before:g}: it is the share of steps "
                 f"that have all of drafts 0 to {number}, so it never rises"
             )
+
+
+def refuse_sampling(options: Options) -> None:
+    """Raise ``RunError`` for a temperature or a top-p that nothing can be sampled by."""
+    if options.temperature and not LEAST_TEMPERATURE <= options.temperature <= MOST_TEMPERATURE:
+        raise RunError(
+            f"temperature is {options.temperature:g}, expected 0 or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; 0 "
+            "takes the likeliest token"
+        )
+    if not 0 < options.top_p <= 1:
+        raise RunError(f"top_p is {options.top_p:g}, expected more than 0, and at most 1; 1 samples from all tokens")
+
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
+"""Temperatures at which float32 has probabilities that can be told apart."""
 
 
 def needs_host(plan: Plan, role: RolePlan, registry: Registry) -> bool:

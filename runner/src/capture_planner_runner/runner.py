@@ -298,6 +298,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             pool_rows=None if plan.states is None else plan.states.rows,
             lora=plan.lora,
             num_adapters=0 if self.adapters is None else len(self.adapters.names),
+            is_sampled=options.temperature > 0,
         )
         planner = StepPlanner(first_use or self.dispatcher, scheduler.states, self.policy, self.draft_rows)
         if self.peers.place.data_size > 1 and session is self.session:

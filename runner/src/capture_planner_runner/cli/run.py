@@ -255,6 +255,13 @@ def _checks(text: str) -> tuple[str, ...]:
     default="16:32",
     help="Output length of generated requests; for --prompts, HIGH is the limit.",
 )
+@option(
+    "--temperature",
+    type=FiniteRange(0),
+    default=0.0,
+    help="Temperature at which tokens and drafts are sampled, each request by --seed and its name; 0: greedy.",
+)
+@option("--top-p", type=FiniteRange(0, 1, min_open=True), default=1.0, help="Probability of the tokens sampled from.")
 @option("--speed", type=FiniteRange(0, min_open=True), default=1.0, help="Speed-up factor for --trace.")
 @option(
     "--step-time", type=FiniteRange(0, min_open=True), default=0.01, help="Seconds of simulated arrival time per step."
@@ -294,9 +301,9 @@ def _checks(text: str) -> tuple[str, ...]:
     type=ParsedText("CHECK,...", _checks),
     default=(),
     help="Comma-separated checks. tokens: tokens and hidden states against the model in higher precision; exit code 2 "
-    "if one is off. tensors: each step eager as well; stop with exit code 2 at the first tensor that differs. indices: "
-    "the bounds of every index field at every step. padding: buffers filled with NaN before each forward. none: replay "
-    "without guards. Default: guards only.",
+    "if one is off; sampled tokens against an eager run with the same seeds. tensors: each step eager as well; stop "
+    "with exit code 2 at the first tensor that differs. indices: the bounds of every index field at every step. "
+    "padding: buffers filled with NaN before each forward. none: replay without guards. Default: guards only.",
 )
 @options.admit("Run")
 @click.option("--fingerprints", cls=OutputFile, help="Write the plan with fingerprints of its captured graphs.")
@@ -524,6 +531,7 @@ _CAPTURES = ("captures, so without --eager", lambda values: not values["eager"])
 _GENERATED = ("generated requests", lambda values: values["trace"] is None and values["prompts"] is None)
 _APPLIES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
     "chance": ("--drafter chance", lambda values: values["drafter"] == "chance"),
+    "top_p": ("--temperature above 0", lambda values: values["temperature"] > 0),
     "speed": ("--trace", lambda values: values["trace"] is not None),
     "output_tokens": ("generated requests or --prompts", lambda values: values["trace"] is None),
     "strict": _CAPTURES,

@@ -322,7 +322,10 @@ class ProbeDrafter(_Probe):
     def propose(
         self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
     ) -> torch.Tensor:
-        return (hidden @ self.head).argmax(-1)
+        return self.logits(hidden).argmax(-1)
+
+    def logits(self, hidden: torch.Tensor, module: int = 0) -> torch.Tensor:
+        return hidden @ self.head
 
     def set_answer(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """It does not."""

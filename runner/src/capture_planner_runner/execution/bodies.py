@@ -16,8 +16,16 @@ import torch
 
 from capture_planner.records.batch import Entry
 from capture_planner_runner.compilation.forwards import Forwards, Inputs
-from capture_planner_runner.execution.fields import SAMPLED_ROWS, Extents, Fields, TensorRef
+from capture_planner_runner.execution.fields import (
+    PROPOSAL_ROWS,
+    REQUEST_KEYS,
+    SAMPLED_ROWS,
+    Extents,
+    Fields,
+    TensorRef,
+)
 from capture_planner_runner.execution.inputs import Array
+from capture_planner_runner.execution.sampling import Sampler
 from capture_planner_runner.execution.updates import DraftState, TokenFields, Updates
 from capture_planner_runner.models.protocols import Adapters, Attend, Drafter, TargetModel, Weight
 
@@ -68,7 +76,7 @@ class TargetBody:
     aux: torch.Tensor | None
     """``[max tokens, layers * hidden_size]``, where the drafter reads them."""
     tokens: torch.Tensor
-    """``int64[max tokens]``: the likeliest next token of each row that was read; of every row after a
+    """``int64[max tokens]``: the likeliest or the sampled next token of each row that was read; of every row after a
     uniform FULL graph."""
     updates: Updates
     token_fields: TokenFields
@@ -81,6 +89,8 @@ class TargetBody:
     """Whether a graph of one token a request ends with the fields of the next step."""
     adapters: Adapters | None = None
     """Products that LoRA adds to the model's layers; None: nothing, also in graphs for active adapters."""
+    sampler: Sampler | None = None
+    """Draws the tokens; None: they are the likeliest."""
     forwards: Forwards = attrs.Factory(Forwards)
 
     def per_token(self, extents: Extents, attend: Attend) -> None:
@@ -139,7 +149,7 @@ class TargetBody:
             # With prompts, few rows are read: ``sample`` computes their logits behind the graph.
             return
         rows = extents.tokens
-        tokens = self.model.likeliest(self.hidden[:rows])
+        tokens = self.next_tokens(slice(rows))
         self.tokens[:rows].copy_(tokens)
         # With one token a request, the next step's fields follow from this one's; prompts have other rows next.
         if self.advances and extents.reqs == rows:
@@ -149,7 +159,19 @@ class TargetBody:
         """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
         if not _reads_all(entry):
             rows = self.fields[SAMPLED_ROWS][:count]
-            self.tokens.index_copy_(0, rows, self.model.likeliest(self.hidden[rows]))
+            self.tokens.index_copy_(0, rows, self.next_tokens(rows))
+
+    def next_tokens(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        """Return the token after each of these rows, ``int64[N]``: the likeliest, or by the sampler."""
+        hidden, sampler = self.hidden[rows], self.sampler
+        if sampler is None:
+            return self.model.likeliest(hidden)
+        found = self.model.logits(hidden), self.fields[REQUEST_KEYS][rows], self.fields["positions"][rows] + 1
+        if sampler.proposed is None:
+            return sampler.answers(*found)
+        # A row's draft is the token of the next row.
+        drafts = self.fields["input_ids"].roll(-1)[rows].long()
+        return sampler.answers(*found, drafts, self.fields[PROPOSAL_ROWS][rows])
 
     def embed(self, input_ids: Array) -> None:
         """Fill ``embeddings`` for ``int32[T]``, where they are the input; rows past them become zero."""
@@ -170,6 +192,8 @@ class TargetBody:
 
     def inputs(self) -> Iterator[TensorRef]:
         """The embeddings or the answers of the step before, where they are the input."""
+        if self.sampler is not None:
+            yield from self.sampler.buffers()
         if self.ahead:
             yield "tokens", self, "tokens"
         if self.embeddings is not None:
@@ -195,6 +219,33 @@ class _DraftBody:
     distance: int
     """Distance of a proposed token from its row's position: 2 for a head, 1 for a draft model."""
     forwards: Forwards = attrs.field(factory=Forwards, kw_only=True)
+    sampler: Sampler | None = attrs.field(default=None, kw_only=True)
+    """Draws the drafts; None: they are the likeliest tokens."""
+
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        states: torch.Tensor,
+        rows: slice | torch.Tensor,
+        positions: torch.Tensor,
+        number: int | torch.Tensor,
+        module: int = 0,
+    ) -> torch.Tensor:
+        """Return a draft for each of N rows, ``int64[N]``, as ``Drafter.propose`` does, or by the sampler.
+
+        :param rows: which of the fields they are.
+        :param number: how many drafts of the step come before; also ``int64[N]``.
+        """
+        if self.sampler is None:
+            return self.drafter.propose(hidden, states, positions, module)
+        places = states * self.state.proposed.shape[1] + number
+        return self.sampler.draft(
+            self.drafter.logits(hidden, module), self.fields[REQUEST_KEYS][rows], positions, places
+        )
+
+    def sampled(self) -> Iterator[TensorRef]:
+        """Yield what the sampler keeps."""
+        return iter(()) if self.sampler is None else self.sampler.buffers()
 
     @property
     def network(self) -> Hashable:
@@ -244,7 +295,7 @@ class DraftPrefillBody(_DraftBody):
         mapping = self.fields["idx_mapping"][: extents.reqs]
         states, _ = self.updates.entered(self.state, mapping)
         hidden = self.hidden[last]
-        tokens = self.drafter.propose(hidden, states, self.fields["positions"][last] + self.distance)
+        tokens = self.propose(hidden, states, last, self.fields["positions"][last] + self.distance, 0)
         self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=True)
 
@@ -255,6 +306,7 @@ class DraftPrefillBody(_DraftBody):
 
     def inputs(self) -> Iterator[TensorRef]:
         yield from self.state.carried()
+        yield from self.sampled()
         for name, holder, attribute in self.target.outputs():
             yield f"target.{name}", holder, attribute
 
@@ -271,7 +323,7 @@ class DraftDecodeBody(_DraftBody):
         mapping = self.fields["idx_mapping"][:rows]
         states, inputs = self._inputs(rows)
         (hidden,) = self.forwards.run(self.forward, attend, 0, inputs)
-        tokens = self.drafter.propose(hidden, states, inputs["positions"] + self.distance)
+        tokens = self.propose(hidden, states, slice(rows), inputs["positions"] + self.distance, self.state.column)
         self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=False)
         self.updates.advance(self.token_fields, rows)
@@ -294,7 +346,8 @@ class DraftDecodeBody(_DraftBody):
         return iter(())
 
     def inputs(self) -> Iterator[TensorRef]:
-        return self.state.buffers()
+        yield from self.state.buffers()
+        yield from self.sampled()
 
 
 @attrs.define(eq=False)
@@ -322,7 +375,8 @@ class ParallelDraftBody(DraftPrefillBody):
         rows = torch.minimum(first.unsqueeze(1) + steps, (ends - 1).clamp(min=0).unsqueeze(1))
         positions = self.fields["positions"][first].unsqueeze(1) + steps + self.distance
         hidden = self.hidden[rows.flatten()]
-        tokens = self.drafter.propose(hidden, states.repeat_interleave(most), positions.flatten()).view(reqs, most)
+        of_states, of_rows = (values.repeat_interleave(most) for values in (states, first))
+        tokens = self.propose(hidden, of_states, of_rows, positions.flatten(), steps.repeat(reqs)).view(reqs, most)
         self.state.hidden.index_copy_(0, states, hidden.view(reqs, most, -1)[:, 0])
         self.updates.keep(self.state, mapping, tokens[:, 0], first=True)
         self.state.proposed.index_copy_(0, states, tokens)
@@ -349,7 +403,7 @@ class ModulesBody(DraftPrefillBody):
         for number in range(most):
             (hidden,) = self.forwards.run(self.forward, attend, number, inputs)
             at = positions[last] + self.distance + number
-            tokens = self.drafter.propose(hidden[last], states, at, number)
+            tokens = self.propose(hidden[last], states, last, at, number, number)
             self.updates.keep(self.state, mapping, tokens, first=number == 0)
             ids = torch.cat([ids[1:], ids.new_zeros(2)])
             ids = ids.index_copy(0, places, tokens.to(ids.dtype))[:rows]

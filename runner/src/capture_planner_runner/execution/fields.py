@@ -41,6 +41,22 @@ def accepted_field(places: int) -> MetadataField:
     return MetadataField(name=ACCEPTED_COUNTS, axis=Axis.REQUEST, fill=Fill.CONSTANT, value=0, scale=places)
 
 
+REQUEST_KEYS = "request_keys"
+PROPOSAL_ROWS = "proposal_rows"
+
+
+def sampling_fields(no_draft: int | None) -> tuple[MetadataField, ...]:
+    """Return the fields of a role whose tokens are sampled: the key of each row's request, and of the target the rows
+    of ``Sampler.proposed``.
+
+    :param no_draft: the row there for tokens that no draft follows; None: the role verifies none.
+    """
+    key = MetadataField(name=REQUEST_KEYS, axis=Axis.TOKEN, fill=Fill.CONSTANT, value=0, dtype="int64")
+    if no_draft is None:
+        return (key,)
+    return key, MetadataField(name=PROPOSAL_ROWS, axis=Axis.TOKEN, fill=Fill.CONSTANT, value=no_draft, dtype="int64")
+
+
 ACROSS_REPLICAS = "num_tokens_across_dp"
 """The field of plans with data-parallel ranks that has the tokens of each."""
 

@@ -56,6 +56,11 @@ class StepInputs:
     accepted_counts: Array | None = None
     """``int32[R * places]``: how many drafts of each request are accepted, where that is synthetic; see
     ``fields.accepted_field``."""
+    request_keys: Array | None = None
+    """``int64[T]``: what each token's request is sampled by. None: nothing is sampled."""
+    proposal_rows: Array | None = None
+    """``int64[T]``: which row of ``Sampler.proposed`` the draft after each token was drawn from. None: no drafts are
+    verified, or nothing is sampled."""
     target_rows: Array | None = None
     """``int32[T]``: of a parallel head, the target's row that each row belongs to; -1 of a mask token."""
     adapter_lanes: Array | None = None

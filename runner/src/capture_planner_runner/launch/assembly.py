@@ -12,7 +12,7 @@ from capture_planner.errors import BackendError, RunError
 from capture_planner.modes import Role
 from capture_planner.plugins.backend import Executor, LayerCache, Reservation, RunnableBackend
 from capture_planner.plugins.registry import RegisteredBackend, Registry
-from capture_planner.records.backend import Attention
+from capture_planner.records.backend import Attention, MetadataField
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan, RolePlan
 from capture_planner_runner.execution import padding
@@ -25,9 +25,17 @@ from capture_planner_runner.execution.bodies import (
     ParallelDraftBody,
     TargetBody,
 )
-from capture_planner_runner.execution.fields import SAMPLED_FIELDS, Extents, Fields, accepted_field, tensor_of
+from capture_planner_runner.execution.fields import (
+    SAMPLED_FIELDS,
+    Extents,
+    Fields,
+    accepted_field,
+    sampling_fields,
+    tensor_of,
+)
 from capture_planner_runner.execution.padding import Bounds, Write
 from capture_planner_runner.execution.role import ExecutionContext, ForwardObserver, RoleRun
+from capture_planner_runner.execution.sampling import Sampler
 from capture_planner_runner.execution.updates import DraftState, TokenFields, Updates, VerificationOutcome
 from capture_planner_runner.graphs.graph import Grapher
 from capture_planner_runner.models.protocols import Adapters, Drafter, TargetModel
@@ -98,8 +106,13 @@ def assemble(
     # The host that runs ahead does not know how many drafts the step before keeps: a draw for each number.
     places = 1 + most_drafts if policy.run_ahead else 1
     of_target = (*SAMPLED_FIELDS, accepted_field(places)) if options.acceptance else SAMPLED_FIELDS
+    sampler = sampler_of(plan, options, model.vocab_size, device)
+    of_drafter: tuple[MetadataField, ...] = ()
+    if sampler is not None:
+        no_draft = None if sampler.proposed is None else (len(sampler.proposed) - 1) * most_drafts
+        of_target, of_drafter = (*of_target, *sampling_fields(no_draft)), sampling_fields(None)
     fields = {
-        role.role: Fields(role, capacity_of(plan, pages), device, of_target if role.role is Role.TARGET else ())
+        role.role: Fields(role, capacity_of(plan, pages), device, of_target if role.role is Role.TARGET else of_drafter)
         for role in plan.roles
     }
     apply, updates = _operations(device, list(fields.values()))
@@ -107,7 +120,7 @@ def assemble(
         role: TokenFields.of(each, pages.page_size, plan.model.max_model_len) for role, each in fields.items()
     }
     own, moving = fields[Role.TARGET], token_fields[Role.TARGET]
-    target = _target_body(plan, model, drafter, own, moving, updates, policy, adapters)
+    target = _target_body(plan, model, drafter, own, moving, updates, policy, adapters, sampler)
     bodies: dict[Role, Body] = {Role.TARGET: target}
     if (plan.model.recurrent is None) == bool(model.state_widths) or (plan.model.recurrent and plan.states is None):
         planned = "no recurrent layers" if plan.model.recurrent is None else "recurrent layers"
@@ -173,6 +186,7 @@ def _target_body(
     updates: Updates,
     policy: ExecutionPolicy,
     adapters: Adapters | None,
+    sampler: Sampler | None,
 ) -> TargetBody:
     width, aux_layers = model.hidden_size, () if drafter is None else drafter.aux_layers
     device = fields["positions"].device
@@ -189,7 +203,19 @@ def _target_body(
         ahead=policy.run_ahead and drafter is None,
         advances=policy.advance_in_graph,
         adapters=adapters,
+        sampler=sampler,
     )
+
+
+def sampler_of(plan: Plan, options: Options, vocab_size: int, device: torch.device) -> Sampler | None:
+    """Return what draws tokens, with room for what drafts are drawn from; None: nothing is sampled."""
+    if not options.temperature:
+        return None
+    proposed = None
+    if plan.speculative is not None:
+        shape = (plan.limits.max_num_reqs + 2, plan.speculative.num_tokens, vocab_size)
+        proposed = allocated(shape, torch.float32, device, "what drafts are sampled from")
+    return Sampler(temperature=options.temperature, top_p=options.top_p, seed=options.seed, proposed=proposed)
 
 
 def _draft_bodies(
@@ -203,11 +229,15 @@ def _draft_bodies(
         kind = ModulesBody if speculative.is_modules else ParallelDraftBody
     hidden = _zeros(plan, prefill, drafter.hidden_size)
     bodies: dict[Role, Body] = {
-        Role.DRAFT_PREFILL: kind(drafter, prefill, state, updates, distance, drafting.target, hidden)
+        Role.DRAFT_PREFILL: kind(
+            drafter, prefill, state, updates, distance, drafting.target, hidden, sampler=drafting.target.sampler
+        )
     }
     if speculative.is_chain:
         decode, advancing = fields[Role.DRAFT_DECODE], drafting.token_fields[Role.DRAFT_DECODE]
-        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(drafter, decode, state, updates, distance, advancing)
+        bodies[Role.DRAFT_DECODE] = DraftDecodeBody(
+            drafter, decode, state, updates, distance, advancing, sampler=drafting.target.sampler
+        )
     return bodies
 
 

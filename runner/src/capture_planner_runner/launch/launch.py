@@ -340,12 +340,16 @@ class _Launch:
         self.stage = self.stage or ("verification" if asked.verify else "report")
 
     def verify(self) -> None:
-        """Compare what was served with the model in a higher precision, where that was asked for."""
+        """Compare what was served with the model in a higher precision, where that was asked for.
+
+        Sampled tokens are compared with those of an eager run, at the same padded sizes.
+        """
         report = self.report
         if self.keeper is None or report is None or not any(served.tokens for served in report.served):
             return
         try:
-            verification = self._verified(self.keeper, report.served)
+            sampled = self._sampled_eagerly() if self.asked.options.temperature else None
+            verification = self._verified(self.keeper, report.served, sampled)
         except KeyboardInterrupt:
             self.report = attrs.evolve(report, interrupted=True, stage="verification")
             return
@@ -465,7 +469,18 @@ class _Launch:
             graphs = ((role.role.value, *pair) for role in runner.roles.values() for pair in role.graphs.items())
             dump_graphs(graphs, self.asked.dump_graphs)
 
-    def _verified(self, keeper: RowKeeper, served: Sequence[RequestResult]) -> OutputCheck:
+    def _sampled_eagerly(self) -> Answers:
+        """Serve the requests again without graphs, and return the output of each."""
+        host.give_back(self.device)  # as after a rehearsal
+        options = attrs.evolve(self.asked.options, replay=False, compare=False)
+        with self._runner_of(self.variant, self.pages, options) as runner:
+            runner.capture()
+            with self.progress("sample eagerly", len(self.requests)) as advance:
+                seconds = self.asked.step_seconds
+                served = runner.serve(self.requests, step_seconds=seconds, progress=lambda done: advance(done.name))
+        return {done.name: done.tokens for done in served}
+
+    def _verified(self, keeper: RowKeeper, served: Sequence[RequestResult], sampled: Answers | None) -> OutputCheck:
         by_name = {request.name: request for request in self.requests}
         served = [each for each in served if each.tokens]
         incomplete = [
@@ -481,6 +496,7 @@ class _Launch:
                 served,
                 keeper,
                 incomplete=incomplete,
+                sampled=sampled,
                 sums=self.sums,
                 device=self.device,
                 kv_dtype=kv_dtype_of(self.plan.model),

@@ -97,9 +97,13 @@ class RunRequest:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The seed, and the synthetic draft lengths where there are any, for the report."""
-        rates = ", ".join(f"{rate:g}" for rate in self.options.proposals)
-        return {"seed": str(self.seed)} | ({"draft lengths": f"synthetic: {rates}"} if rates else {})
+        """The seed, how tokens are sampled, and the synthetic draft lengths where there are any, for the report."""
+        options, found = self.options, {"seed": str(self.seed)}
+        if options.temperature:
+            found["sampling"] = f"temperature {options.temperature:g}, top-p {options.top_p:g}, a seed per request"
+        if options.proposals:
+            found["draft lengths"] = f"synthetic: {', '.join(f'{rate:g}' for rate in options.proposals)}"
+        return found
 
 
 def model_of(
@@ -227,6 +231,10 @@ def refuse_contradictions(plan: Plan, registry: Registry, asked: RunRequest, dev
     if acceptance and asked.drafter in ORACLES:
         raise RunError(
             f"--drafter {asked.drafter} decides which drafts are accepted, and so does --acceptance; leave one out"
+        )
+    if asked.options.temperature and asked.drafter in ORACLES:
+        raise RunError(
+            f"--drafter {asked.drafter} drafts by greedy answers, and --temperature samples others; leave one out"
         )
     if asked.memory_utilization is not None and (device.type != "cuda" or asked.pages is not None):
         other = "--pages gives the size of the KV cache" if asked.pages is not None else "the plan is for a processor"

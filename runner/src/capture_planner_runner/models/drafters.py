@@ -108,6 +108,7 @@ class _Head(nn.Module):
         self.mask_hidden: nn.Parameter | None = None
         self._among = target.among
         self._target_embed, self._target_likeliest = target.embed, target.likeliest
+        self._target_logits, self._target_vocab_size = target.logits, target.vocab_size
         config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.norm: nn.Module = nn.Identity()
@@ -129,6 +130,18 @@ class _Head(nn.Module):
         own = self.lm_head
         token = self._target_likeliest(normed) if own is None else self._vocabulary.likeliest(own(normed))
         return token if self.d2t is None else token + self.d2t[token]
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Return the logits of each row, ``[N, the target's vocab_size]``; of the other tokens, minus infinity."""
+        normed = self.norm(hidden)
+        if self.lm_head is None:
+            return self._target_logits(normed)
+        own = self._vocabulary.whole(self.lm_head(normed))
+        if self.d2t is None:
+            return own
+        tokens = torch.arange(self.vocab_size, device=own.device) + self.d2t
+        return own.new_full((len(own), self._target_vocab_size), -torch.inf).index_copy_(1, tokens, own)
 
     def spread(self) -> None:
         """Leave of the layers, and of its own output embeddings, what this rank has: its plan counts on their heads.
@@ -281,12 +294,18 @@ class Mtp(_Head):
         self, hidden: torch.Tensor, state_indices: torch.Tensor, positions: torch.Tensor, module: int = 0
     ) -> torch.Tensor:
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]``, by one module's head."""
+        own = self._own_head(module)
+        return self._target_likeliest(hidden) if own is None else own(hidden).argmax(dim=-1)
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Return the logits of each row ``[N, vocab_size]``, by one module's head."""
+        own = self._own_head(module)
+        return self._target_logits(hidden) if own is None else own(hidden)
+
+    def _own_head(self, module: int) -> Any:
         shared: Any = self.layers[module]
-        own = shared.shared_head.head
-        if own is None:
-            return self._target_likeliest(hidden)
-        logits: torch.Tensor = own(hidden)
-        return logits.argmax(dim=-1)
+        return shared.shared_head.head
 
 
 def _norm(config: Config) -> nn.RMSNorm:
@@ -323,6 +342,10 @@ class DraftLanguageModel:
     ) -> torch.Tensor:
         """Return its likeliest token after each row, ``int64[N]``."""
         return self._model.likeliest(hidden)
+
+    def logits(self, hidden: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Return its logits after each row, ``[N, vocab_size]``."""
+        return self._model.logits(hidden)
 
     def set_answer(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """Do nothing: it is not given answers."""
@@ -648,6 +671,10 @@ class OracleDrafter(nn.Module):
         if self._kind == "miss":
             return others
         return torch.where(_scatter(positions, self._seed) < self._threshold, answers, others)
+
+    def logits(self, hidden: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Raise ``RunError``: it knows tokens, and draws none."""
+        raise RunError(f"{self.name} proposes one token, and samples none; take a drafter that has probabilities")
 
     def set_answer(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """Note that the request with ``state_index`` will read ``tokens`` from its first position on.

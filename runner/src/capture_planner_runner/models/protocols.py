@@ -160,6 +160,9 @@ class Drafter(_Network, Protocol):
         ``positions int64[N]`` where the proposed token will stand. Captured: no host reads.
         """
 
+    def logits(self, hidden: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Return ``[N, the target's vocab_size]`` for each row; of tokens that it never proposes, minus infinity."""
+
     def set_answer(self, state_index: int, tokens: tuple[int, ...]) -> None:
         """Note that the request with ``state_index`` will read ``tokens`` from its first position on.
 

@@ -89,6 +89,7 @@ _RESULTS = (
     "hidden",
     "draft_state.hidden",
     "tokens",
+    "draft_state.probabilities",
     "draft_state.token",
     "draft_state.proposed",
     "draft_state.column",
@@ -216,7 +217,7 @@ class EagerCheck(ForwardObserver):
         return times
 
     def _eager(self, forward: _ComparedForward) -> dict[TapKey, torch.Tensor]:
-        """Run all steps eagerly, and return what they computed; of the target's tokens, the logits."""
+        """Run all steps eagerly, and return what they computed; of the target's likeliest tokens, the logits."""
         role = forward.role
         for number, inputs in enumerate(forward.chain):
             step = role.step(forward.step.batch, None, inputs)
@@ -227,7 +228,8 @@ class EagerCheck(ForwardObserver):
         results = self._results(forward)
         tokens = TapKey(0, None, "tokens")
         if tokens in results and isinstance(role.body, TargetBody):
-            results[tokens] = role.body.model.logits(role.body.hidden[: forward.num_tokens])
+            body, rows = role.body, slice(forward.num_tokens)
+            results[tokens] = body.model.logits(body.hidden[rows]) if body.sampler is None else body.next_tokens(rows)
         return results
 
     def _results(self, forward: _ComparedForward) -> dict[TapKey, torch.Tensor]:
@@ -297,7 +299,7 @@ class EagerCheck(ForwardObserver):
         after: TapKey | None = None
         for key, expected in eager.items():
             actual, tolerance, is_cache = graph[key], tolerance_of(expected), key.name in CACHES
-            is_logits = key.name == "tokens"
+            is_logits = key.name == "tokens" and expected.is_floating_point()
             errors = (shortfall(actual, expected) if is_logits else row_errors(actual, expected)).cpu()
             if is_cache:
                 # Padding writes to the null page, and so does a draft past the model's end.
@@ -305,9 +307,11 @@ class EagerCheck(ForwardObserver):
             if untied.min(initial=steps) < steps:
                 errors[torch.from_numpy(forward.is_tied(key, len(errors), untied))] = 0
             # In half precision another draft from equal states is a near tie; its request is not compared further.
-            if half and key.name == "draft_state.token":
+            # So is another sampled token, which nothing is computed from here.
+            if half and (key.name == "draft_state.token" or (key.name == "tokens" and not is_logits)):
                 tied = errors.numpy() > 0
-                untied[tied] = key.step
+                if key.name != "tokens":
+                    untied[tied] = key.step
                 self._log.near_ties += int(tied.sum())
                 continue
             if bool((errors > tolerance).any()):

@@ -262,9 +262,10 @@ class OutputCheck:
     cut_off: int
     """Number of them that were not finished, and verified as far as they came."""
     tokens: Deviation
-    """Distance of each served token's logit below the largest one of the reference."""
+    """Distance of each served token's logit below the largest one of the reference; of sampled tokens, whether an
+    eager run sampled another one."""
     equal: int
-    """Served tokens that are the best token of the reference."""
+    """Served tokens that are the best token of the reference, or the one that an eager run sampled."""
     rows: Deviation
     """Norm of each hidden state's difference, relative to the norm of the reference's."""
     mean_bound: float | None
@@ -278,6 +279,8 @@ class OutputCheck:
     """Sentences on what is wrong, worst first; empty: the run is verified."""
     differing: tuple[str, ...]
     """Names of the requests with a wrong token or row."""
+    is_sampled: bool = False
+    """Whether tokens are sampled, and compared with an eager run's."""
 
     @property
     def passed(self) -> bool:
@@ -308,7 +311,9 @@ class OutputCheck:
         """A line for each of the tests."""
         tokens, rows = self.tokens, self.rows
         lines = [
-            f"tokens: {tokens.within:,} of {tokens.compared:,} within {number(tokens.bound)} of the best logit "
+            f"tokens: {self.equal:,} of {tokens.compared:,} as sampled by an eager run with the same seeds"
+            if self.is_sampled
+            else f"tokens: {tokens.within:,} of {tokens.compared:,} within {number(tokens.bound)} of the best logit "
             f"({self.equal:,} are the best); {tokens}; {tokens.noise}",
             f"rows: {rows.within:,} of {rows.compared:,} within {number(rows.bound)} of their norm; "
             f"{rows} of at most {number(self.mean_bound)}; {rows.noise}",

@@ -170,6 +170,7 @@ def check_output(
     keeper: RowKeeper,
     *,
     incomplete: Collection[str] = (),
+    sampled: Mapping[str, tuple[int, ...]] | None = None,
     sums: Mapping[str, int],
     device: torch.device,
     kv_dtype: torch.dtype,
@@ -180,6 +181,7 @@ def check_output(
     :param prompts: by request.
     :param served: requests with at least one token.
     :param incomplete: names of requests that finished with another number of tokens than was asked for.
+    :param sampled: by request, the tokens that an eager run sampled; None: tokens are the likeliest.
     :param sums: ``weight_sums`` of model and adapters before they served.
     :param progress: called after each forward over all sequences.
 
@@ -211,7 +213,10 @@ def check_output(
     # Row of each sequence's first token.
     ends = itertools.accumulate(map(len, dense.sequences), initial=0)
     begins = dict(zip(names, ends, strict=False))
-    tokens, equal, token_faults = _tokens(model, prompts, served, begins, exact, runs, wider)
+    if sampled is None:
+        tokens, equal, token_faults = _tokens(model, prompts, served, begins, exact, runs, wider)
+    else:
+        tokens, equal, token_faults = _sampled_tokens(served, sampled)
     at = torch.tensor([begins[name] + position for name, position in kept.places], device=device, dtype=torch.int64)
     rows, mean_bound, errors, row_faults = _rows(exact, runs, kept, at)
     found: tuple[LayerScale, ...] = ()
@@ -251,6 +256,7 @@ def check_output(
         cut_off=sum(each.finished is None for each in served),
         tokens=tokens,
         equal=equal,
+        is_sampled=sampled is not None,
         rows=rows,
         mean_bound=mean_bound,
         scales=found,
@@ -324,6 +330,23 @@ def _tokens(
             f"best one, allowed {number(deviation.bound)}",
         )
     return deviation, int((loss == 0).sum()), faults
+
+
+def _sampled_tokens(
+    served: Sequence[RequestResult], sampled: Mapping[str, tuple[int, ...]]
+) -> tuple[Deviation, int, dict[str, str]]:
+    """Return how many tokens are those that were sampled eagerly, 0 or 1 off each, and the first other one of each."""
+    apart: list[float] = []
+    faults: dict[str, str] = {}
+    for each in served:
+        pairs = list(zip(each.tokens, sampled.get(each.name, ()), strict=False))
+        apart += [float(graph != eager) for graph, eager in pairs] + [1.0] * (len(each.tokens) - len(pairs))
+        at = next((at for at, (graph, eager) in enumerate(pairs) if graph != eager), len(pairs))
+        if at < len(each.tokens):
+            eager = f"{pairs[at][1]}" if at < len(pairs) else "none"
+            faults[each.name] = f"{each.name}: its token {at} is {each.tokens[at]}, and sampled eagerly {eager}"
+    errors = torch.tensor(apart, dtype=torch.float64)
+    return _deviation(errors, torch.zeros(1, dtype=torch.float64), 0.0), int((errors == 0).sum()), faults
 
 
 def _rows(

@@ -77,10 +77,25 @@ def target_inputs(scheduled: ScheduledBatch, states: RequestStates, pages: PageF
         state_indices=states.pool_row[scheduled.state_indices],
         sampled_rows=sampled_rows(scheduled, starts, states),
         sampled_counts=sampled_counts(scheduled, states).astype(np.int32),
+        request_keys=request_keys(rows, states),
         adapter_lanes=lanes,
         active_adapters=active,
         page_size=pages.page_size,
     )
+
+
+def request_keys(rows: Array, states: RequestStates) -> Array | None:
+    """Return the key of the request of each row, ``int64[N]``, by request state; None where nothing is sampled."""
+    return states.key[rows].view(np.int64) if states.is_sampled else None
+
+
+def proposal_rows(scheduled: ScheduledBatch, starts: Array, num_states: int, most_drafts: int) -> Array:
+    """Return the row of ``Sampler.proposed``, which has ``num_states``, of the draft after each token, ``int64[T]``."""
+    inside = np.arange(scheduled.num_tokens) - np.repeat(starts[1:] - 1 - scheduled.drafts, scheduled.counts)
+    rows = np.repeat(scheduled.state_indices, scheduled.counts) * most_drafts + inside
+    is_drafted = (inside >= 0) & (inside < np.repeat(scheduled.proposed, scheduled.counts))
+    drafted: Array = np.where(is_drafted, rows, (num_states - 1) * most_drafts)
+    return drafted
 
 
 def sampled_rows(scheduled: ScheduledBatch, starts: Array, states: RequestStates) -> Array:
@@ -207,6 +222,7 @@ def own_prefill_inputs(
         block_table=states.table[:, :width].take(scheduled.state_indices, axis=0),
         last_token_indices=(starts[:-1] + np.minimum(known, counts) - 1).astype(np.int32),
         target_rows=np.where(is_mask, -1, target_rows).astype(np.int32),
+        request_keys=request_keys(rows, states),
         cu_num_draft_tokens=None,
         sampled_rows=None,
         sampled_counts=None,
@@ -236,5 +252,6 @@ def draft_decode_inputs(
         seq_lens=seq_lens,
         block_table=states.table[scheduled.state_indices, :width],
         idx_mapping=scheduled.state_indices.astype(np.int32),
+        request_keys=request_keys(scheduled.state_indices, states),
         page_size=pages.page_size,
     )

@@ -40,6 +40,7 @@ from capture_planner_runner.serving.inputs import (
     draft_decode_inputs,
     draft_prefill_inputs,
     own_prefill_inputs,
+    proposal_rows,
     target_inputs,
 )
 from capture_planner_runner.serving.scheduler import Scheduler
@@ -247,8 +248,11 @@ class StepLauncher:
 
     def _host_inputs(self, scheduled: ScheduledBatch) -> StepInputs:
         """Return the target's inputs as the host makes them, with draws of synthetic acceptance."""
-        states, rows = self._scheduler.states, scheduled.state_indices
+        states, rows, sampler = self._scheduler.states, scheduled.state_indices, self._target.sampler
         inputs = target_inputs(scheduled, states, self._pages)
+        if sampler is not None and sampler.proposed is not None:
+            of_drafts = proposal_rows(scheduled, inputs.query_start_loc, *sampler.proposed.shape[:2])
+            inputs = attrs.evolve(inputs, proposal_rows=of_drafts)
         if self._acceptance is None or self._drafting is None:
             return inputs
         # The host knows only an upper bound of the position, so draw for every candidate.

@@ -44,6 +44,7 @@ class Scheduler:
         lora: Lora | None = None,
         num_adapters: int = 0,
         pool_rows: int | None = None,
+        is_sampled: bool = False,
     ) -> None:
         """:param pool_rows: rows of recurrent states, including the null state; None: no layer is recurrent."""
         self._max_adapters, self._num_adapters = 0 if lora is None else lora.max_active, num_adapters
@@ -62,7 +63,12 @@ class Scheduler:
         self._leaving: list[AdmittedRequest] = []
         self._turn = 0
         self.states = RequestStates(
-            limits.max_num_reqs, max_model_len, self._lookahead, pages, has_adapters=lora is not None
+            limits.max_num_reqs,
+            max_model_len,
+            self._lookahead,
+            pages,
+            has_adapters=lora is not None,
+            is_sampled=is_sampled,
         )
 
     @property

@@ -1,7 +1,8 @@
 """Verification of drafts: greedy, or with synthetic acceptance.
 
 Greedy: a draft is kept while it equals the target's own token. So the output is the target's own greedy output, token
-for token, whatever was proposed.
+for token, whatever was proposed. Sampled: the same, as the target's token is the draft where rejection sampling accepts
+it, see ``execution.sampling``.
 
 Synthetic: how many drafts are accepted is drawn, whatever the target says of them, so that speculation can be measured
 with random weights, of which a drafter knows nothing. As in vLLM 0.33 (``synthetic_acceptance_rates``,
@@ -18,6 +19,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from capture_planner_runner.execution.sampling import SPLIT_MIX
 from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
 
 Array = np.ndarray[Any, Any]
@@ -111,7 +113,7 @@ def _reaches_end(scheduled: ScheduledBatch, states: RequestStates) -> Array:
     return reached
 
 
-_STEP, _FIRST, _SECOND = (np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_STEP, _FIRST, _SECOND = map(np.uint64, SPLIT_MIX)
 
 
 @attrs.frozen(eq=False)

@@ -177,7 +177,14 @@ class RequestStates:
     """
 
     def __init__(
-        self, count: int, max_model_len: int, most_drafts: int, pages: PageFormat, *, has_adapters: bool = False
+        self,
+        count: int,
+        max_model_len: int,
+        most_drafts: int,
+        pages: PageFormat,
+        *,
+        has_adapters: bool = False,
+        is_sampled: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
         width = max_model_len + most_drafts + 1
@@ -207,9 +214,11 @@ class RequestStates:
         self.adapter = np.zeros(count, dtype=np.int32)
         """LoRA adapter of each request, counted from 1; 0: none."""
         self.key = np.zeros(count, dtype=np.uint64)
-        """Seed of synthetic acceptance, from each request's name."""
+        """Seed of sampling and of synthetic acceptance, from each request's name."""
         self.has_adapters = has_adapters
         """Whether the plan has LoRA."""
+        self.is_sampled = is_sampled
+        """Whether tokens are sampled."""
 
     def computed_at_most(self, rows: Integers) -> Integers:
         """Return how many tokens of each request are computed when the next step begins, ``int64[R]``, at most.
