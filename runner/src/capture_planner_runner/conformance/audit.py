@@ -151,8 +151,11 @@ _PAIR = 2
 
 
 def _cases(shape: Shape, seed: int) -> Iterator[Case]:
-    """Yield cases, the smallest first: a large batch that leaves values behind, then a small one."""
-    for mode in (GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL):
+    """Yield cases, the smallest first: a large batch that leaves values behind, then a small one.
+
+    Uniform decodes have the same graphs in both modes.
+    """
+    for mode, counts in ((GraphMode.FULL, (1, 2, 3)), (GraphMode.FULL_AND_PIECEWISE, ())):
         scene = Scene(
             shape=shape,
             mode=mode,
@@ -166,7 +169,7 @@ def _cases(shape: Shape, seed: int) -> Iterator[Case]:
         )
         before = tuple(Arrive(prompt=2, computed=max(2, shape.longest // 2 - 2 * index)) for index in range(4))
         large = RunBatch(rows=tuple((index, 3, 0) for index in range(4)))
-        for count in (1, 2, 3):
+        for count in counts:
             small = RunBatch(rows=tuple((index, 3, 0) for index in range(count)))
             yield Case(scene=scene, steps=(*before, large, small))
         uneven = RunBatch(rows=((2, 1, 0), (1, 2, 0)))
