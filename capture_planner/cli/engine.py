@@ -7,7 +7,7 @@ spec of a command line; ``init``: one from a model's configuration.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -21,6 +21,7 @@ from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
+    ChosenMachine,
     Output,
     OwnOptions,
     assumed,
@@ -34,12 +35,12 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.options import flag
 from capture_planner.cli.ranks import answer_line, read_batches
-from capture_planner.engines import INSTALL, emulate, engines, find_engine, is_engine
+from capture_planner.engines import INSTALL, Component, components, emulate, engines, find_engine, is_engine
 from capture_planner.engines.check import check, fixed_together
 from capture_planner.engines.deployments import why_inadmissible
 from capture_planner.engines.export import prove, within_budget
 from capture_planner.engines.spec_of import PLAIN_MODEL, spec_of, with_sizes
-from capture_planner.errors import CapturePlannerError
+from capture_planner.errors import CapturePlannerError, FlagError, Problem
 from capture_planner.planning.from_config import find_config, spec_from_config
 from capture_planner.planning.planner import plan
 from capture_planner.plugins import registry
@@ -115,30 +116,89 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     answer.
     """
     machine = machine_named(environment)
+    several = components(name, flags)
+    if len(several) > 1:
+        _refuse_several(several, to, of_text=batches is None)
+        _each(several, lambda each: _show(name, each.words, machine, to))
+        return
+    if batches is None:
+        _show(name, flags, machine, to)
+        return
+    emulation = emulate(name, flags, machine.environment)
+    show_notes(emulation.notes)
+    to.refuse_batches()
+    show_notes((*machine.assumptions, *emulation.assumptions))
+    for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
+        never = why_inadmissible(batch, emulation)
+        line = answer_line(batch, emulation.dispatch(batch))
+        click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
+
+
+def _show(name: str, flags: Sequence[str], machine: ChosenMachine, to: Output) -> None:
     emulation = emulate(name, flags, machine.environment)
     show_notes(emulation.notes)
     assumptions = (*machine.assumptions, *emulation.assumptions)
-    if batches is not None:
-        to.refuse_batches()
-        show_notes(assumptions)
-        for batch in read_batches(batches, getattr(batches, "name", "<stdin>"), tuple(emulation.modes)):
-            never = why_inadmissible(batch, emulation)
-            line = answer_line(batch, emulation.dispatch(batch))
-            click.echo(json.dumps(line if never is None else line | {"not_admissible": never}))
-        return
     emulation = attrs.evolve(emulation, assumptions=assumptions)
     to.show(lambda: emulation, partial(emulation_report, emulation), assumptions)
+
+
+def _refuse_several(several: Sequence[Component], to: Output, *, of_text: bool = True) -> None:
+    """Refuse an output of one document for the components of a file."""
+    if to.html is not None or to.is_json or not of_text:
+        names = " or ".join(each.words[0] for each in several)
+        raise click.UsageError(f"the file has {len(several)} components; name one: {names}.")
+
+
+def _each(several: Sequence[Component], show: Callable[[Component], object]) -> None:
+    """Show one component after the other; raises all that is wrong with them at the end."""
+    problems: list[Problem] = []
+    for each in several:
+        file, _, _ = each.words[0].rpartition("#")
+        show_lines(f"component {each.name} ({file}:{each.line})", err=False)
+        try:
+            show(each)
+        except FlagError as error:
+            problems += error.problems
+            show_lines(f"refused: {error}")
+        show_lines("")
+    if problems:
+        raise FlagError(problems)
 
 
 def check_engine(
     name: str, flags: Sequence[str], environment: str | None, to: Output, strict: bool, ignore: Collection[str] = ()
 ) -> None:
-    """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings."""
-    file = next((word for word in flags if Path(word).is_file()), "")
+    """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings.
+
+    Of a file with several components each is looked at.
+    """
+    several = components(name, flags)
+    found: list[FileFinding] = []
+
+    def look(each: Component) -> None:
+        found.extend(_check_one(name, each, environment, to, ignore))
+
+    if len(several) > 1:
+        _refuse_several(several, to)
+    if len(several) > 1 and to.form == "text":
+        _each(several, look)
+    else:
+        for each in several:
+            look(each)
+    if any(strict or each.finding.severity is not Severity.NOTE for each in found):
+        click.get_current_context().exit(FINDINGS)
+
+
+def _check_one(
+    name: str, component: Component, environment: str | None, to: Output, ignore: Collection[str]
+) -> Sequence[FileFinding]:
+    """Show the findings about one server, and return them with their place."""
+    names = (word if Path(word).is_file() else word.rpartition("#")[0] for word in component.words)
+    file = next((each for each in names if each and Path(each).is_file()), "")
     if to.form not in ("text", "json") and not file:
         raise click.UsageError(f"--format {to.form} is for files; name one with the line, or use text or json.")
     machine = machine_named(environment)
-    emulation = emulate(name, flags, machine.environment)
+    emulation = emulate(name, component.words, machine.environment)
     show_notes(emulation.notes)
     found = check(emulation, find_engine(name), machine.environment)
     findings = tuple(each for each in found if each.rule.code not in ignore)
@@ -150,11 +210,10 @@ def check_engine(
     own = find_engine(name)
     together = fixed_together(emulation, findings, own, machine.environment)
     report = partial(findings_report, emulation, findings, own.programs[0], together)
-    placed = [FileFinding(finding=each, file=file, line=1, column=1) for each in findings]
+    placed = [FileFinding(finding=each, file=file, line=component.line, column=1) for each in findings]
     annotations = None if to.form in ("text", "json") else partial(annotate, to, placed)
     to.show(lambda: {"findings": findings, "together": together}, report, assumptions, annotations)
-    if any(strict or each.severity is not Severity.NOTE for each in findings):
-        click.get_current_context().exit(FINDINGS)
+    return placed
 
 
 def annotate(to: Output, placed: Sequence[FileFinding], drift: Sequence[Drift] = ()) -> None:

@@ -11,14 +11,25 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from capture_planner.engines import hookspecs
-from capture_planner.engines.command_line import LineReading, read_line, with_unset
+from capture_planner.engines.command_line import LineReading, read_line, server_commands, with_unset
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
 from capture_planner.errors import EngineError, FlagError, InvalidValue
 from capture_planner.plugins.discovery import Implementation, duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records.environment import Environment
 
-__all__ = ["Emulation", "Engine", "emulate", "engines", "find_engine", "is_engine", "load_engines", "read"]
+__all__ = [
+    "Component",
+    "Emulation",
+    "Engine",
+    "components",
+    "emulate",
+    "engines",
+    "find_engine",
+    "is_engine",
+    "load_engines",
+    "read",
+]
 
 INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
 
@@ -83,6 +94,34 @@ def read(name: str, words: Sequence[str]) -> LineReading:
     """
     engine = find_engine(name)
     return read_line(engine, words, [item.value for each, item in engines().items() if each != engine.name])
+
+
+@attrs.frozen(kw_only=True)
+class Component:
+    """One server of a file that starts several, or the only one."""
+
+    words: tuple[str, ...]
+    """What ``emulate`` takes for it."""
+    name: str = ""
+    """As in the file; empty for the only one."""
+    line: int = 1
+
+
+def components(name: str, words: Sequence[str]) -> tuple[Component, ...]:
+    """Return the servers that words start: one, but for a file with several components of the engine.
+
+    Raises ``FlagError`` where no command starts the engine.
+    """
+    # Standard input can be read once.
+    if len(words) != 1 or words[0] == "-":
+        return (Component(words=tuple(words)),)
+    engine = find_engine(name)
+    found = server_commands(engine, words, [item.value for each, item in engines().items() if each != engine.name])
+    if len(found) < 2 or not all(each.component for each in found):
+        return (Component(words=tuple(words), line=found[0].line),)
+    return tuple(
+        Component(words=(f"{words[0]}#{each.component}",), name=each.component, line=each.line) for each in found
+    )
 
 
 def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulation:

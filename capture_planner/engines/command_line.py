@@ -12,238 +12,18 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
 
 import attrs
 
 from capture_planner import codec
 from capture_planner.engines.engine import OTHER_DEVICE, Engine
 from capture_planner.engines.history import release_of
+from capture_planner.engines.manifests import container_commands
 from capture_planner.engines.parsing import refusal, unfollowed
-from capture_planner.errors import FlagError, InvalidDocument, Problem
-
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-"""A word that sets a variable."""
-
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})")
-"""``$NAME``, ``${NAME}`` or ``${NAME:-default}``."""
-
-_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
-_SUBSTITUTION = r"\$\((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*\)|`[^`]*`"
-_DOUBLE = rf'"(?:\\.|{_SUBSTITUTION}|[^"\\])*"'
-_PART = re.compile(rf"'[^']*'|{_DOUBLE}|{_SUBSTITUTION}|\\.|[^\s'\"\\;&|<>()`$]+|\$", re.DOTALL)
-_TOKEN = re.compile(
-    r"[ \t]+|(?P<redirect>&>>?|\d*(?:>>?|<)(?:&[\d-])?)|(?P<end>[\n;&|()]+)|(?<!\S)#[^\n]*"
-    rf"|(?P<word>(?:{_PART.pattern})+)",
-    re.DOTALL,
-)
-_ARRAY = re.compile(r"^[ \t]*(?:declare -a |local |readonly )?(\w+)(\+?)=\(([^()]*)\)", re.MULTILINE)
-_ARRAY_USE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_PROMPT = re.compile(r"[ \t]*(?:```\w*|\$|\u276f|%)(?:[ \t]+|$)")
-_OPEN_PROMPT = re.compile(r"^[ \t]*>[ \t]+")
-_FLAG = re.compile(r"[ \t]*--?[A-Za-z]")
-
-COMMENT = "a comment between the lines of the command is left out; a shell ends the command there"
-FLAG_LINE = "a line that begins with a flag continues the line above it; a shell begins a command there"
-SPACES = "spaces behind a backslash are left out; a shell ends the command there"
-
-
-@attrs.frozen(kw_only=True)
-class ShellCommand:
-    """One command of a text, or an argument list."""
-
-    words: tuple[str, ...]
-    """Of a server: behind its program."""
-    variables: Mapping[str, str] = attrs.Factory(dict)
-    """The environment's variables that the text sets for it."""
-    image: str | None = None
-    """The container's image."""
-    assumptions: tuple[str, ...] = ()
-    """Places where a shell would read something else."""
-    hidden: tuple[str, ...] = ()
-    """Variables of a script that no command sees."""
-
-
-@attrs.frozen
-class ShellText:
-    """Commands of a text."""
-
-    commands: tuple[ShellCommand, ...]
-    assumptions: tuple[str, ...] = ()
-    """Places where a shell would read something else."""
-    hidden: tuple[str, ...] = ()
-    """Variables that are set and not exported, so that no command sees them."""
-
-
-def read_shell(text: str) -> ShellText:
-    """Return the commands of a text; raises ``FlagError`` for a quote that nothing closes, or values without end."""
-    plain = text.replace("\r\n", "\n").replace("\u00a0", " ")
-    joined, assumptions = _joined(_without_arrays(_without_documents(plain)))
-    commands: list[ShellCommand] = []
-    known = _Variables()
-    exported: dict[str, str] = {}
-    for tokens in _commands(joined):
-        words = [word for token in tokens for word in _expanded(token, known)]
-        own, rest = split_variables(words)
-        if not rest:
-            known |= own
-        elif rest[0] in ("export", "declare", "typeset", "set", "unset"):
-            given = dict(word.split("=", 1) for word in rest[1:] if ASSIGNMENT.fullmatch(word))
-            known |= given
-            if rest[0] == "export":
-                exported |= given | {name: known[name] for name in rest[1:] if name in known}
-        else:
-            # Variables in front of a command count for that command alone.
-            commands.append(ShellCommand(words=rest, variables=exported | own))
-    return ShellText(tuple(commands), tuple(assumptions), tuple(name for name in known if name not in exported))
-
-
-def split_variables(command: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the variables that words in front of a command set, and the words behind them."""
-    count = next((index for index, word in enumerate(command) if not ASSIGNMENT.fullmatch(word)), len(command))
-    return dict(word.split("=", 1) for word in command[:count]), tuple(command[count:])
-
-
-def unset(words: Iterable[str]) -> list[str]:
-    """Return the variables that words still name: those that no text sets."""
-    return list(dict.fromkeys(match[1] or match[2] for word in words for match in VARIABLE.finditer(word)))
-
-
-def _joined(text: str) -> tuple[str, list[str]]:
-    """Join the lines of one command, and say where a shell would not."""
-    joined, is_open = "", False
-    assumptions: list[str] = []
-    for line in text.split("\n"):
-        plain = (_OPEN_PROMPT if is_open else _PROMPT).sub("", line, count=1).rstrip()
-        # Inside a command people comment flags out; a shell would end the command there.
-        if plain.lstrip().startswith("#"):
-            assumptions += [COMMENT] if is_open else []
-            continue
-        if joined and not is_open and _FLAG.match(plain):
-            assumptions.append(FLAG_LINE)
-            # People paste lines without their backslashes.
-            joined += " "
-        elif not is_open:
-            joined += "\n"
-        is_open = plain.endswith("\\")
-        if is_open and line.rstrip("\r") != plain and line.endswith((" ", "\t")):
-            assumptions.append(SPACES)
-        joined += plain.removesuffix("\\")
-    return joined, list(dict.fromkeys(assumptions))
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command, as they are written."""
-    words: list[str] = []
-    place, drops = 0, False
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            raise FlagError([Problem(path=(text[place : place + 40].split("\n")[0],), message="a quote is not closed")])
-        place = match.end()
-        if match["redirect"]:
-            drops = "&" not in match["redirect"][1:]
-        elif match["end"]:
-            if words:
-                yield words
-            words = []
-        elif match["word"]:
-            if not drops:
-                words.append(match["word"])
-            drops = False
-    if words:
-        yield words
-
-
-def _without_documents(text: str) -> str:
-    """Leave out the lines between ``<<EOF`` and ``EOF``."""
-    lines, kept, index = text.split("\n"), [], 0
-    places: dict[str, list[int]] = {}
-    for number, line in enumerate(lines):
-        places.setdefault(line.strip(" \t"), []).append(number)
-    while index < len(lines):
-        line, end = lines[index], index
-        for match in _HEREDOC.finditer(line):
-            ends = places.get(match[2], [])
-            at = bisect_right(ends, index)
-            if at < len(ends):
-                line, end = line[: match.start()] + line[match.end() :], ends[at]
-                break
-        kept.append(line)
-        index = end + 1
-    return "\n".join(kept)
-
-
-def _without_arrays(text: str) -> str:
-    """Put the words of each array in where all of it is named: ``"${args[@]}"``."""
-    arrays = _Variables()
-
-    def use(match: re.Match[str]) -> str:
-        return arrays.value(match[1], match[0])
-
-    def define(match: re.Match[str]) -> str:
-        lines = (re.sub(r"(?:^|\s)#.*", "", line) for line in match[3].split("\n"))
-        words = _ARRAY_USE.sub(use, " ".join(map(str.strip, lines)))
-        # ``args+=(...)`` appends.
-        arrays[match[1]] = f"{arrays.value(match[1], '')} {words}" if match[2] else words
-        return ""
-
-    return _ARRAY_USE.sub(use, _ARRAY.sub(define, text))
-
-
-MOST_EXPANDED = 4 << 20
-"""Characters of the values of all variables in a text; ``A=$A$A``, again and again, has no end."""
-
-
-class _Variables(dict[str, str]):
-    """Variables of a text, and how much their values may still add to it."""
-
-    _left = MOST_EXPANDED
-
-    def value(self, name: str, otherwise: str) -> str:
-        """Return the value of a variable; of an unknown one, what stands there."""
-        found = self.get(name, otherwise)
-        self._left -= len(found)
-        if self._left < 0:
-            raise refusal(f"${name}", "the values of variables are too long", "write the words of the command")
-        return found
-
-
-def _expanded(token: str, known: _Variables) -> list[str]:
-    """Return the words of one: several where it is a variable without quotes that has several."""
-    match = VARIABLE.fullmatch(token)
-    # Without quotes a shell splits the value into words.
-    if match is not None and (match[1] or match[2]) in known:
-        return known.value(match[1] or match[2], "").split()
-    return [_unquoted(token, known)]
-
-
-def _unquoted(token: str, known: _Variables) -> str:
-    """Return a word without its quotes, with the variables that are known."""
-
-    def expanded(text: str) -> str:
-        return VARIABLE.sub(lambda match: known.value(match[1] or match[2], match[3] or match[0]), text)
-
-    parts: list[str] = []
-    plain = ""
-    for match in _PART.finditer(token):
-        part = match[0]
-        if part[0] in "'\"\\":
-            parts.append(expanded(plain))
-            plain = ""
-        if part[0] == "'":
-            parts.append(part[1:-1])
-        elif part[0] == '"':
-            parts.append(expanded(re.sub(r'\\([\\"$`])', r"\1", part[1:-1])))
-        elif part[0] == "\\":
-            parts.append(part[1:])
-        else:
-            plain += part
-    return "".join([*parts, expanded(plain)])
-
+from capture_planner.engines.shell import ASSIGNMENT, ShellCommand, ShellText, read_shell, unset
+from capture_planner.errors import FlagError, Problem
 
 _SHELLS = ("bash", "sh", "dash", "zsh")
 _RUN = ("docker", "podman", "nerdctl")
@@ -265,15 +45,46 @@ def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine
     """Return the command that starts an engine's server, in words of a command line, a text, or the file of one.
 
     One word is a text where it has spaces, ``-`` is standard input, and the file of a script or of a service is read.
-    Words in which no program starts are the engine's own.
+    Of a file with several components ``FILE#NAME`` is one. Words in which no program starts are the engine's own.
 
     :param others: engines whose commands are named where one stands there instead.
     :raises FlagError: none or several commands start the engine's server.
     """
-    text = _text(words)
+    found = server_commands(engine, words, others)
+    if len(found) > 1:
+        listed = "; ".join(f"{each.component}: " * bool(each.component) + shlex.join(each.words) for each in found)
+        names = [f"{words[0]}#{each.component}" for each in found if each.component]
+        remedy = f"name one of them: {' or '.join(names)}" if len(names) == len(found) else "give one of them"
+        raise refusal(engine.programs[0], f"{len(found)} commands start it: {listed}", remedy)
+    return found[0]
+
+
+def server_commands(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> tuple[ShellCommand, ...]:
+    """Return the different commands that start an engine's server: of a file one for each component.
+
+    Raises ``FlagError`` where there is none, as ``server_command`` does.
+    """
+    word, component = _component(words)
+    text = _text([word] if component else words)
     if text is None:
-        return _only(engine, ShellText((ShellCommand(words=tuple(words)),)), others)
-    return _only(engine, container_commands(text) or read_shell(text), others)
+        return _found(engine, ShellText((ShellCommand(words=tuple(words)),)), others)
+    found = _found(engine, container_commands(text, word) or read_shell(text), others)
+    if not component:
+        return found
+    named = tuple(each for each in found if each.component == component)
+    if not named:
+        known = ", ".join(each.component for each in found)
+        raise refusal(f"{word}#{component}", f"no component of this name starts {engine.name}", f"name one of {known}")
+    return named
+
+
+def _component(words: Sequence[str]) -> tuple[str, str]:
+    """Return a file, and the name of the component that ``FILE#NAME`` adds to it; of other words neither."""
+    if len(words) != 1 or len(words[0]) > MOST_NAME or "\0" in words[0]:
+        return "", ""
+    file, _, name = words[0].rpartition("#")
+    named = bool(file) and not Path(words[0]).exists() and Path(file).is_file()
+    return (file, name) if named else (words[0], "")
 
 
 def started(command: Sequence[str], engines: Iterable[Engine]) -> tuple[Engine, int] | None:
@@ -325,11 +136,11 @@ def _text(words: Sequence[str]) -> str | None:
         return None
     text = codec.read(word)
     # Another file in YAML is one of flags, or a plan.
-    return None if path.suffix in (".yaml", ".yml") and container_commands(text) is None else text
+    return None if path.suffix in (".yaml", ".yml") and container_commands(text, word) is None else text
 
 
-def _only(engine: Engine, text: ShellText, others: Sequence[Engine]) -> ShellCommand:
-    """Return the one command of a text that starts the engine; without one, the one that names no program."""
+def _found(engine: Engine, text: ShellText, others: Sequence[Engine]) -> tuple[ShellCommand, ...]:
+    """Return the commands of a text that start the engine; without one, the one that names no program."""
     commands = [each for command in text.commands for each in _unwrapped(command)]
     found = [each for command in commands for each in _started(engine, command)]
     if not found:
@@ -337,25 +148,36 @@ def _only(engine: Engine, text: ShellText, others: Sequence[Engine]) -> ShellCom
         found = [each for command in text.commands for each in _bare(command, alone=len(text.commands) == 1)]
     # A script may start the same server in two branches.
     distinct = list({(each.words, tuple(each.variables.items())): each for each in found}.values())
-    if len(distinct) > 1:
-        listed = "; ".join(shlex.join(each.words) for each in distinct)
-        raise refusal(engine.programs[0], f"{len(distinct)} commands start it: {listed}", "give one of them")
     if not distinct:
         raise refusal(
             engine.programs[0], "no command here starts it", f"give its command line: {engine.programs[0]} ..."
         )
-    return attrs.evolve(distinct[0], assumptions=text.assumptions, hidden=text.hidden)
+    return tuple(attrs.evolve(each, assumptions=text.assumptions, hidden=text.hidden) for each in distinct)
 
 
-def _unwrapped(command: ShellCommand) -> Iterator[ShellCommand]:
-    """Yield a command, and those that stand in one of its words: behind ``bash -c``, ``ssh`` or ``tmux``."""
+_PASSED = re.compile(r'"\$(?:[@*]|\{[@*]\})"|\$(?:[@*]|\{[@*]\})')
+MOST_DEEP = 3
+"""Scripts inside scripts that are read."""
+
+
+def _unwrapped(command: ShellCommand, deep: int = 0) -> Iterator[ShellCommand]:
+    """Yield a command, and those that stand in one of its words: behind ``bash -c``, ``eval``, ``ssh`` or ``tmux``."""
     yield command
     given = {**command.variables, **_given(command.words)}
-    for word in command.words:
+    for index, word in enumerate(command.words if deep < MOST_DEEP else ()):
         # JSON and flags have spaces too, and no command.
-        if " " in word and not word.lstrip().startswith(("{", "[", "-")):
-            for each in read_shell(word).commands:
-                yield attrs.evolve(each, variables={**given, **each.variables})
+        if " " not in word or word.lstrip().startswith(("{", "[", "-")):
+            continue
+        text = word
+        if _PASSED.search(word):
+            # The word behind a script is its name, and those behind that are its arguments.
+            passed = shlex.join(command.words[index + 2 :])
+            # A text that is evaluated has them inside its quotes.
+            passed = re.sub(r'(["\\])', r"\\\1", passed) if "eval " in word else passed
+            text = _PASSED.sub(lambda _, passed=passed: passed, word)  # type: ignore[misc]
+        for each in read_shell(text, given).commands:
+            inner = attrs.evolve(command, words=each.words, variables={**given, **each.variables})
+            yield from _unwrapped(inner, deep + 1)
 
 
 def _started(engine: Engine, command: ShellCommand) -> Iterator[ShellCommand]:
@@ -372,8 +194,28 @@ def _started(engine: Engine, command: ShellCommand) -> Iterator[ShellCommand]:
         count = next(filter(None, (_length(each, some, plain, index) for each in programs)), 0)
         if count:
             given = {**command.variables, **_given([*words[:at], *rest[:index]])}
-            yield ShellCommand(words=tuple(rest[index + count :]), variables=given, image=image)
+            own = tuple(_unwrapped_flags(engine, rest[index : index + count], rest[index + count :]))
+            yield attrs.evolve(command, words=own, variables=given, image=image or command.image)
             return
+
+
+def _unwrapped_flags(engine: Engine, program: Sequence[str], words: Sequence[str]) -> Iterator[str]:
+    """Yield the engine's own flags behind a program that wraps it, such as one of Dynamo's workers."""
+    flags = next((each for name, each in engine.wrappers.items() if name.split()[-1] == program[-1]), None)
+    skipped = 0
+    for word in words:
+        name, equals, value = word.partition("=")
+        kind = None if flags is None else flags.get(name, 1 if name.startswith("--dyn-") else None)
+        if isinstance(kind, str):
+            # Without a name it is the first word.
+            if kind or equals:
+                yield f"{kind}{equals}{value}" if kind else value
+        elif kind is not None:
+            skipped = 0 if equals else kind
+            continue
+        elif not skipped or word.startswith("--"):
+            yield word
+        skipped = max(skipped - 1, 0)
 
 
 def _bare(command: ShellCommand, *, alone: bool) -> Iterator[ShellCommand]:
@@ -385,7 +227,7 @@ def _bare(command: ShellCommand, *, alone: bool) -> Iterator[ShellCommand]:
     # Bare flags among other commands of a script could be anything's.
     if image is not None or alone:
         given = {**command.variables, **_given(words[:at])}
-        yield ShellCommand(words=tuple(words[at:]), variables=given, image=image)
+        yield attrs.evolve(command, words=tuple(words[at:]), variables=given, image=image)
 
 
 def _refuse_others(engine: Engine, commands: Sequence[ShellCommand], others: Sequence[Engine]) -> None:
@@ -453,67 +295,6 @@ def _given(words: Sequence[str]) -> dict[str, str]:
     """Return the variables that words in front of a program set: ``A=1``, ``-e A=1``, ``--env=A=1``."""
     plain = (re.sub(r"^(?:--env=|-[ex](?=[A-Z]))", "", word) for word in words)
     return dict(word.split("=", 1) for word in plain if re.match(r"[A-Z_][A-Z0-9_]*=", word))
-
-
-_LOOKS_SO = re.compile(
-    r"^\s*(?:-\s+)?[\"']?(?:args|command|containers|services|entrypoint|image)[\"']?\s*:", re.MULTILINE
-)
-_LIST = re.compile(r"\s*(?:\[|-\s+[\"']?\S)")
-
-
-def container_commands(text: str) -> ShellText | None:
-    """Return the commands of containers in a text of YAML or JSON; None where it is none, or has no container."""
-    if not (_LOOKS_SO.search(text) or _LIST.match(text)):
-        return None
-    commands: list[ShellCommand] = []
-    for part in re.split(r"^---.*$", text, flags=re.MULTILINE):
-        try:
-            data = codec.Document.parse(part, "the file").node.plain()
-        except InvalidDocument:
-            return None
-        # A list of arguments by itself, as it stands under ``args``.
-        if isinstance(data, list) and data and not isinstance(data[0], Mapping):
-            data = {"args": data}
-        commands += _containers(data)
-    return ShellText(tuple(commands)) if commands else None
-
-
-def _containers(data: Any) -> Iterator[ShellCommand]:
-    """Yield the command of each mapping that has one, at any depth."""
-    if isinstance(data, list):
-        for each in data:
-            yield from _containers(each)
-    elif isinstance(data, Mapping):
-        words = [*_words(data.get("entrypoint")), *_words(data.get("command")), *_words(data.get("args"))]
-        if words:
-            image = data.get("image")
-            front = ["docker", "run", str(image)] if image else []
-            given = _variables(data.get("env") or data.get("environment"))
-            words = [re.sub(r"\$\((\w+)\)", lambda match: given.get(match[1], match[0]), word) for word in words]
-            yield ShellCommand(words=(*front, *words), variables=given)
-        else:
-            for each in data.values():
-                yield from _containers(each)
-
-
-def _words(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return shlex.split(value.replace("\\\n", " "))
-    return [str(each) for each in value] if isinstance(value, list) else []
-
-
-def _variables(value: Any) -> dict[str, str]:
-    """Return the variables of a list of names and values, a list of assignments, or a mapping."""
-    if isinstance(value, Mapping):
-        return {str(name): str(each) for name, each in value.items()}
-    found: dict[str, str] = {}
-    for each in value if isinstance(value, list) else ():
-        if isinstance(each, Mapping):
-            found[str(each.get("name"))] = str(each.get("value", ""))
-        else:
-            name, equals, text = str(each).partition("=")
-            found |= {name: text} if equals else {}
-    return found
 
 
 _FOREIGN_IMAGE = re.compile(

@@ -23,6 +23,15 @@ OTHER_DEVICE = "CAPTURE_PLANNER_OTHER_DEVICE"
 engine that has it in its ``flags`` answers then by the flags alone."""
 
 
+DYNAMO: Mapping[str, int | str] = {
+    **dict.fromkeys(("--is-prefill-worker", "--is-decode-worker", "--enable-local-indexer", "--enable-multimodal"), 0),
+    **dict.fromkeys(("--publish-events-and-metrics", "--use-kv-events", "--durable-kv-events"), 0),
+    **dict.fromkeys(("--request-plane", "--event-plane", "--discovery-backend", "--store-kv", "--endpoint"), 1),
+    **dict.fromkeys(("--namespace", "--migration-limit", "--custom-jinja-template", "--modality"), 1),
+}
+"""Flags of all workers of Dynamo, each with the number of its values; those that begin with ``--dyn-`` have one."""
+
+
 @attrs.frozen
 class FlagChange:
     """Flags to give, in place of what the command line says; written as in ``give --max-num-seqs 64``.
@@ -112,6 +121,9 @@ class Engine:
     """Each flag that graphs can depend on, with its help in a few words; others are accepted and ignored."""
     programs: tuple[str, ...]
     """Beginnings of a whole command line, in front of the flags, the longest first: ``vllm serve``."""
+    wrappers: Mapping[str, Mapping[str, int | str]] = attrs.Factory(dict)
+    """Programs among ``programs`` that wrap the server, with the flags that only they have: how many values each has,
+    or the engine's own name of it, "" for a word without a flag."""
     limits: tuple[str, str, str]
     """The flags for the most requests, tokens and drafted tokens; named where a value is too large for us."""
     fixes: Fixes = attrs.Factory(Fixes)

@@ -7,6 +7,7 @@ holds. Only engines import this module, so PyYAML is a dependency of their distr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,9 +18,13 @@ from capture_planner.errors import FlagError, InvalidDocument, Problem
 
 
 def read_yaml(path: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
-    """Return the content of a YAML file; raises ``InvalidDocument`` with the place of the first error."""
+    """Return the content of a YAML file; raises ``InvalidDocument`` with the place of the first error.
+
+    ``FILE#1/backend/decode`` is a part of the second document of a file; a text there is a file of its own.
+    """
+    file, _, part = path.partition("#") if not Path(path).exists() else (path, "", "")
     try:
-        return load(read(path))
+        return load(read(file)) if not part else _part(read(file), part, load)
     except InvalidDocument as error:
         (problem,) = error.problems
         # Next to flags a sentence has to say that it is about a file.
@@ -30,6 +35,19 @@ def read_yaml(path: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         problem = Problem(file=path, message=f"the file is not YAML: {reason}", remedy="fix the line")
         raise InvalidDocument([problem if mark is None else _at(problem, path, mark)]) from None
+
+
+def _part(text: str, part: str, load: Callable[[str], Any]) -> Any:
+    """Return the value, or the node, behind the number of a document and keys."""
+    number, *keys = part.split("/")
+    nodes = load is not yaml.safe_load
+    found = [*(yaml.compose_all(text, yaml.SafeLoader) if nodes else yaml.safe_load_all(text))][int(number)]
+    for key in keys:
+        inside = _below(found, key, str) if nodes else (None, found[key])
+        found = None if inside is None else inside[1]
+    if nodes:
+        return found if not isinstance(found, yaml.ScalarNode) else yaml.compose(found.value, yaml.SafeLoader)
+    return yaml.safe_load(found) if isinstance(found, str) else found
 
 
 def _at(problem: Problem, path: str, mark: Any) -> Problem:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine, read
-from capture_planner.engines.command_line import COMMENT, FLAG_LINE, SPACES, read_shell
+from capture_planner.engines.shell import COMMENT, FLAG_LINE, SPACES, read_shell
 from capture_planner.errors import FlagError
 
 H100 = find_environment("h100")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from capture_planner.engines.command_line import split_variables, started
+from capture_planner.engines.command_line import started
 from capture_planner.engines.launch import STARTED, mark_started
+from capture_planner.engines.shell import split_variables
 from capture_planner_tuner import child
 from support.commands import SPEC, Run, edited
 

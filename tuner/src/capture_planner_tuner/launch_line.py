@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from capture_planner.engines.command_line import split_variables
 from capture_planner.engines.engine import Engine
+from capture_planner.engines.shell import split_variables
 from capture_planner.errors import FlagError, Problem
 from capture_planner.records.plan import Plan
 

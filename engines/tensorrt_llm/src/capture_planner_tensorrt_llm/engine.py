@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capture_planner.engines.emulation import Decisions, Emulation, Setting
-from capture_planner.engines.engine import Engine
+from capture_planner.engines.engine import DYNAMO, Engine
 from capture_planner.engines.parsing import refusal
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits, Parallel
@@ -55,7 +55,17 @@ ENGINE = Engine(
     export=export_tensorrt_llm,
     flags=FLAGS,
     logs=LOGS,
-    programs=("trtllm-serve serve", "trtllm-serve", "serve"),
+    programs=("trtllm-serve serve", "trtllm-serve", "python -m dynamo.trtllm", "serve"),
+    wrappers={
+        "python -m dynamo.trtllm": {
+            **DYNAMO,
+            "--model-path": "",
+            "--served-model-name": 1,
+            "--extra-engine-args": "--extra_llm_api_options",
+            "--disaggregation-mode": 1,
+            "--kv-block-size": 1,
+        }
+    },
     limits=("--max_batch_size", "--max_num_tokens", "--config"),
     fixes=TensorRTLLMFixes(),
     aliases=("trtllm-serve", "trtllm", "trt-llm"),

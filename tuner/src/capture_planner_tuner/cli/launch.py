@@ -20,8 +20,9 @@ from capture_planner.cli import options
 from capture_planner.cli.common import Output, make_folder, read_document, show_notes
 from capture_planner.cli.options import FILE, FiniteRange, flag, option
 from capture_planner.engines import engines
-from capture_planner.engines.command_line import script_command, split_variables, started, unset
+from capture_planner.engines.command_line import script_command, started
 from capture_planner.engines.launch import OBSERVE, PLAN, PROFILE, STARTED, STRICT
+from capture_planner.engines.shell import split_variables, unset
 from capture_planner.records._base import digest
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Spec

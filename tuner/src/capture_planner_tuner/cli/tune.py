@@ -26,8 +26,9 @@ from capture_planner.cli.options import FILE, POSITIVE, SIZE, FiniteRange, Parse
 from capture_planner.cli.traffic import load_options, reading_bar, source_options
 from capture_planner.codec import shipped as catalog
 from capture_planner.engines import engines, find_engine, is_engine
-from capture_planner.engines.command_line import split_variables, started
+from capture_planner.engines.command_line import started
 from capture_planner.engines.deployments import emulation_of
+from capture_planner.engines.shell import split_variables
 from capture_planner.engines.spec_of import DerivedSpec
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import BY_MODEL, Emulation, Setting
-from capture_planner.engines.engine import OTHER_DEVICE, Engine
+from capture_planner.engines.engine import DYNAMO, OTHER_DEVICE, Engine
 from capture_planner.engines.parsing import refusal
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.errors import FlagError
@@ -175,7 +175,8 @@ ENGINE = Engine(
     launch=launch,
     flags={**FLAGS, OTHER_DEVICE: "what says that the device is not NVIDIA's, as an image's name: flags alone answer"},
     logs=LOGS,
-    programs=("sglang serve", "python -m sglang.launch_server", "serve"),
+    programs=("sglang serve", "python -m sglang.launch_server", "python -m dynamo.sglang", "serve"),
+    wrappers={"python -m dynamo.sglang": {**DYNAMO, "--use-sglang-tokenizer": 0, "--embedding-worker": 0}},
     limits=("--max-running-requests", "--max-prefill-tokens", "--speculative-num-draft-tokens"),
     backends=tuple(BACKENDS.items()),
     unemulated_variables=UNEMULATED_VARIABLES,

@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 
 import attrs
 
-from capture_planner.engines.command_line import split_variables
 from capture_planner.engines.engine import OTHER_DEVICE
 from capture_planner.engines.history import History, json_table
 from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_json, refusal
+from capture_planner.engines.shell import split_variables
 from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import NotEmulated, Problem
 from capture_planner_sglang.emulation.resolution import Phase

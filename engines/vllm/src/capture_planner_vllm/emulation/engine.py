@@ -10,7 +10,7 @@ import attrs
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import KNOWN
 from capture_planner.engines.emulation import Emulation, Setting
-from capture_planner.engines.engine import OTHER_DEVICE, Engine
+from capture_planner.engines.engine import DYNAMO, OTHER_DEVICE, Engine
 from capture_planner.engines.parsing import refusal
 from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.errors import FlagError, InvalidValue
@@ -234,8 +234,12 @@ _NEWEST = Engine(
         "python -m vllm.entrypoints.cli.main serve",
         "python -m vllm.entrypoints.openai.api_server",
         "python -m vllm.entrypoints.api_server",
+        "python -m dynamo.vllm",
         "serve",
     ),
+    wrappers={
+        "python -m dynamo.vllm": {**DYNAMO, "--disaggregation-mode": 1, "--use-vllm-tokenizer": 0, "--connector": 1}
+    },
     limits=("--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
     backends=(*BACKENDS.items(), *LATENT_BACKENDS.items()),
     unemulated_variables=rules()["unemulated_variables"],

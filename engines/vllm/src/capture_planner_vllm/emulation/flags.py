@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from capture_planner.engines.command_line import ASSIGNMENT, VARIABLE
 from capture_planner.engines.history import History
 from capture_planner.engines.parsing import Parser, as_words, not_json, refusal
+from capture_planner.engines.shell import ASSIGNMENT, VARIABLE
 from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import FlagError
 from capture_planner_vllm.emulation.parts import translated

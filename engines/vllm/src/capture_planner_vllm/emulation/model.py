@@ -6,6 +6,7 @@ with grouped-query attention; its settings have the source ``assumed``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _UNEQUAL = "MiMoV2FlashForCausalLM"
 _LENGTH_LEFT_OUT = 2048
 _MODELOPT = "modelopt"
+_DIFFUSES = re.compile("diffusion", re.IGNORECASE)
 _BOTH_WAYS, _POOLED = "attention in both directions", "pooling by modules.json"
 _SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor is included in the stated length."""
@@ -110,8 +112,10 @@ class ModelFacts:
     @property
     def decodes(self) -> bool:
         """Whether it generates text token by token, with the flags' sizes and limits."""
+        if _DIFFUSES.search(self.name) or self.odd in (_BOTH_WAYS, _POOLED):
+            return False
         generates = self.architecture.endswith(("ForCausalLM", "ForConditionalGeneration")) or not self.architecture
-        return generates and self.architecture not in rules()["own_sizes"] and self.odd not in (_BOTH_WAYS, _POOLED)
+        return generates and self.architecture not in rules()["own_sizes"]
 
     def refusal(self, flag: str, reason: str, remedy: str, *inside: str | int) -> FlagError:
         """Return the error for a flag that the model's facts rule out; it names them where they are assumed."""
