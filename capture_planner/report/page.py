@@ -57,7 +57,9 @@ def page(report: Report) -> str:
     environment.filters |= {"svg": svg, "grid": plot_grid, "tone": tone_of}
     environment.filters["written"] = lambda cell: ran(cell) if isinstance(cell, GraphMode) else cell
     template = resources.files("capture_planner.report").joinpath("page.html.j2").read_text("utf-8")
-    parts = {name: getattr(report, name) for name in ("kind", "title", "alert", "assumptions", "sections", "spec")}
+    parts = {
+        name: getattr(report, name) for name in ("kind", "title", "alert", "proved", "assumptions", "sections", "spec")
+    }
     return environment.from_string(template).render(parts, charts=report.charts(), colors=COLORS)
 
 

@@ -36,7 +36,16 @@ def test_a_plan_is_measured_printed_and_written(run: Run) -> None:
     ran = run("plan.yaml", "--quick", *LOAD, "--output", "bench.json", "--html", "bench.html")
     assert (ran.code, ran.err) == (0, "")
     titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)?)$", ran.out, re.M)
-    assert titles == ["Targets", "Decode", "Preparation", "Draft chain", "Throughput", "Capture", "Pools"]
+    assert titles == [
+        "Targets",
+        "Decode",
+        "Preparation",
+        "Draft chain",
+        "Throughput",
+        "Capture",
+        "Pools",
+        "Measured with",
+    ]
     assert "3 requests of 5 + 6 tokens" in ran.out
     assert ran.out.endswith("written to bench.html\nwritten to bench.json\n")
     data = json.loads(Path("bench.json").read_text("utf-8"))

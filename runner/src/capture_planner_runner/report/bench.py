@@ -25,7 +25,7 @@ def bench_report(report: BenchReport) -> Report:
     if report.failed:
         broken = dict.fromkeys(absent.figure for absent in report.failed)
         alerts.append(f"INCOMPLETE: failed in {', '.join(broken)}")
-    parts = (_subject, _targets, _decode, _preparation, _chain, _throughput, _capture, _pools)
+    parts = (_subject, _targets, _decode, _preparation, _chain, _throughput, _capture, _pools, _made)
     return Report(
         kind="bench",
         title=f"Bench of {report.plan.model.name}",
@@ -40,17 +40,28 @@ def _subject(report: BenchReport) -> Section:
     plan = report.plan
     facts = [
         ("plan", f"{plan.model.name} on {plan.environment.name}, {counted(plan.num_graphs, 'graph')}"),
-        ("spec", plan.spec_digest),
         ("model", report.model),
-        ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
-        ("clock", f"{report.clock}; medians"),
-        ("pages", f"of {counted(report.page_size, 'token')}"),
-        *report.facts.items(),
+        *((name, text) for name, text in report.facts.items() if name in _FIRST),
     ]
     warnings = [f"interrupted: {STOPPED}"] if report.interrupted else []
     warnings += [f"{absent.figure} broke: {absent.says}" for absent in report.failed]
     title = f"Bench of {plan.model.name}"
     return Section(name="bench", title=title, parts=(*warned(*warnings), Grid.facts(facts)))
+
+
+_FIRST = ("device", "quick")
+"""Facts without which no number should be read; the others come last."""
+
+
+def _made(report: BenchReport) -> Section:
+    facts = [
+        ("spec", report.plan.spec_digest),
+        ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
+        ("clock", f"{report.clock}; medians"),
+        ("pages", f"of {counted(report.page_size, 'token')}"),
+        *((name, text) for name, text in report.facts.items() if name not in _FIRST),
+    ]
+    return Section(name="made", title="Measured with", parts=(Grid.facts(facts),))
 
 
 def _absent(report: BenchReport, figure: str, title: str = "") -> Section:

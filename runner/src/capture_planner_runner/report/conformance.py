@@ -36,7 +36,8 @@ def conformance_report(report: Conformance) -> Report:
     """Return the report of the suite."""
     alert = f"INTERRUPTED: {STOPPED}" if report.interrupted else None
     if report.outcome.failures:
-        alert = f"{counted(len(report.outcome.failures), 'finding')}: what is marked as broken does not hold"
+        laws = dict.fromkeys(finding.check.law for finding in report.outcome.failures)
+        alert = f"{counted(len(report.outcome.failures), 'finding')}: it does not hold that {', or that '.join(laws)}"
     return Report(
         kind="conformance run",
         title=f"Conformance of {report.backend}: {report.says}",
@@ -139,7 +140,7 @@ def _checks(report: Conformance) -> Section:
     rows = []
     for check in Check:
         count, unit = attempts(check, report.log, len(report.outcome.shapes))
-        verdict = "broken" if check in broken else "held" if count else "not tried"
+        verdict = TonedText("broken", "bad") if check in broken else "held" if count else "not tried"
         rows.append((check.value, verdict, counted(count, unit), check.law))
     note = "the search ends with the first finding; the numbers are without the cases that made it small"
     grid = Grid.of(("check", "", "tried on", "law"), rows)

@@ -200,6 +200,16 @@ def alert(report: RunReport, numbers: RunSummary) -> str | None:
     return None
 
 
+def _proved(report: RunReport) -> str | None:
+    """Return what was compared and found to hold; None where nothing was, or where something does not hold."""
+    checks = [each for each in (report.verification, report.comparison) if each is not None]
+    if not checks or not all(check.passed for check in checks):
+        return None
+    held = ["tokens and hidden states are the model's"] if report.verification else []
+    held += ["graphs compute what eager forwards do"] if report.comparison else []
+    return f"verified: {', and '.join(held)}"
+
+
 def sections(report: RunReport, numbers: RunSummary) -> tuple[Section, ...]:
     """Return the parts of the report in the order in which they are read."""
     found = (
@@ -225,12 +235,13 @@ def _subject(report: RunReport, lines: tuple[str, ...]) -> Section:
     plan = report.plan
     facts = [
         ("plan", f"{plan.model.name} on {plan.environment.name}, {counted(plan.num_graphs, 'graph')}"),
+        ("model", report.model),
         ("spec", plan.spec_digest),
         ("backends", ", ".join(f"{name} {version}" for name, version in report.backends.items()) or NONE),
         *report.host.items(),
         *_before(report),
     ]
-    return Section(name="run", title=report.model, parts=(*lines, Grid.facts(facts)))
+    return Section(name="run", title=f"Run of {plan.model.name}", parts=(*lines, Grid.facts(facts)))
 
 
 def _before(report: RunReport) -> Iterator[tuple[str, str]]:
@@ -707,8 +718,9 @@ def run_report(report: RunReport) -> Report:
     numbers = summary(report)
     return Report(
         kind="run",
-        title=report.model,
+        title=f"Run of {report.plan.model.name}",
         alert=alert(report, numbers),
+        proved=_proved(report),
         alert_in_tables=True,
         sections=sections(report, numbers),
         charts=partial(charts, report),
