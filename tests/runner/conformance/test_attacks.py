@@ -63,7 +63,7 @@ def test_cases_of_an_audit_end_with_a_small_batch_after_a_large_one(longest):
     """The smallest first; all requests are past their prompts, with lengths of their own, and fit their batches."""
     shape = attrs.evolve(SHAPE, longest=longest)
     cases = list(audits._cases(shape, 5))
-    assert [case.scene.mode for case in cases] == [GraphMode.FULL] * 4 + [GraphMode.FULL_AND_PIECEWISE]
+    assert [case.scene.mode for case in cases] == [GraphMode.FULL_AND_PIECEWISE] * 4 + [GraphMode.FULL] * 2
     for case in cases:
         scene = case.scene
         assert (scene.shape, scene.seed, scene.drafts, scene.fused) == (shape, 5, 2, False)
