@@ -119,6 +119,19 @@ def test_shared_pool_changes_no_token_and_takes_less_memory(case, place):
     assert seen["other pool"]["saved"] > 0
 
 
+@everywhere
+@pytest.mark.parametrize("k", [0, 3])
+def test_sampled_tokens_are_those_of_the_same_kernels_in_either_pool(case, place, k):
+    """With top-p, and drafts that are drawn inside of graphs; a shared pool takes no more memory."""
+    made = attrs.evolve(made_of(case, place, replace(small(case, k), pool=Pool.SHARED), 6), kind="random")
+    serve = functools.partial(made.serve, temperature=0.8, top_p=0.95)
+    graphs, kernels = serve(made.plan, poison=True), serve(made.plan, replay=False)
+    apart = serve(replace(made.plan, pool=Pool.PER_ROLE))
+    assert differing(graphs.tokens, kernels.tokens) == []
+    assert differing(graphs.tokens, apart.tokens) == []
+    assert graphs.pool_bytes <= apart.pool_bytes
+
+
 @pytest.mark.parametrize(("case", "place"), EXACT)
 @pytest.mark.parametrize("kind", ["random", "copy"])
 def test_fused_chain_proposes_the_tokens_of_single_steps(case, place, kind):

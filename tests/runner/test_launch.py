@@ -267,9 +267,9 @@ def test_pages_are_enough_for_the_longest_request_where_memory_is_short(monkeypa
 def plain(report):
     """A report without its times."""
     return (
-        [attrs.evolve(c, seconds=0.0) for c in report.captured],
-        [attrs.evolve(f, seconds=0.0, preparation=0, host_seconds=0.0) for f in report.forwards],
-        [attrs.evolve(s, seconds=0.0) for s in report.steps],
+        [attrs.evolve(c, seconds=0.0, ended=0.0) for c in report.captured],
+        [attrs.evolve(f, seconds=0.0, preparation=0, host_seconds=0.0, ended=0.0) for f in report.forwards],
+        [attrs.evolve(s, seconds=0.0, ended=0.0) for s in report.steps],
         [attrs.evolve(d, first_token=None, finished=None) for d in report.served],
     )
 
