@@ -39,6 +39,7 @@ from capture_planner.engines import INSTALL, Component, components, emulate, eng
 from capture_planner.engines.check import check, fixed_together
 from capture_planner.engines.deployments import why_inadmissible
 from capture_planner.engines.export import prove, within_budget
+from capture_planner.engines.load import EngineLoad, load_text, ranked, reached_graphs
 from capture_planner.engines.spec_of import PLAIN_MODEL, spec_of, with_sizes
 from capture_planner.errors import CapturePlannerError, FlagError, Problem
 from capture_planner.planning.from_config import find_config, spec_from_config
@@ -166,17 +167,24 @@ def _each(several: Sequence[Component], show: Callable[[Component], object]) -> 
 
 
 def check_engine(
-    name: str, flags: Sequence[str], environment: str | None, to: Output, strict: bool, ignore: Collection[str] = ()
+    name: str,
+    flags: Sequence[str],
+    environment: str | None,
+    to: Output,
+    strict: bool,
+    ignore: Collection[str] = (),
+    load: EngineLoad | None = None,
 ) -> None:
     """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings.
 
-    Of a file with several components each is looked at.
+    Of a file with several components each is looked at. Under a ``load`` findings are ranked by the steps that they
+    touch, and those that it does not reach are notes.
     """
     several = components(name, flags)
     found: list[FileFinding] = []
 
     def look(each: Component) -> None:
-        found.extend(_check_one(name, each, environment, to, ignore))
+        found.extend(_check_one(name, each, environment, to, ignore, load))
 
     if len(several) > 1:
         _refuse_several(several, to)
@@ -190,7 +198,12 @@ def check_engine(
 
 
 def _check_one(
-    name: str, component: Component, environment: str | None, to: Output, ignore: Collection[str]
+    name: str,
+    component: Component,
+    environment: str | None,
+    to: Output,
+    ignore: Collection[str],
+    load: EngineLoad | None,
 ) -> Sequence[FileFinding]:
     """Show the findings about one server, and return them with their place."""
     names = (word if Path(word).is_file() else word.rpartition("#")[0] for word in component.words)
@@ -209,10 +222,15 @@ def _check_one(
         assumptions = tuple(each for each in assumptions if each.rpartition("; ")[0] not in said)
     own = find_engine(name)
     together = fixed_together(emulation, findings, own, machine.environment)
-    report = partial(findings_report, emulation, findings, own.programs[0], together)
+    reached = "" if load is None else load_text(emulation, load)
+    if load is not None:
+        findings = ranked(findings, load)
+    report = partial(findings_report, emulation, findings, own.programs[0], together, reached)
     placed = [FileFinding(finding=each, file=file, line=component.line, column=1) for each in findings]
     annotations = None if to.form in ("text", "json") else partial(annotate, to, placed)
-    to.show(lambda: {"findings": findings, "together": together}, report, assumptions, annotations)
+    graphs = {} if load is None else dict(zip(("captured", "reached"), reached_graphs(emulation, load), strict=True))
+    data = {"findings": findings, "together": together} | ({"graphs": graphs} if graphs else {})
+    to.show(lambda: data, report, assumptions, annotations)
     return placed
 
 

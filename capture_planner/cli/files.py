@@ -44,6 +44,8 @@ from capture_planner.dispatch.dispatcher import Dispatcher
 from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, check_observation, share
 from capture_planner.engines.deployments import coverage_of, emulation_of
 from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.load import EngineLoad
+from capture_planner.engines.logs import read_traffic
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.errors import CapturePlannerError, DispatchError, InvalidValue
 from capture_planner.modes import Role
@@ -382,6 +384,17 @@ IGNORED = ParsedText("CODE,...", _codes)
 """Codes of notes and warnings, separated by commas."""
 
 
+def _load(sources: Sequence[str], concurrency: int | None) -> EngineLoad | None:
+    """Return the load that findings are ranked by, if one is given."""
+    if sources and concurrency is not None:
+        raise click.UsageError("--traffic and --concurrency exclude each other.")
+    if not sources:
+        return None if concurrency is None else EngineLoad.at(concurrency)
+    found, unreadable = read_traffic(sources)
+    show_notes(f"skipped: {line}" for line in unreadable)
+    return EngineLoad.of_traffic(found)
+
+
 @click.command(cls=FileOrEngineCommand)
 @click.argument("files", metavar="PLAN|SPEC|OBSERVATION...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
@@ -397,6 +410,19 @@ IGNORED = ParsedText("CODE,...", _codes)
 )
 @click.option("--observation", metavar="FILE", help="Also report where an engine did not follow each plan.")
 @flag("--strict", "Count notes as findings.")
+@click.option(
+    "--traffic",
+    "loads",
+    metavar="SOURCE",
+    multiple=True,
+    help="With --engine: rank findings by the steps of this traffic, or of any source that traffic reads.",
+)
+@click.option(
+    "--concurrency",
+    metavar="N",
+    type=POSITIVE,
+    help="With --engine: say which batches are reached with N requests at once on each data-parallel rank.",
+)
 @options.environment
 @options.download
 @options.reports("github", "sarif")
@@ -407,6 +433,8 @@ def check(
     ignore: tuple[tuple[str, ...], ...],
     observation: str | None,
     strict: bool,
+    loads: tuple[str, ...],
+    concurrency: int | None,
     environment: str | None,
     to: Output,
 ) -> None:
@@ -424,8 +452,10 @@ def check(
         for name, value in (("--spec", spec), ("--observation", observation)):
             if value:
                 raise click.UsageError(f"{name} is for plans; omit it with --engine.")
-        check_engine(engine, files, environment, to, strict, ignored)
+        check_engine(engine, files, environment, to, strict, ignored, _load(loads, concurrency))
         return
+    if loads or concurrency is not None:
+        raise click.UsageError("--traffic and --concurrency are for flags; name an engine with --engine.")
     if not files:
         raise click.UsageError("Missing argument 'PLAN|SPEC|OBSERVATION...'.")
     sources = specs_of(files, spec)

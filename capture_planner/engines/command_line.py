@@ -62,7 +62,7 @@ def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine
 def server_commands(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> tuple[ShellCommand, ...]:
     """Return the different commands that start an engine's server: of a file one for each component.
 
-    Raises ``FlagError`` where there is none, as ``server_command`` does.
+    Raises ``FlagError`` where no command starts it, as ``server_command`` does.
     """
     word, component = _component(words)
     text = _text([word] if component else words)

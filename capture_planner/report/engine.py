@@ -147,11 +147,16 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 
 def findings_report(
-    emulation: Emulation, findings: Sequence[EngineFinding], program: str = "", together: Together | None = None
+    emulation: Emulation,
+    findings: Sequence[EngineFinding],
+    program: str = "",
+    together: Together | None = None,
+    reached: str = "",
 ) -> Report:
     """Return one paragraph per fix: the findings, the fix, and where they were reported.
 
     :param program: what the flags of ``together`` are given to.
+    :param reached: what a load reaches.
     """
     parts: list[Part] = []
     paragraphs = grouped(findings, _paragraph)
@@ -171,6 +176,7 @@ def findings_report(
         parts += [f"together ({together.price}; {left}):", TonedText(f"  {line}", "verbatim")]
     total = counted(len(paragraphs), "finding") if findings else "nothing to report"
     title = f"{emulation.engine} {emulation.version}: {total}"
+    parts += [reached] if reached else []
     return Report(kind="check", title=title, sections=(Section(name="check", title="", parts=(*parts, title)),))
 
 
