@@ -59,6 +59,9 @@ def test_a_plan_is_one_line_and_reads_well_in_a_notebook():
     spec = load_spec(LOCKED.parent.parent / "specs" / "qwen3-8b-eagle3.yaml")
     planned = plan(spec, machine)
     assert planned == plan(spec, machine, load_backends())
+    title, *roles = planned._repr_html_().removeprefix("<pre>").removesuffix("</pre>").split("\n")
+    assert title == f"Qwen/Qwen3-8B on h200: {planned.num_graphs} graphs"
+    assert len(roles) == len(planned.roles)
     dispatcher = Dispatcher(planned)
     assert repr(dispatcher).startswith("Dispatcher(Qwen/Qwen3-8B on h200: target FULL_AND_PIECEWISE with ")
     explained = explain(dispatcher, Batch.decode(Role.TARGET, num_reqs=100, query_len=4))

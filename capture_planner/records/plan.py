@@ -288,6 +288,14 @@ class Plan:
         """The roles of the plan, target first."""
         return tuple(role.role for role in self.roles)
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a line for each role, instead of all graphs."""
+        from html import escape  # every start would import a table of all entities
+
+        lines = [f"{self.model.name} on {self.environment.name}: {self.num_graphs} graphs"]
+        lines += [f"  {role.role.value}: {role.mode.value}, {len(role.entries)} graphs" for role in self.roles]
+        return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
     @property
     def num_graphs(self) -> int:
         """How many graphs the plan captures, over all roles."""

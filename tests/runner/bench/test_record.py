@@ -249,21 +249,3 @@ def test_report_tables_can_be_printed(report: BenchReport) -> None:
         assert f"{figure} broke: " in shown
     if report.pools is not None:
         assert ("the same tokens" in shown) == (not report.pools.differing)
-
-
-def test_page_states_the_targets() -> None:
-    """The page lists every one of them."""
-    from pathlib import Path
-
-    page = (Path(__file__).parent.parent.parent.parent / "docs" / "howto" / "measure-a-plan.md").read_text("utf-8")
-    table = page.partition("| figure | target |")[2].partition("\n\n")[0]
-    numbers = re.findall(r"\| (?:at most|at least) ([\d.]+)", table)
-    assert [float(number) for number in numbers] == [
-        record.STEP_OF_BARE,
-        record.OF_TRANSFORMERS,
-        record.OF_STOCK,
-        record.PREPARATION * 1e6,
-        record.OVER_SINGLE,
-        record.OVER_EAGER,
-        record.OF_BARE_LOOP,
-    ]
