@@ -112,7 +112,7 @@ class Report:
     alert_in_tables: bool = False
     """Whether a terminal shows the alert too: False where a section warns of the same."""
     proved: str | None = None
-    """What a check found to hold; pages show it beside the title, and a terminal in its section."""
+    """What a check found to hold; pages show it next to the title, and a terminal in its section."""
     assumptions: tuple[str, ...] = ()
     """What the answer rests on; it comes first on a terminal, and after the answer on a page."""
     charts: Callable[[], tuple[Chart, ...]] = tuple

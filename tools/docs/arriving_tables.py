@@ -45,12 +45,12 @@ def title(result: Mapping[str, Any]) -> str:
 
 
 def cell(result: Mapping[str, Any], column: str, load: str, figure: str, form: str = "{:,.0f}") -> str:
-    """Return the median of a figure, with the least and the largest value over the rounds."""
+    """Return the median of a figure, with the least and the largest value where there are several rounds."""
     values = result["medians"].get(column, {}).get(load, {}).get(figure)
     if values is None:
         return NO_VALUE
     middle, least, most = (form.format(value) for value in values)
-    return f"{middle} ({least} to {most})"
+    return middle if least == most else f"{middle} ({least} to {most})"
 
 
 def engine(result: Mapping[str, Any], column: str) -> Mapping[str, Any]:

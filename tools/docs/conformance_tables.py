@@ -78,11 +78,13 @@ def _remarks(results: dict[str, dict[str, Any]]) -> Iterable[str]:
         if "broke" in result:
             lines.append(f"- {name} broke: {result['broke']}")
         lines += [f"- {name}: {each['check']}: {each['message']}" for each in result.get("findings", ())]
-        lines += [
-            f"- {name}: the field `{each['field']}` of {each['role']} is over-declared"
-            for each in result.get("fields", ())
-            if each["verdict"] == "over-declared"
-        ]
+        roles: dict[str, list[str]] = {}
+        for each in result.get("fields", ()):
+            if each["verdict"] == "over-declared":
+                roles.setdefault(each["field"], []).append(each["role"])
+        if roles:
+            fields = (f"`{field}` of {', '.join(each)}" for field, each in roles.items())
+            lines.append(f"- {name}: over-declared are {'; '.join(fields)}")
     return ["", *lines] if lines else []
 
 

@@ -83,7 +83,7 @@ def type_text(hint: Any) -> str:
         return ", ".join(f"`{codec.label(member)}`" for member in hint)
     if attrs.has(hint):
         return _link(hint)
-    return {int: "integer", float: "number", bool: "`true` or `false`", str: "text"}[hint]
+    return {int: "integer", float: "number", bool: "boolean", str: "text"}[hint]
 
 
 def _bound_text(rules: Sequence[Constraint]) -> str:

@@ -209,7 +209,7 @@ class Stage(AbstractContextManager["Stage"]):
         """Take note of what is there before requests are served."""
 
     def check_served(self, requests: Sequence[Request], tokens: Mapping[str, tuple[int, ...]]) -> None:
-        """Check how requests were served; ``tokens`` are their outputs by name, as many as they must be."""
+        """Check how requests were served; ``tokens`` are their outputs by name, of the lengths asked for."""
 
     def _capture(self) -> None:
         """Capture as the scene says; what is left of the session, or born in it, is a violation."""

@@ -132,7 +132,7 @@ class Fp8Experts(Fp8Weight):
         return Fp8Experts(*self.cut(axis, place), self.block, self.dtype)
 
 
-class Dequantized:
+class DequantizedExperts:
     """The experts of a layer as the library's functions read them: with weights in a dtype that can be multiplied."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from capture_planner.errors import RunError
 from capture_planner.plugins.backend import Scoring
 from capture_planner.records.model import DataType, Model
-from capture_planner_runner.models.fp8 import FP8, Dequantized, Fp8Weight
+from capture_planner_runner.models.fp8 import FP8, DequantizedExperts, Fp8Weight
 from capture_planner_runner.models.fp8_folders import Fp8Format, fp8_format
 from capture_planner_runner.models.host_reads import reads_host
 from capture_planner_runner.models.interface import INTERFACE, SUPPORTED, Call
@@ -503,7 +503,7 @@ def _fp8_experts(experts: nn.Module, hidden_states: torch.Tensor, *args: torch.T
     """Compute experts that may have FP8 weights, as the library does with those that they stand for."""
     dtype = hidden_states.dtype
     function = ALL_EXPERTS_FUNCTIONS[_experts(hidden_states.device, dtype)]
-    found: torch.Tensor = function(Dequantized(experts, dtype), hidden_states, *args)
+    found: torch.Tensor = function(DequantizedExperts(experts, dtype), hidden_states, *args)
     return found
 
 
