@@ -166,6 +166,10 @@ class Reservation:
     pinned: torch.Tensor
     """``uint8[Workspace.pinned]`` on the host, pinned where there is a GPU."""
     device: torch.device
+    context_rank: int = 0
+    """Place of this rank among ``attention.decode_context`` ones that share the KV of each request. It has the
+    positions p with ``p % decode_context == context_rank``, in their order: its i-th key is of position
+    ``i * decode_context + context_rank``, and a page of the block table has ``page_size`` of them."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -247,6 +251,27 @@ class Executor(Protocol):
 
     def release(self) -> None:
         """Free what was reserved. Called once, after the last step."""
+
+
+class ContextExecutor(Executor, Protocol):
+    """The executor of a group whose KV several decode-context-parallel ranks share; its ``attend`` is not called."""
+
+    def attend_part(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        sums: torch.Tensor,
+        scoring: Scoring,
+        metadata: Metadata,
+    ) -> None:
+        """Attend with the queries of all these ranks to the keys that this one has.
+
+        As ``attend``, and with ``num_heads * decode_context`` heads in ``query`` and ``out``. The mask is of positions
+        in the whole sequence, as ``seq_lens`` is. ``scoring`` has no sinks. ``sums``, float32 or wider,
+        ``[num_tokens, heads]``, become the logarithm of the sum of the exponentials of the scores, -inf where a row
+        sees none of these keys. The runner merges the parts of all ranks by them.
+        """
 
 
 @runtime_checkable

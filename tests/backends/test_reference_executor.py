@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from capture_planner.modes import GraphMode
 from capture_planner.plugins.backend import LayerCache
 from capture_planner.records.batch import Entry
 from capture_planner_reference import Reference, executor
+from capture_planner_runner.execution.context import merged
 from support.attention_cases import LAYER, Rig, assert_close, cases
 
 
@@ -71,6 +72,41 @@ def test_padded_rows_are_recognised_by_their_queries(case):
     expected = rig.run(rig.padded)
     rig.fields["seq_lens"][len(case.lengths) :] = 2
     assert torch.equal(rig.run(rig.padded), expected)
+
+
+def part_of(rig, metadata, ranks, rank):
+    """Return what one of several ranks that share the KV says, and its sums, for the heads of one of them."""
+    size = rig.case.page_size // ranks
+    keys, values = (tensor.unflatten(1, (size, ranks))[:, :, rank] for tensor in (rig.keys, rig.values))
+    reservation = attrs.evolve(
+        rig.reservation,
+        attention=attrs.evolve(rig.case.attention, decode_context=ranks),
+        caches={LAYER: LayerCache(keys=keys.contiguous(), values=values.contiguous())},
+        page_size=size,
+        context_rank=rank,
+    )
+    runs = Reference().reserve(reservation)
+    runs.prepare(metadata)
+    # Each rank brings the same queries: heads of one KV head stay next to each other.
+    query = rig.query[: metadata.num_tokens].repeat_interleave(ranks, dim=1)
+    out = torch.full_like(query, math.nan)
+    sums = query.new_full(query.shape[:2], math.nan, dtype=torch.promote_types(query.dtype, torch.float32))
+    runs.attend_part(LAYER, query, out, sums, attrs.evolve(rig.scoring, sinks=None), metadata)
+    return out[:, ::ranks].to(sums.dtype), sums[:, ::ranks]
+
+
+@given(cases(), st.data())
+def test_merged_parts_of_ranks_equal_a_loop_over_tokens(case, data):
+    """Of any number that shares a page, with windows, sinks and softcaps; padded rows are zeros."""
+    assume(case.page_size > 1)
+    rig, ranks = Rig(case), data.draw(st.sampled_from([n for n in range(2, 17) if case.page_size % n == 0]))
+    for metadata in (rig.padded, rig.unpadded()):
+        parts, sums = map(
+            torch.stack, zip(*(part_of(rig, metadata, ranks, rank) for rank in range(ranks)), strict=True)
+        )
+        found = merged(parts, sums, rig.scoring.sinks)
+        assert_close(case, found[: case.real], rig.expected())
+        assert not found[case.real :].any()
 
 
 class RefuseHostReads(TorchDispatchMode):

@@ -87,7 +87,6 @@ def test_release_drops_the_caches(reservation):
     [
         ({"latent": Latent(kv_lora_rank=512, rope_head_dim=64)}, "latent attention; it runs ordinary heads"),
         ({"kv_dtype": DataType.NVFP4}, "NVFP4"),
-        ({"decode_context": 2}, "decode context"),
         ({"head_dim": 16}, r"layer 1: keys are \[4, 4, 2, 8\], expected \[num_pages, 4, 2, 16\]"),
     ],
 )

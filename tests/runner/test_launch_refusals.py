@@ -54,7 +54,10 @@ REFUSED_PLANS = {
         "the plan is for 2 ranks (parallel.tensor 1 x parallel.data 2), and this is one",
     ),
     "tensor": ({"spec": replace(SPEC, parallel=Parallel(tensor=2))}, "use --ranks 2, or torchrun --nproc-per-node 2"),
-    "decode context": ({"spec": replace(SPEC, parallel=Parallel(decode_context=2))}, "parallel.decode_context is 2"),
+    "decode context": (
+        {"spec": replace(SPEC, parallel=Parallel(decode_context=2))},
+        "parallel.decode_context is 2: 1 tensor-parallel rank with 2 KV heads hold each of them 1 time; plan it with 1",
+    ),
     "fp8": ({"spec": changed_model(dtype=DataType.FP8)}, "in fp8; the runner computes in"),
     "nvfp4 cache": ({"spec": changed_model(kv_dtype=DataType.NVFP4)}, "in nvfp4; the runner computes in"),
 }

@@ -106,7 +106,9 @@ class ExecutionPolicy:
         options = attrs.evolve(options, poison=options.poison or options.compare)
         # If a first draft pass has its own rows, verification decides which of them are real.
         has_own_rows = plan.speculative is not None and plan.speculative.has_own_rows
-        drafts_on_device = _chosen(options.drafts_on_device, is_gpu, options) and not has_own_rows
+        # The host alone fills how many positions of each request a rank has.
+        is_shared = plan.parallel.decode_context > 1
+        drafts_on_device = _chosen(options.drafts_on_device, is_gpu, options) and not (has_own_rows or is_shared)
         is_wanted = _chosen(options.run_ahead, is_gpu, options)
         behind = _behind(plan, options, waiting, drafts_on_device=drafts_on_device) if is_wanted else ""
         return cls(
@@ -115,7 +117,9 @@ class ExecutionPolicy:
             run_ahead=is_wanted and not behind,
             # Poison and bounds checks need the host's values in every field, and multimodal rope has
             # three positions a token, of which a graph advances none.
-            advance_in_graph=not (waits or waiting[Role.TARGET] or options.debug or options.poison or plan.model.mrope),
+            advance_in_graph=not (
+                waits or waiting[Role.TARGET] or options.debug or options.poison or plan.model.mrope or is_shared
+            ),
             drafts_on_device=drafts_on_device,
             compile=is_gpu if options.compile is None else options.compile,
             draft_decodes_need_host=waiting.get(Role.DRAFT_DECODE, False),

@@ -34,6 +34,9 @@ REQUESTS = requests_of(world_of(spec_of(k=0)), 0)[:5]
 ALL = {
     "full": {"k": 0, "mode": GraphMode.FULL_AND_PIECEWISE},
     "one KV head on two ranks": {"k": 0, "kv_heads": 1, "mode": GraphMode.FULL_DECODE_ONLY},
+    "one KV on two ranks": {"k": 0, "mode": GraphMode.FULL_AND_PIECEWISE, "layers": 2, "context": 2},
+    "one KV on two ranks, EAGLE": {"k": 2, "mode": GraphMode.FULL_AND_PIECEWISE, "context": 2},
+    "one KV on two ranks, draft model": {"k": 2, "method": Method.DRAFT_MODEL, "context": 2},
     "piecewise": {"k": 0, "kv_heads": 2, "mode": GraphMode.PIECEWISE, "layers": 2},
     "eager": {"k": 0, "mode": GraphMode.NONE},
     "EAGLE": {"k": 2, "kv_heads": 2, "mode": GraphMode.FULL_AND_PIECEWISE},
@@ -50,7 +53,7 @@ ALL = {
     "draft model": {"k": 2, "method": Method.DRAFT_MODEL, "mode": GraphMode.FULL_DECODE_ONLY},
     "another backend": {"k": 2, "backend": "probe", "mode": GraphMode.FULL_AND_PIECEWISE, "pool": Pool.PER_ROLE},
 }
-IN_CI = ("one KV head on two ranks", "EAGLE-3", "draft model", "full")
+IN_CI = ("one KV head on two ranks", "one KV on two ranks, EAGLE", "EAGLE-3", "draft model", "full")
 CASES = ALL if settings.default.max_examples >= 100 else {name: ALL[name] for name in IN_CI}
 COMPILED = CASES if CASES is ALL else ("EAGLE-3",)
 
@@ -66,6 +69,7 @@ class ServedCase:
     collectives: int
     steps: list
     heads: tuple
+    cache: int
     refusal: str
     kinds: int
     not_compiled: list
@@ -78,11 +82,13 @@ def serve(case, peers, memory=None, hook=None, **options):
     """
     among = WHOLE if peers is ALONE else collectives_of(peers, DEVICE)
     place = peers.place
-    spec = spec_of(**CASES[case])
+    given = dict(CASES[case])
+    context = min(given.pop("context", 1), place.tensor_size)
+    spec = spec_of(**given)
     spec = replace(
         spec,
         model=replace(spec.model, dtype=DataType.FLOAT32),
-        parallel=Parallel(tensor=place.tensor_size, data=place.data_size),
+        parallel=Parallel(tensor=place.tensor_size, data=place.data_size, decode_context=context),
     )
     plan = make_plan(spec, CPU, INSTALLED)
     target = load_target(None, plan.model, device=DEVICE, dtype=torch.float32, seed=1, among=among)
@@ -112,6 +118,7 @@ def serve(case, peers, memory=None, hook=None, **options):
         waived=[done.waiver.message for done in runner.session.captured if done.waiver is not None],
         collectives=among.calls,
         steps=[step.numbers for step in runner.session.rank_steps],
+        cache=cache.keys.nbytes,
         heads=(target.num_heads, target.num_kv_heads, cache.keys.shape[2]),
         refusal=refusal,
         kinds=runner.compilation.kinds,
@@ -138,6 +145,7 @@ def spread(tmp_path_factory):
         found = {case: serve(case, peers) for case in CASES}
         found["no memory on rank 1"] = serve("full", peers, 1 if peers.place.rank else None)
         found |= {f"{case}, compiled": serve(case, peers, compile=True) for case in COMPILED}
+        found["compared"] = serve("one KV on two ranks, EAGLE", peers, compare=True)
         hook = other_path if peers.place.rank else None
         found["not compiled on rank 1"] = serve("full", peers, compile=True, hook=hook)
         return found
@@ -156,6 +164,15 @@ def test_two_ranks_say_what_one_says(case, whole, spread):
         assert bool(rank[case].late) == ("capture" in CASES[case])
         assert rank[case].collectives > 0
     assert spread[0][case].collectives == spread[1][case].collectives
+
+
+def test_ranks_that_share_the_kv_have_half_of_it_and_compare_their_graphs(whole, spread):
+    """A page has as many tokens as on one rank, and each rank a part of them."""
+    expected = whole["one KV on two ranks, EAGLE"]
+    for rank in spread:
+        found = rank["compared"]
+        assert found.tokens == expected.tokens
+        assert 2 * found.cache == expected.cache
 
 
 @pytest.mark.parametrize("case", COMPILED)

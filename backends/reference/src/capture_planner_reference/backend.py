@@ -46,8 +46,7 @@ class Reference:
     def reserve(self, reservation: Reservation) -> Executor:
         """Make the executor of one group; it allocates nothing.
 
-        Raises ``BackendError`` for latent attention, an NVFP4 cache, decode context parallelism, and
-        caches of another shape than the group's.
+        Raises ``BackendError`` for latent attention, an NVFP4 cache, and caches of another shape than the group's.
         """
         # Imported here because planning must not import torch.
         from capture_planner_reference.executor import ReferenceExecutor

@@ -28,12 +28,12 @@ class ReferenceExecutor:
     def __init__(self, reservation: Reservation) -> None:
         """Keep the caches.
 
-        Raises ``BackendError`` for latent attention, an NVFP4 cache, decode context parallelism, and
-        caches of another shape than the group's.
+        Raises ``BackendError`` for latent attention, an NVFP4 cache, and caches of another shape than the group's.
         """
         _check_supported(reservation)
         self._attention = reservation.attention
         self._page_size = reservation.page_size
+        self._ranks, self._rank = reservation.attention.decode_context, reservation.context_rank
         self._group = f"{reservation.role.value}, group {reservation.group}"
         self._caches = dict(reservation.caches)
 
@@ -50,17 +50,24 @@ class ReferenceExecutor:
 
         Rows that no request owns, and rows that see no key, become exact zeros.
         """
-        expected = (metadata.num_tokens, self._attention.num_heads, self._attention.head_dim)
-        for name, tensor in (("query", query), ("out", out)):
-            if tensor.shape != expected:
-                raise RunError(
-                    f"{self._group}, layer {layer}: {name} is {list(tensor.shape)}, expected "
-                    f"{list(expected)}; cut it to the extents of the metadata"
-                )
-        if metadata.is_full:
-            self._attend_padded(layer, query, out, scoring, metadata)
-        else:
-            self._attend_real(layer, query, out, scoring, metadata)
+        self._check_shapes(layer, query, out, metadata)
+        self._attend(layer, query, out, scoring, metadata)
+
+    def attend_part(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        sums: torch.Tensor,
+        scoring: Scoring,
+        metadata: Metadata,
+    ) -> None:
+        """Write the attention to this rank's keys to ``out``, and the logarithms of its sums of weights to ``sums``."""
+        self._check_shapes(layer, query, out, metadata)
+        both = sums.new_empty(*query.shape[:2], query.shape[2] + 1)
+        self._attend(layer, query, both, scoring, metadata)
+        out.copy_(both[..., :-1])
+        sums.copy_(both[..., -1])
 
     def layout(self) -> tuple[int, ...] | None:
         """Return None: a graph bakes in no number of a step."""
@@ -69,6 +76,21 @@ class ReferenceExecutor:
     def release(self) -> None:
         """Drop the caches."""
         self._caches.clear()
+
+    def _check_shapes(self, layer: int, query: torch.Tensor, out: torch.Tensor, metadata: Metadata) -> None:
+        expected = (metadata.num_tokens, self._attention.num_heads * self._ranks, self._attention.head_dim)
+        for name, tensor in (("query", query), ("out", out)):
+            if tensor.shape != expected:
+                raise RunError(
+                    f"{self._group}, layer {layer}: {name} is {list(tensor.shape)}, expected "
+                    f"{list(expected)}; cut it to the extents of the metadata"
+                )
+
+    def _attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
+        if metadata.is_full:
+            self._attend_padded(layer, query, out, scoring, metadata)
+        else:
+            self._attend_real(layer, query, out, scoring, metadata)
 
     def _attend_padded(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
@@ -90,10 +112,10 @@ class ReferenceExecutor:
             lengths, table = lengths.index_select(0, owners), table.index_select(0, owners)
             positions = (lengths + tokens - ends.index_select(0, owners))[:, None]
             lengths = lengths.masked_fill(tokens >= ends[-1], 0)
-        keys = torch.arange(table.shape[1] * self._page_size, device=query.device)
+        keys = self._positions(table.shape[1], query.device)
         rows, out_rows = (tensor.view(-1, query_len, *tensor.shape[1:]) for tensor in (query, out))
         heads = self._attention
-        widest = max(heads.num_kv_heads * heads.head_dim, heads.num_heads * query_len)
+        widest = max(heads.num_kv_heads * heads.head_dim, query.shape[1] * query_len)
         for block in _blocks(len(rows), len(keys) * widest):
             visible = self._visible(keys, positions[block], lengths[block])
             out_rows[block] = self._weigh(layer, rows[block], table[block], visible, scoring)
@@ -107,14 +129,23 @@ class ReferenceExecutor:
         out[starts[metadata.num_reqs] :] = 0
         for request in range(metadata.num_reqs):
             start, end, length = starts[request], starts[request + 1], lengths[request]
-            pages = table[request : request + 1, : -(-length // self._page_size)]
-            keys = torch.arange(pages.shape[1] * self._page_size, device=query.device)
+            pages = table[request : request + 1, : self._pages(length)]
+            keys = self._positions(pages.shape[1], query.device)
             positions = torch.arange(length - (end - start), length, device=query.device)[None]
             total = torch.full((1,), length, device=query.device)
-            for block in _blocks(end - start, length * self._attention.num_heads):
+            for block in _blocks(end - start, length * query.shape[1]):
                 rows = slice(start + block.start, start + block.stop)
                 visible = self._visible(keys, positions[:, block], total)
                 out[rows] = self._weigh(layer, query[None, rows], pages, visible, scoring)[0]
+
+    def _pages(self, tokens: int) -> int:
+        """Return the pages that so many tokens of a request take; ranks that share its KV have a part of each."""
+        return -(-tokens // (self._page_size * self._ranks))
+
+    def _positions(self, pages: int, device: torch.device) -> torch.Tensor:
+        """Return the position in the sequence of each key of so many pages, ``int64[S]``."""
+        keys = torch.arange(pages * self._page_size, device=device)
+        return keys if self._ranks == 1 else keys * self._ranks + self._rank
 
     def _visible(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return ``bool[N, q, S]``: which keys the queries see.
@@ -136,7 +167,8 @@ class ReferenceExecutor:
     ) -> torch.Tensor:
         """Return ``[N, q, heads, dim]``: the weighted values of ``pages int32[N, W]`` for each query.
 
-        ``visible bool[N, q, W * page_size]`` masks the keys; masked NaN does not reach the result.
+        ``visible bool[N, q, W * page_size]`` masks the keys; masked NaN does not reach the result. Where
+        ranks share the KV, ``dim`` is one more: the last is the logarithm of the sum of a head's weights.
         """
         cache = self._caches[layer]
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -161,11 +193,13 @@ class ReferenceExecutor:
         # masked is what no query of the row sees, not only what lies beyond the sequence.
         values = values.masked_fill(~visible.any(1)[..., None, None], 0)
         mean = torch.einsum("nqhgs,nshd->nqhgd", weights, values) / total.clamp(min=torch.finfo(dtype).tiny)
+        if self._ranks > 1:
+            mean = torch.cat([mean, top + total.log()], dim=-1)
         return mean.flatten(2, 3)
 
     def _check_extents(self, metadata: Metadata) -> None:
         shape = {name: tuple(metadata.fields[name].shape) for name in _FIELDS}
-        pages = -(-metadata.max_seq_len // self._page_size)
+        pages = self._pages(metadata.max_seq_len)
         expected = {
             _QUERY_START_LOC: (metadata.num_reqs + 1,),
             _SEQ_LENS: (metadata.num_reqs,),
@@ -207,13 +241,12 @@ def _check_supported(reservation: Reservation) -> None:
     unsupported = {
         "latent attention": attention.latent is not None,
         "an NVFP4 cache": attention.kv_dtype is DataType.NVFP4,
-        "decode context parallelism": attention.decode_context > 1,
     }
     for feature, required in unsupported.items():
         if required:
             raise BackendError(
                 f"reference: {where}: it does not run {feature}; it runs ordinary heads (MHA, MQA, GQA) of "
-                "one width for keys and values, on one rank; name another backend for this group"
+                "one width for keys and values; name another backend for this group"
             )
     expected = (reservation.page_size, attention.num_kv_heads, attention.head_dim)
     for layer, cache in reservation.caches.items():

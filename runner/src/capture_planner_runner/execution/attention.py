@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import attrs
 import numpy as np
@@ -10,11 +11,20 @@ import torch
 
 from capture_planner.errors import BackendError, CapturePlannerError, RunError
 from capture_planner.modes import Role
-from capture_planner.plugins.backend import NULL_SLOT, NULL_STATE, Executor, LayerCache, Metadata, Scoring
+from capture_planner.plugins.backend import (
+    NULL_SLOT,
+    NULL_STATE,
+    ContextExecutor,
+    Executor,
+    LayerCache,
+    Metadata,
+    Scoring,
+)
 from capture_planner.records.backend import Lifetime
 from capture_planner.records.batch import Entry
 from capture_planner.records.plan import GroupPlan
 from capture_planner_runner.execution import padding
+from capture_planner_runner.execution.context import ALONE, ContextRanks
 from capture_planner_runner.execution.fields import Extents, FieldBuffer, Fields, TensorRef
 from capture_planner_runner.execution.guards import GraphState
 from capture_planner_runner.execution.inputs import Array, ForwardStep, StepInputs
@@ -180,10 +190,17 @@ class RoleAttention:
 
     :param updates: stores keys and values.
     :param max_model_len: the longest sequence that a FULL graph is prepared for.
+    :param context: the ranks that share the keys and values of each request.
     """
 
     def __init__(
-        self, role: Role, groups: Sequence[GroupRun], fields: Fields, updates: Updates, max_model_len: int
+        self,
+        role: Role,
+        groups: Sequence[GroupRun],
+        fields: Fields,
+        updates: Updates,
+        max_model_len: int,
+        context: ContextRanks = ALONE,
     ) -> None:
         self.groups = tuple(groups)
         self.metadata: dict[str, Metadata] = {}
@@ -192,6 +209,7 @@ class RoleAttention:
         self._fields = fields
         self._updates = updates
         self._max_model_len = max_model_len
+        self.context = context
         self._group_of = {layer: group for group in groups for layer in group.caches}
         frozen = {g.plan.name: [f.name for f in g.plan.padding.fields if f.lifetime is Lifetime.FROZEN] for g in groups}
         self._frozen = {group: [name for name in names if name in _SCALARS] for group, names in frozen.items()}
@@ -260,12 +278,18 @@ class RoleAttention:
         metadata = self.metadata[group.plan.name]
         rows = metadata.num_tokens
         slots = self._fields["slot_mapping"][:rows]
+        if self.context.size > 1:
+            slots = self.context.stored(slots)
         self._updates.store(group.caches[layer], slots, keys[:rows], values[:rows])
         if rows < out.shape[0]:
             # The rest of the model reads them, and garbage may be NaN, which some operators spread.
             out[rows:].zero_()
         try:
-            group.executor.attend(layer, query[:rows], out[:rows], scoring, metadata)
+            if self.context.size > 1:
+                executor = cast("ContextExecutor", group.executor)
+                self.context.attend(executor, layer, query[:rows], out[:rows], scoring, metadata)
+            else:
+                group.executor.attend(layer, query[:rows], out[:rows], scoring, metadata)
         except Exception as error:
             raise self._blamed(group, metadata.entry, f"attend of layer {layer}", error) from error
 

@@ -27,6 +27,7 @@ from capture_planner.records.plan import RolePlan
 from capture_planner_runner.execution import padding
 from capture_planner_runner.execution.attention import GroupRun, LayerCalls, RecurrentLayers, RoleAttention
 from capture_planner_runner.execution.bodies import Body
+from capture_planner_runner.execution.context import LENGTHS
 from capture_planner_runner.execution.fields import ACROSS_REPLICAS, Extents, Fields, TensorRef, poison, tensor_of
 from capture_planner_runner.execution.guards import PointerGuard, refuse_unpadded_requests
 from capture_planner_runner.execution.inputs import DERIVED, ForwardStep, StepInputs, null_inputs
@@ -150,11 +151,16 @@ class RoleRun:
         self.graphs = RoleGraphs(context.grapher)
         self._policy, self._apply = context.policy, context.apply
         self._observer, self._wrapper = observer, wrapper
-        self._derived = [buffer for buffer in fields if buffer.field.name in DERIVED]
+        self._derived = [buffer for buffer in fields if buffer.field.name in (*DERIVED, LENGTHS)]
 
     @property
     def role(self) -> Role:
         return self.plan.role
+
+    @property
+    def null_slots(self) -> int:
+        """Slots of the null page on this rank."""
+        return self.page_size // self.attention.context.size
 
     @property
     def groups(self) -> tuple[GroupRun, ...]:
@@ -244,7 +250,9 @@ class RoleRun:
 
     def _derived_values(self, inputs: StepInputs) -> padding.Values:
         """Return the values of the role's fields that follow from others, see ``inputs.DERIVED``."""
-        return {buffer.field.name: inputs.declared[buffer.field.name] for buffer in self._derived}
+        names = [buffer.field.name for buffer in self._derived]
+        found = {name: inputs.declared[name] for name in names if name != LENGTHS}
+        return found | {LENGTHS: self.attention.context.lengths(inputs.seq_lens)} if LENGTHS in names else found
 
     def prepare_backends(self, step: ForwardStep) -> None:
         """Let attention do its host work, for fields that are filled."""

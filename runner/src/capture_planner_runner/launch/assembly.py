@@ -25,6 +25,7 @@ from capture_planner_runner.execution.bodies import (
     ParallelDraftBody,
     TargetBody,
 )
+from capture_planner_runner.execution.context import ContextRanks
 from capture_planner_runner.execution.fields import (
     SAMPLED_FIELDS,
     Extents,
@@ -148,7 +149,8 @@ def assemble(
         )
         bodies |= _draft_bodies(plan, plan.speculative, drafter, fields, drafting)
         windows[True] = drafter.windows
-    reserved = reserve_all(plan, windows, fields, registry, pages, device)
+    ranks = ContextRanks.of(plan, model.among, pages.page_size)
+    reserved = reserve_all(plan, windows, fields, registry, pages, device, context_rank=ranks.rank)
     context = ExecutionContext(
         grapher=grapher,
         policy=policy,
@@ -168,7 +170,7 @@ def assemble(
     roles = {}
     for role in plan.roles:
         mine = fields[role.role]
-        attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len)
+        attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len, ranks)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
         check = None if comparison is None else EagerCheck(comparison, largest, observer)
         of_role = RecurrentLayers(mine, ()) if role.role.is_drafter else recurrent
@@ -299,6 +301,8 @@ def reserve_all(
     registry: Registry,
     pages: PageFormat,
     device: torch.device,
+    *,
+    context_rank: int = 0,
 ) -> dict[Role, list[GroupRun]]:
     """Reserve the backend of each group of each role; where one refuses, release those before it.
 
@@ -327,7 +331,8 @@ def reserve_all(
                     entries=role.entries,
                     limits=plan.limits,
                     caches=of_group,
-                    page_size=pages.page_size,
+                    page_size=pages.page_size // attention.decode_context,
+                    context_rank=context_rank,
                     fields={name: each.tensor for name, each in fields[role.role].by_group[group.name].items()},
                     workspace=workspace,
                     pinned=torch.zeros(group.workspace.pinned, dtype=torch.uint8, pin_memory=device.type == "cuda"),
@@ -355,7 +360,8 @@ def _executor(registered: RegisteredBackend, reservation: Reservation) -> Execut
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise BackendError(f"{label} broke in {where}: {message}; tell its authors") from error
-    missing = [call for call in ("prepare", "attend", "layout", "release") if not hasattr(executor, call)]
+    attend = "attend" if reservation.attention.decode_context == 1 else "attend_part"
+    missing = [call for call in ("prepare", attend, "layout", "release") if not hasattr(executor, call)]
     if missing:
         raise BackendError(
             f"{label} returned {executor!r} from {where}, which has no {', '.join(missing)}; tell its authors"

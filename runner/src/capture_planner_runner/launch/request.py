@@ -25,6 +25,7 @@ from capture_planner.records.fingerprint import digest_of
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner_runner import host
+from capture_planner_runner.execution.context import ContextRanks, refuse_context
 from capture_planner_runner.execution.fields import Fields
 from capture_planner_runner.launch.assembly import (
     capacity_of,
@@ -165,7 +166,7 @@ def page_memory(plan: Plan, model: TargetModel, page_size: int) -> int:
     for role, count in layers.items():
         each = Attention.of(plan, role, layers=1, window=None)
         widths += count * each.num_kv_heads * each.head_dim
-    return 2 * widths * page_size * kv_dtype_of(plan.model).itemsize
+    return 2 * widths * page_size // plan.parallel.decode_context * kv_dtype_of(plan.model).itemsize
 
 
 COLLECTIVE_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
@@ -197,11 +198,7 @@ def refuse_plan(plan: Plan, *, any_environment: bool, any_plan: bool, size: int 
             "-o PLAN), or run it all the same (--any-environment)"
         )
     refuse_other_size(plan, size)
-    if plan.parallel.decode_context > 1:
-        raise RunError(
-            f"parallel.decode_context is {plan.parallel.decode_context}: the runner does not divide the KV of a "
-            "request; plan it with 1"
-        )
+    refuse_context(plan)
 
 
 def refuse_other_size(plan: Plan, size: int) -> None:
@@ -250,6 +247,7 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     """
     try:
         pages = PageFormat(page_size=page_size, num_pages=2)
+        ContextRanks.of(plan, WHOLE, page_size)
         refuse_planning_backends(plan, registry)
         windows = {role.role.is_drafter: windows_of(role) for role in plan.roles}
         fields = {role.role: Fields(role, capacity_of(plan, pages), device) for role in plan.roles}

@@ -192,7 +192,7 @@ class EagerCheck(ForwardObserver):
             step=step,
             chain=chain,
             fields={buffer.key: buffer.tensor.clone() for buffer in role.fields},
-            slots=torch.from_numpy(slots).to(role.fields["positions"].device),
+            slots=role.attention.context.stored(torch.from_numpy(slots)).to(role.fields["positions"].device),
             turn=turn,
         )
         inputs = [tensor_of(actual) for actual in (*role.body.inputs(), *role.recurrent.persistent())]
@@ -303,7 +303,7 @@ class EagerCheck(ForwardObserver):
             errors = (shortfall(actual, expected) if is_logits else row_errors(actual, expected)).cpu()
             if is_cache:
                 # Padding writes to the null page, and so does a draft past the model's end.
-                errors[(slots < role.page_size).cpu()] = 0
+                errors[(slots < role.null_slots).cpu()] = 0
             if untied.min(initial=steps) < steps:
                 errors[torch.from_numpy(forward.is_tied(key, len(errors), untied))] = 0
             # In half precision another draft from equal states is a near tie; its request is not compared further.
@@ -336,12 +336,12 @@ class EagerCheck(ForwardObserver):
         cache = next(tensor for *of, tensor in _caches(role) if of == [key.layer, key.name])
         changed = prints(cache) != before_graph
         changed[forward.slots] = False
-        changed[: role.page_size] = False
+        changed[: role.null_slots] = False
         if bool(changed.any()):
             slot = int(changed.nonzero()[0])
             actual = cache[changed]
             errors = torch.full((len(actual),), torch.inf, dtype=torch.float64)
-            at = slot, self._log.owner(slot, role.page_size)
+            at = slot, self._log.owner(slot * role.attention.context.size, role.page_size)
             self._refuse(forward, key, actual, torch.full_like(actual, torch.nan), errors, 0.0, after, at)
 
     def _refuse(

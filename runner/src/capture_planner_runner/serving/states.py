@@ -28,7 +28,7 @@ class PageFormat:
     """Division of the KV cache into pages."""
 
     page_size: int
-    """Tokens per page."""
+    """Tokens per page, over all ranks that share it."""
     num_pages: int
     """Pages, the null page included."""
 
@@ -47,9 +47,12 @@ def layer_cache(
 ) -> LayerCache:
     """Make the cache of one layer, zeroed: ``[num_pages, page_size, num_kv_heads, head_dim]`` twice.
 
+    Of several decode-context-parallel ranks each has its part of a page.
+
     :param packed: both are halves of one tensor, as vLLM 0.33 lays them out (LBNHC).
     """
-    shape = (pages.num_pages, pages.page_size, attention.num_kv_heads, attention.head_dim)
+    page_size = pages.page_size // attention.decode_context
+    shape = (pages.num_pages, page_size, attention.num_kv_heads, attention.head_dim)
     purpose = f"keys and values of {pages.num_pages} pages (--pages)"
     if packed:
         both = allocated((*shape[:-1], 2 * attention.head_dim), dtype, device, purpose)
