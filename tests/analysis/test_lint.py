@@ -139,6 +139,10 @@ CASES = {
     "CP046": (replace(RECURRENT, states=replace(RECURRENT.states, rows=16)), RECURRENT),
     "CP047": (with_role(LAZY, lazy=LAZY.roles[0].entries), LAZY),
     "CP048": (with_role(LAZY, lazy=(entry(num_tokens=9999),)), LAZY),
+    "CP049": (
+        made(sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(512,), num_reqs=(16,))),
+        made(sizes=Sizes(policy=Policy.EXPLICIT, num_tokens=(8, 64, 512), num_reqs=(16,))),
+    ),
     "CP050": (with_role(PLAIN, waivers=(replace(WAIVER, message=" "),)), with_role(PLAIN, waivers=(WAIVER,))),
     "CP051": (with_role(PLAIN, waivers=(WAIVER, *PLAIN.roles[0].waivers)), PLAIN),
     "CP052": (with_role(PLAIN, entries=()), PLAIN),

@@ -80,6 +80,11 @@ def _evenly_spread() -> Plan:
     return with_sizes(_WIDE, policy=Policy.EXPLICIT, num_reqs=(1, 88, 192, 304, 408, 512)).plan()
 
 
+def _mixed_sizes(*tokens: int) -> Plan:
+    reqs = (1, 2, 4, *range(8, 513, 8))
+    return with_sizes(_WIDE, policy=Policy.EXPLICIT, num_reqs=reqs, num_tokens=tokens).plan()
+
+
 _SMALL_MACHINE = deployed(machine="l40s", reqs=256, tokens=4096, drafts=7)
 
 
@@ -227,6 +232,14 @@ PLANTED: tuple[PlanMutant, ...] = (
         says="a limit on graphs leaves six sizes, evenly spread: 2 requests run as 88",
         healthy=_WIDE,
         plan=_evenly_spread,
+    ),
+    planted(
+        "one-size-of-mixed-batches",
+        BugClass.I,
+        "vllm-ascend#1168",
+        says="the only size of mixed batches is 512: a prompt of two tokens runs as long as one of 512",
+        healthy=lambda: _mixed_sizes(*(1 << power for power in range(10))),
+        plan=lambda: _mixed_sizes(512),
     ),
     planted(
         "widened-default",

@@ -23,6 +23,7 @@ FOUND_BY = {
     "drafter-decides-in-silence": "CP032",
     "doubling-sizes": "CP045",
     "six-sizes-evenly-spread": "CP045",
+    "one-size-of-mixed-batches": "CP049",
     "widened-default": "CP043",
     "memory-from-two-samples": "CP040",
     "capture-time-not-counted": "CP040",

@@ -10,6 +10,7 @@ from capture_planner.analysis.lint.core import Diagnostic, error, note, of_role,
 from capture_planner.modes import GraphMode, Pool
 from capture_planner.records.batch import Kind, batch_text
 from capture_planner.records.batch_space import draft_steps
+from capture_planner.records.plan import RolePlan
 from capture_planner.records.text import counted
 
 MEMORY_SHARE = 0.1
@@ -22,6 +23,10 @@ COARSE_RATIO = 1.5
 COARSE_TOKENS = 64
 """Decode sizes are coarse where both are exceeded, as for 129 requests in a graph of 256. TensorRT-LLM
 replaced doubling by steps of 64, for up to 1.5 times the throughput (TRT-LLM#12895)."""
+
+COARSE_MIXED_RATIO = 8.0
+"""Mixed sizes are coarse above it, with as many padded rows: 5 tokens in a graph of 16 are cheap, 2 in one of 512 are
+not."""
 
 
 @error("CP040", "vllm#50488 TRT-LLM#12895", "plan again from the spec, or raise the budget", at="budget")
@@ -102,15 +107,7 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
     Ascend ran 2 requests as 88. Not reported where the budget or the backend leaves no room or left sizes out, nor of
     measured sizes, which leave out what the traffic does not run.
     """
-    bound = coverage.plan.allowed_graphs()
-    if coverage.plan.forecast is not None or (bound is not None and coverage.plan.num_graphs >= bound[0]):
-        return
-    for role in coverage.plan.roles:
-        full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
-        if any(group.support.max_graphs is not None and full >= group.support.max_graphs for group in role.groups):
-            continue
-        if any(decision.rule == "budget" for decision in role.decisions):
-            continue
+    for role in _with_room(coverage):
         decodes = [cell for cell in coverage.cells if cell.role is role.role and cell.kind is Kind.DECODE]
         served = [(cell, cell.entry.num_tokens) for cell in decodes if cell.entry is not None and not cell.min_loras]
         # The smallest decode of each of these cells is mostly padding.
@@ -125,6 +122,36 @@ def coarse_decode_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
                 f"{worst.first} requests are padded from {real} to {tokens} tokens, although more graphs would fit"
             )
             yield of_role(coverage, role, message, "entries")
+
+
+@warning("CP049", "vllm-ascend#1168", "add sizes below, or use the default policy", at="sizes")
+def coarse_mixed_sizes(coverage: Coverage) -> Iterator[Diagnostic]:
+    """A mixed batch is padded to more than eight times its tokens, although more graphs would fit.
+
+    A short prompt next to a few decodes is such a batch: where the smallest size is 512, each of its steps takes the
+    time of 512 tokens. Not reported where more graphs do not fit, nor of measured sizes.
+    """
+    for role in _with_room(coverage):
+        for cell in coverage.cells:
+            entry = cell.entry
+            if cell.role is not role.role or cell.kind is Kind.DECODE or entry is None or cell.min_loras:
+                continue
+            if cell.worst > COARSE_MIXED_RATIO and entry.num_tokens - cell.first > COARSE_TOKENS:
+                message = f"{counted(cell.first, 'token')} of a mixed batch run as {entry.num_tokens}"
+                yield of_role(coverage, role, f"{message}, although more graphs would fit", "entries")
+                break
+
+
+def _with_room(coverage: Coverage) -> Iterator[RolePlan]:
+    """Yield the roles to which graphs could be added: neither budget nor backend forbids it, nor do measured sizes."""
+    bound = coverage.plan.allowed_graphs()
+    if coverage.plan.forecast is not None or (bound is not None and coverage.plan.num_graphs >= bound[0]):
+        return
+    for role in coverage.plan.roles:
+        full = sum(entry.mode is GraphMode.FULL for entry in role.entries)
+        is_capped = any(g.support.max_graphs is not None and full >= g.support.max_graphs for g in role.groups)
+        if not is_capped and all(decision.rule != "budget" for decision in role.decisions):
+            yield role
 
 
 @error("CP046", "vllm#34094 TRT-LLM#13151", "plan again from the spec", at="model.recurrent")
