@@ -150,6 +150,10 @@ def idle_waiver(coverage: Coverage) -> Iterator[Diagnostic]:
             if (role.role, waiver) not in used:
                 extent = f"{waiver.first} to {waiver.last} ({waiver.kind.value})"
                 message = f"the waiver of {extent} covers no admissible batch without a graph"
+                cells = (c for c in coverage.cells if c.role is role.role and c.kind is waiver.kind)
+                served = next((c for c in cells if c.first <= waiver.last and waiver.first <= c.last), None)
+                if served is not None:
+                    message += f": {served.entry} serves {max(served.first, waiver.first)}"
                 yield of_role(coverage, role, message, "waivers", index)
 
 

@@ -25,10 +25,11 @@ from capture_planner_runner.conformance import (
     usable_shapes,
     with_causes,
 )
+from capture_planner_runner.conformance.failure import Violation
 from capture_planner_runner.conformance.scene import FEATURES, Arrive, RunBatch, Serve
 from capture_planner_runner.conformance.shapes import usable_features
 from capture_planner_runner.conformance.stage import widened
-from capture_planner_runner.conformance.steps import error_text
+from capture_planner_runner.conformance.steps import _wrong_draft, error_text, first_wrong_row
 from support.runs import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,6 +119,35 @@ def test_an_error_says_in_which_line_of_a_backend_it_was_raised() -> None:
     failure = found(ShortBuffer, PAST, PAST, TWO)
     assert "lengths[torch.arange(metadata.num_reqs)]" in failure.message
     assert "test_causes.py" in failure.message
+
+
+def test_an_error_in_a_check_is_said_to_be_one() -> None:
+    """What a forward left has a shape that no check expects."""
+    with pytest.raises(RuntimeError) as raised:
+        first_wrong_row(torch.zeros(2, 4), torch.zeros(3, 4), 4, 1.0)
+    message = Violation.of(raised.value).failure.message
+    assert "in a check of the suite, whose values have another shape or range than they may, at `off = " in message
+    assert "(steps.py, line " in message
+
+
+class AddsTheNullPage(ReferenceExecutor):
+    """Adds the null page with a weight of 0."""
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
+        super().attend(layer, query, out, scoring, metadata)
+        if metadata.is_full:
+            out.add_(0 * self._caches[layer].values[0, 0, 0])
+
+
+def test_a_row_of_nan_is_called_so_and_says_where_to_read_on() -> None:
+    """Of a target, and of a draft decode: no word of tokens."""
+    failure = found(AddsTheNullPage, PAST, ONE, size_reqs=(3,))
+    assert "NaN in row 0" in failure.message
+    assert any("docs/extending/backend-contract.md" in note for note in failure.notes)
+    assert _wrong_draft(1, torch.tensor([[1.0, float("nan")]])) == (
+        "the row that draft 2 or one after it is made of is NaN"
+    )
+    assert _wrong_draft(1, torch.ones(1, 2)) == "draft 2 is not the likeliest token of its row"
 
 
 @pytest.mark.parametrize(

@@ -131,15 +131,25 @@ def origins(error: BaseException) -> list[BaseException]:
 
 
 def _place(error: BaseException) -> str:
-    """Return the line of a backend's code in which an error was raised; empty where it was raised elsewhere."""
-    found = ""
+    """Return the line in which an error was raised: of a backend's code, or else of a check that it broke."""
+    found, is_check = "", False
     for frame, number in traceback.walk_tb(origins(error)[-1].__traceback__):
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        name = str(frame.f_globals.get("__name__"))
+        package = name.partition(".")[0]
         line = linecache.getline(frame.f_code.co_filename, number).strip()
+        place = f"`{line}` ({PurePath(frame.f_code.co_filename).name}, line {number})"
         if line and package not in _NOT_BACKENDS and package not in sys.stdlib_module_names:
-            found = f" at `{line}` ({PurePath(frame.f_code.co_filename).name}, line {number})"
+            found, is_check = f" at {place}", False
+        elif name in _CHECKS:
+            found = f" in a check of the suite, whose values have another shape or range than they may, at {place}"
+            is_check = True
+        elif package == "capture_planner_runner" and is_check:
+            found, is_check = "", False
     return found
 
+
+_CHECKS = frozenset(f"{__package__}.{name}" for name in ("steps", "watch", "served_rows", "memory"))
+"""Modules that compare what a forward did."""
 
 _NOT_BACKENDS = frozenset({"capture_planner", "capture_planner_runner", "torch", "numpy", "attr", "hypothesis"})
 

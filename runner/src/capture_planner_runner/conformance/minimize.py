@@ -352,6 +352,8 @@ def _scenes(case: Case) -> Iterator[Case]:
 
 EXACT = "it passes at exact sizes and fails padded"
 
+NAN = "a weight of 0 times a value of NaN is NaN: mask the values too (docs/extending/backend-contract.md)"
+
 
 def with_causes(subject: Subject, failure: Failure) -> Failure:
     """Return the failure with its causes: one source of garbage at a time is spared, to see if it is gone.
@@ -374,7 +376,9 @@ def with_causes(subject: Subject, failure: Failure) -> Failure:
     if not field:
         field = next((source for source in causes if source in axes), "")
         axis = axes.get(field, axis)
-    notes = (EXACT,) if failure.entry is not None and _passes_exact(subject, case) else ()
+    notes: tuple[str, ...] = (EXACT,) if failure.entry is not None and _passes_exact(subject, case) else ()
+    if "NaN" in failure.message:
+        notes += (NAN,)
     return attrs.evolve(failure, causes=causes, field=field, axis=axis, notes=(*failure.notes, *notes))
 
 

@@ -242,7 +242,7 @@ class FirstPass:
         for number in range(made):
             states = want[number][last] if is_modules else want[0][torch.minimum(last + number, ends)]
             if not is_likeliest(proposed[:, number], states, self.drafter.head, stage.tolerance):
-                raise Check.STATE.violation(f"draft {number + 1} is not the likeliest token of its row")
+                raise Check.STATE.violation(_wrong_draft(number, state.hidden[places]))
         if not torch.equal(state.token[places], proposed[:, made - 1 if is_modules else 0]):
             raise Check.STATE.violation("the last draft is not the token that a draft decode goes on from")
         if not is_modules:
@@ -315,11 +315,18 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
                 hidden[within] = coupled_rows(stage, drafter, hidden[within], read)
             drafts = proposed[within, number]
             if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
-                raise rows_check.violation(f"draft {number + 1} is not the likeliest token of its row")
+                raise rows_check.violation(_wrong_draft(number, state.hidden[places[within]]))
         if len(within) == len(batch.rows):
             check_state(rows_check, state.hidden[places], hidden, stage.tolerance)
 
     stage.both_ways(forward)
+
+
+def _wrong_draft(number: int, hidden: torch.Tensor) -> str:
+    """Describe a draft that is wrong, counted from 0; ``hidden`` are the rows that requests go on from after it."""
+    if bool(hidden.isnan().any()):
+        return f"the row that draft {number + 1} or one after it is made of is NaN"
+    return f"draft {number + 1} is not the likeliest token of its row"
 
 
 def check_state(check: Check, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
