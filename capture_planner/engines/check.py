@@ -160,21 +160,22 @@ class Together:
 def fixed_together(
     emulation: Emulation, findings: Sequence[EngineFinding], engine: Engine, environment: Environment
 ) -> Together | None:
-    """Return changes that remove all findings with a flag to give, each of which adds none; None if one is enough.
+    """Return changes that remove the findings of several fixes, each of which adds none; None if one is enough.
 
     The fixes of ``check`` are proved one by one, and two of them may contradict each other. Here each is chosen for
-    the command line that has those before it. None gives something up.
+    the command line that has those before it. None gives something up. A finding whose fix would bring back another
+    stays: sizes for decodes of 1 + K tokens, for example, that the drafter's decodes do not fit.
     """
-    fixes = {each.fix: each.rule.code for each in findings if each.fix.startswith("give ")}
-    if len(fixes) < 2:
+    fixes = {(each.rule.code, each.diagnosis.role): each.fix for each in findings if each.fix.startswith("give ")}
+    if len(set(fixes.values())) < 2:
         return None
     current, found, changes = emulation, _diagnoses(emulation, engine), []
     while (step := _step(current, found, engine, environment)) is not None:
         current, found, change = step
         changes.append(change)
-    left = tuple(dict.fromkeys(code for code, _ in found))
-    if set(left) & set(fixes.values()):
+    if len({fix for key, fix in fixes.items() if key not in found}) < 2:
         return None
+    left = tuple(dict.fromkeys(code for code, _ in found))
     return Together(
         command=tuple(current.command), changes=tuple(changes), price=change_text(emulation, current), left=left
     )

@@ -385,6 +385,17 @@ NEXTN = ("--model-path", "Qwen/Qwen3-8B", "--speculative-algorithm", "NGRAM", "-
         ("vllm", *EAGLE, "--max-num-seqs", "256"),
         ("vllm", *EAGLE, "--max-num-seqs", "200", "--max-cudagraph-capture-size", "256"),
         ("sglang", *NEXTN, "--cuda-graph-max-bs-decode", "32", "--max-running-requests", "256"),
+        # No sizes are multiples of 5 and reach every decode of the drafter.
+        (
+            "vllm",
+            "Qwen/Qwen3-Next-80B-A3B-Instruct",
+            "-tp",
+            "4",
+            "--speculative-config.method",
+            "qwen3_next_mtp",
+            "--speculative-config.num_speculative_tokens",
+            "4",
+        ),
     ],
 )
 def test_fixes_are_one_line_that_was_proved(call: Run, command: tuple[str, ...]) -> None:
