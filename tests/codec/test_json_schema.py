@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
@@ -26,6 +26,7 @@ from capture_planner.records.profile import Profile
 from capture_planner.records.spec import CapturePolicy, CaptureTiming, Spec
 from capture_planner.records.traffic import Traffic
 from capture_planner.testing import environments, plans, specs
+from support.examples import at_most
 from support.strategies import observations, profiles, traffics
 
 PLANS = Path(__file__).parent.parent.parent / "plans"
@@ -78,7 +79,7 @@ def test_the_environment_schema_accepts_what_is_written_of_any(environment: Envi
     validator("environment").validate(json.loads(codec.dumps_json(codec.to_data(environment))))
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(plans())
 def test_the_plan_schema_accepts_what_is_written_of_any_plan(plan: Plan) -> None:
     validator("plan").validate(json.loads(codec.dumps_json(codec.to_data(plan))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from capture_planner.dispatch.dispatcher import Dispatcher
@@ -15,12 +15,13 @@ from capture_planner.records.batch_space import batches as admissible_batches
 from capture_planner.records.batch_space import decode_families, is_admissible
 from capture_planner.records.plan import Plan
 from capture_planner.testing import arbitrary_plans, batches, plans
+from support.examples import at_most
 from support.observing import observation_of
 
 ANY_PLAN = plans(max_reqs=16, max_tokens=64, varying=False) | arbitrary_plans(max_tokens=64, varying=False)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@at_most(50, suppress_health_check=[HealthCheck.too_slow])
 @given(ANY_PLAN)
 def test_observation_of_a_plan_dispatches_as_the_plan(plan: Plan) -> None:
     """Every admissible batch: decodes by requests, and the hardest mixed batch of each number of tokens."""
@@ -31,10 +32,10 @@ def test_observation_of_a_plan_dispatches_as_the_plan(plan: Plan) -> None:
             assert (answer.entry, answer.reason) == (expected.entry, expected.reason), batch
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@at_most(30, suppress_health_check=[HealthCheck.too_slow])
 @given(ANY_PLAN)
 def test_observation_of_a_plan_dispatches_every_mixed_batch(plan: Plan) -> None:
-    """Mixed batches of every number of requests and tokens, of decodes and with prompts."""
+    """Admissible mixed batches of every number of requests and tokens, of decodes and with prompts."""
     observed, dispatcher = emulation_of(observation_of(plan)), Dispatcher(plan)
     limits = plan.limits
     for role in plan.planned:
@@ -43,11 +44,13 @@ def test_observation_of_a_plan_dispatches_every_mixed_batch(plan: Plan) -> None:
         for num_tokens, past_prompt in itertools.product(range(1, limits.max_num_tokens + 1), (True, False)):
             for num_reqs in range(1, min(num_tokens, limits.max_num_reqs) + 1):
                 batch = Batch(role=role, num_reqs=num_reqs, num_tokens=num_tokens, past_prompt=past_prompt)
+                if not is_admissible(batch, plan, decode_families(role, plan)):
+                    continue  # longer than the model's sequences
                 answer, expected = observed.dispatch(batch), dispatcher.dispatch(batch)
                 assert (answer.entry, answer.reason) == (expected.entry, expected.reason), batch
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@at_most(50, suppress_health_check=[HealthCheck.too_slow])
 @given(ANY_PLAN, st.data())
 def test_observation_answers_truly_or_says_that_it_does_not_know(plan: Plan, data: st.DataObject) -> None:
     """Batches of any kind, inadmissible ones too."""

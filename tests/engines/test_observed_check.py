@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
@@ -26,6 +26,7 @@ from capture_planner.records.observation import BatchCount, Observation
 from capture_planner.records.plan import Plan
 from capture_planner.testing import arbitrary_plans, plans
 from capture_planner_tuner.side_by_side import compare
+from support.examples import at_most
 from support.observing import observation_of
 
 H100 = find_environment("h100")
@@ -40,7 +41,7 @@ COMMANDS = {
     "sglang": ("--max-running-requests", "64"),
     "tensorrt-llm": ("--max_batch_size", "64"),
 }
-SLOW = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+SLOW = at_most(25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import load_backends, load_spec, plan
@@ -16,6 +16,7 @@ from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.spec_of import DerivedSpec, graphs_of, spec_of, with_sizes
 from capture_planner.records.plan import Plan
 from support.commands import Run
+from support.examples import at_most
 from support.tuning import MODEL
 
 H200 = find_environment("h200")
@@ -55,7 +56,7 @@ def planned(engine: str, flags: list[str]) -> tuple[DerivedSpec, Plan]:
     return derived, plan(derived.spec, H200, BACKENDS)
 
 
-@settings(max_examples=25)
+@at_most(25)
 @given(LINES)
 def test_a_line_leads_to_its_spec_and_back(line) -> None:
     """The plan has the engine's graphs, and so has the engine with the flags that the plan is exported to."""

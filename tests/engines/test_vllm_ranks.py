@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
@@ -16,6 +16,7 @@ from capture_planner_vllm.emulation.managers import managers
 from capture_planner_vllm.emulation.settings import DrafterKind, RunnerVersion
 from engines.generators import vllm_managers as cases
 from engines.generators import vllm_ranks
+from support.examples import at_most
 
 H100 = find_environment("h100")
 OVERLAP = ("--enable-dbo", "--all2all-backend", "deepep_low_latency")
@@ -66,7 +67,7 @@ def test_overlap_of_v1_with_graphs_made_while_it_serves_is_not_emulated(flags):
     assert emulate([*words, "--enforce-eager"], H100).graphs == ()
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(
     st.sampled_from(["0", "1"]),
     st.integers(2, 80),

@@ -224,9 +224,9 @@ def test_it_leaves_nothing_behind(mutant: Mutant, monkeypatch: pytest.MonkeyPatc
 
 
 def test_names_are_unique_and_each_says_what_it_does() -> None:
-    """A name is what a table and a command line know it by; a bug has a public thread and a sentence."""
+    """A name is what a table and a command line know it by; a bug has a sentence, and most a public thread."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert all(mutant.threads and mutant.says and mutant.kind == "runner" for mutant in MUTANTS)
+    assert all(mutant.says and mutant.kind == "runner" for mutant in MUTANTS)
 
 
 def test_the_base_that_plans_on_the_host_is_healthy() -> None:

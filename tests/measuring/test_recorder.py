@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attrs import astuple, evolve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
@@ -30,6 +30,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
 from capture_planner.records.observation import Observation, ObservedGraph, ObservedRole
 from capture_planner.records.spec import Limits
+from support.examples import at_most
 
 GRAPHS = tuple(
     ObservedGraph(entry=Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)) for size in (8, 4, 1)
@@ -80,7 +81,7 @@ def in_numpy(outcome: tuple[object, ...]) -> tuple[object, ...]:
     return tuple(np.int32(item) if type(item) is int else item for item in outcome)
 
 
-@settings(max_examples=50)
+@at_most(50)
 @given(given=st.lists(outcomes, max_size=200), threads=st.integers(1, 4), numpy=st.booleans())
 def test_counts_equal_those_of_a_plain_counter(
     tmp_path_factory: pytest.TempPathFactory, given: list[tuple[Role, ...]], threads: int, numpy: bool
@@ -112,7 +113,7 @@ def test_counts_equal_those_of_a_plain_counter(
     assert observed.accepted == ((len(given), 0) if given else ())
 
 
-@settings(max_examples=50)
+@at_most(50)
 @given(given=st.lists(outcomes, max_size=200), most=st.integers(2, 8), timed=st.booleans())
 def test_memory_is_bounded_and_every_step_is_counted(
     tmp_path_factory: pytest.TempPathFactory, given: list[tuple[Role, ...]], most: int, timed: bool
@@ -140,7 +141,7 @@ def test_memory_is_bounded_and_every_step_is_counted(
 
 
 @given(times=st.lists(st.floats(0, 1e6), min_size=1, max_size=100))
-@settings(max_examples=20)
+@at_most(20)
 def test_time_of_a_shape_is_the_median_of_its_latest_samples(
     tmp_path_factory: pytest.TempPathFactory, times: list[float]
 ) -> None:
@@ -210,6 +211,7 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from measuring.test_recorder import BASE, Reason, Recorder, Role
+from support.examples import at_most
 recorder = Recorder(Path(sys.argv[1]), "rank0", {every})
 recorder.begin(BASE)
 print("ready", flush=True)

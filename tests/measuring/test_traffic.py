@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
@@ -19,6 +19,7 @@ from capture_planner.measuring.traffic import lines as lines_module
 from capture_planner.measuring.traffic import source as sources
 from capture_planner.records.traffic import Traffic
 from support import log_lines
+from support.examples import at_most
 from support.log_steps import batches_of, batches_of_iterations, read_batches
 from support.traffic_shapes import file_of, shapes
 
@@ -74,7 +75,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("engine", FORMATS)
-@settings(max_examples=40)
+@at_most(40)
 @given(data=st.data())
 def test_steps_are_read_back_from_lines(engine, tmp_path_factory, data):
     """Any prefix, noise, order, line ends and boundaries between blocks; compressed or not."""
@@ -94,7 +95,7 @@ def test_steps_are_read_back_from_lines(engine, tmp_path_factory, data):
     assert (traffic.skipped, unreadable) == (0, ())
 
 
-@settings(max_examples=40)
+@at_most(40)
 @given(
     prefills=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 999), st.integers(0, 9)), max_size=6),
     decodes=st.lists(st.tuples(st.integers(1, 300), st.booleans()), min_size=1, max_size=9),

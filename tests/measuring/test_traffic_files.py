@@ -7,7 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
@@ -21,6 +21,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.spec import Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 from support import log_lines
+from support.examples import at_most
 from support.strategies import observations, traffics
 from support.traffic_shapes import file_of, shapes
 
@@ -90,7 +91,7 @@ def test_prometheus_of_sglang_has_no_shapes(tmp_path):
         read_traffic([str(path)])
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(observation=observations())
 def test_observations_are_read(observation, tmp_path_factory):
     """Every step of every role's shapes; what is not listed is said."""
@@ -110,7 +111,7 @@ def test_observations_are_read(observation, tmp_path_factory):
     assert traffic.accepted[: len(observation.accepted)] == observation.accepted
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(traffic=traffics(), as_json=st.booleans())
 def test_traffic_files_add_up(traffic, as_json, tmp_path_factory):
     """Twice the same file has each shape twice, as YAML and as JSON."""

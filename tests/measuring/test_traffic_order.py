@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner import codec
@@ -21,6 +21,7 @@ from capture_planner.records.model import Method, Speculative
 from capture_planner.records.spec import Limits
 from capture_planner.records.traffic import Traffic
 from support import log_lines
+from support.examples import at_most
 from support.traffic_shapes import file_of, shapes
 
 LIMITS = TraceLimits(limits=Limits(max_num_reqs=512, max_num_tokens=8192))
@@ -31,7 +32,7 @@ def by_shape(blocks):
     return sum((Counter({each.shape: each.count}) for block in blocks for each in block), Counter())
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 300)), min_size=1, max_size=300),
     engine=st.sampled_from(("vllm", "tensorrt_llm", "sglang")),
@@ -133,7 +134,7 @@ def test_traffic_without_an_order_has_no_blocks(tmp_path):
     assert len(read_sources([log, log]).blocks) == 2
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(cut=st.integers(0, 400), members=st.integers(1, 3), padded=st.booleans())
 def test_a_compressed_log_that_is_cut_short_is_read_as_far_as_it_goes(cut, members, padded, tmp_path_factory):
     """Cut anywhere, with members and padding before: what zlib gives of it, with a note."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.modes import GraphMode, Role
@@ -12,12 +12,13 @@ from capture_planner.planning.measured.steps import Steps, every_size, judge
 from capture_planner.records.batch import Batch
 from capture_planner.records.model import Method, Speculative
 from capture_planner.testing import specs
+from support.examples import at_most
 from support.tuning import profile
 
 DRAFTS = Speculative(method=Method.EAGLE3, num_tokens=3)
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(specs(max_reqs=24, max_tokens=96, measured=None), st.data())
 def test_a_step_takes_what_every_size_takes(spec, data):
     """In any modes, of decodes and of mixed batches."""

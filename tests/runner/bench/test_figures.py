@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from capture_planner.analysis.lint import Severity, lint  # noqa: E402
@@ -27,6 +27,7 @@ from capture_planner_runner.bench.preparation import preparation  # noqa: E402
 from capture_planner_runner.bench.rig import Absence, Decoding, inputs_with_context, serving_entry, trimmed  # noqa: E402
 from capture_planner_runner.bench.throughput import Load  # noqa: E402
 from capture_planner_runner.ledger.rows import Forward  # noqa: E402
+from support.examples import at_most  # noqa: E402
 from support.tiny import MOST, planned, quiet, rigged  # noqa: E402
 
 thorough = pytest.mark.thorough
@@ -97,7 +98,7 @@ def test_decode_skips_steps_that_are_partly_eager() -> None:
         assert f"no graph for the draft_decode of {size}: " in absent.says
 
 
-@settings(max_examples=20)
+@at_most(20)
 @given(st.sets(st.integers(1, MOST), min_size=1), st.sampled_from([0, 2, 4]), st.sampled_from(list(GraphMode)))
 def test_trimmed_plan_serves_its_sizes_with_the_same_graphs(sizes: set[int], k: int, mode: GraphMode) -> None:
     """And is a sound plan: what it does not capture is waived, not forgotten."""
@@ -209,7 +210,7 @@ def test_preparation_without_a_stock_call() -> None:
     assert {row.of_stock for row in rows} == {None}
 
 
-@settings(max_examples=30)
+@at_most(30)
 @given(st.integers(1, MOST), st.integers(1, 3), st.integers(0, 80))
 def test_preparation_values_are_those_of_a_decode(size: int, query: int, more: int) -> None:
     """Each token's slot is where the block table has its position; positions end at the length."""

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from rich.console import Console  # noqa: E402
 
@@ -26,6 +26,7 @@ from capture_planner_runner.bench import record, verdicts  # noqa: E402
 from capture_planner_runner.bench.record import BenchReport, TargetVerdict  # noqa: E402
 from capture_planner_runner.ledger.rows import GraphCapture  # noqa: E402
 from capture_planner_runner.report.bench import bench_report  # noqa: E402
+from support.examples import at_most  # noqa: E402
 from support.pages import check_plots  # noqa: E402
 from support.tiny import planned  # noqa: E402
 
@@ -144,7 +145,7 @@ def test_verdict_states_how_far_a_target_is_missed(wanted: float, reached: float
         assert wanted * (1 + sign * verdict.missed_by) == pytest.approx(reached)
 
 
-@settings(max_examples=25)
+@at_most(25)
 @given(reports)
 def test_every_measured_target_has_a_verdict(report: BenchReport) -> None:
     """A ratio is judged as it stands in the record; what was not compared is not judged."""
@@ -159,7 +160,7 @@ def test_every_measured_target_has_a_verdict(report: BenchReport) -> None:
     assert found["preparation"] == sum(row.stock is not None or row.num_reqs == 256 for row in judged)
 
 
-@settings(max_examples=25)
+@at_most(25)
 @given(reports)
 def test_report_data_is_json_with_its_numbers(report: BenchReport) -> None:
     """Nothing in it is an object of ours."""
@@ -202,7 +203,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-@settings(max_examples=8)
+@at_most(8)
 @given(reports)
 def test_report_page_is_complete_and_self_contained(report: BenchReport) -> None:
     """Balanced, with no script and no other file, a picture for each figure that is drawn."""
@@ -229,7 +230,7 @@ def test_report_page_is_complete_and_self_contained(report: BenchReport) -> None
     assert "Bench of tiny-llama: report of a bench" in unescape(text)
 
 
-@settings(max_examples=15)
+@at_most(15)
 @given(reports)
 def test_report_tables_can_be_printed(report: BenchReport) -> None:
     """Whatever names and sentences hold; each absence and each target is told."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -29,6 +29,7 @@ from capture_planner_runner.conformance.scene import Arrive, Depart, Move, Reloa
 from capture_planner_runner.conformance.shapes import CANDIDATES, RefusedShape
 from capture_planner_runner.conformance.tampering import Attack
 from capture_planner_runner.report.conformance import Conformance, attempts, conformance_report
+from support.examples import at_most
 from support.pages import check_plots
 
 SHAPES = [shape for shapes in CANDIDATES for shape in shapes]
@@ -112,7 +113,7 @@ def text(report: Conformance) -> str:
     return capture.get()
 
 
-@settings(max_examples=20)
+@at_most(8)
 @given(report=REPORTS)
 def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> None:
     """Every finding with its law and steps, every count, every verdict; the page is of bounded size."""

@@ -49,7 +49,7 @@ AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Key of the target's layers that an EAGLE-3 head reads."""
 
 
-class _Layer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
+class _Layer(LlamaDecoderLayer):
     """A decoder layer; called with states ``[1, T, hidden_size]`` and what ``_Head.arguments`` returns."""
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -60,7 +60,7 @@ class _Layer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         self.self_attn.o_proj = nn.Linear(self.self_attn.o_proj.in_features, config.hidden_size, bias=False)
 
 
-class _MixingLayer(_Layer):  # type: ignore[no-untyped-call]
+class _MixingLayer(_Layer):
     """The first layer of EAGLE-3: attention reads the normed embedding next to the normed state."""
 
     def __init__(self, config: Config) -> None:
@@ -247,7 +247,7 @@ class _SharedHead(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_own else None
 
 
-class _Module(_Layer):  # type: ignore[no-untyped-call]
+class _Module(_Layer):
     """One MTP module: embedding and state, each normed, are mixed and go through a decoder layer."""
 
     def __init__(self, config: Config, number: int, has_own_head: bool) -> None:

@@ -88,7 +88,7 @@ class Fp8Format:
         """
 
         def make(model: PreTrainedModel, config: object) -> None:
-            plain.__init__(model, config)  # type: ignore[arg-type]
+            plain.__init__(model, config)
             self.place(model)
 
         return type(plain.__name__, (plain,), {"__init__": make, "__module__": plain.__module__})
