@@ -9,4 +9,4 @@ from hypothesis import settings
 
 def at_most(examples: int, **options: Any) -> settings:
     """Return settings with so many examples, or those of the profile where they are fewer."""
-    return settings(max_examples=min(examples, settings.default.max_examples), **options)
+    return settings(max_examples=min(examples, settings().max_examples), **options)
