@@ -3,9 +3,12 @@
 import importlib
 import os
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture_planner.engines.command_line import started
 from capture_planner.engines.launch import STARTED, mark_started
@@ -285,3 +288,12 @@ def test_file_is_made_where_one_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(STARTED, str(tmp_path / "file"))
     mark_started()
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), min_size=1))
+def test_what_is_printed_can_be_pasted(words: list[str]) -> None:
+    """Bash reads the same words, and no control character is among what it is given."""
+    line = " ".join(map(launch.quoted, words))
+    assert line.isprintable()
+    ran = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
+    assert ran.stdout.decode("utf-8").split("\0")[:-1] == words

@@ -204,8 +204,19 @@ def launch(
 def _show(variables: Mapping[str, str], words: Sequence[str]) -> None:
     """Print the environment and the command line, one per line."""
     for name, value in variables.items():
-        click.echo(f"{name}={shlex.quote(value)}")
-    click.echo(shlex.join(words))
+        click.echo(f"{name}={quoted(value)}")
+    click.echo(" ".join(map(quoted, words)))
+
+
+def quoted(word: str) -> str:
+    """Quote a word for a shell, as bash reads it; no control character of it reaches a terminal."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = (
+        chr(byte) if 32 < byte < 127 and chr(byte) not in "\\'" else f"\\x{byte:02x}"
+        for byte in word.encode("utf-8", "surrogateescape")
+    )
+    return f"$'{''.join(escaped)}'"
 
 
 _EXAMPLE = "capture-planner launch PLAN -- vllm serve MODEL"
@@ -295,8 +306,9 @@ def _run(words: Sequence[str], variables: Mapping[str, str], applied: str, comma
 
 def _explain(code: int, program: str, applied: str, command: Sequence[str]) -> None:
     """Say which plan an engine ran under that ended early, and how to start it without one."""
-    click.echo(f"{program} ended with exit code {code} before it had captured its graphs.", err=True)
-    click.echo(f"It ran under the plan {applied}. If it starts without the plan, please report both logs.", err=True)
+    click.echo(printable(f"{program} ended with exit code {code} before it had captured its graphs."), err=True)
+    without = "If it starts without the plan, please report both logs."
+    click.echo(printable(f"It ran under the plan {applied}. {without}"), err=True)
     given, own = split_variables(command)
-    variables = (f"{name}={shlex.quote(value)}" for name, value in given.items())
-    click.echo(f"To start it without the plan: {' '.join([*variables, shlex.join(own)])}", err=True)
+    variables = (f"{name}={quoted(value)}" for name, value in given.items())
+    click.echo(f"To start it without the plan: {' '.join([*variables, *map(quoted, own)])}", err=True)
