@@ -14,7 +14,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from capture_planner.errors import RunError  # noqa: E402
-from capture_planner.records.model import Method  # noqa: E402
+from capture_planner.records.model import DraftModel, Method, Speculative  # noqa: E402
 from capture_planner_runner.execution.sampling import SPLIT_MIX, Draw, Sampler, choose  # noqa: E402
 from capture_planner_runner.options import Options, refuse_sampling  # noqa: E402
 from support.runner_conformance import sampled  # noqa: E402
@@ -94,18 +94,21 @@ def test_drafts_of_the_same_distribution_are_all_accepted() -> None:
     assert torch.equal(sampler.answers(logits, rows, rows, drafts, rows), drafts)
 
 
-@pytest.mark.parametrize(
-    ("method", "is_good", "drafts", "top_p"),
-    [(None, False, 1, 1.0), (Method.DRAFT_MODEL, True, 1, 0.9), (Method.EAGLE, False, 3, 0.9)],
-    ids=["alone", "good drafter", "bad drafter"],
-)
-def test_served_sequences_are_distributed_as_the_target_says(
-    method: Method | None, is_good: bool, drafts: int, top_p: float
-) -> None:
-    """From graphs, with a drafter that is the target, and with one that knows nothing."""
-    model, plan = sampled.target(), sampled.plan_of(method, drafts)
-    options = Options(temperature=sampled.TEMPERATURE, top_p=top_p, seed=7)
-    drafter = sampled.drafter_of(plan, model, is_good=is_good)
+DRAFTERS = {
+    "none": None,
+    "the target": Speculative(method=Method.DRAFT_MODEL, num_tokens=1, model=DraftModel(num_layers=1)),
+    "chain": Speculative(method=Method.EAGLE, num_tokens=3),
+    "parallel": Speculative(method=Method.EAGLE, num_tokens=2, parallel_drafting=True),
+    "modules": Speculative(method=Method.MTP, num_tokens=2, model=DraftModel(num_layers=2)),
+}
+
+
+@pytest.mark.parametrize(("name", "speculative"), DRAFTERS.items(), ids=DRAFTERS)
+def test_served_sequences_are_distributed_as_the_target_says(name: str, speculative: Speculative | None) -> None:
+    """From graphs, with a drafter that is the target, and with those that know nothing."""
+    model, plan = sampled.target(), sampled.plan_of(speculative)
+    options = Options(temperature=sampled.TEMPERATURE, top_p=1.0 if speculative is None else 0.95, seed=7)
+    drafter = sampled.drafter_of(plan, model, is_good=name == "the target")
     tokens = sampled.serve(plan, model, drafter, [sampled.requests_for(512)], options)
     assert sampled.unlikely(Counter(tokens.values()), sampled.exact(model, options)) is None
 

@@ -17,7 +17,7 @@ import torch
 
 from capture_planner.modes import GraphMode
 from capture_planner.planning.planner import plan as make_plan
-from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
+from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_runner.capture.variants import without_graphs
@@ -50,13 +50,10 @@ def target() -> HuggingFaceModel:
     return load_target(None, MODEL, device=torch.device("cpu"), dtype=torch.float64, seed=1)
 
 
-def plan_of(method: Method | None, drafts: int = 2) -> Plan:
-    """Return a plan whose graphs leave much padding, with a drafter of a method or without one."""
+def plan_of(speculative: Speculative | None) -> Plan:
+    """Return a plan whose graphs leave much padding."""
     subject = under_test("reference")
-    speculative = None
-    if method is not None:
-        speculative = Speculative(method=method, num_tokens=drafts, model=DraftModel(num_layers=1))
-    tokens = PLACES * (drafts + 2)
+    tokens = PLACES * (2 + (0 if speculative is None else speculative.num_tokens + speculative.extra_slots))
     spec = Spec(
         model=MODEL,
         limits=Limits(max_num_reqs=PLACES, max_num_tokens=tokens),
@@ -140,7 +137,7 @@ def unlikely(counts: Mapping[Outcome, int], shares: Mapping[Outcome, float]) -> 
 
 def check_sampling(seed: int, count: int = 768) -> str | None:
     """Serve so many requests with a drafter that knows nothing; return what is wrong with their tokens, or None."""
-    plan, model = plan_of(Method.EAGLE), target()
+    plan, model = plan_of(Speculative(method=Method.EAGLE, num_tokens=2)), target()
     drafter, options = drafter_of(plan, model, is_good=False), Options(temperature=TEMPERATURE, seed=seed)
     requests = requests_for(count)
     tokens = serve(plan, model, drafter, [requests], options)
