@@ -11,6 +11,7 @@ from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.launch.request import drafter_of, model_of
 from capture_planner_runner.options import Options
 from capture_planner_runner.runner import Runner
+from support.runner_conformance.sampled import notes_of_drafts
 from support.runs import pages_for, planned, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,8 +47,10 @@ def test_equal_seeds_have_equal_tokens_from_graphs_and_eager_in_a_batch_and_alon
 
     tokens, tally = serve(plan, options, requests)
     plain = Options(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
-    eager, _ = serve(without_graphs(plan), plain, requests)
+    with notes_of_drafts() as verified:
+        eager, of_eager = serve(without_graphs(plan), plain, requests)
     assert tokens == eager
+    assert len(verified) == of_eager.drafted_tokens
     if drafter is None:
         alone, _ = serve(without_graphs(plan), plain, *([request] for request in requests))
         assert tokens == alone

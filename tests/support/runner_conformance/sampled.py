@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
+from unittest import mock
 
 import torch
 
@@ -22,6 +24,7 @@ from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner_runner.capture.variants import without_graphs
 from capture_planner_runner.conformance.stage import under_test
+from capture_planner_runner.execution.sampling import Sampler
 from capture_planner_runner.models.drafters import DraftLanguageModel, choose_drafter
 from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target
 from capture_planner_runner.models.protocols import Drafter
@@ -133,6 +136,43 @@ def unlikely(counts: Mapping[Outcome, int], shares: Mapping[Outcome, float]) -> 
     if value <= freedom + DEVIATIONS * math.sqrt(2 * freedom):
         return None
     return f"chi-square is {value:.1f} with {freedom} degrees of freedom, over {total:,} outcomes"
+
+
+@contextmanager
+def notes_of_drafts() -> Iterator[list[tuple[int, int]]]:
+    """Note the key and the position of each draft that is verified, in eager runs of this context.
+
+    It is asserted that each is verified with what it was drawn from.
+    """
+    drawn: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+    verified: list[tuple[int, int]] = []
+    draft, answers = Sampler.draft, Sampler.answers
+
+    def noted_draft(sampler: Sampler, *given: torch.Tensor) -> torch.Tensor:
+        tokens, (_, keys, positions, rows) = draft(sampler, *given), given
+        assert sampler.proposed is not None
+        weights = sampler.proposed.flatten(0, 1)[rows].clone()
+        drawn.update(zip(_places(keys, positions), zip(tokens.tolist(), weights, strict=True), strict=True))
+        return tokens
+
+    def noted_answers(sampler: Sampler, *given: torch.Tensor) -> torch.Tensor:
+        if sampler.proposed is not None:
+            _, keys, positions, drafts, rows = given
+            proposed, no_draft = sampler.proposed.flatten(0, 1), len(sampler.proposed[:-1].flatten(0, 1))
+            assert not proposed[no_draft:].any()
+            for place, token, row in zip(_places(keys, positions), drafts.tolist(), rows.tolist(), strict=True):
+                if row < no_draft:
+                    assert token == drawn[place][0]
+                    assert torch.equal(proposed[row], drawn[place][1])
+                    verified.append(place)
+        return answers(sampler, *given)
+
+    with mock.patch.object(Sampler, "draft", noted_draft), mock.patch.object(Sampler, "answers", noted_answers):
+        yield verified
+
+
+def _places(keys: torch.Tensor, positions: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(keys.tolist(), positions.tolist(), strict=True))
 
 
 def check_sampling(seed: int, count: int = 768) -> str | None:
