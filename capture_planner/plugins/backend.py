@@ -60,6 +60,7 @@ __all__ = [
     "Bound",
     "Executor",
     "Fill",
+    "KernelSizes",
     "LayerCache",
     "Lifetime",
     "Metadata",
@@ -116,6 +117,26 @@ class Backend(Protocol):
         Called last, once per group, when the entries are final. Size for the largest padded
         extents: the runner allocates this once and never grows it.
         """
+
+
+@attrs.frozen(kw_only=True)
+class KernelSizes:
+    """The last sizes before the kernels of a backend change: to a second tile or split, or to another kernel.
+
+    A backend may have them as its attribute ``kernel_sizes``. The conformance suite has batches and sequences of each
+    of them, and of one more; otherwise it stays below 24 requests and, on small shapes, 140 keys.
+    """
+
+    num_reqs: tuple[int, ...] = ()
+    """Requests of a batch."""
+    num_keys: tuple[int, ...] = ()
+    """Keys of a request."""
+
+    @classmethod
+    def of(cls, backend: object) -> KernelSizes:
+        """Return what a backend declares; without a declaration there are none."""
+        declared: KernelSizes = getattr(backend, "kernel_sizes", cls())
+        return declared
 
 
 NULL_PAGE = 0

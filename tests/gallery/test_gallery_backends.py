@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+import attrs
 import pytest
 
 from capture_planner.analysis.lint.core import BugClass
@@ -92,6 +93,10 @@ CASES = {
     "sized-by-the-limits": case(TWO, requests=2, beyond=2),
     "one-tile-of-requests": case(RunBatch(rows=tuple((number, 1, 0) for number in range(17))), requests=17),
     "second-split-lost": case(ONE, past=100),
+    "one-tile-of-many-requests": case(
+        RunBatch(rows=tuple((number, 1, 0) for number in range(33))), requests=33, num_tokens=33
+    ),
+    "late-split-lost": case(ONE, past=258, shape=attrs.evolve(LONG, longest=264)),
     "pages-in-eight-bits": case(RunBatch(rows=tuple((n, 1, 0) for n in range(5))), requests=5, past=130),
     "ring-wraps": case(*(ONE,) * 50),
     "plan-kept-for-a-shape": case(*(ONE,) * 6),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from capture_planner.analysis.lint.core import BugClass
-from capture_planner.plugins.backend import Metadata, Reservation, Scoring
+from capture_planner.plugins.backend import KernelSizes, Metadata, Reservation, Scoring
 from capture_planner_reference.executor import ReferenceExecutor
 from gallery.core import Mutant, with_field
 from gallery.padding import RenamedReference
@@ -45,17 +45,27 @@ class LimitsAsCapacity(ReferenceExecutor):
 class OneTileOfRequests(ReferenceExecutor):
     """Its graphs launch one tile of requests; the others read the table of the last request in it."""
 
+    tile = TILE
+
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata) -> None:
         """Attend with the rows of the table that the tile has."""
         if metadata.is_full:
             table = metadata.fields["block_table"]
-            rows = torch.arange(len(table), device=table.device).clamp(max=TILE - 1)
+            rows = torch.arange(len(table), device=table.device).clamp(max=self.tile - 1)
             metadata = with_field(metadata, "block_table", table.index_select(0, rows))
         super().attend(layer, query, out, scoring, metadata)
 
 
+class OneTileOfManyRequests(OneTileOfRequests):
+    """Its tile is larger."""
+
+    tile = 32
+
+
 class SecondSplitLost(ReferenceExecutor):
     """Its graphs split keys, and leave out what the second split has found."""
+
+    split = SPLIT
 
     def _attend_padded(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata
@@ -68,7 +78,19 @@ class SecondSplitLost(ReferenceExecutor):
 
     def _visible(self, keys: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         visible = super()._visible(keys, positions, lengths)
-        return visible & (keys < SPLIT) if self._is_split else visible
+        return visible & (keys < self.split) if self._is_split else visible
+
+
+class LateSplitLost(SecondSplitLost):
+    """Its splits are longer."""
+
+    split = 256
+
+
+class DeclaresSizes(RenamedReference):
+    """Says where its kernels change."""
+
+    kernel_sizes = KernelSizes(num_reqs=(OneTileOfManyRequests.tile,), num_keys=(LateSplitLost.split,))
 
 
 class EightBitPages(ReferenceExecutor):
@@ -110,5 +132,19 @@ WIDE_MUTANTS = (
         bug_class=E,
         says="A graph packs page numbers into eight bits, so that page 256 is page 0",
         backend=lambda: RenamedReference(EightBitPages),
+    ),
+    Mutant(
+        name="one-tile-of-many-requests",
+        threads=(),
+        bug_class=E,
+        says="A graph launches a tile of 32 requests, which its backend declares, whatever the number of its requests",
+        backend=lambda: DeclaresSizes(OneTileOfManyRequests),
+    ),
+    Mutant(
+        name="late-split-lost",
+        threads=(),
+        bug_class=E,
+        says="In a graph keys are split at 256, which its backend declares, and the second split is not merged",
+        backend=lambda: DeclaresSizes(LateSplitLost),
     ),
 )

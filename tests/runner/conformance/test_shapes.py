@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from capture_planner.errors import BackendError, CaptureError, GuardError, RunError
 from capture_planner.modes import GraphSupport, Role
+from capture_planner.plugins.backend import KernelSizes
 from capture_planner.records.backend import Support
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner_reference import Reference
@@ -183,3 +184,15 @@ def test_feature_is_refused_where_no_graph_supports_it() -> None:
 def test_scenes_of_a_feature_have_it() -> None:
     """A feature is tried with the last of its values, which is never the one without it."""
     assert all(feature.values[-1] != feature.values[0] for feature in RunnerScene.features.values())
+
+
+@given(st.lists(st.integers(1, 2000), max_size=3), st.sampled_from(CANDIDATES))
+def test_shapes_reach_past_the_keys_at_which_kernels_change(sizes: list[int], candidates: tuple[Shape, ...]) -> None:
+    """By one more shape, where none of the others does; without a declaration they are as they were."""
+    declaring: Any = type("Declaring", (), {"kernel_sizes": KernelSizes(num_keys=tuple(sizes))})()
+    found = shapes._longer(candidates, declaring)
+    assert found[: len(candidates)] == candidates
+    assert max(shape.longest for shape in found) > max(sizes, default=0) + 1
+    assert len(found) <= len(candidates) + (max(sizes, default=0) + 8 > max(shape.longest for shape in candidates))
+    assert KernelSizes.of(object()) == KernelSizes()
+    assert KernelSizes.of(declaring).num_keys == tuple(sizes)

@@ -52,11 +52,13 @@ def scenes(
     features: Collection[str] | None = None,
     drafters: Sequence[DraftScheme] = DRAFTERS,
     kind: type[Scene] = Scene,
+    sizes: Sequence[int] = (),
 ) -> Scene:
     """Return any small deployment: mode, limits, sizes that leave much padding, drafter and schedule.
 
     One of six is large, with up to ``largest`` requests. ``features`` are names of the features of its ``kind`` that
-    it may have, by default all. Of ``drafters`` the first is drawn most often.
+    it may have, by default all. Of ``drafters`` the first is drawn most often. Half of the large scenes have as many
+    requests as one of ``sizes``, or one more.
     """
     drawn = {
         name: draw(st.sampled_from(feature.values))
@@ -66,7 +68,9 @@ def scenes(
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
     is_large = largest > MOST_REQS and draw(st.sampled_from((False, False, False, True, False, False)))
     if is_large:
-        num_reqs = draw(st.integers(min(LARGE_REQS, largest), largest))
+        most = st.integers(min(LARGE_REQS, largest), largest)
+        at_sizes = [st.sampled_from([size + more for size in sizes for more in (1, 0)])] if sizes else []
+        num_reqs = draw(st.one_of(*at_sizes, most) if sizes else most)
         drafts = [k for k in drafts if k <= LARGE_DRAFTS] or list(drafts)
     else:
         num_reqs = draw(st.sampled_from([*range(2, min(MOST_REQS, largest) + 1), 1]))

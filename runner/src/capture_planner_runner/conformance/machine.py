@@ -125,7 +125,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         """Reserve the backend, and capture all entries of a random plan."""
         self.log.begin()
         make, drafts = self.subject.stage, self.drafts
-        drawn = scenes(self.shapes, drafts, self.largest, self.features, self.drafters, make.scene_type)
+        given = (self.shapes, drafts, self.largest, self.features, self.drafters, make.scene_type)
+        drawn = scenes(*given, self.subject.kernel_sizes.num_reqs)
         self._scene = data.draw(drawn, label="scene")
         with self._recorded():
             self._stage = make(self.subject, self._scene)
@@ -202,7 +203,7 @@ class ConformanceMachine(RuleBasedStateMachine):
                 return None
             self._do(Depart(request=left.pop().number))
         longest = self._scene.shape.longest
-        length = data.draw(_lengths(self._scene), label="length")
+        length = data.draw(self._lengths(), label="length")
         length = min(length, longest - count) if is_decode else max(length, count)
         before = set(self._stage.live)
         self._do(Arrive(prompt=length, computed=length if is_decode else 0))
@@ -212,7 +213,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def arrive(self, data: st.DataObject, is_decode: bool | None = None) -> None:
         """A request arrives: anywhere in its prompt or past it, sharing a prefix or not."""
-        lengths = _lengths(self._scene)
+        lengths = self._lengths()
         prompt = data.draw(st.one_of(lengths, st.just(1 + self._scene.drafts)), label="prompt")
         shares = data.draw(st.sampled_from([None, *self._stage.live]), label="shares")
         ends = st.just(prompt) if is_decode else st.one_of(st.just(prompt), st.just(0), lengths)
@@ -239,7 +240,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     def serve(self, data: st.DataObject) -> None:
         """Requests are served to their end; some are as long as the model, some one token longer, some stop early."""
         longest = self._scene.shape.longest
-        one = st.tuples(_lengths(self._scene), st.one_of(st.integers(1, 6), st.integers(1, longest)), st.integers(0, 3))
+        one = st.tuples(self._lengths(), st.one_of(st.integers(1, 6), st.integers(1, longest)), st.integers(0, 3))
         if self._scene.full_cache:
             one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
         requests = data.draw(st.lists(one, min_size=1, max_size=4), label="requests")
@@ -275,6 +276,9 @@ class ConformanceMachine(RuleBasedStateMachine):
         loras = data.draw(st.integers(0, most), label="loras") if most else 0
         self._do(RunBatch(rows=tuple(rows), loras=loras))
 
+    def _lengths(self) -> SearchStrategy[int]:
+        return _lengths(self._scene, self.subject.kernel_sizes.num_keys)
+
     def _live(self) -> list[LiveRequest]:
         return list(self._stage.live.values())
 
@@ -299,10 +303,11 @@ class ConformanceMachine(RuleBasedStateMachine):
             raise violation from error
 
 
-def _lengths(scene: Scene) -> SearchStrategy[int]:
-    """Return lengths of sequences, the interesting ones often: around pages, and around the longest."""
+def _lengths(scene: Scene, sizes: Sequence[int] = ()) -> SearchStrategy[int]:
+    """Return lengths of sequences, the interesting ones often: around pages, ``sizes`` and the longest."""
     size, longest = scene.shape.page_size, scene.shape.longest
     edges = {1, size, size + 1, 2 * size, longest - 1 - scene.drafts, longest - 2, longest - 1, longest}
+    edges |= {each + more for each in sizes for more in (-1, 0, 1)}
     special = sorted(edge for edge in edges if 1 <= edge <= longest)
     return st.one_of(st.integers(1, min(12, longest)), st.sampled_from(special), st.integers(1, longest))
 

@@ -8,6 +8,7 @@ import attrs
 
 from capture_planner.errors import BackendError, CaptureError, GuardError, RunError
 from capture_planner.modes import GraphMode, GraphSupport, Role
+from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention
 from capture_planner.records.environment import DeviceKind
 from capture_planner_runner.conformance.failure import origins
@@ -110,7 +111,7 @@ def usable_shapes(subject: Subject, wanted: Sequence[Shape] = ()) -> tuple[tuple
     reasons if it runs none.
     """
     refused: list[RefusedShape] = []
-    for candidates in (wanted,) if wanted else CANDIDATES:
+    for candidates in (wanted,) if wanted else tuple(_longer(each, subject) for each in CANDIDATES):
         usable = []
         for shape in candidates:
             reason = _refusal(subject, shape)
@@ -125,6 +126,13 @@ def usable_shapes(subject: Subject, wanted: Sequence[Shape] = ()) -> tuple[tuple
         f"the backend {subject.backend!r} runs no shape on this machine that it could be tested with: {reasons}; "
         "name a shape that it runs, or test it on a machine that it supports"
     )
+
+
+def _longer(candidates: tuple[Shape, ...], subject: Subject) -> tuple[Shape, ...]:
+    """Return candidates that reach past the keys at which the backend says that its kernels change."""
+    longest = max(subject.kernel_sizes.num_keys, default=0) + 8
+    widest = max(candidates, key=lambda shape: shape.longest)
+    return (*candidates, replace(widest, longest=longest)) if longest > widest.longest else candidates
 
 
 def _refusal(subject: Subject, shape: Shape) -> str | None:

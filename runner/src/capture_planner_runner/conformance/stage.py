@@ -16,7 +16,7 @@ from capture_planner.analysis.lint import Severity, lint
 from capture_planner.modes import Reason, Role
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry as plugins
-from capture_planner.plugins.backend import Backend
+from capture_planner.plugins.backend import Backend, KernelSizes
 from capture_planner.plugins.hookspecs import hookimpl
 from capture_planner.plugins.registry import Registry
 from capture_planner.records._base import grouped, replace
@@ -66,6 +66,11 @@ class Subject:
     grapher: Grapher
     stage: type[Stage]
     """Sets up its scenes: ``Stage``, or a subclass with more features of scenes and more checks."""
+
+    @property
+    def kernel_sizes(self) -> KernelSizes:
+        """Where its kernels change, as far as it says."""
+        return KernelSizes.of(self.registry[self.backend].backend)
 
     def loads(self, text: str) -> Case:
         """Read a case of such a scene, as ``scene.loads`` does."""
