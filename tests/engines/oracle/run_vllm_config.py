@@ -33,9 +33,11 @@ from typing import Any
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.checkpoints import known
 from capture_planner.errors import FlagError, NotEmulated
+from capture_planner.modes import GraphMode
 from capture_planner.records.environment import Environment
 from capture_planner_vllm.emulation.engine import resolve
 from capture_planner_vllm.emulation.flags import read
+from capture_planner_vllm.emulation.model import read_target
 from capture_planner_vllm.emulation.releases import NEWEST, following, releases
 from capture_planner_vllm.emulation.tables import flag_table
 from engines.generators.vllm import Case, answer_of, cases, write_models
@@ -158,11 +160,25 @@ def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, i
                 theirs: Any = engine.answer([str(place), *flags], environment, {})
                 ours = _ours([name, *flags], environment)
                 compared += 1
-                difference = _difference(ours, theirs, isinstance(theirs, module.EngineRefusal))
+                refused = isinstance(theirs, module.EngineRefusal)
+                by_flags = read_target(name).odd is not None
+                difference = _beyond(ours, theirs, refused) if by_flags else _difference(ours, theirs, refused)
                 if difference:
                     differences += 1
                     say(f"{name} {' '.join(flags)} on {machine}\n  {difference}")
     return compared, differences
+
+
+def _beyond(ours: Any, theirs: Any, refused: bool) -> str:
+    """Return where the answer that flags alone decide is no bound: other limits or sizes, or a mode below vLLM's."""
+    # Whether vLLM takes the line depends on the model.
+    if refused or isinstance(ours, FlagError):
+        return _difference(ours, theirs, refused) if isinstance(ours, FlagError) else ""
+    captures = theirs["mode"] != "NONE"
+    names = ("max_num_seqs", "max_num_batched_tokens", *(("sizes", "max_size") if captures else ()))
+    parts = [f"{name}: ours {ours[name]}, vLLM {theirs[name]}" for name in names if ours[name] != theirs[name]]
+    modes = {name: GraphMode(answer["mode"]) for name, answer in (("ours", ours), ("vLLM", theirs))}
+    return "; ".join([*parts, *([f"modes: {modes}"] if modes["ours"] < modes["vLLM"] else [])])
 
 
 def _files(facts: Mapping[str, Any]) -> dict[str, Any]:
