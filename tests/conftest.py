@@ -59,6 +59,11 @@ _FROZEN: dict[str, int] = {}
 """How many modules there were when objects were left to no garbage collection."""
 
 
+def pytest_configure() -> None:
+    """Run in the root of the repository wherever pytest is called: tests name documents as their messages do."""
+    os.chdir(Path(__file__).parents[1])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave ``thorough`` tests to the profile of that name, unless ``-m`` says what to run."""
     if PROFILE == "thorough" or config.option.markexpr:
