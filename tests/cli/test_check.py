@@ -156,7 +156,7 @@ def test_drift_by_hand_is_at_the_line_of_the_plan(run: Run) -> None:
         assert graphs[:24] in lines[difference["line"] - 1] or "entries" in lines[difference["line"] - 2]
         assert "the plan was edited" in difference["message"]
     assert len(listed) == 2
-    spec = edited("sized.yaml", TINY, ("powers_of_two", "minimax"))
+    spec = edited("sized.yaml", TINY, ("powers_of_two", "default"))
     listed = run("check", TINY_PLAN, "--spec", spec, "--format", "json").document(2)["drift"]
     assert {difference["file"] for difference in listed} == {spec}
 
