@@ -53,7 +53,9 @@ def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine
     found = server_commands(engine, words, others)
     if len(found) > 1:
         listed = "; ".join(f"{each.component}: " * bool(each.component) + shlex.join(each.words) for each in found)
-        names = [f"{words[0]}#{each.component}" for each in found if each.component]
+        # A text has no name to add one to.
+        named = len(words[0]) <= MOST_NAME and Path(words[0]).is_file()
+        names = [f"{words[0]}#{each.component}" for each in found if each.component and named]
         remedy = f"name one of them: {' or '.join(names)}" if len(names) == len(found) else "give one of them"
         raise refusal(engine.programs[0], f"{len(found)} commands start it: {listed}", remedy)
     return found[0]

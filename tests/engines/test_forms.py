@@ -140,6 +140,8 @@ def test_each_component_has_an_answer_and_a_line(tmp_path, run):
     assert limits == {"decode": 600, "prefill": 8}
     with pytest.raises(FlagError, match=r"name one of them: .*#decode or .*#prefill"):
         emulate("vllm", [str(file)], H100)
+    with pytest.raises(FlagError, match="give one of them"):
+        emulate("vllm", [COMPONENTS], H100)
     with pytest.raises(FlagError, match="name one of decode, prefill"):
         emulate("vllm", [f"{file}#router"], H100)
     text = run("engine", "vllm", str(file), "--environment", "h100").out
