@@ -17,7 +17,15 @@ import attrs
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from capture_planner_runner.models.fp8 import quantized
 
@@ -234,7 +242,20 @@ FAMILIES: tuple[Callable[[], Any], ...] = (
     lambda: Gemma2Config(**NUMBERS, sliding_window=4),
     lambda: MixtralConfig(**NUMBERS, num_local_experts=2, num_experts_per_tok=1),
     lambda: LlamaConfig(**NUMBERS, **QUANTIZED),
+    lambda: Qwen3MoeConfig(
+        **NUMBERS,
+        **QUANTIZED,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        tie_word_embeddings=False,
+    ),
+    lambda: GraniteMoeHybridConfig(**NUMBERS, **MIXERS),
 )
+MIXERS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0, "shared_intermediate_size": 16,
+    "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_conv": 2,
+}  # fmt: skip
 INDEX = "model.safetensors.index.json"
 _KEYS = (
     *NUMBERS,
@@ -266,9 +287,18 @@ class Checkpoints:
 
 
 def _quantized(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, with linear layers in FP8 and their scales."""
+    """Yield the tensors, with linear layers in FP8 and their scales; those of each expert have names of their own."""
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
+        prefix, _, projection = name.rpartition(".")
+        if prefix.endswith(".experts"):
+            layers = projection.split("_")[:-1]
+            parts = {
+                f"{prefix}.{number}.{layer}_proj.weight": part
+                for number, expert in enumerate(tensor)
+                for layer, part in zip(layers, expert.chunk(len(layers)), strict=True)
+            }
+            yield from _quantized(parts)
+        elif name.endswith("_proj.weight"):
             weight, scale = quantized(tensor, BLOCK)
             yield from ((name, weight), (f"{name}_scale_inv", scale))
         else:
