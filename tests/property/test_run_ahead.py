@@ -19,7 +19,7 @@ from capture_planner.records.model import DataType, DraftModel, Method, Model, S
 from capture_planner.records.spec import Limits, Parallel, Policy, Roles, Sizes, Spec
 from capture_planner_runner.capture.variants import without_graphs
 from capture_planner_runner.conformance import Case as SuiteCase
-from capture_planner_runner.conformance import Check, Shape, play
+from capture_planner_runner.conformance import Shape, play
 from capture_planner_runner.conformance.scene import Serve
 from capture_planner_runner.execution.updates import Updates
 from capture_planner_runner.graphs.recorded import RecordedGraphs
@@ -31,6 +31,7 @@ from capture_planner_runner.runner import Runner
 from capture_planner_runner.serving.workload import Request
 from support.probe import Probe
 from support.runner_conformance import RunnerScene, runner_under_test
+from support.runner_conformance.laws import RunnerCheck
 from support.runs import CPU, pages_for, planned, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -295,7 +296,7 @@ def test_recurrent_states_go_on_from_what_was_kept(monkeypatch):
     suite_case = SuiteCase(scene=scene, steps=(Serve(requests=((5, 9, 0), (3, 7, 0), (4, 6, 2))),))
     assert play(runner_under_test(), suite_case).failure is None
     monkeypatch.setattr(Updates, "correct", _changed(MISTAKES["one too few goes back"]))
-    assert play(runner_under_test(), suite_case).failure.check is Check.TOKENS
+    assert play(runner_under_test(), suite_case).failure.check is RunnerCheck.VERIFIED
 
 
 def test_a_launch_that_breaks_loses_no_token(case, monkeypatch):
