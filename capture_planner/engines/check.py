@@ -352,7 +352,7 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
 
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
-def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
+def graphs_without_batch(subject: CheckInput) -> Iterator[Diagnosis]:
     """Graphs are captured that no admissible batch is answered with: start-up time and memory for nothing."""
     for manager in subject.emulation.managers:
         role = manager.role
@@ -366,7 +366,9 @@ def graphs_never_reached(subject: CheckInput) -> Iterator[Diagnosis]:
             widths = {entry.query_len for entry in entries if entry.query_len}
             # Each size is captured for all of these, and another batch may need the size.
             fixed = role.is_drafter or len(widths) > 1 or len({entry.active_loras for entry in entries}) > 1
-            message = f"{role}: {len(unused)} of {counted(len(entries), 'graph')} serve no batch, such as {unused[0]}"
+            message = (
+                f"{role}: {len(unused)} of {counted(len(entries), 'graph')} serve no allowed batch, such as {unused[0]}"
+            )
             severity, about = (Severity.NOTE, None) if fixed else (None, "")
             yield Diagnosis(role, message, len(unused), severity, about)
 
