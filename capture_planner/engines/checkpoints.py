@@ -38,7 +38,7 @@ _OTHER = re.compile(
     # Families with experts, or with latent, sparse, linear or two kinds of attention.
     r"deepseek(?:v\d)?(?!.*distill)|kimi|moonlight|minimax|glm-?[4-9]|chatglm|qwen[-_]?(?:3[-_.](?:next|[5-9])|[4-9])|hunyuan|hy\d|ling|ring|"
     r"step-?\d|ernie|nemotron|jamba|mamba|bamba|zamba|rwkv|falcon-?(?:h\d|mamba)|granite-?[4-9]|lfm\d|gemma-?[3-9]n?|"
-    r"llama-?[4-9]|mimo|intern|longcat|dots|pangu|grok|dbrx|arctic|exaone|laguna|inkling|muse|olmo|command|plamo|"
+    r"llama-?[4-9]|mimo|intern|longcat|dots|pangu|grok|dbrx|arctic|exaone|laguna|inkling|muse|olmo|command|plamo|gpt-?oss|"
     r"(?:mistral|ministral|devstral)-(?:large|medium|small)?-?[3-9]|"
     # What is not text, or does not decode.
     r"vl|vision|omni|audio|voxtral|whisper|asr|tts|ocr|llava|pixtral|molmo|phi-?\d-(?:vision|multimodal)|embed\w*|rerank\w*|"

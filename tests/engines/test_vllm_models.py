@@ -181,6 +181,13 @@ def test_names_of_other_families_are_no_dense_decoders(name):
     assert "unknown here" in emulation.by_flags
 
 
+def test_names_of_gpt_oss_have_its_largest_size():
+    """Whatever follows in the name, vLLM raises the largest size of the family."""
+    emulation = emulate(["openai/gpt-oss-safeguard-20b"], H100)
+    assert emulation.by_flags
+    assert emulation.sizes[-1] == emulate(["openai/gpt-oss-20b"], H100).sizes[-1] == 1024
+
+
 FLAG_LINES = st.lists(
     st.sampled_from(
         [

@@ -8,6 +8,7 @@ from capture_planner.planning.sizing.engine_lists import vllm_tokens
 from capture_planner.records.environment import Environment
 from capture_planner_vllm.emulation.connector import works_between_layers
 from capture_planner_vllm.emulation.flags import CommandLine
+from capture_planner_vllm.emulation.model import WIDE
 from capture_planner_vllm.emulation.options import COMPILATION, ServeOptions
 from capture_planner_vllm.emulation.parts import COMPILE
 from capture_planner_vllm.emulation.refusals import not_emulated
@@ -21,7 +22,6 @@ _V2 = "VLLM_USE_V2_MODEL_RUNNER"
 _LEVELS = {0: "NONE", 1: "PIECEWISE", 2: "FULL_AND_PIECEWISE", 3: "FULL_AND_PIECEWISE"}
 _DYNAMIC_ON_V1 = ("ngram", "eagle", "eagle3", "mtp", "draft_model", "dflash")
 _ASYNC_ON_V1 = ("eagle", "eagle3", "mtp", "ngram_gpu", "draft_model", "dflash", "dspark")
-_WIDE = "GptOssForCausalLM"
 _MICROBATCHING = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 
 
@@ -201,7 +201,7 @@ class Configuration(ServeOptions):
         if self.eager or self.mode is GraphMode.NONE:
             self.sizes, self.max_size = (), 0
             return
-        if self.model.architecture == _WIDE and self.user_sizes is None and self.user_max is None:
+        if self.model.architecture == WIDE and self.user_sizes is None and self.user_max is None:
             self.note("model", 512, 1024, "for this model vLLM raises the largest size to 1024")
             self.user_max = 1024
         spec, user = self.spec, self.user_sizes

@@ -24,6 +24,8 @@ from capture_planner_vllm.emulation.tables import names, rules
 ASSUMED_LENGTH = 32768
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 COUNTS_AS = f"a dense decoder of {ASSUMED_LENGTH} tokens"
+WIDE = "GptOssForCausalLM"
+"""The architecture whose largest capture size is 1024 on every GPU."""
 _MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _UNEQUAL = "MiMoV2FlashForCausalLM"
@@ -129,7 +131,11 @@ def read_target(name: str) -> ModelFacts:
     """Return the facts of the served model; of an unknown one whose name is of another family, that alone."""
     found = read_model("--model", name)
     family = None if found.known else checkpoints.other_family(name)
-    return found if family is None else attrs.evolve(found, odd=f"a name of another family ({family})")
+    if family is None:
+        return found
+    # Of this family vLLM's largest size is another, too.
+    architecture = WIDE if re.search("gpt-?oss", family, re.IGNORECASE) else ""
+    return attrs.evolve(found, architecture=architecture, odd=f"a name of another family ({family})")
 
 
 def read_model(flag: str, name: str) -> ModelFacts:
