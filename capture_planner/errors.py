@@ -73,6 +73,9 @@ def format_path(path: Iterable[str | int]) -> str:
 class CapturePlannerError(Exception):
     """The base of all errors that capture-planner raises on purpose."""
 
+    exit_code = 1
+    """Exit code of a command that ends with it."""
+
 
 class PluginWarning(UserWarning):
     """An installed plugin is broken and left out; an error only for what uses it."""

@@ -117,6 +117,7 @@ def exit_code_of(
         click.echo(printable_lines(text.getvalue()), nl=False, err=True)
     except CapturePlannerError as error:
         _show(error, as_json=as_json, say=say)
+        code = error.exit_code
     except BrokenPipeError:
         sys.stderr.close()
     except OSError as error:

@@ -98,11 +98,16 @@ def test_missing_words_are_named_with_an_example(call: Run, words: tuple[str, ..
     assert "cannot be read" not in ran.err
 
 
-def test_missing_program_is_an_error(call: Run) -> None:
-    """As a shell would say, and what to do."""
-    ran = call("launch", DENSE, "--", "/nowhere/vllm", "serve")
-    assert ran.code == 1
-    assert "/nowhere/vllm: No such file or directory; activate its environment first\n" in ran.err
+@pytest.mark.parametrize(
+    ("folder", "code", "says"), [("absent", 127, "No such file or directory"), (".", 126, "Permission denied")]
+)
+def test_a_program_that_cannot_be_run_is_an_error(call: Run, tmp_path: Path, folder: str, code: int, says: str) -> None:
+    """With the exit code of a shell, and what to do."""
+    (tmp_path / "vllm").touch()
+    program = str(tmp_path / folder / "vllm")
+    ran = call("launch", DENSE, "--", program, "serve")
+    assert ran.code == code
+    assert f"{program}: {says}; activate its environment first\n" in ran.err
 
 
 def test_flags_that_agree_are_not_repeated(call: Run) -> None:

@@ -60,7 +60,9 @@ def run_marked(words: Sequence[str], environment: Mapping[str, str]) -> EngineEn
         try:
             code = run_engine(words, {**environment, STARTED: str(mark)}, signals.append)
         except OSError as error:
-            raise EngineError(f"{words[0]}: {error.strerror or error}; activate its environment first") from None
+            failed = EngineError(f"{words[0]}: {error.strerror or error}; activate its environment first")
+            failed.exit_code = 127 if isinstance(error, FileNotFoundError) else 126  # as a shell has them
+            raise failed from None
         return EngineEnd(code, mark.exists(), bool(signals) or code in _TOLD)
 
 
