@@ -258,7 +258,12 @@ def test_replays_outputs_addresses_and_the_dispatch_are_checked() -> None:
             silent = Dispatch(None, reason=reason)
             message = violation(RunnerCheck.DISPATCHED, watch.check_dispatch, large, silent)
             assert message == "the batch runs eager without a reason"
-        watch.check_dispatch(large, Dispatch(None, reason=Reason.NOT_ADMISSIBLE))
+        refused = Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
+        if watch.serving() is None:
+            watch.check_dispatch(large, refused)
+        else:
+            message = violation(RunnerCheck.CLASSIFIED, watch.check_dispatch, large, refused)
+            assert message == "the batch was scheduled, and counts as one that is not admissible"
 
     assert after_each(check) > 10
 
