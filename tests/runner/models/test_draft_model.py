@@ -39,6 +39,7 @@ def test_a_draft_model_says_what_its_folder_says(tmp_path, target, attention):
     hidden = torch.full((6, target.hidden_size), torch.nan, dtype=torch.float64)
     states = drafter.forward(input_ids=tokens, positions=positions, hidden=hidden, attend=attention())
     expected = own(tokens[None]).logits[0].argmax(-1)
+    assert torch.equal(drafter.logits(states).argmax(-1), expected)
     assert torch.equal(drafter.propose(states, torch.zeros(6, dtype=torch.int64), positions + 1), expected)
     with pytest.raises(RunError, match="reads no states of the target"):
         drafter.combine(hidden)

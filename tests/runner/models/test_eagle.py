@@ -140,8 +140,10 @@ def test_a_random_vocabulary_is_a_subset_in_order(target, size, seed):
     tokens = torch.arange(size) if drafter.d2t is None else torch.arange(size) + drafter.d2t
     assert (tokens.diff() > 0).all()
     assert 0 <= int(tokens.min()) <= int(tokens.max()) < VOCAB
-    proposed = drafter.propose(torch.randn(9, HIDDEN, dtype=torch.float64), tokens, tokens)
-    assert set(proposed.tolist()) <= set(tokens.tolist())
+    hidden = torch.randn(9, HIDDEN, dtype=torch.float64)
+    proposed, logits = drafter.propose(hidden, tokens, tokens), drafter.logits(hidden)
+    assert torch.equal(proposed, logits.argmax(-1))
+    assert (logits.isfinite().sum(0).nonzero()[:, 0] == tokens).all()
 
 
 @given(st.integers(1, 40))

@@ -54,6 +54,7 @@ def test_each_module_computes_what_is_written_out(count, own, tmp_path, target, 
             logits = actual @ tensors[f"layers.{number}.shared_head.head.weight"].T
         proposed = drafter.propose(actual, torch.zeros(5, dtype=torch.int64), positions, number)
         assert torch.equal(proposed, logits.argmax(-1))
+        assert torch.equal(drafter.logits(actual, number), logits)
 
 
 def test_modules_that_cannot_run_are_refused(tmp_path, target):
