@@ -63,6 +63,7 @@ class Mutant:
 
 
 LATE = {
+    "accepted-upside-down",
     "buffer-of-the-targets-rows",
     "cleared-by-the-second-graph",
     "constants-of-the-first-capture",
@@ -82,10 +83,12 @@ LATE = {
     "pages-in-eight-bits",
     "plan-kept-for-a-shape",
     "planned-once-a-chain",
+    "probabilities-not-drafted-from",
     "prompt-taken-for-a-decode",
     "queries-scaled-together",
     "query-starts-fall-back",
     "requests-by-the-targets-query",
+    "residual-not-normalised",
     "ring-wraps",
     "scale-of-the-head-dimension",
     "scoring-of-first-layer",
