@@ -30,6 +30,8 @@ def test_interrupted_while_modules_are_imported(number: signal.Signals, code: in
     """One line and the exit code of the signal, from the program itself."""
     program = f"""
 import builtins, signal
+# A shell starts what runs in its background with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 own = builtins.__import__
 def stop(name, *others, **named):
     if name.startswith("capture_planner.cli"):

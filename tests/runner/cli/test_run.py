@@ -47,6 +47,7 @@ def test_a_plan_runs(run: Run) -> None:
     assert (ran.code, ran.err) == (0, "")
     titles = re.findall(r"^([A-Z][a-z]+(?: [a-z]+)*)$", ran.out, re.M)
     assert titles == [
+        "Run of tiny",
         "Captured",
         "Served from",
         "Fallbacks",
