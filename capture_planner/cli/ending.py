@@ -57,7 +57,8 @@ def _end_at_once(signals: int) -> None:
 
 def _interrupt_again() -> None:
     time.sleep(0.01)
-    _thread.interrupt_main()
+    # A signal, not _thread.interrupt_main(), which would not wake the main thread from a system call.
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 @contextmanager

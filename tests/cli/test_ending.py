@@ -46,11 +46,12 @@ def test_an_interruption_is_one_line(capsys):
 
 
 def test_an_interruption_in_a_destructor_is_not_lost(capsys):
-    """It comes again a moment later, and no traceback is printed for the first."""
+    """It comes again a moment later, also where the thread sleeps, and no traceback is printed for the first."""
 
     def work():
         Torn()
         time.sleep(10)
+        pytest.fail("nothing woke the thread")
 
     with python_handler(), terminable(), pytest.raises(KeyboardInterrupt):
         work()
