@@ -15,17 +15,9 @@ from typing import Any, cast
 
 import attrs
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GraniteMoeHybridConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from capture_planner_runner.models.fp8 import quantized
 
@@ -237,21 +229,17 @@ NUMBERS: dict[str, Any] = {
 BLOCK = 8, 16
 QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)}}
 FAMILIES: tuple[Callable[[], Any], ...] = (
-    lambda: LlamaConfig(**NUMBERS),
-    lambda: Qwen3Config(**NUMBERS),
-    lambda: Gemma2Config(**NUMBERS, sliding_window=4),
-    lambda: MixtralConfig(**NUMBERS, num_local_experts=2, num_experts_per_tok=1),
-    lambda: LlamaConfig(**NUMBERS, **QUANTIZED),
-    lambda: Qwen3MoeConfig(
-        **NUMBERS,
-        **QUANTIZED,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        tie_word_embeddings=False,
-    ),
-    lambda: GraniteMoeHybridConfig(**NUMBERS, **MIXERS),
+    lambda: transformers.LlamaConfig(**NUMBERS),
+    lambda: transformers.Qwen3Config(**NUMBERS),
+    lambda: transformers.Gemma2Config(**NUMBERS, sliding_window=4),
+    lambda: transformers.MixtralConfig(**NUMBERS, num_local_experts=2, num_experts_per_tok=1),
+    lambda: transformers.LlamaConfig(**NUMBERS, **QUANTIZED),
+    lambda: transformers.Qwen3MoeConfig(**NUMBERS, **QUANTIZED, **EXPERTS),
+    lambda: transformers.GraniteMoeHybridConfig(**NUMBERS, **MIXERS),
 )
+EXPERTS: dict[str, Any] = {
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "tie_word_embeddings": False,
+}  # fmt: skip
 MIXERS: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0, "shared_intermediate_size": 16,
     "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_d_conv": 2,
@@ -274,7 +262,7 @@ class Checkpoints:
 
     @classmethod
     def make(cls) -> Checkpoints:
-        made, auto = [], cast(Any, AutoModelForCausalLM)
+        made, auto = [], cast(Any, transformers.AutoModelForCausalLM)
         for family in FAMILIES:
             config = family()
             model = auto.from_config(config, dtype=torch.float32)
