@@ -148,8 +148,9 @@ def _decodes_left_as_filled(original: Callable[..., None]) -> Callable[..., None
 
 def _steps_of_the_longest_tier(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(role: RoleRun, batch: Any, dispatch: Any, inputs: Any, steps: int, *rest: Any, **named: Any) -> Any:
-        longest = role.body.state.proposed.shape[1] - 1  # type: ignore[attr-defined]
-        return original(role, batch, dispatch, inputs, longest, *rest, **named)
+        if isinstance(role.body, DraftDecodeBody):
+            steps = role.body.state.proposed.shape[1] - 1
+        return original(role, batch, dispatch, inputs, steps, *rest, **named)
 
     return run
 
