@@ -141,7 +141,7 @@ def test_help_of_the_core_lists_the_commands_of_what_is_not_installed(bare: Path
 
 
 def test_tuner_needs_the_core_alone(bare: Path, wheels: dict[Path, tuple[Path, Path]], tmp_path: Path) -> None:
-    """Its wheel beside the core's brings the commands, and compares two plans without torch."""
+    """Installed with the core, the tuner's wheel adds its commands, and compares two plans without torch."""
     site = tmp_path / "site"
     with zipfile.ZipFile(wheels[TUNER][0]) as wheel:
         wheel.extractall(site)

@@ -105,7 +105,7 @@ def drift(document: Document, spec: Document, environment: str | None) -> Iterat
     machine = ChosenMachine(plan.environment) if environment is None else machine_named(environment)
     planned = plan_document(spec, machine)
     changes = diff_plans(plan, planned)
-    # Other sizes by the same decisions: nobody touched the spec.
+    # Other sizes by the same decisions: the spec did not change.
     roles = enumerate(zip(plan.roles, planned.roles, strict=False))
     edited = {old.role: index for index, (old, new) in roles if old.decisions == new.decisions}
     # A machine that ships has no file of its own: the plan says which it is.

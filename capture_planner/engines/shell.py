@@ -56,7 +56,7 @@ class ShellCommand:
     component: str = ""
     """Its name among several in a file, such as ``decode``; empty where the text names none."""
     line: int = 1
-    """Where it stands in the text."""
+    """Number of its line in the text, from 1."""
     assumptions: tuple[str, ...] = ()
     """Places where a shell would read something else."""
     hidden: tuple[str, ...] = ()

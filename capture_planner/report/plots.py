@@ -60,7 +60,7 @@ class Mark(enum.StrEnum):
     POINTS = "points"
     """A marker at each point."""
     BARS = "bars"
-    """Horizontal bars, in a row for each x those of all series; all of a plot have the same x."""
+    """Horizontal bars: one row per x, with a bar of each series. All series have the same x."""
 
 
 # The converter of a field: attrs' plugin of mypy reads no generic one.

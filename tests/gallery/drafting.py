@@ -214,7 +214,7 @@ DRAFTING_RUNNERS: tuple[Mutant, ...] = (
         name="steps-of-the-longest-tier",
         threads=(),
         bug_class=BugClass.B,
-        says="A chain of single draft decodes has as many as the longest tier of the schedule, and drops the rest",
+        says="A chain of single draft decodes runs the steps of the schedule's longest tier, and drops the surplus",
         patch=patched((RoleRun, "run_chain", _steps_of_the_longest_tier)),
     ),
     Mutant(

@@ -65,7 +65,7 @@ def test_adapters_that_a_run_cannot_have_are_refused(run: Run, given: tuple[str,
 
 @pytest.mark.parametrize("more", [(), ("--eager",)])
 def test_a_timeline_has_each_row_of_the_report_at_its_time(run: Run, more: tuple[str, ...]) -> None:
-    """Forwards are inside of their steps, nothing overlaps, and durations are those of the report."""
+    """Each forward lies inside its step, no two events overlap, and durations equal the report's."""
     Path("lazy.yaml").write_text(f"{SPEC}{LAZY}", "utf-8")
     report = run("lazy.yaml", "--format", "json", *FEW, *more, "--timeline", "timeline.json").data
     assert_timeline_of(json.loads(Path("timeline.json").read_text("utf-8")), report)

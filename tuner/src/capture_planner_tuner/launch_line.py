@@ -63,7 +63,7 @@ def fitting_flags(engine: Engine, plan: Plan, flags: Sequence[str]) -> tuple[lis
 
 
 def _without(flags: Sequence[str], problems: Sequence[Problem]) -> tuple[list[str], list[str]]:
-    """Return the flags without those of the problems, each with its values, and what was left out."""
+    """Return the flags that have no problem, and a note on each that was left out."""
     contrary = {str(problem.path[0]): problem.message for problem in problems if len(problem.path) == 1}
     kept: list[str] = []
     notes: list[str] = []

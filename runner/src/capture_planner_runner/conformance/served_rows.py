@@ -33,7 +33,7 @@ class RequestRows:
     """``int64[n]``: what they read; negative where the graph takes a token that the host has not read."""
 
     def known(self, tokens: Sequence[int], shift: int) -> int:
-        """Return how many of its first rows read ``tokens``, those of the request, each ``shift`` later."""
+        """Return the number of leading rows whose input is the request's token ``shift`` positions later."""
         given = np.array(tokens[self.first + shift :][: len(self.ids)], dtype=np.int64)
         ids = self.ids[: len(given)]
         wrong = np.flatnonzero((ids >= 0) & (ids != given))

@@ -163,7 +163,7 @@ class Tally:
     fallbacks: Counter[Shape] = attrs.Factory(Counter)
     """Eager forwards."""
     adapters: Counter[tuple[int, int]] = attrs.Factory(Counter)
-    """Forwards of the target by its active adapters and those of its graph; -1: eager."""
+    """Number of the target's forwards, by active adapters of the batch and adapters of the graph; -1: eager."""
     steps: int = 0
     reqs: int = 0
     """Sum of the requests of all steps."""

@@ -57,7 +57,7 @@ class Place:
 
 
 class Peers:
-    """The other ranks, as a runner sees them: here those of a process that has none.
+    """The other ranks of a runner; this class is for a process without any.
 
     Every method but ``collect`` is collective: all ranks call it, in the same order.
     """
