@@ -29,7 +29,8 @@ import pathlib, re, sys, tomllib
 
 site = pathlib.Path(sys.argv[1])
 core = re.search(r'__version__ = "(.+?)"', pathlib.Path("capture_planner/__init__.py").read_text("utf-8"))
-for file in (pathlib.Path("pyproject.toml"), *pathlib.Path().glob("[be]*/*/pyproject.toml")):
+found = (*pathlib.Path().glob("*/pyproject.toml"), *pathlib.Path().glob("[be]*/*/pyproject.toml"))
+for file in (pathlib.Path("pyproject.toml"), *found):
     if "template" in file.parts:
         continue
     project = tomllib.loads(file.read_text("utf-8"))["project"]
@@ -47,7 +48,7 @@ for file in (pathlib.Path("pyproject.toml"), *pathlib.Path().glob("[be]*/*/pypro
 PYTHON
 
 path=$root:$site
-for source in backends/*/src engines/*/src; do
+for source in */src backends/*/src engines/*/src; do
     [[ $source == backends/template/src ]] || path=$path:$root/$source
 done
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
@@ -82,7 +83,6 @@ check memory tests/gpu/test_memory.py "$@"
 check campaign tests/gpu/test_campaign.py "$@"
 check first-use tests/gpu/test_first_use.py "$@"
 check graph-dump tests/gpu/test_graph_dump.py "$@"
-check verify-cases tests/gpu/test_verify_cases.py "$@"
 check transformers tests/gpu/test_transformers.py "$@"
 for case in reference triton flash_attention flashinfer flashinfer_wrappers; do
     check "runner-$case" tests/gpu/test_runner.py tests/gpu/test_unpadded_requests.py -k "$case-cuda" "$@"
