@@ -183,7 +183,7 @@ RULES: dict[str, Rules] = {
         ("self._launch(1, rows)", r".", _DEVICE),
         ("with nothing_collected(), torch.cuda.stream(stream):", r".", _DEVICE),
     ),
-    "conformance/audit": (
+    "conformance/audits": (
         (
             "with subject.stage(subject, cases[0].scene)",
             r"cases\[ ?-?1\]",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from _bench import ROOT
+
 _LOCKED = "test_locked_plans.py::test_a_locked_plan_is_what_its_spec_gives_to_the_byte"
 _PLANNED = ("planning/test_planner.py", _LOCKED)
 _POLICIES = ("planning/sizing/test_policies.py", "property/test_regressions.py", "planning/test_planner.py")
@@ -29,16 +33,16 @@ _PADDED = (
     "property/test_law9_inert_padding.py",
     "property/test_law10_frozen.py",
 )
-_PARTS = "runner/conformance/test_suite_parts.py"
+_PARTS = "conformance/test_suite_parts.py"
 _BACKENDS = "gallery/test_gallery_backends.py::test_it_is_caught_in_its_case"
 _RUNNERS = "gallery/test_gallery_runners.py::test_it_is_caught_in_its_case"
 _CASES = (
     _BACKENDS,
-    "runner/conformance/test_scene.py",
+    "conformance/test_scene.py",
     _RUNNERS,
-    "runner/conformance/test_capture_attack.py",
-    "runner/conformance/test_causes.py",
-    "runner/conformance/test_conformance.py",
+    "conformance/test_capture_attack.py",
+    "conformance/test_causes.py",
+    "conformance/test_conformance.py",
 )
 TESTS: dict[str, tuple[str, ...]] = {
     "planning/sizing/minimax": ("planning/sizing/test_minimax.py", "planning/sizing/test_budget.py", *_POLICIES),
@@ -98,33 +102,37 @@ TESTS: dict[str, tuple[str, ...]] = {
     "execution/fused": ("runner/test_fused_padding.py",),
     "execution/guards": ("runner/test_guards.py", "property/test_law10_frozen.py", *_PADDED),
     "execution/padding": _PADDED,
-    "conformance/audit": ("runner/conformance/test_attacks.py", "runner/conformance/test_conformance.py"),
-    "conformance/memory": (_PARTS, "runner/conformance/test_causes.py", *_CASES),
+    "conformance/audits": ("conformance/test_attacks.py", "conformance/test_conformance.py"),
+    "conformance/memory": (_PARTS, "conformance/test_causes.py", *_CASES),
     "conformance/minimize": (
-        "runner/conformance/test_attacks.py",
-        "runner/conformance/test_causes.py",
-        "runner/conformance/test_minimize.py",
+        "conformance/test_attacks.py",
+        "conformance/test_causes.py",
+        "conformance/test_minimize.py",
         *_CASES,
     ),
-    "conformance/scene_batch": ("runner/conformance/test_scene_batch.py", *_CASES),
+    "conformance/scene_batch": ("conformance/test_scene_batch.py", *_CASES),
     "conformance/shapes": (
-        "runner/conformance/test_shapes.py",
-        "runner/conformance/test_causes.py",
-        "runner/conformance/test_scene.py",
-        "runner/conformance/test_conformance.py",
+        "conformance/test_shapes.py",
+        "conformance/test_causes.py",
+        "conformance/test_scene.py",
+        "conformance/test_conformance.py",
     ),
-    "conformance/stage": (_PARTS, "runner/conformance/test_causes.py", *_CASES),
+    "conformance/stage": (_PARTS, "conformance/test_causes.py", *_CASES),
     "conformance/steps": (
-        "runner/conformance/test_forward_checks.py",
-        "runner/conformance/test_scene_batch.py",
-        "runner/conformance/test_served_rows.py",
+        "conformance/test_forward_checks.py",
+        "conformance/test_scene_batch.py",
+        "conformance/test_served_rows.py",
         *_CASES,
     ),
-    "conformance/tampering": ("runner/conformance/test_attacks.py", "runner/conformance/test_conformance.py", *_CASES),
-    "conformance/watch": (
-        "runner/conformance/test_watch.py",
-        "runner/conformance/test_capture_attack.py",
-        _RUNNERS,
-        *_CASES,
-    ),
+    "conformance/tampering": ("conformance/test_attacks.py", "conformance/test_conformance.py", *_CASES),
+    "conformance/watch": ("conformance/test_watch.py", "conformance/test_capture_attack.py", _RUNNERS, *_CASES),
 }
+
+
+def source_of(module: str, root: Path = ROOT) -> Path:
+    """Return the file of a module: ``conformance/NAME`` of the conformance suite, else of the core or the runner."""
+    distribution, _, name = module.partition("/")
+    if distribution == "conformance":
+        return root / "conformance" / "src" / "capture_planner_conformance" / f"{name}.py"
+    core = root / "capture_planner" / f"{module}.py"
+    return core if core.exists() else root / "runner" / "src" / "capture_planner_runner" / f"{module}.py"

@@ -34,7 +34,7 @@ from _bench import CONSOLE, finish, parser, print_table
 from _deployments import CASES, Case, environment, missing
 
 from capture_planner.report.plain import plain
-from capture_planner_runner.conformance import (
+from capture_planner_conformance import (
     Log,
     Scene,
     SearchProfile,
@@ -47,13 +47,13 @@ from capture_planner_runner.conformance import (
     under_test,
     usable_shapes,
 )
-from capture_planner_runner.conformance.audit import audit
-from capture_planner_runner.conformance.scene import Arrive, DraftScheme, RunBatch
-from capture_planner_runner.conformance.shapes import KERNELS
-from capture_planner_runner.conformance.steps import run_step
-from capture_planner_runner.conformance.suite import DRAFTS, THOROUGH
+from capture_planner_conformance.audits import audit
+from capture_planner_conformance.report import Conformance
+from capture_planner_conformance.scene import Arrive, DraftScheme, RunBatch
+from capture_planner_conformance.shapes import KERNELS
+from capture_planner_conformance.steps import run_step
+from capture_planner_conformance.suite import DRAFTS, THOROUGH
 from capture_planner_runner.host import facts
-from capture_planner_runner.report.conformance import Conformance
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

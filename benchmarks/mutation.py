@@ -41,7 +41,7 @@ from typing import Any
 import attrs
 from _bench import CONSOLE, ROOT, finish, parser, print_table, verdict
 from _equivalent import equivalent
-from _mutation_tests import TESTS
+from _mutation_tests import TESTS, source_of
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import MutationVisitor
 from cosmic_ray.plugins import get_operator, operator_names
@@ -145,12 +145,6 @@ def _alike(one: list[str], other: list[str]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def source_of(module: str, root: Path = ROOT) -> Path:
-    """Return the file of a module, of the core or of the runner."""
-    core = root / PACKAGE / f"{module}.py"
-    return core if core.exists() else root / "runner" / "src" / f"{PACKAGE}_runner" / f"{module}.py"
-
-
 def digest(module: str) -> str:
     """Return what a module reads as; an older result holds for the same text only."""
     return hashlib.sha256(source_of(module).read_bytes()).hexdigest()
@@ -165,8 +159,9 @@ Outcomes = dict[tuple[str, str, int], str]
 
 
 def _sources() -> list[str]:
-    """Return the folders of the core, the runner, the tuner and the plugins."""
-    return [PACKAGE, "runner/src", "tuner/src", *(str(path.relative_to(ROOT)) for path in ROOT.glob("*/*/src"))]
+    """Return the folders of the core and of all other distributions."""
+    plugins = (path for pattern in ("*/src", "*/*/src") for path in ROOT.glob(pattern))
+    return [PACKAGE, *(str(path.relative_to(ROOT)) for path in plugins)]
 
 
 def compiled(folder: Path) -> Path:

@@ -26,8 +26,8 @@ PACKAGES = (
     "capture_planner.analysis",
     "capture_planner.analysis.lint",
     "capture_planner.engines",
-    "capture_planner_runner.conformance",
     "capture_planner.testing",
+    "capture_planner_conformance",
 )
 """The public packages. A name that none of them exports is private."""
 
@@ -63,9 +63,9 @@ MODULES = (
 
 def load(name: str) -> ModuleType:
     """Import a package; a test is skipped where an optional dependency of the package is missing."""
-    if name == "capture_planner_runner.conformance":
+    if name == "capture_planner_conformance":
         pytest.importorskip("torch")
-    if name in ("capture_planner.testing", "capture_planner_runner.conformance"):
+    if name in ("capture_planner.testing", "capture_planner_conformance"):
         pytest.importorskip("hypothesis")
     return importlib.import_module(name)
 

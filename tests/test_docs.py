@@ -158,7 +158,7 @@ def test_every_link_outside_the_site_resolves(path: Path) -> None:
 def test_no_text_installs_from_an_index() -> None:
     """No package index has these distributions; somebody else could take the name there."""
     suffixes = {".md", ".py", ".toml", ".j2", ".yml"}
-    folders = ("backends", "engines", "runner", "tuner", "capture_planner", "docs", ".github")
+    folders = ("backends", "engines", "runner", "conformance", "tuner", "capture_planner", "docs", ".github")
     for top in (ROOT, *(ROOT / name for name in folders)):
         for path in top.glob("*") if top == ROOT else top.rglob("*"):
             if path.suffix in suffixes:

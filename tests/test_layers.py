@@ -35,10 +35,12 @@ LAYERS = (
 PLUGINS = sorted(path.parent for path in CHECKOUT.glob("[be]*/*/src/*/__init__.py") if "template" not in path.parts)
 """The packages of the backends and the engines."""
 
-RUNNER = Path(find_spec("capture_planner_runner").submodule_search_locations[0])
-TUNER = Path(find_spec("capture_planner_tuner").submodule_search_locations[0])
+RUNNER, CONFORMANCE, TUNER = (
+    Path(find_spec(f"capture_planner_{name}").submodule_search_locations[0])
+    for name in ("runner", "conformance", "tuner")
+)
 
-TORCH = {"torch", "triton", "numpy", "transformers", "safetensors", "capture_planner_runner"}
+TORCH = {"torch", "triton", "numpy", "transformers", "safetensors"}
 """What neither the core nor the tuner imports, for types only excepted."""
 
 DISPATCH = {"errors", "modes", "records", "dispatch"}
@@ -113,7 +115,7 @@ def test_imports_point_upward_only() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("package", [HERE, RUNNER, TUNER, *PLUGINS], ids=lambda path: path.name)
+@pytest.mark.parametrize("package", [HERE, RUNNER, CONFORMANCE, TUNER, *PLUGINS], ids=lambda path: path.name)
 def test_no_import_circle(package: Path) -> None:
     """Lazy imports and imports for types count too."""
     known = modules(package)
@@ -163,30 +165,30 @@ def outside(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("package", "others"), [(HERE, {*TORCH, "capture_planner_tuner"}), (TUNER, TORCH)], ids=["core", "tuner"]
-)
-def test_the_core_and_the_tuner_import_no_torch_and_no_runner(package: Path, others: set[str]) -> None:
-    """Not even in a function: what needs torch is another distribution, and the core needs no other at all."""
-    wrong = {name: bad for name, path in modules(package).items() if (bad := outside(path) & others)}
+COMMANDS = {path.name for path in (RUNNER, CONFORMANCE, TUNER)}
+"""The packages that bring commands."""
+
+MISSING = {
+    HERE: TORCH | COMMANDS,
+    TUNER: TORCH | COMMANDS - {TUNER.name},
+    RUNNER: COMMANDS - {RUNNER.name},
+    CONFORMANCE: {TUNER.name},
+    **dict.fromkeys(PLUGINS, COMMANDS),
+}
+"""What may not be installed where a package is: torch needs a distribution of its own, and so does each command."""
+
+
+@pytest.mark.parametrize("package", MISSING, ids=lambda path: path.name)
+def test_no_package_imports_what_may_not_be_installed(package: Path) -> None:
+    """Not even in a function; the tests of a backend may."""
+    wrong = {name: bad for name, path in modules(package).items() if (bad := outside(path) & MISSING[package])}
     assert wrong == {}
 
 
-def test_the_runner_imports_no_tuner() -> None:
-    """Each of the two is installed without the other."""
-    assert [name for name, path in modules(RUNNER).items() if "capture_planner_tuner" in outside(path)] == []
-
-
-def test_the_runner_imports_torch() -> None:
+def test_what_needs_torch_and_the_runner_is_seen() -> None:
     """The check above can fail."""
     assert {"torch", "capture_planner"} <= outside(RUNNER / "host.py")
-
-
-@pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)
-def test_plugins_need_the_core_alone(package: Path) -> None:
-    """A backend or an engine depends neither on the runner nor on the tuner; its tests may."""
-    others = {"capture_planner_runner", "capture_planner_tuner"}
-    assert [name for name, path in modules(package).items() if outside(path) & others] == []
+    assert {"hypothesis", "capture_planner_runner"} <= outside(CONFORMANCE / "machine.py")
 
 
 @pytest.mark.parametrize("package", PLUGINS, ids=lambda path: path.name)

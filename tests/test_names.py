@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
     path
-    for folder in ("capture_planner", "runner", "tuner", "engines", "backends")
+    for folder in ("capture_planner", "runner", "conformance", "tuner", "engines", "backends")
     for path in (ROOT / folder).rglob("*.py")
 )
 SCRIPTS = sorted(path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py"))

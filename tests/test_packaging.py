@@ -9,7 +9,7 @@ import pytest
 import capture_planner
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {ROOT / name / "pyproject.toml" for name in ("runner", "tuner")}
+COMMANDS = {ROOT / name / "pyproject.toml" for name in ("runner", "conformance", "tuner")}
 """Distributions that bring commands."""
 PLUGINS = sorted([*ROOT.glob("backends/*/pyproject.toml"), *ROOT.glob("engines/*/pyproject.toml"), *COMMANDS])
 
@@ -21,8 +21,11 @@ def project(path: Path) -> dict:
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.parent.name)
 def test_plugin_pins_the_minor_version_of_the_core(path: Path) -> None:
     minor = ".".join(capture_planner.__version__.split(".")[:2])
-    pins = [pin for pin in project(path)["dependencies"] if re.match(r"capture-planner\b(?!-)", pin)]
-    assert [re.sub(r"\[.*\]", "", pin) for pin in pins] == [f"capture-planner=={minor}.*"]
+    of = project(path)
+    needed = [*of["dependencies"], *(each for extra in of.get("optional-dependencies", {}).values() for each in extra)]
+    pins = dict(re.sub(r"\[.*\]", "", each).split("==") for each in needed if each.startswith("capture-planner"))
+    assert "capture-planner" in pins
+    assert set(pins.values()) == {f"{minor}.*"}
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.parent.name)
@@ -33,13 +36,13 @@ def test_plugin_has_an_entry_point(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(set(PLUGINS) - COMMANDS), ids=lambda path: path.parent.name)
 def test_plugin_does_not_depend_on_what_brings_commands(path: Path) -> None:
-    """To plan or to serve nothing of them is needed; a template's tests need the runner."""
+    """To plan or to serve nothing of them is needed; a template's tests need the conformance suite."""
     of = project(path)
     needed = [
         *of["dependencies"],
         *(each for name, extra in of.get("optional-dependencies", {}).items() if name != "test" for each in extra),
     ]
-    assert [each for each in needed if re.search("runner|tuner", each)] == []
+    assert [each for each in needed if re.search("runner|conformance|tuner", each)] == []
 
 
 def test_core_does_not_depend_on_torch() -> None:

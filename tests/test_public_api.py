@@ -1,6 +1,7 @@
 """The public names: what each package exports, and what importing them loads."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import capture_planner
+import capture_planner_conformance
 from capture_planner import (
     Batch,
     CapturePlannerError,
@@ -81,16 +83,24 @@ def test_importing_loads_no_upper_part_and_nothing_heavy():
     assert not UPPER & {name.split(".")[1] for name in loaded if name.startswith("capture_planner.")}
 
 
-def test_public_names_have_a_module_each():
+@pytest.mark.parametrize("package", [capture_planner, capture_planner_conformance], ids=lambda each: each.__name__)
+def test_public_names_have_a_module_each(package):
     """Those that importing leaves for later are all that there are, and are found by ``dir`` and by name."""
-    homes = [name for names in capture_planner._HOMES.values() for name in names]
-    assert sorted(homes) == sorted(capture_planner.__all__)
-    assert set(homes) <= set(dir(capture_planner))
-    for home, names in capture_planner._HOMES.items():
-        module = importlib.import_module(f"capture_planner.{home}")
-        assert [name for name in names if getattr(capture_planner, name) is not getattr(module, name)] == []
+    homes = [name for names in package._HOMES.values() for name in names]
+    assert sorted(homes) == sorted(package.__all__)
+    assert set(homes) <= set(dir(package))
+    for home, names in package._HOMES.items():
+        module = importlib.import_module(f"{package.__name__}.{home}")
+        assert [name for name in names if getattr(package, name) is not getattr(module, name)] == []
     with pytest.raises(AttributeError, match="has no attribute 'plann'"):
-        capture_planner.plann  # noqa: B018
+        package.plann  # noqa: B018
+
+
+def test_test_files_of_backends_are_collected_without_torch():
+    """The class that they subclass, and pytest's plugin, import neither torch nor the suite."""
+    code = "from capture_planner_conformance import ConformanceTests; import sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "transformers", "capture_planner_conformance.suite"} & set(loaded)
 
 
 def test_help_imports_no_records_and_nothing_heavy():
@@ -108,5 +118,5 @@ def test_help_imports_no_records_and_nothing_heavy():
     assert not {
         name
         for name in loaded
-        if name.startswith(("capture_planner_vllm", "capture_planner_runner.cli", "capture_planner_tuner.cli"))
+        if name.startswith("capture_planner_vllm") or re.match(r"capture_planner_\w+\.cli", name)
     }

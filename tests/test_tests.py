@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 from _equivalent import RULES, equivalent
-from _mutation_tests import TESTS
+from _mutation_tests import TESTS, source_of
 
 TREE = Path(__file__).parent
 FILES = sorted(TREE.rglob("test_*.py"))
 CORE = TREE.parent / "capture_planner"
-RUNNER = TREE.parent / "runner" / "src" / "capture_planner_runner"
-
-
-def source_of(module: str) -> Path:
-    """Return the file of a module that is mutated, of the core or of the runner."""
-    core = CORE / f"{module}.py"
-    return core if core.exists() else RUNNER / f"{module}.py"
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:

@@ -24,16 +24,23 @@ pytest.importorskip("hatchling")
 build = module_at(Path(__file__).parent.parent / "tools" / "build.py", "build_tool")
 
 ROOT = Path(__file__).parent.parent
-CORE, RUNNER, TUNER, REFERENCE = ROOT, ROOT / "runner", ROOT / "tuner", ROOT / "backends" / "reference"
+CORE, RUNNER, CONFORMANCE, TUNER = ROOT, ROOT / "runner", ROOT / "conformance", ROOT / "tuner"
+REFERENCE = ROOT / "backends" / "reference"
 SPEC = ROOT / "plans" / "specs" / "tiny-reference-cpu.yaml"
+INSTALL = {
+    "runner": "python -m pip install ./runner",
+    "conformance": "python -m pip install ./runner ./conformance",
+    "tuner": "python -m pip install ./tuner",
+}
+"""What installs each distribution that brings commands, from a clone."""
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, tuple[Path, Path]]:
-    """Return wheel and source distribution of the core, the runner, the tuner and a backend, by their folders."""
+    """Return wheel and source distribution of the core, what brings commands and a backend, by their folders."""
     folder = tmp_path_factory.mktemp("dist")
     found = {}
-    for source in (CORE, RUNNER, TUNER, REFERENCE):
+    for source in (CORE, RUNNER, CONFORMANCE, TUNER, REFERENCE):
         wheel, archive = build.build(source, folder, sdist=True)
         found[source] = (wheel, archive)
     return found
@@ -80,7 +87,7 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 def test_core_plans_without_torch(bare: Path, tmp_path: Path) -> None:
     """It plans, explains and checks with what it declares, and nothing else is there to be imported."""
-    others = ("torch", "numpy", "capture_planner_runner", "capture_planner_tuner")
+    others = ("torch", "numpy", *(f"capture_planner_{name}" for name in ("runner", "conformance", "tuner")))
     gone = f"import importlib.util as u; print([n for n in {others} if u.find_spec(n)])"
     assert subprocess.check_output([bare, "-I", "-c", gone], text=True).strip() == "[]"
     planned = run(bare, "plan", str(SPEC), "-e", "cpu", "-o", "plan.yaml", cwd=tmp_path)
@@ -107,7 +114,7 @@ def test_core_takes_a_profile_from_an_observation(bare: Path, tmp_path: Path) ->
     [
         (["run", str(SPEC)], "runner"),
         (["bench", str(SPEC)], "runner"),
-        (["conformance", "reference"], "runner"),
+        (["conformance", "reference"], "conformance"),
         (["environment"], "runner"),
         (["profile", str(SPEC)], "runner"),
         (["tune", str(SPEC)], "tuner"),
@@ -121,7 +128,7 @@ def test_core_says_what_to_install(bare: Path, tmp_path: Path, words: list[str],
     """One error with the distribution and the command that installs it."""
     ran = run(bare, *words, cwd=tmp_path)
     subject = "profile without --from" if words[0] == "profile" else words[0]
-    remedy = f"which is not installed; install it from a clone with: python -m pip install ./{name}"
+    remedy = f"which is not installed; install it from a clone with: {INSTALL[name]}"
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == f"error: {subject} needs capture-planner-{name}, {remedy}\n"
 
@@ -129,14 +136,14 @@ def test_core_says_what_to_install(bare: Path, tmp_path: Path, words: list[str],
 def test_help_of_the_core_lists_the_commands_of_what_is_not_installed(bare: Path, tmp_path: Path) -> None:
     """With how to get them."""
     ran = run(bare, "--help", cwd=tmp_path)
-    *_, runner, tuner = ran.stdout.strip().split("\n\n")
+    *_, runner, conformance, tuner = ran.stdout.strip().split("\n\n")
     for name, text, commands in (
-        ("runner", runner, "bench, conformance, environment, run"),
+        ("runner", runner, "bench, environment, run"),
+        ("conformance", conformance, "conformance"),
         ("tuner", tuner, "compare, journal, launch, tune"),
     ):
         title, listed = text.split("\n", 1)
-        install = f"python -m pip install ./{name}"
-        assert title == f"Commands of capture-planner-{name}, which is not installed ({install}):"
+        assert title == f"Commands of capture-planner-{name}, which is not installed ({INSTALL[name]}):"
         assert listed.strip() == commands
 
 
@@ -168,10 +175,11 @@ def test_new_backend_works_without_torch(bare: Path, tmp_path: Path) -> None:
             "capture_planner",
             ["py.typed", "report/page.html.j2", "engines/known_models.json", "template/pyproject.toml"],
         ),
-        (RUNNER, "capture_planner_runner", ["py.typed", "plugin.py", "conformance/pytest_plugin.py"]),
+        (RUNNER, "capture_planner_runner", ["py.typed", "plugin.py"]),
+        (CONFORMANCE, "capture_planner_conformance", ["py.typed", "plugin.py", "pytest_plugin.py"]),
         (TUNER, "capture_planner_tuner", ["py.typed", "plugin.py"]),
     ],
-    ids=["core", "runner", "tuner"],
+    ids=["core", "runner", "conformance", "tuner"],
 )
 def test_wheel_and_archive_have_every_file(
     wheels: dict[Path, tuple[Path, Path]], source: Path, package: str, files: list[str]

@@ -1,9 +1,9 @@
-"""Build the distributions of this repository: the core, the runner, the tuner, the backends and the engines.
+"""Build the distributions of this repository: the core, what brings commands, the backends and the engines.
 
 ``python tools/build.py dist`` writes a source distribution and a wheel of each into ``dist``.
 ``python tools/build.py --install-plugins`` builds the wheels of all but the core, and installs them without their
 dependencies, as tox does: all of it in one process and one call of pip, which takes seconds.
-``--without-runner`` leaves out the runner, which needs torch.
+``--without-runner`` leaves out the runner and the conformance suite, which need torch.
 Needs hatchling.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from hatchling.build import build_sdist, build_wheel
 
 ROOT = Path(__file__).parent.parent
-RUNNER = ROOT / "runner"
+WITH_TORCH = (ROOT / "runner", ROOT / "conformance")
 PLUGINS = [
     ROOT / "tuner",
     *sorted(
@@ -53,9 +53,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="Where the distributions are written.")
     parser.add_argument("--install-plugins", action="store_true", help="Install the plugins here instead.")
-    parser.add_argument("--without-runner", action="store_true", help="Leave out the runner, which needs torch.")
+    parser.add_argument("--without-runner", action="store_true", help="Leave out what needs torch.")
     options = parser.parse_args()
-    plugins = PLUGINS if options.without_runner else (RUNNER, *PLUGINS)
+    plugins = PLUGINS if options.without_runner else (*WITH_TORCH, *PLUGINS)
     if options.install_plugins:
         install(plugins)
         return

@@ -1,4 +1,4 @@
-"""The commands: those of the core, those of plugins, and what to install for those of the runner and the tuner.
+"""The commands: those of the core, those of plugins, and what to install for those of the other distributions.
 
 They are declared here and imported when they are used: help and completion need the sentences only, and a third of the
 start of any command would be modules of the others.
@@ -42,11 +42,15 @@ CORE = {name: Command(name=name, help=text, target=f"capture_planner.cli.{place}
 RUNNER = "capture-planner-runner"
 """The distribution that executes plans."""
 
+CONFORMANCE = "capture-planner-conformance"
+"""The distribution that tests backends, with the runner."""
+
 TUNER = "capture-planner-tuner"
 """The distribution that tunes, launches and compares."""
 
 OF_DISTRIBUTIONS = {
-    RUNNER: ("run", "bench", "conformance", "environment"),
+    RUNNER: ("run", "bench", "environment"),
+    CONFORMANCE: ("conformance",),
     TUNER: ("tune", "launch", "compare", "journal"),
 }
 """Their commands: the only ones that are known where they are not installed, so that the error says what to install."""
@@ -54,7 +58,10 @@ OF_DISTRIBUTIONS = {
 
 def install_command(distribution: str) -> str:
     """Return what installs a distribution of the repository from a clone."""
-    return f"python -m pip install ./{distribution.removeprefix('capture-planner-')}"
+    # No package index has the runner, so pip is told where it is.
+    needed = (RUNNER,) if distribution == CONFORMANCE else ()
+    folders = [f"./{each.removeprefix('capture-planner-')}" for each in (*needed, distribution)]
+    return f"python -m pip install {' '.join(folders)}"
 
 
 def needs(subject: str, distribution: str) -> CapturePlannerError:

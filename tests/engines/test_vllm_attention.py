@@ -16,9 +16,9 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Attention, Support
 from capture_planner.records.environment import Device, DeviceKind, Environment
 from capture_planner.records.model import DataType, Latent
-from capture_planner_runner.conformance.scene import Arrive, Case, RunBatch, Scene, Serve, Shape, dumps
-from capture_planner_runner.conformance.stage import under_test
-from capture_planner_runner.conformance.suite import replay
+from capture_planner_conformance.scene import Arrive, Case, RunBatch, Scene, Serve, Shape, dumps
+from capture_planner_conformance.stage import under_test
+from capture_planner_conformance.suite import replay
 from capture_planner_vllm.attention.backend import VllmAttention
 from support import vllm_attention
 

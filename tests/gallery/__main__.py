@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 import gallery
 from capture_planner.errors import RunError
 from capture_planner.records.text import counted
-from capture_planner_runner.conformance import DEFAULT, THOROUGH
+from capture_planner_conformance import DEFAULT, THOROUGH
 from gallery import campaign
 from support.files import module_at
 

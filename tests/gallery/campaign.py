@@ -25,7 +25,7 @@ from capture_planner.analysis.lint.core import link
 from capture_planner.plugins.backend import Backend
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
-from capture_planner_runner.conformance import SearchProfile, SuiteOptions, conform, loads
+from capture_planner_conformance import SearchProfile, SuiteOptions, conform, loads
 from gallery.core import Detection, Mutant
 from support.runner_conformance import RunnerScene, runner_under_test
 from support.runner_conformance.rank_agreement import check_agreement

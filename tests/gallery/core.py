@@ -14,7 +14,7 @@ from capture_planner.analysis.lint import Severity, lint
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.plugins.backend import Backend, Metadata
 from capture_planner.records.plan import Plan
-from capture_planner_runner.conformance import DEFAULT, Failure, SearchProfile, SuiteOptions, conform, under_test
+from capture_planner_conformance import DEFAULT, Failure, SearchProfile, SuiteOptions, conform, under_test
 from support.runner_conformance import runner_under_test
 
 

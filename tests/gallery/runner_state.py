@@ -18,7 +18,7 @@ from capture_planner.records.backend import Attention, PaddingContract, Support,
 from capture_planner.records.batch import Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.spec import Limits
-from capture_planner_runner.conformance.probe import Tables
+from capture_planner_conformance.probe import Tables
 from capture_planner_runner.execution.attention import RoleAttention
 from capture_planner_runner.execution.bodies import TargetBody
 from capture_planner_runner.execution.fields import Extents

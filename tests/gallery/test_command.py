@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 import gallery
 from capture_planner.analysis.lint.core import link
-from capture_planner_runner.conformance import DEFAULT
+from capture_planner_conformance import DEFAULT
 from gallery import MUTANTS, campaign, named
 from gallery.__main__ import main
 

@@ -14,7 +14,7 @@ import gallery
 from capture_planner.analysis.lint import RULES, BugClass, Severity, lint
 from capture_planner.analysis.lint.core import REPOSITORIES, link
 from capture_planner.errors import RunError
-from capture_planner_runner.conformance import Check, SearchProfile
+from capture_planner_conformance import Check, SearchProfile
 from gallery import MUTANTS, detect, named
 from gallery.core import replaced
 from support.runner_conformance import RunnerCheck

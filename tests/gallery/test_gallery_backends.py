@@ -6,12 +6,12 @@ from collections.abc import Callable
 import attrs
 import pytest
 
+import capture_planner_conformance as conformance
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import GraphMode
 from capture_planner.plugins.backend import Backend
-from capture_planner_runner import conformance
-from capture_planner_runner.conformance import Case, Check, Scene, Shape
-from capture_planner_runner.conformance.scene import Arrive, CaptureAttack, DraftScheme, Reload, RunBatch, Serve, Step
+from capture_planner_conformance import Case, Check, Scene, Shape
+from capture_planner_conformance.scene import Arrive, CaptureAttack, DraftScheme, Reload, RunBatch, Serve, Step
 from gallery.backends import MUTANTS
 from gallery.core import LATE, Mutant, detect
 from gallery.padding import CopiesTable, RenamedReference

@@ -10,17 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from capture_planner.modes import GraphMode
-from capture_planner_runner.conformance import (
-    Case,
-    Check,
-    SearchProfile,
-    Shape,
-    SuiteOptions,
-    conform,
-    play,
-    under_test,
-)
-from capture_planner_runner.conformance.scene import Arrive, CaptureAttack, DraftScheme, RunBatch, Serve, Step
+from capture_planner_conformance import Case, Check, SearchProfile, Shape, SuiteOptions, conform, play, under_test
+from capture_planner_conformance.scene import Arrive, CaptureAttack, DraftScheme, RunBatch, Serve, Step
 from gallery import patching
 from gallery.core import LATE, Mutant, detect
 from gallery.runner_state import Planning

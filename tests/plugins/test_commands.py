@@ -106,7 +106,11 @@ def test_command_that_is_listed_is_not_imported(install: Callable[..., None], ca
 
 @pytest.mark.parametrize(
     ("words", "distribution"),
-    [(("run", "plan.yaml"), "capture-planner-runner"), (("tune", "spec.yaml"), "capture-planner-tuner")],
+    [
+        (("run", "plan.yaml"), "capture-planner-runner"),
+        (("conformance", "reference"), "capture-planner-conformance"),
+        (("tune", "spec.yaml"), "capture-planner-tuner"),
+    ],
 )
 def test_distribution_that_does_not_load_is_told_from_one_that_is_missing(
     call: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], distribution: str

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture_planner.records._base import replace
-from capture_planner_runner.conformance import stage as stage_module
-from capture_planner_runner.conformance.deployments import scenes
-from capture_planner_runner.conformance.scene import Arrive, RunBatch
-from capture_planner_runner.conformance.shapes import SMALL
-from capture_planner_runner.conformance.steps import run_step
+from capture_planner_conformance import stage as stage_module
+from capture_planner_conformance.deployments import scenes
+from capture_planner_conformance.scene import Arrive, RunBatch
+from capture_planner_conformance.shapes import SMALL
+from capture_planner_conformance.steps import run_step
 from support.runner_conformance import RunnerScene, RunnerStage, runner_under_test
 
 pytestmark = pytest.mark.usefixtures("one_thread")

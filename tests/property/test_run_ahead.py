@@ -17,10 +17,10 @@ from capture_planner.records._base import replace
 from capture_planner.records.backend import Axis, Fill, MetadataField, PaddingContract
 from capture_planner.records.model import DataType, DraftModel, Method, Model, Speculative
 from capture_planner.records.spec import Limits, Parallel, Policy, Roles, Sizes, Spec
+from capture_planner_conformance import Case as SuiteCase
+from capture_planner_conformance import Shape, play
+from capture_planner_conformance.scene import Serve
 from capture_planner_runner.capture.variants import without_graphs
-from capture_planner_runner.conformance import Case as SuiteCase
-from capture_planner_runner.conformance import Shape, play
-from capture_planner_runner.conformance.scene import Serve
 from capture_planner_runner.execution.updates import Updates
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.launch.request import drafter_of

@@ -6,8 +6,8 @@ import torch
 from capture_planner.errors import DifferenceError
 from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry
-from capture_planner_runner.conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
-from capture_planner_runner.conformance.scene import VOCABULARY, DraftScheme, Shape
+from capture_planner_conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
+from capture_planner_conformance.scene import VOCABULARY, DraftScheme, Shape
 from capture_planner_runner.execution.attention import RecurrentLayers
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.options import Options

@@ -15,11 +15,11 @@ from capture_planner.records._base import replace
 from capture_planner.records.spec import CapturePolicy, CaptureTiming
 from capture_planner.report.plain import plain
 from capture_planner.report.terminal import tables
+from capture_planner_conformance import Case, play, under_test
+from capture_planner_conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
+from capture_planner_conformance.scene import VOCABULARY, DraftScheme, Scene, Serve, Shape
 from capture_planner_runner.capture.first_use import MINUTE, TokenBucket
 from capture_planner_runner.capture.variants import all_at_start, without_graphs
-from capture_planner_runner.conformance import Case, play, under_test
-from capture_planner_runner.conformance.probe import LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
-from capture_planner_runner.conformance.scene import VOCABULARY, DraftScheme, Scene, Serve, Shape
 from capture_planner_runner.graphs.recorded import RecordedGraphs
 from capture_planner_runner.launch.launch import launch
 from capture_planner_runner.launch.request import RunRequest

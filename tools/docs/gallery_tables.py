@@ -10,7 +10,7 @@ from typing import Any
 import results
 
 from capture_planner.analysis.lint import RULES, BugClass
-from capture_planner_runner.conformance import Check
+from capture_planner_conformance import Check
 
 
 def campaign() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The conformance suite, on this machine."""
 
-from capture_planner_runner.conformance.pytest_plugin import ConformanceTests
+from capture_planner_conformance import ConformanceTests
 
 
 class TestConformance(ConformanceTests):

@@ -1,1 +1,1 @@
-"""Executes plans of capture-planner with torch: models, graphs, ranks, serving, bench and the conformance suite."""
+"""Executes plans of capture-planner with torch: models, graphs, ranks, serving and bench."""

@@ -10,21 +10,16 @@ RUN_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 """The packages that execute a plan; their modules have the same names."""
 
 
-def refuse_missing(subject: str = "executing a plan", packages: tuple[str, ...] = RUN_PACKAGES) -> None:
-    """Refuse where a package that ``subject`` needs is missing; raises ``RunError`` with the remedy."""
+def refuse_missing(
+    subject: str = "executing a plan", packages: tuple[str, ...] = RUN_PACKAGES, distribution: str = "runner"
+) -> None:
+    """Refuse where a package that ``subject`` needs is missing; raises ``RunError`` with the remedy.
+
+    ``distribution``: the folder, in a clone, of the distribution that depends on the packages.
+    """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise RunError(
-            f"{subject} needs {', '.join(missing)}; install the runner with its dependencies, from a clone with: "
-            "python -m pip install ./runner"
-        )
-
-
-def refuse_without_hypothesis(subject: str) -> None:
-    """Refuse ``subject`` where Hypothesis is missing; raises ``RunError``."""
-    refuse_missing()
-    if importlib.util.find_spec("hypothesis") is None:
-        raise RunError(
-            f"{subject} needs hypothesis; install the runner's extra `testing`, from a clone with: "
-            "python -m pip install './runner[testing]'"
+            f"{subject} needs {', '.join(missing)}; install capture-planner-{distribution} with its dependencies, "
+            f"from a clone with: python -m pip install ./{distribution}"
         )

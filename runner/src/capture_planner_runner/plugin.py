@@ -41,13 +41,10 @@ class TorchProfiler:
 
 @hookimpl
 def capture_planner_commands() -> Iterable[Command]:
-    """Return the commands that execute, measure and test."""
+    """Return the commands that execute and measure."""
     return (
         Command(name="run", help="Execute a plan on this machine and report.", target=f"{HERE}.run:run"),
         Command(name="bench", help="Measure a plan on this machine.", target=f"{HERE}.bench:bench"),
-        Command(
-            name="conformance", help="Test a backend under captured graphs.", target=f"{HERE}.conformance:conformance"
-        ),
         Command(
             name="environment",
             help="Describe this machine as an environment file.",

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from capture_planner.modes import GraphMode
-from capture_planner_runner.conformance.scene import Arrive, Case, RunBatch, Scene, Shape, dumps
-from capture_planner_runner.conformance.stage import under_test
-from capture_planner_runner.conformance.suite import SearchProfile, SuiteOptions, conform, replay
+from capture_planner_conformance.scene import Arrive, Case, RunBatch, Scene, Shape, dumps
+from capture_planner_conformance.stage import under_test
+from capture_planner_conformance.suite import SearchProfile, SuiteOptions, conform, replay
 from engines.oracle.comparison import finish, options, oracle, say, sources
 from support import vllm_attention
 

@@ -120,7 +120,7 @@ def test_missing_packages_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else find(name))
     ran = run("plan.yaml")
     assert (ran.code, ran.out) == (1, "")
-    assert "executing a plan needs torch, safetensors; install the runner with its dependencies" in ran.err
+    assert "executing a plan needs torch, safetensors; install capture-planner-runner with its dependencies" in ran.err
     assert "pip install ./runner" in ran.err
 
 

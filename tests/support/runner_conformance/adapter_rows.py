@@ -25,9 +25,9 @@ from capture_planner.records.backend import LORA_FIELDS
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Lora, Policy, Sizes, Spec
-from capture_planner_runner.conformance.failure import Check, Violation, located
-from capture_planner_runner.conformance.stage import under_test
-from capture_planner_runner.conformance.suite import search_settings
+from capture_planner_conformance.failure import Check, Violation, located
+from capture_planner_conformance.stage import under_test
+from capture_planner_conformance.suite import search_settings
 from capture_planner_runner.execution.attention import LayerCalls
 from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import ForwardObserver, RoleRun

@@ -8,9 +8,9 @@ import numpy as np
 
 from capture_planner.modes import Role
 from capture_planner.plugins.backend import NULL_SLOT
-from capture_planner_runner.conformance.failure import located
-from capture_planner_runner.conformance.scene_batch import SceneBatch, sources_of
-from capture_planner_runner.conformance.world import LiveRequest
+from capture_planner_conformance.failure import located
+from capture_planner_conformance.scene_batch import SceneBatch, sources_of
+from capture_planner_conformance.world import LiveRequest
 from capture_planner_runner.execution.inputs import Array, StepInputs
 from support.runner_conformance.laws import RunnerCheck
 from support.runner_conformance.models import RunnerWorld

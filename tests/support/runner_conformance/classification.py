@@ -9,7 +9,7 @@ import numpy as np
 
 from capture_planner.records.batch import batch_text
 from capture_planner.records.model import Speculative
-from capture_planner_runner.conformance.served_rows import requests_by_state
+from capture_planner_conformance.served_rows import requests_by_state
 from capture_planner_runner.execution.inputs import Array, ForwardStep
 from capture_planner_runner.serving.states import AdmittedRequest
 from support.runner_conformance.laws import RunnerCheck

@@ -1,6 +1,6 @@
 """Laws that the runner can break, and no backend."""
 
-from capture_planner_runner.conformance.failure import Law
+from capture_planner_conformance.failure import Law
 
 
 class RunnerCheck(Law):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from capture_planner.plugins.backend import NULL_STATE
-from capture_planner_runner.conformance.probe import Rows, Tables
-from capture_planner_runner.conformance.scene import Arrive, Scene
-from capture_planner_runner.conformance.world import GARBAGE, LiveRequest, ModelCache, World
+from capture_planner_conformance.probe import Rows, Tables
+from capture_planner_conformance.scene import Arrive, Scene
+from capture_planner_conformance.world import GARBAGE, LiveRequest, ModelCache, World
 from capture_planner_runner.models.protocols import Attend
 from capture_planner_runner.serving.states import PageFormat
 

@@ -27,8 +27,8 @@ from capture_planner.records.model import Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Lora, Spec
 from capture_planner.testing.strategies.machines import FakeBackend
-from capture_planner_runner.conformance.failure import Violation
-from capture_planner_runner.conformance.suite import search_settings
+from capture_planner_conformance.failure import Violation
+from capture_planner_conformance.suite import search_settings
 from support.reference import dispatch as cheapest
 from support.reference import longest_of
 from support.runner_conformance.laws import RunnerCheck

@@ -22,8 +22,8 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.records.model import DataType, Method, Model, Speculative
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
+from capture_planner_conformance.stage import under_test
 from capture_planner_runner.capture.variants import without_graphs
-from capture_planner_runner.conformance.stage import under_test
 from capture_planner_runner.execution.sampling import Sampler
 from capture_planner_runner.models.drafters import DraftLanguageModel, choose_drafter
 from capture_planner_runner.models.huggingface import HuggingFaceModel, load_target

@@ -15,8 +15,8 @@ import torch
 
 from capture_planner.modes import Role
 from capture_planner.records.model import Speculative
-from capture_planner_runner.conformance.scene import DraftScheme
-from capture_planner_runner.conformance.served_rows import requests_by_state
+from capture_planner_conformance.scene import DraftScheme
+from capture_planner_conformance.served_rows import requests_by_state
 from capture_planner_runner.execution.inputs import Array, ForwardStep
 from capture_planner_runner.ledger.rows import Step
 from capture_planner_runner.serving.serving import Serving

@@ -13,13 +13,13 @@ from capture_planner.modes import Role
 from capture_planner.records._base import record, replace
 from capture_planner.records.model import Recurrent
 from capture_planner.records.spec import Spec
-from capture_planner_runner.conformance.failure import Check
-from capture_planner_runner.conformance.probe import LayerShape, Rows, Tables
-from capture_planner_runner.conformance.scene import FEATURES, VOCABULARY, DraftScheme, Feature, Scene
-from capture_planner_runner.conformance.scene_batch import SceneBatch
-from capture_planner_runner.conformance.stage import Stage
-from capture_planner_runner.conformance.steps import beyond
-from capture_planner_runner.conformance.world import ModelCache, World
+from capture_planner_conformance.failure import Check
+from capture_planner_conformance.probe import LayerShape, Rows, Tables
+from capture_planner_conformance.scene import FEATURES, VOCABULARY, DraftScheme, Feature, Scene
+from capture_planner_conformance.scene_batch import SceneBatch
+from capture_planner_conformance.stage import Stage
+from capture_planner_conformance.steps import beyond
+from capture_planner_conformance.world import ModelCache, World
 from capture_planner_runner.options import Options
 from capture_planner_runner.serving.states import PageFormat
 from capture_planner_runner.serving.workload import Request

@@ -15,9 +15,9 @@ from capture_planner.modes import Reason, Role
 from capture_planner.plugins.backend import NULL_SLOT, NULL_STATE
 from capture_planner.records.batch import Batch
 from capture_planner.records.fingerprint import Fingerprint
-from capture_planner_runner.conformance.failure import Check
-from capture_planner_runner.conformance.memory import bits
-from capture_planner_runner.conformance.watch import FieldValues, Key, Watch, WatchedGraphs
+from capture_planner_conformance.failure import Check
+from capture_planner_conformance.memory import bits
+from capture_planner_conformance.watch import FieldValues, Key, Watch, WatchedGraphs
 from capture_planner_runner.execution.inputs import ForwardStep
 from capture_planner_runner.execution.role import RoleRun
 from capture_planner_runner.graphs.graph import Graph, GraphPool, Leftover

@@ -1,1 +1,1 @@
-"""Commands that execute, measure and test on this machine."""
+"""Commands that execute and measure on this machine."""

@@ -1,1 +1,1 @@
-"""Reports of runs, benches and the conformance suite, as sections and charts."""
+"""Reports of runs and benches, as sections and charts."""
