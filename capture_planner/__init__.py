@@ -14,8 +14,9 @@ others. ``plan`` makes a plan, ``lint`` checks it, ``explain`` tells why a batch
 lists what changes between two plans.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from capture_planner.lazy import lazy_names
 
 if TYPE_CHECKING:
     from capture_planner.analysis.diff import diff
@@ -103,17 +104,4 @@ _HOMES = {
 }
 """The module of each public name: imported when a name is first used, as the help of the program needs none of them."""
 
-
-def __getattr__(name: str) -> object:
-    """Import a public name from its module, once."""
-    for home, names in _HOMES.items():
-        if name in names:
-            value: object = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """List the public names too that were not imported yet."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -15,6 +15,7 @@ HERE = Path(capture_planner.__file__).parent
 CHECKOUT = Path(__file__).parent.parent
 
 LAYERS = (
+    "lazy",
     "errors",
     "modes",
     "records",

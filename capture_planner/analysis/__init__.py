@@ -4,10 +4,15 @@ The verbs ``explain``, ``diff`` and ``lint`` are functions of ``capture_planner`
 that they return, and the modules that they are in.
 """
 
-from capture_planner.analysis.coverage import Cell, Coverage
-from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
-from capture_planner.analysis.diff import Change
-from capture_planner.analysis.explain import Explanation, NearMiss
+from typing import TYPE_CHECKING
+
+from capture_planner.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from capture_planner.analysis.coverage import Cell, Coverage
+    from capture_planner.analysis.data_parallel import Agreement, Answer, Submission, Vector, agree
+    from capture_planner.analysis.diff import Change
+    from capture_planner.analysis.explain import Explanation, NearMiss
 
 __all__ = [
     "Agreement",
@@ -21,3 +26,13 @@ __all__ = [
     "Vector",
     "agree",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "coverage": ("Cell", "Coverage"),
+        "data_parallel": ("Agreement", "Answer", "Submission", "Vector", "agree"),
+        "diff": ("Change",),
+        "explain": ("Explanation", "NearMiss"),
+    },
+)

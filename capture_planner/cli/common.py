@@ -21,8 +21,6 @@ from capture_planner.codec import shipped as catalog
 from capture_planner.codec.documents import node_of
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
 from capture_planner.measuring.workers import read_workers
-from capture_planner.planning.planner import plan as make_plan
-from capture_planner.plugins import registry
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
@@ -150,6 +148,10 @@ def plan_document(document: Document, machine: ChosenMachine, *, answers: bool =
 
     :param answers: whether the command prints ``assumed`` first, so that a machine that was not named is no note.
     """
+    # An engine's line is answered without them.
+    from capture_planner.planning.planner import plan as make_plan
+    from capture_planner.plugins import registry
+
     spec = document.load(Spec)
     show_notes((*machine.notes, *(() if answers else machine.assumptions)))
     if answers:

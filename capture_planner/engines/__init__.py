@@ -6,7 +6,7 @@ Needs neither the engine nor a GPU. Each engine is a plugin: a distribution whos
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
@@ -34,16 +34,19 @@ __all__ = [
 INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
 
 
-def load_engines(*plugins: object, installed: bool = True) -> Mapping[str, Implementation]:
+def load_engines(*plugins: object, installed: bool = True, named: str | None = None) -> Mapping[str, Implementation]:
     """Return the engines of the installed plugins and of ``plugins`` (modules or objects), by name.
 
     An installed plugin that cannot be imported, whose hook fails or that brings no ``Engine`` is left out with a
-    ``PluginWarning``, and so are installed engines of a name that is taken. Raises ``EngineError``, which names the
+    ``PluginWarning``, and so are installed engines of a name that is taken. With ``named`` only entry points of that
+    name are loaded, where there are any. Raises ``EngineError``, which names the
     plugin, where one of ``plugins`` does so.
     """
     by_name: dict[str, Implementation] = {}
     taken: set[str] = set()
-    for item in implementations(hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed):
+    for item in implementations(
+        hookspecs, "capture_planner_engines", EngineError, plugins, installed=installed, named=named
+    ):
         with left_out(EngineError, item.installed), guarded(f"the plugin {item.distribution}", EngineError):
             if not isinstance(item.value, Engine):
                 raise EngineError(
@@ -64,9 +67,22 @@ def engines() -> Mapping[str, Implementation]:
     return load_engines()
 
 
+@functools.cache
+def _installed(name: str) -> Mapping[str, Implementation]:
+    """Return the installed engines, or the one that a distribution declares by name: an answer needs no other."""
+    found = load_engines(named=name)
+    return found if name in found else engines()
+
+
+def _others(name: str) -> Iterator[Engine]:
+    """Yield the other engines, for a line that starts none of this one's programs."""
+    yield from (item.value for each, item in engines().items() if each != name)
+
+
 def is_engine(word: str) -> bool:
     """Return whether a word names an installed engine, with or without a release: ``vllm``, ``vllm==0.32``."""
-    return word.partition("==")[0] in engines()
+    name = word.partition("==")[0]
+    return name in _installed(name)
 
 
 def find_engine(name: str) -> Engine:
@@ -75,9 +91,10 @@ def find_engine(name: str) -> Engine:
     Raises ``EngineError`` for an unknown name, with what is installed, and for a release that is not emulated.
     """
     base, pinned, release = name.partition("==")
-    if base not in engines():
-        raise EngineError(f"{unknown('engine', base, engines())}; {INSTALL}")
-    engine: Engine = engines()[base].value
+    found = _installed(base)
+    if base not in found:
+        raise EngineError(f"{unknown('engine', base, found)}; {INSTALL}")
+    engine: Engine = found[base].value
     every = (engine, *engine.older)
     for each in every:
         # ``vllm==0.3`` is not 0.33.
@@ -93,7 +110,7 @@ def read(name: str, words: Sequence[str]) -> LineReading:
     Raises ``FlagError`` where no command in it starts the engine, or several do.
     """
     engine = find_engine(name)
-    return read_line(engine, words, [item.value for each, item in engines().items() if each != engine.name])
+    return read_line(engine, words, _others(engine.name))
 
 
 @attrs.frozen(kw_only=True)
@@ -116,7 +133,7 @@ def components(name: str, words: Sequence[str]) -> tuple[Component, ...]:
     if len(words) != 1 or words[0] == "-":
         return (Component(words=tuple(words)),)
     engine = find_engine(name)
-    found = server_commands(engine, words, [item.value for each, item in engines().items() if each != engine.name])
+    found = server_commands(engine, words, _others(engine.name))
     if len(found) < 2 or not all(each.component for each in found):
         return (Component(words=tuple(words), line=found[0].line),)
     return tuple(

@@ -41,7 +41,7 @@ MOST_NAME = 240
 _NO_TEXT = (".gguf", ".json", ".safetensors")
 
 
-def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> ShellCommand:
+def server_command(engine: Engine, words: Sequence[str], others: Iterable[Engine] = ()) -> ShellCommand:
     """Return the command that starts an engine's server, in words of a command line, a text, or the file of one.
 
     One word is a text where it has spaces, ``-`` is standard input, and the file of a script or of a service is read.
@@ -61,7 +61,7 @@ def server_command(engine: Engine, words: Sequence[str], others: Sequence[Engine
     return found[0]
 
 
-def server_commands(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> tuple[ShellCommand, ...]:
+def server_commands(engine: Engine, words: Sequence[str], others: Iterable[Engine] = ()) -> tuple[ShellCommand, ...]:
     """Return the different commands that start an engine's server: of a file one for each component.
 
     Raises ``FlagError`` where no command starts it, as ``server_command`` does.
@@ -141,7 +141,7 @@ def _text(words: Sequence[str]) -> str | None:
     return None if path.suffix in (".yaml", ".yml") and container_commands(text, word) is None else text
 
 
-def _found(engine: Engine, text: ShellText, others: Sequence[Engine]) -> tuple[ShellCommand, ...]:
+def _found(engine: Engine, text: ShellText, others: Iterable[Engine]) -> tuple[ShellCommand, ...]:
     """Return the commands of a text that start the engine; without one, the one that names no program."""
     commands = [each for command in text.commands for each in _unwrapped(command)]
     found = [each for command in commands for each in _started(engine, command)]
@@ -232,8 +232,9 @@ def _bare(command: ShellCommand, *, alone: bool) -> Iterator[ShellCommand]:
         yield attrs.evolve(command, words=tuple(words[at:]), variables=given, image=image)
 
 
-def _refuse_others(engine: Engine, commands: Sequence[ShellCommand], others: Sequence[Engine]) -> None:
+def _refuse_others(engine: Engine, commands: Sequence[ShellCommand], others: Iterable[Engine]) -> None:
     """Raise ``FlagError`` where a command starts another engine, or another program of this one."""
+    others = tuple(others)
     heads = {program.split()[0]: each for each in (engine, *others) for program in each.programs}
     for command in commands:
         for other in others:
@@ -320,7 +321,7 @@ class LineReading:
     """Skipped parts that decide nothing."""
 
 
-def read_line(engine: Engine, words: Sequence[str], others: Sequence[Engine] = ()) -> LineReading:
+def read_line(engine: Engine, words: Sequence[str], others: Iterable[Engine] = ()) -> LineReading:
     """Return the engine's words in a command line, a text or the file of one; raises ``FlagError``.
 
     :param others: the other engines, whose commands are told from this one's.

@@ -55,6 +55,7 @@ def implementations(
     plugins: Iterable[object] = (),
     *,
     installed: bool = True,
+    named: str | None = None,
 ) -> list[Implementation]:
     """Return the values of one hook, from ``plugins`` and from the installed distributions.
 
@@ -66,6 +67,7 @@ def implementations(
         error: raised, with a one-line message that names the plugin, where one of ``plugins`` is broken.
         plugins: modules or objects to register besides those installed.
         installed: whether to load the entry points.
+        named: load only those of this name, where there are any.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
@@ -74,7 +76,8 @@ def implementations(
         with guarded(f"the plugin {_unpackaged(plugin)}", error):
             manager.register(plugin)
     group = HOOKS[hook]
-    for entry_point in metadata.entry_points(group=group) if installed else ():
+    found = list(metadata.entry_points(group=group)) if installed else []
+    for entry_point in [each for each in found if named is not None and each.name == named] or found:
         dist = entry_point.dist
         origin = _Origin(dist.name, dist.version, True) if dist else _Origin(entry_point.value, installed=True)
         with left_out(error), guarded(f"the plugin {origin.distribution} ({entry_point.value})", error):

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import attrs
 import pytest
 from hypothesis import assume, given, settings
 
@@ -93,6 +94,22 @@ def test_engine_that_cannot_be_imported_is_named(monkeypatch):
         assert load_engines() == {}
 
 
+def test_engine_is_loaded_alone_where_an_entry_point_has_its_name(monkeypatch):
+    """The others are loaded too where none has, as an engine may have another name than its entry point."""
+    loaded = []
+
+    def point(name):
+        def load():
+            loaded.append(name)
+            return plugin(attrs.evolve(find_engine("sglang"), name=name), name=name)
+
+        return SimpleNamespace(name=name, value=name, dist=None, load=load)
+
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point("one"), point("two")])
+    assert list(load_engines(named="two")) == loaded == ["two"]
+    assert list(load_engines(named="three")) == ["one", "two"]
+
+
 def test_unknown_engine_says_how_to_install_one():
     """With a near name where there is one."""
     with pytest.raises(EngineError, match=r"did you mean 'sglang'\?.*python -m pip install engines/vllm"):
@@ -106,6 +123,7 @@ def test_no_engine_installed_is_a_plain_error(monkeypatch, call, arguments):
     for module in ("engine", "files"):
         importlib.import_module(f"capture_planner.cli.{module}")
     monkeypatch.setattr(shared, "engines", dict)
+    monkeypatch.setattr(shared, "_installed", lambda name: {})
     result = call(*arguments)
     assert result.code == 1
     shown = " ".join(result.err.split())

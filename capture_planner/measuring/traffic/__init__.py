@@ -4,10 +4,15 @@ The formats of engines' logs and metrics come with their distributions (``format
 ``capture_planner.engines.logs`` reads with those of all installed engines.
 """
 
+from typing import TYPE_CHECKING
+
+from capture_planner.lazy import lazy_names
 from capture_planner.measuring.traffic.fitting import fitting
-from capture_planner.measuring.traffic.reading import TrafficReading, read_sources
-from capture_planner.measuring.traffic.request_trace import TraceLimits
-from capture_planner.measuring.traffic.source import RequestTrace, SourceCounts, SourceOptions, TrafficSource
+
+if TYPE_CHECKING:
+    from capture_planner.measuring.traffic.reading import TrafficReading, read_sources
+    from capture_planner.measuring.traffic.request_trace import TraceLimits
+    from capture_planner.measuring.traffic.source import RequestTrace, SourceCounts, SourceOptions, TrafficSource
 
 __all__ = [
     "RequestTrace",
@@ -19,3 +24,12 @@ __all__ = [
     "fitting",
     "read_sources",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "reading": ("TrafficReading", "read_sources"),
+        "request_trace": ("TraceLimits",),
+        "source": ("RequestTrace", "SourceCounts", "SourceOptions", "TrafficSource"),
+    },
+)

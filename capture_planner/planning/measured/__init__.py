@@ -5,8 +5,17 @@
 however it was chosen.
 """
 
-from capture_planner.planning.measured.choice import choose
-from capture_planner.planning.measured.first_use import leave_to_first_use
-from capture_planner.planning.measured.schedule import choose_schedule
+from typing import TYPE_CHECKING
+
+from capture_planner.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from capture_planner.planning.measured.choice import choose
+    from capture_planner.planning.measured.first_use import leave_to_first_use
+    from capture_planner.planning.measured.schedule import choose_schedule
 
 __all__ = ["choose", "choose_schedule", "leave_to_first_use"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"choice": ("choose",), "first_use": ("leave_to_first_use",), "schedule": ("choose_schedule",)}
+)

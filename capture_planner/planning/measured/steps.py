@@ -12,12 +12,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TypeVar
 
 import attrs
 
 from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs, Family
+from capture_planner.planning.percentiles import percentile
 from capture_planner.planning.sizing import Ladder
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import (
@@ -35,28 +35,11 @@ from capture_planner.records.profile import PassTime
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic, TrafficCount
 
-T = TypeVar("T")
-
 Answer = Callable[[Batch], Entry | None]
 """A function from a batch to the entry that serves it; None: it runs eager."""
 
 Modes = Mapping[Role, GraphMode]
 """The mode of each role, by which a table with every size is judged."""
-
-
-def percentile(counts: Iterable[tuple[T, float]], percent: float) -> T:
-    """Return the first of ascending items, each with its count, within which ``percent`` of all counts are.
-
-    There must be some.
-    """
-    items = list(counts)
-    left = sum(count for _, count in items) * percent / 100
-    for item, count in items:
-        left -= count
-        # Counts are whole, and what is left may not be, by rounding.
-        if left <= 1e-9:
-            return item
-    return items[-1][0]
 
 
 @attrs.frozen

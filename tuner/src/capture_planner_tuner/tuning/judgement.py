@@ -20,7 +20,8 @@ from capture_planner.engines.emulation import Emulation
 from capture_planner.measuring.fits import predict_graphs
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
-from capture_planner.planning.measured.steps import PassCost, Prices, StepCost, passes_of, percentile
+from capture_planner.planning.measured.steps import PassCost, Prices, StepCost, passes_of
+from capture_planner.planning.percentiles import percentile
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry, Kind
 from capture_planner.records.batch_space import DecodeFamily, kind_of
