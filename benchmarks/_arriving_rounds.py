@@ -397,9 +397,8 @@ def measure(groups: Sequence[Group], rig: Rig, folder: Path, limits: Limits) -> 
         changed = list(tuned(tuning, limits))
         started([(each, TUNED, plan) for each, plan in changed], rig, limits)
         for each in running:
-            for column in list(each.children):
-                if column != ITSELF:
-                    each.warm_up(column, limits)
+            for column in [name for name in each.children if name != ITSELF]:
+                each.warm_up(column, limits)
         yield results()
         longest = 0.0
         for turn in range(limits.rounds):
@@ -526,10 +525,8 @@ def targets_of(name: str, group: Group, result: Mapping[str, Any]) -> Iterator[t
     """Yield the targets of a group, and whether each is met."""
     if TUNED not in result["medians"]:
         tune = result.get("tune") or {}
-        reasons = [each.strip().splitlines()[-1] for each in result["errors"]] or [
-            str(tune.get("reason", "not served"))
-        ]
-        yield f"{name}: tuned measured ({'; '.join(reasons)})", False
+        reasons = "; ".join(each.strip().splitlines()[-1] for each in result["errors"])
+        yield f"{name}: tuned measured ({reasons or tune.get('reason', 'not served')})", False
         return
     ratios, engines = result["ratios"], result["engines"]
     ours = engines.get(TUNED) or engines[ITSELF]

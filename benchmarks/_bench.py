@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import shlex
 import subprocess
 import sys
@@ -42,6 +43,15 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
         "(benchmarks/results where no value is given); default: print only",
     )
     return result
+
+
+def seeded(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line of a campaign, which has a seed and processes; print the seed."""
+    options.add_argument("--seed", type=int, default=random.getrandbits(32), help="default: chosen and printed")
+    options.add_argument("--jobs", "-j", type=int, default=os.cpu_count(), help="processes")
+    arguments = options.parse_args()
+    CONSOLE.print(f"seed {arguments.seed}")
+    return arguments
 
 
 def provenance() -> dict[str, Any]:

@@ -35,11 +35,6 @@ from capture_planner.records.spec import Spec
 
 MEBI = 1 << 20
 TYPES: dict[str, type[Spec | Environment | Plan]] = {"spec": Spec, "environment": Environment, "plan": Plan}
-LOADERS: dict[str, Callable[[Path], Spec | Environment | Plan]] = {
-    "spec": codec.load_spec,
-    "environment": codec.load_environment,
-    "plan": codec.load_plan,
-}
 
 
 class HangError(KeyboardInterrupt):
@@ -196,11 +191,8 @@ def _timed(state: State, kind: str, made_by: str, data: bytes, index: int) -> Ou
     gc.collect()
     reset_peak()
     before = memory("VmRSS")
-    guarded(
-        outcome,
-        state.arguments.hang,
-        lambda: _through(state, outcome, data, random.Random(f"use:{state.arguments.seed}:{index}")),
-    )
+    rng = random.Random(f"use:{state.arguments.seed}:{index}")
+    guarded(outcome, state.arguments.hang, lambda: _through(state, outcome, data, rng))
     outcome.rss = max(memory("VmHWM") - before, 0)
     return outcome
 
@@ -296,7 +288,7 @@ def _read(state: State, kind: str, data: bytes, rng: random.Random) -> Spec | En
         return codec.loads(text, TYPES[kind])
     path = Path(state.arguments.folder) / f"document-{os.getpid()}.yaml"
     path.write_bytes(data)
-    return LOADERS[kind](path)
+    return codec.Document.read(path).load(TYPES[kind])
 
 
 def _same(value: Spec | Environment | Plan, text: str, kind: type[Spec | Environment | Plan]) -> None:

@@ -243,9 +243,7 @@ def measure(name: str, tiers: tuple[Tier, ...], repeats: int, rounds: int) -> di
     for kind in ("decode", "mixed"):
         lookup = {call: Dispatcher(same).dispatch(*call) for call in ours[kind]}
         dispatchers = {"same graphs": Dispatcher(same), "own plan": Dispatcher(own)}
-        cold = {}
-        for label, dispatcher in dispatchers.items():
-            cold[label] = time_calls(dispatcher.dispatch, ours[kind], 1)
+        cold = {label: time_calls(each.dispatch, ours[kind], 1) for label, each in dispatchers.items()}
         functions: dict[str, tuple[Callable[..., object], Sequence[Call]]] = {
             "vllm": (manager.dispatch, theirs[kind]),
             "same graphs": (dispatchers["same graphs"].dispatch, ours[kind]),

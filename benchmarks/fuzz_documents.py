@@ -16,7 +16,6 @@ import argparse
 import collections
 import math
 import multiprocessing
-import random
 import re
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
-from _bench import CONSOLE, finish, parser, print_table, verdict
+from _bench import CONSOLE, conclude, parser, print_table, seeded
 from _fuzz_documents import KINDS, document
 from _fuzz_uses import Outcome, check, corpus, prepare
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -39,11 +38,9 @@ def options(doc: str | None, kinds: Sequence[str]) -> argparse.ArgumentParser:
     options = parser(doc)
     options.add_argument("--documents", "-n", type=int, default=2000, help="how many (default 2,000)")
     options.add_argument("--start", type=int, default=0, help="index of the first document (default 0)")
-    options.add_argument("--seed", type=int, default=None, help="default: chosen and printed")
     options.add_argument("--only", type=int, default=None, metavar="INDEX", help="run one document, and show it")
     options.add_argument("--only-kind", choices=kinds, default=None, help="documents of one kind only")
     options.add_argument("--save", type=Path, default=None, help="with --only: write the document to this file")
-    options.add_argument("--jobs", "-j", type=int, default=multiprocessing.cpu_count(), help="processes")
     options.add_argument("--seconds", type=float, default=1.0, help="processor time for one document (default 1)")
     options.add_argument("--megabytes", type=int, default=200, help="memory for one document (default 200)")
     options.add_argument(
@@ -57,7 +54,7 @@ def options(doc: str | None, kinds: Sequence[str]) -> argparse.ArgumentParser:
 def main() -> int:
     """Run the campaign."""
     registry.load_backends()  # a worker that cannot start would be started again for ever
-    return run(options(__doc__, KINDS).parse_args(), prepare, check, _show)
+    return run(seeded(options(__doc__, KINDS)), prepare, check, _show)
 
 
 def run(
@@ -70,9 +67,6 @@ def run(
 
     :param show: shows that input before it is used.
     """
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(1 << 32)
-    CONSOLE.print(f"seed {arguments.seed}")
     with tempfile.TemporaryDirectory(prefix="fuzz-") as arguments.folder:
         if arguments.only is None:
             started = time.perf_counter()
@@ -168,24 +162,20 @@ def report(arguments: argparse.Namespace, outcomes: list[Outcome], wall: float) 
         )
     rate = len(outcomes) / wall
     CONSOLE.print(f"{len(outcomes)} documents in {wall:.0f} s ({rate:.0f} a second), seed {arguments.seed}")
-    CONSOLE.print(f"no violation (found {len(bad)}): {verdict(not bad)}")
-    finish(
-        arguments,
-        {
-            "seed": arguments.seed,
-            "documents": len(outcomes),
-            "wall_seconds": round(wall, 1),
-            "jobs": arguments.jobs,
-            "limits": {"seconds": arguments.seconds, "megabytes": arguments.megabytes},
-            "slowest_seconds": round(max(o.cpu for o in outcomes), 3),
-            "most_resident_mebibytes": most_rss >> 20,
-            "most_traced_mebibytes": most_traced >> 20,
-            "outcomes": dict(kinds.most_common()),
-            "stage_seconds": {name: round(seconds, 1) for name, seconds in stages.most_common()},
-            "violations": [{"index": o.index, "made_by": o.made_by, "what": o.violations} for o in bad],
-        },
-    )
-    return 1 if bad else 0
+    results = {
+        "seed": arguments.seed,
+        "documents": len(outcomes),
+        "wall_seconds": round(wall, 1),
+        "jobs": arguments.jobs,
+        "limits": {"seconds": arguments.seconds, "megabytes": arguments.megabytes},
+        "slowest_seconds": round(max(o.cpu for o in outcomes), 3),
+        "most_resident_mebibytes": most_rss >> 20,
+        "most_traced_mebibytes": most_traced >> 20,
+        "outcomes": dict(kinds.most_common()),
+        "stage_seconds": {name: round(seconds, 1) for name, seconds in stages.most_common()},
+        "violations": [{"index": o.index, "made_by": o.made_by, "what": o.violations} for o in bad],
+    }
+    return conclude(arguments, results, {f"no violation (found {len(bad)})": not bad})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import _fuzz_logs
 import attrs
 import safetensors.torch
 import torch
-from _bench import ROOT
+from _bench import ROOT, seeded
 from _fuzz_uses import BrokenLawError, Outcome, guarded, limit, memory
 from fuzz_documents import options, run
 
@@ -336,7 +336,7 @@ _USES: dict[str, Callable[[random.Random, Path, int, Outcome], str]] = {
 
 def main() -> int:
     """Run the campaign."""
-    return run(options(__doc__, KINDS).parse_args(), prepare, check)
+    return run(seeded(options(__doc__, KINDS)), prepare, check)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 import torch
-from _bench import CONSOLE, finish, parser
+from _bench import CONSOLE, conclude, finish, parser
 from _model_configs import DRAFT_VOCABULARY, small_model, write_small_config
 
 from capture_planner.errors import CapturePlannerError
@@ -138,8 +138,7 @@ def main() -> int:
                 finish(arguments, {"results": results, "targets": targets})
                 if arguments.pages is not None:
                     write_page(report, arguments.pages / f"bench-{backend}-k{drafts}.html")
-    finish(arguments, {"results": results, "targets": targets})
-    return 0 if all(targets.values()) else 1
+    return conclude(arguments, {"results": results}, targets)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from _bench import CONSOLE, ROOT, finish, parser, print_table, verdict
+from _bench import CONSOLE, ROOT, conclude, finish, parser, print_table, verdict
 from _equivalent import equivalent
 from _mutation_tests import TESTS, source_of
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -494,10 +494,7 @@ def main() -> int:
     print_table("mutants", ("module", *counted, "noticed", "target"), rows)
     low, high = result["interval_95"]
     CONSOLE.print(f"{result['share']:.1%} are noticed" + (f" ({low:.1%} to {high:.1%})" if options.sample else ""))
-    for target, holds in result["targets"].items():
-        CONSOLE.print(f"{target}: {verdict(holds)}")
-    finish(options, result)
-    return 0 if all(result["targets"].values()) and not campaign.failing else 1
+    return conclude(options, result, result["targets"] | {"all tests pass without a mutation": not campaign.failing})
 
 
 if __name__ == "__main__":

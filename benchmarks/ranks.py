@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 
 import attrs
-from _bench import CONSOLE, ROOT, finish, parser, print_table, shipped_environments, shipped_specs, verdict
+from _bench import CONSOLE, ROOT, conclude, parser, print_table, seeded, shipped_environments, shipped_specs
 
 from capture_planner import codec
 from capture_planner.analysis.data_parallel import Agreement, Submission, Vector, agree
@@ -314,13 +314,8 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--vectors", "-n", type=int, default=2000, help="how many in all (default 2,000)")
     options.add_argument("--plans", type=int, default=100, help="over so many plans (default 100)")
-    options.add_argument("--seed", type=int, default=None, help="default: chosen and printed")
     options.add_argument("--only", type=int, default=None, metavar="NUMBER", help="the vectors of one plan")
-    options.add_argument("--jobs", "-j", type=int, default=multiprocessing.cpu_count(), help="processes")
-    arguments = options.parse_args()
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(1 << 32)
-    CONSOLE.print(f"seed {arguments.seed}")
+    arguments = seeded(options)
     each = -(-arguments.vectors // arguments.plans)
     numbers = range(arguments.plans) if arguments.only is None else [arguments.only]
     tasks = [(number, each, arguments.seed) for number in numbers]
@@ -343,22 +338,18 @@ def _report(arguments: argparse.Namespace, outcomes: list[Outcome], each: int, w
         again += f" --plans {arguments.plans} --only {outcome.number}"
         CONSOLE.print(f"{outcome.plan}: {kind}\n    {again}", markup=False, highlight=False)
     CONSOLE.print(f"{vectors} vectors in {wall:.0f} s, seed {arguments.seed}")
-    CONSOLE.print(f"no violation (found {len(bad)}): {verdict(not bad)}")
-    finish(
-        arguments,
-        {
-            "seed": arguments.seed,
-            "plans": {"shipped": sum(outcome.number < len(LOCKED) for outcome in outcomes), "all": len(outcomes)},
-            "vectors": vectors,
-            "vectors_a_plan": each,
-            "answers": answers,
-            "wall_seconds": round(wall, 1),
-            "jobs": arguments.jobs,
-            "counts": dict(counts.most_common()),
-            "violations": [{"plan": outcome.number, "what": kind} for outcome, kind in bad],
-        },
-    )
-    return 1 if bad else 0
+    results = {
+        "seed": arguments.seed,
+        "plans": {"shipped": sum(outcome.number < len(LOCKED) for outcome in outcomes), "all": len(outcomes)},
+        "vectors": vectors,
+        "vectors_a_plan": each,
+        "answers": answers,
+        "wall_seconds": round(wall, 1),
+        "jobs": arguments.jobs,
+        "counts": dict(counts.most_common()),
+        "violations": [{"plan": outcome.number, "what": kind} for outcome, kind in bad],
+    }
+    return conclude(arguments, results, {f"no violation (found {len(bad)})": not bad})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _bench import CONSOLE, finish, parser, print_table, shipped_environments, shipped_specs, verdict
+from _bench import CONSOLE, conclude, parser, print_table, shipped_environments, shipped_specs
 
 from capture_planner import codec
 from capture_planner.analysis.data_parallel import agree
@@ -196,9 +196,8 @@ def main() -> int:
     arguments = options.parse_args()
     results, started = [], time.perf_counter()
     for size in arguments.replicas:
-        result = run(size, arguments.seed, -(-arguments.steps // len(arguments.replicas)))
-        results.append(result)
-        finish(arguments, {"seed": arguments.seed, "results": results, "wall_seconds": time.perf_counter() - started})
+        results.append(run(size, arguments.seed, -(-arguments.steps // len(arguments.replicas))))
+    written = {"seed": arguments.seed, "results": results, "wall_seconds": time.perf_counter() - started}
     counted = ("idle", "eager because of a rank")
     rows = (
         (
@@ -213,8 +212,7 @@ def main() -> int:
         for line in (*result.get("violations", ()), *result["says"]):
             CONSOLE.print(line, markup=False, highlight=False)
     holds = all(not result["says"] and result.get("violations") == [] for result in results)
-    CONSOLE.print("law 8 holds for what ran:", verdict(holds))
-    return 0 if holds else 1
+    return conclude(arguments, written, {"law 8 holds for what ran": holds})
 
 
 if __name__ == "__main__":

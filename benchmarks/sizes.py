@@ -76,12 +76,7 @@ def reachability() -> list[dict[str, Any]]:
                 rows.append({"spec": name, "environment": other, "refused": str(error)})
                 continue
             walked = coverage(plan)
-            idle = sum(
-                entry not in reached
-                for role in plan.roles
-                for reached in [walked.reached(role.role)]
-                for entry in role.entries
-            )
+            idle = sum(len(set(role.entries) - walked.reached(role.role)) for role in plan.roles)
             rows.append(
                 {
                     "spec": name,
@@ -101,8 +96,7 @@ def main() -> int:
     arguments = parser(__doc__).parse_args()
     results: dict[str, Any] = {}
     for most in (256, 512):
-        results[f"1..{most}"] = padding(most)
-        rows = results[f"1..{most}"]
+        rows = results[f"1..{most}"] = padding(most)
         cells = ((f"{value:.1%}" if isinstance(value, float) else value for value in row.values()) for row in rows)
         print_table(f"decodes of 1 to {most} requests", rows[0], cells)
     rows = results["reachability"] = reachability()
