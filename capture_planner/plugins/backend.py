@@ -151,7 +151,10 @@ NULL_STATE = 0
 
 @attrs.frozen(kw_only=True, eq=False)
 class LayerCache:
-    """The paged KV cache of one layer, owned by the runner."""
+    """The paged KV cache of one layer, owned by the runner.
+
+    Pages can lie far apart, as where one block has those of all layers: a page is found by its stride, in 64 bits.
+    """
 
     keys: torch.Tensor
     """``[num_pages, page_size, num_kv_heads, head_dim]``, in the group's KV dtype."""

@@ -310,9 +310,19 @@ def test_lengths_of_another_type_are_refused():
 
 
 @settings(max_examples=max(settings.default.max_examples // 4, 5))
-@given(st.integers(0, 5), st.integers(1, 3), st.sampled_from([1, 3, 8]), st.booleans(), st.booleans(), st.data())
-def test_keys_and_values_go_to_their_slots(fused, tokens, heads, dim, transposed, packed, data):
-    """Wherever they lie: heads side by side, or one product of keys and values cut in two; the cache, too."""
+@given(
+    st.integers(0, 5),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 8]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2),
+    st.data(),
+)
+def test_keys_and_values_go_to_their_slots(fused, tokens, heads, dim, transposed, packed, apart, data):
+    """Wherever they lie: heads side by side, or one product of keys and values cut in two; the cache, too, and its
+    pages may lie apart.
+    """
     slots = data.draw(st.lists(st.integers(0, 11), min_size=tokens, max_size=tokens, unique=True))
     both = torch.randn(tokens, 2 * heads * dim)
     keys, values = (part.unflatten(-1, (heads, dim)) for part in both.chunk(2, dim=-1))
@@ -320,10 +330,11 @@ def test_keys_and_values_go_to_their_slots(fused, tokens, heads, dim, transposed
         keys = keys.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     found = []
     for updates in (fused, TORCH):
-        cache = LayerCache(keys=torch.zeros(3, 4, heads, dim), values=torch.ones(3, 4, heads, dim))
+        held = torch.zeros(3, 4 + apart, heads, dim), torch.ones(3, 4 + apart, heads, dim)
         if packed:
-            keys_there, values_there = torch.cat((cache.keys, cache.values), dim=-1).split(dim, dim=-1)
-            cache = LayerCache(keys=keys_there, values=values_there)
+            held = torch.cat(held, dim=-1).split(dim, dim=-1)
+        keys_there, values_there = (each[:, :4] for each in held)
+        cache = LayerCache(keys=keys_there, values=values_there)
         updates.store(cache, torch.tensor(slots, dtype=torch.int64), keys, values)
         found.append((cache.keys, cache.values))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

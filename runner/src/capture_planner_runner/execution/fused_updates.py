@@ -50,8 +50,8 @@ class FusedUpdates(Updates):
             keys.stride(1),
             values.stride(0),
             values.stride(1),
-            cache.keys.stride(1),
-            cache.keys.stride(2),
+            *cache.keys.stride()[:3],
+            cache.keys.shape[1],
             heads * dim,
             dim,
             width=triton.next_power_of_2(heads * dim),
@@ -186,8 +186,10 @@ def _store(
     key_head,
     value_token,
     value_head,
+    page_stride,
     slot_stride,
     head_stride,
+    page_size,
     size,
     dim,
     width: tl.constexpr,
@@ -197,8 +199,9 @@ def _store(
     inside = element < size
     head = (element // dim).to(tl.int64)
     within = element % dim
-    # A page is its tokens one after the other, so that slots are equally far from each other.
-    row = tl.load(slots + token) * slot_stride + head * head_stride + within
+    slot = tl.load(slots + token)
+    # In 64 bits, as slots are: pages may lie far apart.
+    row = slot // page_size * page_stride + slot % page_size * slot_stride + head * head_stride + within
     key = tl.load(keys + token * key_token + head * key_head + within, mask=inside)
     tl.store(key_cache + row, key.to(key_cache.dtype.element_ty), mask=inside)
     value = tl.load(values + token * value_token + head * value_head + within, mask=inside)

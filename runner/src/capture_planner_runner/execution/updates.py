@@ -171,11 +171,14 @@ class Updates:
 
         Padded tokens all name the null slot; which of them stays there does not matter.
         """
+        # By page: pages may lie apart, and then no view has all slots in a row.
+        size = cache.keys.shape[1]
+        at = slots // size, slots % size
         for held, new in ((cache.keys, keys), (cache.values, values)):
             new = new.to(held.dtype)
             if held.itemsize == 1:  # no operator copies rows of eight-bit floats
                 held, new = held.view(torch.uint8), new.view(torch.uint8)
-            held.flatten(0, 1).index_copy_(0, slots, new)
+            held.index_put_(at, new)
 
     def taken(self, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         """Return ``int64[T]``: the ids, and where one is negative the answer ``-1 - id`` of ``answers``."""

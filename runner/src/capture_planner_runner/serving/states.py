@@ -41,6 +41,11 @@ class PageFormat:
         """Slots in all, the null page's included."""
         return self.num_pages * self.page_size
 
+    def tensor(self, page: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make what all pages hold, zeroed: ``[num_pages, *page]``. A subclass may lay pages apart from each other."""
+        purpose = f"keys and values of {self.num_pages} pages (--pages)"
+        return allocated((self.num_pages, *page), dtype, device, purpose)
+
 
 def layer_cache(
     attention: Attention, pages: PageFormat, dtype: torch.dtype, device: torch.device, *, packed: bool = False
@@ -51,14 +56,12 @@ def layer_cache(
 
     :param packed: both are halves of one tensor, as vLLM 0.33 lays them out (LBNHC).
     """
-    page_size = pages.page_size // attention.decode_context
-    shape = (pages.num_pages, page_size, attention.num_kv_heads, attention.head_dim)
-    purpose = f"keys and values of {pages.num_pages} pages (--pages)"
+    tokens, heads, dim = pages.page_size // attention.decode_context, attention.num_kv_heads, attention.head_dim
     if packed:
-        both = allocated((*shape[:-1], 2 * attention.head_dim), dtype, device, purpose)
+        both = pages.tensor((tokens, heads, 2 * dim), dtype, device)
         keys, values = both.chunk(2, dim=-1)
         return LayerCache(keys=keys, values=values, packed=both)
-    keys, values = (allocated(shape, dtype, device, purpose) for _ in range(2))
+    keys, values = (pages.tensor((tokens, heads, dim), dtype, device) for _ in range(2))
     return LayerCache(keys=keys, values=values)
 
 
