@@ -185,7 +185,7 @@ def test_slots_hold_the_keys_and_values_of_their_tokens(stage, ran):
     batch, _ = ran
     inputs = batch.inputs_by_role[Role.TARGET]
     cache = stage.world.caches[0]
-    for tensor in cache.slots():
+    for tensor in (each.flatten(0, 1) for each in cache.tensors()):
         for slot in inputs.slot_mapping.tolist():
             tensor[slot] += 1
             assert violation(checks.check_slots, stage, batch, Role.TARGET).check is Check.STORED
@@ -198,18 +198,26 @@ def test_slots_hold_the_keys_and_values_of_their_tokens(stage, ran):
     assert violation(checks.check_slots, stage, batch, Role.DRAFT_PREFILL).check is Check.STORED
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 9)), max_size=4), st.integers(0, 3))
-def test_requests_are_as_long_as_their_step_says(requests, seed):
-    """A token of a prompt and one of output at least; a prompt leaves room for a token."""
-    made = checks._requests(Serve(requests=tuple(requests)), 24, seed)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 9)), max_size=4),
+    st.integers(0, 3),
+    st.integers(0, 2),
+)
+def test_requests_are_as_long_as_their_step_says(requests, seed, loras):
+    """A token of a prompt and one of output at least; a prompt leaves room for a token. With LoRA they have one adapter
+    more than can be active, by turns, or none.
+    """
+    scene = attrs.evolve(SCENE, seed=seed, loras=loras)
+    made = checks._requests(Serve(requests=tuple(requests)), 24, scene)
     assert [each.name for each in made] == [f"served {number}" for number in range(len(requests))]
     for (prompt, output, arrival), each in zip(requests, made, strict=True):
         assert len(each.prompt) == min(max(prompt, 1), 23)
         assert each.max_new_tokens == max(output, 1)
         assert each.arrival == pytest.approx(arrival / 100)
         assert all(0 <= token < VOCABULARY for token in each.prompt)
-    tokens = [token for each in checks._requests(Serve(requests=((20, 1, 0),) * 20), 24, seed) for token in each.prompt]
-    assert set(tokens) == set(range(VOCABULARY))
+    many = checks._requests(Serve(requests=((20, 1, 0),) * 20), 24, scene)
+    assert {token for each in many for token in each.prompt} == set(range(VOCABULARY))
+    assert {each.adapter for each in many} == set(range(loras + 2 if loras else 1))
 
 
 def test_served_tokens_are_the_greedy_choice(stage):

@@ -12,7 +12,7 @@ import torch
 
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.modes import Refresh, Role
-from capture_planner.plugins.backend import Executor, Metadata, Reservation, RunnableBackend, Scoring
+from capture_planner.plugins.backend import Executor, LayerCache, Metadata, Reservation, RunnableBackend, Scoring
 from capture_planner.plugins.registry import load_backends
 from capture_planner.records.backend import Attention, PaddingContract, Support, Workspace
 from capture_planner.records.batch import Entry
@@ -128,6 +128,17 @@ def _unclamped(original: Callable[..., None]) -> Callable[..., None]:
     return advance
 
 
+def _stored_side_by_side(original: Callable[..., None]) -> Callable[..., None]:
+    def store(
+        updates: Updates, cache: LayerCache, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        # Where pages lie apart this is a copy, and the cache stays as it is.
+        rows = attrs.evolve(cache, keys=cache.keys.flatten(0, 1)[:, None], values=cache.values.flatten(0, 1)[:, None])
+        original(updates, rows, slots, keys, values)
+
+    return store
+
+
 # F: baked state.
 
 
@@ -207,6 +218,13 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.E,
         says="Draft positions are not held at max_model_len, and go on past the last row of what is read by position",
         patch=patched((Updates, "advance", _unclamped)),
+    ),
+    Mutant(
+        name="slots-side-by-side",
+        threads=(),
+        bug_class=BugClass.E,
+        says="Keys and values are stored as if all slots were in a row, and of pages that lie apart a copy is written",
+        patch=patched((Updates, "store", _stored_side_by_side)),
     ),
     Mutant(
         name="outputs-made-anew",

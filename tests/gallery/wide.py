@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 
 from capture_planner.analysis.lint.core import BugClass
@@ -103,8 +104,49 @@ class EightBitPages(ReferenceExecutor):
         super().attend(layer, query, out, scoring, metadata)
 
 
+class PagesSideBySide(ReferenceExecutor):
+    """Takes each page for the neighbour of the one before it, and steps by as much as a page has."""
+
+    def __init__(self, reservation: Reservation) -> None:
+        super().__init__(reservation)
+        self._caches = {
+            layer: attrs.evolve(cache, keys=_side_by_side(cache.keys), values=_side_by_side(cache.values))
+            for layer, cache in self._caches.items()
+        }
+
+
+def _side_by_side(cache: torch.Tensor) -> torch.Tensor:
+    strides = torch.empty(cache.shape, device="meta").stride()
+    return cache.as_strided(cache.shape, strides, cache.storage_offset())
+
+
+class OffsetsIn32Bits(ReferenceExecutor):
+    """Works out where a page begins in 32 bits; what is out of bounds then wraps around, so that nothing crashes."""
+
+    def _weigh(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor, visible: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        keys = self._caches[layer].keys
+        offsets = (pages.long() * keys.stride(0)).int()
+        return super()._weigh(layer, query, offsets.long() // keys.stride(0) % len(keys), visible, scoring)
+
+
 E = BugClass.E
 WIDE_MUTANTS = (
+    Mutant(
+        name="pages-side-by-side",
+        threads=(),
+        bug_class=E,
+        says="Pages are found by as many elements as a page has, whatever the stride of the cache is",
+        backend=lambda: RenamedReference(PagesSideBySide),
+    ),
+    Mutant(
+        name="page-offsets-in-32-bits",
+        threads=("tokenspeed#748", "vllm#47671"),
+        bug_class=E,
+        says="The offset of a page is worked out in 32 bits, and wraps in a large cache",
+        backend=lambda: RenamedReference(OffsetsIn32Bits),
+    ),
     Mutant(
         name="sized-by-the-limits",
         threads=("vllm#50065",),

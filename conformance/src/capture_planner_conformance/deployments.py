@@ -65,6 +65,8 @@ def scenes(
         for name, feature in kind.features.items()
         if features is None or name in features
     }
+    if drawn.get("capped"):
+        drawn["beyond"] = 0
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
     is_large = largest > MOST_REQS and draw(st.sampled_from((False, False, False, True, False, False)))
     if is_large:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -231,10 +232,26 @@ class _Probe(nn.Module):
 class ProbeTarget(_Probe):
     """A ``TargetModel`` whose hidden states are the outputs of its layers, side by side."""
 
+    adapters: torch.Tensor
+    """``[adapters + 1, hidden_size]``: what each adapter adds to a row's hidden state; the first, 0, is none."""
+
     def __init__(
-        self, tables: Tables, of_rows: Rows, vocabulary: int, longest: int, seed: int, *, agreeing: bool = False
+        self,
+        tables: Tables,
+        of_rows: Rows,
+        vocabulary: int,
+        longest: int,
+        seed: int,
+        *,
+        agreeing: bool = False,
+        adapters: int = 0,
     ) -> None:
         super().__init__(tables, of_rows, "probe", tables.width, vocabulary, seed, agreeing)
+        vectors = torch.randn(adapters + 1, self.hidden_size, generator=torch.Generator().manual_seed(seed + 1))
+        vectors[0] = 0
+        self.register_buffer("adapters", vectors.to(self.head))
+        self.added: torch.Tensor | None = None
+        """``[T, hidden_size]``: what adapters add in this forward."""
         self.state_widths = tables.state_widths
         self.mrope, self.dtype = False, tables.by_token.dtype
         self.windows: Mapping[int, int | None] = dict(enumerate(tables.shape.windows))
@@ -252,7 +269,8 @@ class ProbeTarget(_Probe):
         """Return all outputs of layers, ``[T, hidden_size]``; auxiliary states are the same, once more."""
         assert input_ids is not None and embeddings is None, "a probe reads token ids"
         ids = input_ids.long()
-        hidden = self.of_rows.coupled(self.tables.outputs(self.of_rows, ids, positions, attend), ids, attend.real)
+        hidden = self.tables.outputs(self.of_rows, ids, positions, attend)
+        hidden = self.of_rows.coupled(hidden if self.added is None else hidden + self.added, ids, attend.real)
         return hidden, hidden.repeat(1, len(aux_layers)) if aux_layers else None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -264,6 +282,26 @@ class ProbeTarget(_Probe):
 
     def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits(hidden).argmax(dim=-1)
+
+
+class ProbeAdapters:
+    """The ``Adapters`` of a probe, which has their weights."""
+
+    def __init__(self, target: ProbeTarget) -> None:
+        self.names = tuple(f"probe adapter {number}" for number in range(1, len(target.adapters)))
+        self._target = target
+
+    @contextmanager
+    def applied(self, lanes: torch.Tensor, active: torch.Tensor) -> Iterator[None]:
+        own = lanes[:, None] == torch.arange(len(active), device=lanes.device)
+        self._target.added = self._target.adapters.index_select(0, torch.where(own, active, 0).sum(1))
+        try:
+            yield
+        finally:
+            self._target.added = None
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
 
 
 class ProbeDrafter(_Probe):

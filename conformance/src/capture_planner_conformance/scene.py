@@ -171,7 +171,13 @@ FEATURES: Mapping[str, Feature] = {
     "sinks": Feature("attention sinks", (False, False, True), may_be_refused=True),
     "sharp": Feature("another scale", (False, False, True), may_be_refused=True),
     "fp8": Feature("a KV cache in fp8", (False, False, False, True), may_be_refused=True),
+    "distant": Feature("pages far apart", (False, False, False, True), may_be_refused=True),
     "loras": Feature("LoRA", (0, 0, 0, 0, 0, 1, 2), lambda most: f"up to {counted(most, 'active adapter')}"),
+    "capped": Feature(
+        "a limit on the requests of a graph",
+        (0, 0, 0, 0, 0, 1, 2, 3),
+        lambda most: f"full graphs of up to {counted(most, 'request')}",
+    ),
     "ranks": Feature("sequence parallelism", (1, 1, 1, 1, 2, 4), lambda ranks: f"sequence parallelism of {ranks}"),
     "beyond": Feature(
         "entries beyond the limits", (0, 0, 0, 1, 3), lambda more: f"the largest graphs {more} beyond the limits"
@@ -232,8 +238,13 @@ class Scene:
     """Whether the scale is not one over the root of the head dimension."""
     fp8: bool = False
     """Whether keys and values are stored in FP8 E4M3, without scales."""
+    distant: bool = False
+    """Whether the pages of the cache lie so far apart that offsets do not fit into 32 bits."""
     loras: NonNegative = 0
-    """Most active adapters; 0: no LoRA."""
+    """Most active adapters; 0: no LoRA. Requests that are served have one adapter more by turns, or none."""
+    capped: NonNegative = 0
+    """Most requests of a full graph, as if the backend said so: of the layers with windows alone, where there are some;
+    0: as many as it says itself."""
     ranks: Count = 1
     """Ranks of sequence parallelism: padded tokens are a multiple of it. Heads are those of one rank."""
     beyond: NonNegative = 0

@@ -18,16 +18,25 @@ from capture_planner.planning.planner import plan as make_plan
 from capture_planner.plugins import registry as plugins
 from capture_planner.plugins.backend import Backend, KernelSizes
 from capture_planner.plugins.hookspecs import hookimpl
-from capture_planner.plugins.registry import Registry
+from capture_planner.plugins.registry import RegisteredBackend, Registry
 from capture_planner.records._base import grouped, replace
-from capture_planner.records.backend import Attention
+from capture_planner.records.backend import Attention, Support
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import most_loras, request_step, token_step
 from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner.records.plan import GroupPlan, Plan, RolePlan, StatePool
 from capture_planner.records.spec import Parallel
+from capture_planner_conformance.distant_pages import DistantPages
 from capture_planner_conformance.failure import Check, Violation
-from capture_planner_conformance.probe import GARBAGE, LayerShape, ProbeDrafter, ProbeTarget, Rows, Tables
+from capture_planner_conformance.probe import (
+    GARBAGE,
+    LayerShape,
+    ProbeAdapters,
+    ProbeDrafter,
+    ProbeTarget,
+    Rows,
+    Tables,
+)
 from capture_planner_conformance.scene import VOCABULARY, Case, DraftScheme, Scene, loads
 from capture_planner_conformance.scene_batch import Row, SceneBatch
 from capture_planner_conformance.tampering import Tampering
@@ -144,9 +153,10 @@ class Stage(AbstractContextManager["Stage"]):
         """
         self.scene, self.subject = scene, subject
         self._eager_first, self._without_eager = True, tampering is not None and tampering.is_of_padding
-        self.plan = make_plan(scene.spec(subject.backend), subject.environment, subject.registry)
+        registry = capped(subject.registry, subject.backend, scene) if scene.capped else subject.registry
+        self.plan = make_plan(scene.spec(subject.backend), subject.environment, registry)
         if scene.beyond:
-            self.plan = widened(self.plan, scene.beyond, subject.registry)
+            self.plan = widened(self.plan, scene.beyond, registry)
         for finding in lint(self.plan):
             if finding.rule.severity is Severity.ERROR:
                 raise Check.PLANNED.violation(str(finding), role=finding.diagnostic.role)
@@ -157,18 +167,21 @@ class Stage(AbstractContextManager["Stage"]):
         each = -(-shape.longest // shape.page_size)
         reqs = -(-scene.num_reqs // 2) if scene.full_cache else scene.num_reqs + SPARE_REQS
         pages = PageFormat(page_size=shape.page_size, num_pages=1 + reqs * each)
+        if scene.distant:
+            pages = DistantPages.reserved(pages, kv_dtype_of(self.plan.model), device)
         self.graphs = self.graphs_type(subject.grapher, scene.capture)
         self.watch = self.watch_type(self.graphs, spared, tampering, None if after is None else partial(after, self))
         self.runner = Runner(
             self.plan,
             self.target,
             self.drafter,
-            subject.registry,
+            registry,
             self.graphs,
             pages=pages,
             device=device,
             options=self.options(),
             observer=self.watch,
+            adapters=ProbeAdapters(self.target) if scene.loras else None,
         )
         try:
             if tampering is not None:
@@ -292,7 +305,9 @@ class Stage(AbstractContextManager["Stage"]):
 
         windows = tuple(group.window for group in plan.role(Role.TARGET).groups for _ in range(group.layers))
         own, of_rows = tables(Role.TARGET, windows, seed), self.rows(Role.TARGET, padding)
-        target = ProbeTarget(own, of_rows, VOCABULARY, longest, seed + 1, agreeing=scene.agreeing)
+        # One adapter more than can be active: a request may have to wait for another's to end.
+        adapters = scene.loras + 1 if scene.loras else 0
+        target = ProbeTarget(own, of_rows, VOCABULARY, longest, seed + 1, agreeing=scene.agreeing, adapters=adapters)
         if plan.speculative is None:
             return target, None
         own = tables(Role.DRAFT_PREFILL, (None,) * plan.speculative.model.num_layers, seed + 2)
@@ -383,6 +398,39 @@ def _raise_if_eager_fails(forward: Callable[[bool], None]) -> None:
     except Violation as violation:
         if violation.failure.check is Check.EAGER:
             raise
+
+
+# A backend that captures fewer requests than it could.
+
+
+@attrs.frozen(kw_only=True)
+class _CappedBackend(RegisteredBackend):
+    """Captures at most ``most`` requests, ``is_windowed``: in the group with windows alone."""
+
+    most: int
+    is_windowed: bool
+
+    def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        own = super().support(role, model, environment)
+        if self.is_windowed and model.window is None:
+            return own
+        return replace(own, max_num_reqs=min(own.max_num_reqs or self.most, self.most))
+
+
+def capped(registry: Registry, backend: str, scene: Scene) -> Registry:
+    """Return a registry with the backend alone, which says that it captures no more requests than the scene has."""
+    own = registry[backend]
+    return Registry(
+        [
+            _CappedBackend(
+                backend=own.backend,
+                distribution=own.distribution,
+                version=own.version,
+                most=scene.capped,
+                is_windowed=scene.shape.windowed,
+            )
+        ]
+    )
 
 
 # Plans with entries beyond the limits, as people edit them by hand and as engines align them.

@@ -23,6 +23,7 @@ from capture_planner_conformance.scene import (
     Move,
     Reload,
     RunBatch,
+    Scene,
     Serve,
     Step,
 )
@@ -355,7 +356,7 @@ def _places(stage: Stage, batch: SceneBatch) -> torch.Tensor:
 def check_serving(stage: Stage, step: Serve) -> None:
     """Serve requests with the scheduler and check their tokens; ones that are too long must be refused."""
     longest = stage.scene.shape.longest
-    requests = _requests(step, longest, stage.scene.seed)
+    requests = _requests(step, longest, stage.scene)
     for request in requests:
         if request.length > longest:
             with contextlib.suppress(RunError):
@@ -376,8 +377,9 @@ def check_serving(stage: Stage, step: Serve) -> None:
     stage.world.refresh()
 
 
-def _requests(step: Serve, longest: int, seed: int) -> list[Request]:
-    draw = np.random.default_rng((seed, len(step.requests)))
+def _requests(step: Serve, longest: int, scene: Scene) -> list[Request]:
+    draw = np.random.default_rng((scene.seed, len(step.requests)))
+    choices = scene.loras + 2 if scene.loras else 1
     return [
         Request(
             name=f"served {number}",
@@ -385,6 +387,7 @@ def _requests(step: Serve, longest: int, seed: int) -> list[Request]:
             prompt=tuple(draw.integers(0, VOCABULARY, max(1, min(prompt, longest - 1))).tolist()),
             max_new_tokens=max(1, output),
             stop=frozenset(range(0, VOCABULARY, step.stop) if step.stop else ()),
+            adapter=(number + 1) % choices,
         )
         for number, (prompt, output, arrival) in enumerate(step.requests)
     ]
@@ -399,7 +402,7 @@ def _check_answered(request: Request, tokens: tuple[int, ...]) -> None:
 def _check_tokens(stage: Stage, request: Request, tokens: tuple[int, ...]) -> None:
     ids = torch.tensor([*request.prompt, *tokens[:-1]], device=stage.subject.device)
     # Coupled rows differ by a factor, which is the same for all tokens that could follow.
-    hidden = stage.target.tables.rows(ids, len(request.prompt) - 1)
+    hidden = stage.target.tables.rows(ids, len(request.prompt) - 1) + stage.target.adapters[request.adapter].double()
     served = torch.tensor(tokens, device=stage.subject.device)
     for number in range(len(tokens)):
         one = slice(number, number + 1)

@@ -47,16 +47,15 @@ class ModelCache:
     """Distance from a row's position to its token's, by layer: 0 for a target, 1 for a drafter that reads its states,
     and one more for each module."""
 
-    def slots(self) -> Iterator[torch.Tensor]:
-        """Yield views of the keys and values of each layer, ``[slots, kv_heads, dim]``."""
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the keys and values of each layer, ``[pages, page_size, kv_heads, dim]``."""
         for cache in self.layers:
-            for tensor in (cache.keys, cache.values):
-                yield tensor.flatten(0, 1)
+            yield from (cache.keys, cache.values)
 
     def flat(self) -> Iterator[torch.Tensor]:
-        """Yield keys and values of each layer, ``[slots, kv_heads * dim]``: a copy where the cache is packed."""
-        for tensor in self.slots():
-            yield tensor.flatten(1)
+        """Yield them as ``[slots, kv_heads * dim]``: a copy where the cache is packed, or pages lie apart."""
+        for tensor in self.tensors():
+            yield tensor.flatten(0, 1).flatten(1)
 
     def expected(self, ids: torch.Tensor, positions: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the contents of ``flat`` for tokens at positions, ``[T, kv_heads * dim]`` each."""
@@ -147,11 +146,11 @@ class World:
     def compute(self, live: LiveRequest) -> None:
         """Write the keys and values of computed tokens, as earlier steps would have."""
         positions = np.arange(live.computed)
-        slots = self.slots(live, positions)
+        where = np.divmod(self.slots(live, positions), self.pages.page_size)
         for cache in self.caches:
-            where = torch.from_numpy(slots).to(cache.tables.by_token.device)
-            for tensor, expected in zip(cache.slots(), cache.of_request(live.tokens, positions), strict=True):
-                tensor[where] = expected.view(-1, *tensor.shape[1:])
+            page, offset = (torch.from_numpy(each).to(cache.tables.by_token.device) for each in where)
+            for tensor, expected in zip(cache.tensors(), cache.of_request(live.tokens, positions), strict=True):
+                tensor[page, offset] = expected.view(-1, *tensor.shape[2:])
         self.rewind(live)
 
     def rewind(self, live: LiveRequest) -> None:
