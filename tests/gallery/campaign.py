@@ -28,6 +28,7 @@ from capture_planner.records.text import counted
 from capture_planner_conformance import SearchProfile, SuiteOptions, conform, loads
 from gallery.core import Detection, Mutant
 from support.runner_conformance import RunnerScene, runner_under_test
+from support.runner_conformance.collective_capture import check_capture
 from support.runner_conformance.rank_agreement import check_agreement
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,7 @@ def healthy() -> dict[str, Callable[[Search], str | None]]:
         f"backend {name}": partial(_conformance_fault, backend) for name, backend in bases.items()
     }
     found["ranks as they are"] = lambda search: check_agreement(agree, search.seed)
+    found["ranks that capture"] = lambda search: check_capture(search.seed)
     for name, make in gallery.HEALTHY.items():
         found[f"plan without {name}"] = partial(_lint_fault, make, Severity.WARNING)
     for path in sorted((ROOT / "plans" / "locked").glob("*.yaml")):

@@ -1,12 +1,13 @@
 """Mutants that agree wrong: data-parallel ranks that go apart, and on a device hang or compute nonsense.
 
-Each is a function in the place of ``ranks.agree``, which is what the healthy ranks ask.
+Most are a function in the place of ``ranks.agree``, which is what the healthy ranks ask; the others capture apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import attrs
 
@@ -15,7 +16,11 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
 from capture_planner.records.batch import Batch
+from capture_planner_runner.capture import sessions
+from capture_planner_runner.ranks.peers import Peers
 from gallery.core import Mutant
+from gallery.patching import patched
+from support.runner_conformance.collective_capture import check_capture
 from support.runner_conformance.rank_agreement import Agree, check_agreement
 
 
@@ -114,6 +119,38 @@ def _beyond(tokens: int, reqs: int | None, batch: Batch) -> tuple[int, int]:
     return tokens - batch.num_tokens, 0 if reqs is None else reqs - batch.num_reqs
 
 
+@attrs.frozen
+class _Heedless:
+    """Peers whose outcomes of a stage count for nothing in one place: of the error, or of the lack of memory."""
+
+    beneath: Peers
+    place: int
+
+    def exchange(self, topic: str, value: Any) -> Any:
+        found: Any = self.beneath.exchange(topic, value)
+        own = self.beneath.place.rank
+        kept = [rank == own for rank in range(len(found))]
+        return tuple(
+            [each if mine or number != self.place else None for number, each in enumerate(outcome)]
+            for mine, outcome in zip(kept, found, strict=True)
+        )
+
+
+def _heedless(place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda peers, *given, **named: original(_Heedless(peers, place), *given, **named)
+
+    return made
+
+
+def _captured(name: str, *threads: str, says: str, place: int) -> Mutant:
+    def check(seed: int) -> str | None:
+        with patched((sessions, "on_every_rank", _heedless(place)))():
+            return check_capture(seed)
+
+    return Mutant(name=name, threads=threads, bug_class=BugClass.H, says=says, agreement=check)
+
+
 def _mutant(name: str, *threads: str, says: str, agreed: Agree) -> Mutant:
     return Mutant(
         name=name, threads=threads, bug_class=BugClass.H, says=says, agreement=partial(check_agreement, agreed)
@@ -121,6 +158,17 @@ def _mutant(name: str, *threads: str, says: str, agreed: Agree) -> Mutant:
 
 
 MUTANTS: tuple[Mutant, ...] = (
+    _captured(
+        "each-rank-drops-its-own",
+        "sglang#31195",
+        says="a graph that does not fit on one rank is dropped there, and the others keep theirs",
+        place=1,
+    ),
+    _captured(
+        "error-stays-on-its-rank",
+        says="an error in the capture of one rank does not end that of the others, which go on alone",
+        place=0,
+    ),
     _mutant(
         "each-rank-for-itself",
         "vllm#25906",

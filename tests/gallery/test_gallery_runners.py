@@ -40,6 +40,7 @@ CASES = {
     "first-draft-unverified": case(Serve(requests=((1, 2, 0),)), requests=0, **FULL, drafts=1, fused=False),
     # The last position that the model has.
     "drafts-past-the-model": case(Arrive(prompt=1, computed=23), ONE, requests=0),
+    "slots-side-by-side": case(ONE, distant=True),
     "outputs-made-anew": case(requests=0),
     # Draft decodes of two requests, for which the schedule lowers K from 3 to 2.
     "targets-formula-for-the-drafter": case(
@@ -138,6 +139,7 @@ CHECKS = {
     "full-shadowed-by-piecewise": RunnerCheck.DISPATCHED,
     "targets-formula-for-the-drafter": RunnerCheck.DISPATCHED,
     "tiers-shadow-each-other": RunnerCheck.DISPATCHED,
+    "slots-side-by-side": Check.EAGER,
     "state-not-reset": Check.EAGER,
     "idx-mapping-padded-with-zero": Check.FILLED,
     "last-token-indices-stale": Check.FILLED,

@@ -28,3 +28,4 @@ class RunnerCheck(Law):
     )
     COUNTED = "counted", "the session records every forward, with its graph or the reason it ran eager"
     AGREED = "agreed", "every rank decides the same from the gathered vector"
+    TOGETHER = "together", "ranks capture the same graphs, or leave out the same, and an error of one is raised on all"
