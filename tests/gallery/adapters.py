@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner_runner.execution.inputs import Array, StepInputs
 from capture_planner_runner.execution.padding import Write
 from capture_planner_runner.execution.role import RoleRun
-from capture_planner_runner.serving import steps
+from capture_planner_runner.serving import inputs, steps
 from capture_planner_runner.serving.states import RequestStates, ScheduledBatch
 from gallery.core import Mutant
 from gallery.patching import Patch, patched
 from support.runner_conformance.adapter_rows import check_adapters
 
+Lanes = Callable[[ScheduledBatch, RequestStates], tuple[Array | None, Array | None]]
 Writes = Callable[[RoleRun, StepInputs], list[Write]]
 
 
@@ -49,6 +52,29 @@ def _one_at_most(original: Callable[[ScheduledBatch, RequestStates], Array]) -> 
     return lambda scheduled, states: original(scheduled, states)[:1]
 
 
+def _null_adapter_left_out(original: Callable[[ScheduledBatch, RequestStates], Array]) -> Callable[..., Array]:
+    """Count the adapters that there are, and let requests without one have the first of them."""
+
+    def active(scheduled: ScheduledBatch, states: RequestStates) -> Array:
+        found = original(scheduled, states)
+        return found[found > 0]
+
+    return active
+
+
+def _in_order_of_states(original: Lanes) -> Lanes:
+    """Take adapters in the order of the states, and rows in that of the batch."""
+
+    def lanes(scheduled: ScheduledBatch, states: RequestStates) -> tuple[Array | None, Array | None]:
+        _, active = original(scheduled, states)
+        if active is None:
+            return None, None
+        places = np.searchsorted(active, states.adapter[np.sort(scheduled.state_indices)]).astype(np.int32)
+        return np.repeat(places, scheduled.counts), active
+
+    return lanes
+
+
 def _mutant(name: str, thread: str, bug_class: BugClass, says: str, patch: Patch) -> Mutant:
     def check(seed: int) -> str | None:
         with patch():
@@ -80,3 +106,23 @@ MUTANTS: tuple[Mutant, ...] = (
         patched((steps, "active_adapters", _one_at_most)),
     ),
 )
+
+SERVED_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="null-adapter-left-out",
+        threads=(),
+        bug_class=BugClass.D,
+        says="Requests without an adapter, next to others that have one, get the first of them",
+        patch=patched(
+            (inputs, "active_adapters", _null_adapter_left_out), (steps, "active_adapters", _null_adapter_left_out)
+        ),
+    ),
+    Mutant(
+        name="adapters-in-order-of-states",
+        threads=(),
+        bug_class=BugClass.D,
+        says="Rows get adapters in the order of the request states, and have that of the batch",
+        patch=patched((inputs, "adapter_lanes", _in_order_of_states)),
+    ),
+)
+"""Of requests that are served, which scenes show as well."""

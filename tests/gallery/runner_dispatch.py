@@ -9,6 +9,7 @@ import attrs
 from capture_planner.analysis.lint.core import BugClass
 from capture_planner.dispatch.dispatcher import Dispatch, Dispatcher
 from capture_planner.modes import Reason, Role
+from capture_planner.planning.role import RoleInProgress
 from capture_planner.records import batch_space
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.batch_space import Deployment, draft_steps
@@ -142,6 +143,13 @@ def _described_as_padded(original: Callable[..., None]) -> Callable[..., None]:
     return describe
 
 
+# I: resources.
+
+
+def _cap_of_the_first_group(original: object) -> property:
+    return property(lambda role: role.groups[0].support.max_num_reqs)
+
+
 # J: observability.
 
 
@@ -229,6 +237,13 @@ DISPATCH_MUTANTS: tuple[Mutant, ...] = (
         bug_class=BugClass.C,
         says="Dispatch does not look at adapters, and replays a graph without them for a batch that has some",
         patch=_other_batch(_whatever_adapters),
+    ),
+    Mutant(
+        name="cap-of-the-first-group",
+        threads=("vllm-ascend#8585",),
+        bug_class=BugClass.I,
+        says="Of several attention groups the first one decides how many requests a graph may have",
+        patch=patched((RoleInProgress, "cap", _cap_of_the_first_group)),
     ),
     Mutant(
         name="draft-graphs-never-dispatched",
