@@ -116,15 +116,33 @@ def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Fami
     for cost in role.eager:
         if cost.milliseconds:
             yield eager(cost.query_len), cost.num_tokens, (cost.milliseconds, EAGER_REPEATS)
+    sampled: dict[tuple[Family, int], list[tuple[int, Timed]]] = {}
     for batch in role.batches:
-        if not batch.milliseconds or batch.active_loras or batch.num_tokens < 1:
+        timed = _time_of(role, batch)
+        if timed is None or batch.active_loras or batch.num_tokens < 1:
             continue
-        timed = batch.milliseconds, max(1, batch.samples)
         if batch.graph is None:
-            yield eager(batch.query_len if batch.past_prompt else None), batch.num_tokens, timed
+            doubling = eager(batch.query_len if batch.past_prompt else None), (batch.num_tokens - 1).bit_length()
+            sampled.setdefault(doubling, []).append((batch.num_tokens, timed))
         elif not profiled:
             entry = role.graphs[batch.graph].entry
             yield entry_family(role.role, entry), entry.num_tokens, timed
+    # Of a size there is seldom more than one such step, and the first ones compile kernels, which takes seconds.
+    for (family, _), alike in sampled.items():
+        yield family, max(tokens for tokens, _ in alike), _weighed([timed for _, timed in alike])
+
+
+def _time_of(role: ObservedRole, batch: BatchCount) -> Timed | None:
+    """Return the time of the steps of a batch that were sampled; None: none was.
+
+    A step without a graph waits for the host. Where the engine timed none at start, the time until the next step is
+    that of its pass, as the sampled ones are few.
+    """
+    if batch.milliseconds:
+        return batch.milliseconds, max(1, batch.samples)
+    if batch.graph is None and batch.interval and not role.eager:
+        return batch.interval, max(1, batch.intervals)
+    return None
 
 
 def _least_of_larger(sizes: Mapping[int, Timed]) -> dict[int, float]:
@@ -138,20 +156,19 @@ def _least_of_larger(sizes: Mapping[int, Timed]) -> dict[int, float]:
 
 
 def _non_decreasing(sizes: Mapping[int, Timed]) -> dict[int, float]:
-    """Return times that never fall as the size grows.
+    """Return times that never fall as the size grows: of such ones, the least absolute distance from those measured.
 
-    Neighbours that fall are averaged, by how often each was timed: a running maximum would let one slow step, as the
-    first of a kind that compiles its kernels, count for all larger sizes.
+    A running maximum would let one slow step, as the first of a kind that compiles its kernels, count for all larger
+    sizes; so would the mean of those that fall.
     """
-    pools: list[tuple[float, int, list[int]]] = []
+    pools: list[tuple[list[Timed], list[int]]] = []
     for tokens in sorted(sizes):
-        (mean, repeats), members = sizes[tokens], [tokens]
-        while pools and pools[-1][0] > mean:
-            before, count, others = pools.pop()
-            mean = (mean * repeats + before * count) / (repeats + count)
-            repeats, members = repeats + count, others + members
-        pools.append((mean, repeats, members))
-    return {tokens: mean for mean, _, members in pools for tokens in members}
+        timings, members = [sizes[tokens]], [tokens]
+        while pools and _weighed(pools[-1][0])[0] > _weighed(timings)[0]:
+            before, others = pools.pop()
+            timings, members = before + timings, others + members
+        pools.append((timings, members))
+    return {tokens: _weighed(timings)[0] for timings, members in pools for tokens in members}
 
 
 def _weighed(timings: list[Timed]) -> Timed:

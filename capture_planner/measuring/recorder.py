@@ -345,7 +345,7 @@ def _graphs(base: Observation) -> dict[Role, list[object]]:
 
 
 STALL = 10
-"""A step is a stall where it takes so many times the median of its kind, by tokens where it has more than those."""
+"""A step is a stall where it takes so many times the median of its kind, and twice what its tokens would make of it."""
 
 SETTLED = 32
 """Steps of a kind before which none is judged: the first ones may be those that compile kernels."""
@@ -387,7 +387,8 @@ class Intervals:
     def _judged(self, kind: Kind, steps: list[tuple[Outcome, float]]) -> Judged:
         usual, tokens = (statistics.median(column) for column in zip(*self._latest[kind], strict=True))
         for outcome, milliseconds in steps:
-            yield outcome, milliseconds, milliseconds > STALL * usual * max(1.0, outcome[2] / max(tokens, 1))
+            # A pass grows in proportion to its tokens at most: what took longer waited, or compiled kernels for its size.
+            yield outcome, milliseconds, milliseconds > usual * max(STALL, 2 * outcome[2] / max(tokens, 1))
 
 
 MAX_KNOWN = 1 << 11

@@ -37,7 +37,7 @@ class Curve:
     overhead: float = 0.0
     """Milliseconds that a step takes longer because its target runs in this mode, besides the pass."""
     is_graph: bool = False
-    """True for graphs, whose larger sizes are bound by proportion; an eager pass goes on along its last slope."""
+    """True for graphs, whose larger sizes are bound by proportion; an eager pass goes on as it grew over its last doubling."""
     bounds: tuple[Curve, ...] = ()
     """The same pass without a graph, or in pieces: a graph that is not measured takes no longer."""
     pieces: float = 0.0
@@ -73,9 +73,13 @@ class Curve:
             return times[index]
         if index == 0 or len(sizes) == 1:
             return times[0]
-        right = min(index, len(sizes) - 1)
-        slope = (times[right] - times[right - 1]) / (sizes[right] - sizes[right - 1])
-        return times[right - 1] + slope * (tokens - sizes[right - 1])
+        if index < len(sizes):
+            left, before, right, after = sizes[index - 1], times[index - 1], sizes[index], times[index]
+        else:
+            # Two sizes near each other say nothing about a slope: what one took longer would count a thousand times.
+            left, right, after = max(sizes[0], sizes[-1] // 2), sizes[-1], times[-1]
+            before = self._measured(left)
+        return before + (after - before) / (right - left) * (tokens - left)
 
 
 @attrs.frozen
@@ -84,7 +88,8 @@ class Costs:
 
     Beyond what was measured there is one rule. A graph larger than the largest that was measured takes as much longer
     as it has more tokens, and never longer than an eager pass, or than the PIECEWISE graph in place of a FULL one, that
-    was measured at so many. An eager pass larger than the largest goes on along the last slope, and never takes less.
+    was measured at so many. An eager pass larger than the largest goes on as it grew over its last doubling, and never
+    takes less.
     Where no PIECEWISE graph of a role was measured, one takes ``PIECES`` smallest FULL graphs longer than the FULL
     graph of its size, and never longer than the eager pass; all these are bounds from above. Where no FULL graph was
     measured, one takes what the PIECEWISE graph does.

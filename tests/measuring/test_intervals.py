@@ -75,6 +75,20 @@ def test_stalls_are_counted_apart_even_if_they_come_first(number, time, times):
     assert [*intervals.waiting()] == []
 
 
+@given(st.integers(513, 8192), st.lists(st.floats(4.0, 5.0), min_size=SETTLED, max_size=60))
+def test_a_step_of_more_tokens_is_a_stall_beyond_twice_its_proportion(tokens, times):
+    """A pass takes as much longer as it has more tokens at most: what compiles kernels for a size takes seconds."""
+    intervals = Intervals()
+    for each in times:
+        intervals.add(eager(512), each)
+    usual = statistics.median(times)
+    bound = usual * max(STALL, 2 * tokens / 512)
+    intervals.add(eager(tokens), bound * 0.99)
+    intervals.add(eager(tokens), bound * 1.1)
+    known, stalls = joined(intervals, {})
+    assert (known[eager(tokens)].timed, stalls[Role.TARGET]) == (1, 1)
+
+
 def test_first_steps_of_a_kind_wait_until_there_are_enough():
     intervals = Intervals()
     for _ in range(SETTLED - 1):

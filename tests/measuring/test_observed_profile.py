@@ -1,5 +1,8 @@
 """Profiles of engines: an observation's figures, none of them changed, and what it does not have is said."""
 
+import itertools
+import statistics
+
 import attrs
 import pytest
 from hypothesis import given
@@ -227,34 +230,62 @@ def test_an_observation_without_times_is_refused_with_the_switch():
         observed(observation_of(DEPLOYMENT))
 
 
-@given(st.dictionaries(st.integers(1, 200), st.tuples(st.floats(0.1, 50), st.integers(1, 9)), min_size=1, max_size=8))
-def test_eager_times_never_fall_and_keep_their_mean(points):
-    """One slow step does not count for all larger sizes; times that grow by themselves are as they were observed."""
+def eager_steps(points, **time_of):
+    """Return the curve of eager passes by sampled steps alone: milliseconds and samples by tokens."""
     observation = profiled()
     target, *others = observation.roles
+    shape = {"num_reqs": 1, "past_prompt": False, "reason": Reason.MODE}
     batches = tuple(
-        BatchCount(
-            num_reqs=1,
-            num_tokens=tokens,
-            past_prompt=False,
-            steps=samples,
-            reason=Reason.MODE,
-            milliseconds=time,
-            samples=samples,
-        )
-        for tokens, (time, samples) in points.items()
+        BatchCount(**shape, num_tokens=tokens, steps=samples, **{name: pick(*timed) for name, pick in time_of.items()})
+        for tokens, timed in points.items()
+        for samples in timed[1:]
     )
-    role = replace(target, eager=(), batches=batches)
-    profile = observed(replace(observation, roles=(role, *others)))
+    profile = observed(replace(observation, roles=(replace(target, eager=(), batches=batches), *others)))
     (curve,) = [each for each in profile.curves if each.key == (Role.TARGET, GraphMode.NONE, None, None)]
-    times = dict(zip(curve.tokens, curve.milliseconds, strict=True))
-    assert list(times.values()) == sorted(times.values())
-    weights = {tokens: samples for tokens, (_, samples) in points.items()}
-    total = sum(time * samples for time, samples in points.values())
-    assert sum(times[tokens] * weights[tokens] for tokens in points) == pytest.approx(total, rel=1e-4)
-    raw = [points[tokens][0] for tokens in sorted(points)]
-    if raw == sorted(raw):
-        assert list(times.values()) == pytest.approx(raw, abs=1e-4)
+    return curve
+
+
+SAMPLED = {"milliseconds": lambda time, samples: time, "samples": lambda time, samples: samples}
+TIMED_BY_INTERVALS = {"interval": lambda time, samples: time, "intervals": lambda time, samples: samples}
+
+
+@pytest.mark.parametrize("times", [SAMPLED, TIMED_BY_INTERVALS], ids=["sampled", "intervals"])
+@given(
+    points=st.dictionaries(
+        st.integers(1, 300), st.tuples(st.integers(1, 50).map(float), st.integers(1, 9)), min_size=1, max_size=8
+    )
+)
+def test_eager_times_never_fall_and_are_the_nearest_such(points, times):
+    """Of each doubling of tokens the median, and no curve that never falls is nearer to the medians."""
+    curve = eager_steps(points, **times)
+    doublings = {}
+    for tokens, (time, samples) in sorted(points.items()):
+        doublings.setdefault((tokens - 1).bit_length(), []).append((tokens, [time] * samples))
+    assert curve.tokens == tuple(alike[-1][0] for alike in doublings.values())
+    assert list(curve.milliseconds) == sorted(curve.milliseconds)
+    every = [[time for _, repeats in alike for time in repeats] for alike in doublings.values()]
+    medians = [(statistics.median(alike), len(alike)) for alike in every]
+
+    def distance(fit):
+        return sum(samples * abs(own - median) for own, (median, samples) in zip(fit, medians, strict=True))
+
+    values = sorted({median for median, _ in medians})
+    least = min(map(distance, itertools.combinations_with_replacement(values, len(medians))))
+    assert distance(curve.milliseconds) == pytest.approx(least, abs=1e-3)
+
+
+@given(
+    sizes=st.lists(st.integers(20, 4000), min_size=9, max_size=9, unique=True).map(sorted),
+    compiled=st.integers(0, 8),
+    seconds=st.integers(1, 10),
+)
+def test_a_step_that_compiled_kernels_is_no_time_of_a_pass(sizes, compiled, seconds):
+    """Wherever it comes, times stay within those of the other steps, as long as there are others as large."""
+    points = {tokens: (10 + tokens / 100, 1) for tokens in sizes}
+    # Of the largest sizes two at least tell what is usual.
+    points |= {5000: (60.0, 2)}
+    points[sizes[compiled]] = (1000.0 * seconds, 1)
+    assert max(eager_steps(points, **SAMPLED).milliseconds) <= 60.0
 
 
 @pytest.mark.parametrize(("query_len", "kind"), [(4, 4), (6, None), (None, None)])

@@ -40,24 +40,34 @@ def curve(times: dict[int, int], mode: GraphMode = GraphMode.FULL) -> CostCurve:
 
 
 def on_the_line(times: dict[int, int], tokens: int) -> Fraction:
-    """Return the time between measured sizes, below the first its own, above the last along the last line."""
+    """Return the time between measured sizes, below the first its own, above the last as over the last doubling."""
     sizes = sorted(times)
     highest = {size: max(times[each] for each in sizes if each <= size) for size in sizes}
-    around = [pair for pair in pairwise(sizes) if pair[0] <= tokens <= pair[1]] or list(pairwise(sizes))[-1:]
-    if tokens <= sizes[0] or not around:
+    if tokens <= sizes[0] or len(sizes) == 1:
         return Fraction(highest[sizes[0]])
-    left, right = around[0]
+    if tokens > (last := sizes[-1]):
+        half = max(sizes[0], last // 2)
+        return highest[last] + (highest[last] - on_the_line(times, half)) / (last - half) * (tokens - last)
+    left, right = next(pair for pair in pairwise(sizes) if pair[0] <= tokens <= pair[1])
     return highest[left] + Fraction(highest[right] - highest[left], right - left) * (tokens - left)
 
 
 @given(TIMES, st.sampled_from((1, 3)))
 def test_times_lie_on_the_line_between_measured_sizes(times: dict[int, int], passes: int) -> None:
-    """Never less for more; below the first its time; times the passes. Beyond: eager ones along the last line."""
+    """Never less for more; below the first its time; times the passes. Beyond: eager ones as over the last doubling,
+    so that two sizes near each other cannot make it much longer: twice in proportion at most.
+    """
     for tokens in range(1, 16):
         eager = Curve.of(curve(times, GraphMode.NONE), passes)
         assert eager(tokens) == pytest.approx(float(on_the_line(times, tokens) * passes), rel=1e-9)
-        if tokens <= max(times):
+        if tokens <= (last := max(times)):
             assert Curve.of(curve(times), passes)(tokens) == pytest.approx(eager(tokens))
+        else:
+            assert (
+                len(times) == 1
+                or min(times) > last // 2
+                or eager(tokens) <= eager(last) * (2 * tokens / last - 1) + 1e-9
+            )
 
 
 @given(TIMES, st.none() | TIMES, st.sampled_from(((GraphMode.FULL, True), (GraphMode.PIECEWISE, False))))
