@@ -97,8 +97,18 @@ def test_ratios_are_of_the_same_round(found: list[tuple[float, float, float]]) -
 def test_promise_is_the_mean_step_of_the_loads() -> None:
     result = measured(rows_of({column: [10.0, 20.0] for column in COLUMNS}))
     assert result["promise"]["before"] == {"stated_ms": 22.0, "measured_ms": 20.0, "off": 0.1}
-    assert result["promise"]["after"] == {"stated_ms": 19.0, "measured_ms": 20.0, "off": -0.05}
+    # The engine by itself takes as long as when it was observed, so the host has not drifted.
+    assert result["promise"]["after"] == {"stated_ms": 19.0, "measured_ms": 20.0, "drift": 1.0, "off": -0.05}
     assert result["without_graph"][rounds.TUNED] == {"target": 0.25}
+
+
+@given(st.sampled_from((0.5, 0.625, 1.25, 1.6)))
+def test_a_slower_host_breaks_no_promise(drift: float) -> None:
+    """What is stated for the plan is compared at the speed that the engine by itself has in the same rounds."""
+    rows = rows_of({column: [10.0 / drift, 20.0 / drift] for column in COLUMNS})
+    result = measured([{**each, "busy_seconds": each["busy_seconds"] * drift} for each in rows])
+    assert result["promise"]["after"]["drift"] == pytest.approx(drift, rel=1e-3)
+    assert result["promise"]["after"]["off"] == pytest.approx(-0.05, abs=1e-3)
 
 
 def test_engine_that_is_kept_counts_as_tuned(tmp_path: Path) -> None:

@@ -245,6 +245,8 @@ class ServedStep:
     """Milliseconds of the target's pass, and of eager passes of the drafter."""
     graphs: float
     """Milliseconds of the drafter's graphs."""
+    waiting: float | None = None
+    """Milliseconds in which the device had nothing to do, by sampled steps; None: none was sampled."""
 
     @property
     def rest(self) -> float:
@@ -257,7 +259,6 @@ def with_overheads(profile: Profile, observation: Observation) -> Profile:
 
     Without intervals it is as it was, with a note.
     """
-    overlaps = observation.speculative is not None
     try:
         times = step_times(observation)
     except CapturePlannerError as error:
@@ -265,6 +266,7 @@ def with_overheads(profile: Profile, observation: Observation) -> Profile:
     steps, notes = served_steps(profile, observation)
     if not steps:
         return _noted(profile, *notes)
+    overlaps = observation.speculative is not None and _hides_drafts(steps)
     slope, base, apart = _fit_overheads(steps, overlaps=overlaps)
     by_kind = {(each.mode, each.query_len): each for each in times.kinds}
     overheads = tuple(
@@ -326,10 +328,25 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
                 interval=count.interval,
                 passes=own.milliseconds + eager,
                 graphs=graphs,
+                waiting=None if not count.milliseconds else count.interval - count.milliseconds - eager - graphs,
             )
         )
     notes = (f"{steps} steps have no part in the overheads: {reason}" for reason, steps in sorted(missing.items()))
     return tuple(found), tuple(notes)
+
+
+def _hides_drafts(steps: Sequence[ServedStep]) -> bool:
+    """Return whether a drafter's graphs run while the device would wait for the host.
+
+    Not where the passes take all of a step already: those of real requests, which read other pages and other experts
+    each, take longer than the replays that were timed after capture. Without samples, or without graphs of a drafter,
+    they count as hidden.
+    """
+    sampled = [(each.waiting, each.graphs, each.weight) for each in steps if each.waiting is not None and each.graphs]
+    if not sampled:
+        return True
+    waiting = _mean([(max(0.0, waits), weight) for waits, _, weight in sampled])
+    return waiting > _mean([(graphs, weight) for _, graphs, weight in sampled]) / 2
 
 
 def _graph_of(role: ObservedRole, observation: Observation) -> Callable[[Batch], Entry | None]:
