@@ -69,7 +69,7 @@ def written(folder: Path, result: dict[str, Any], name: str = "0.6b-3") -> None:
     file = {
         "provenance": {"date": "2026-11-23T12:00:00+00:00", **host},
         "results": {name: result},
-        "targets": {f"{name}: faster": True, "8b-3: faster": False},
+        "targets": {f"{name}: wave 10-250, faster (1.2)": True, f"{name}: faster": False, "8b-3: faster": False},
     }
     (folder / f"vllm_arriving-{name}.json").write_text(json.dumps(file), "utf-8")
 
@@ -126,17 +126,18 @@ def test_tables_show_the_medians_and_their_spread(tmp_path: Path) -> None:
     text = arriving_tables.headline(tmp_path)
     assert "| tokens/s, wave 10-250 | 2,000 | 5,000 | 6,000 |" in text
     assert "| CUDA graphs | 200 | 100 | 40 |" in text
-    shown = arriving_tables.figures("tokens_per_second", "{:,.0f}")(tmp_path)  # type: ignore[call-arg]
-    assert "| Qwen3-0.6B, K=3 | 32 in flight | 2,000 (1,000 to 4,000) |" in shown
-    assert "25.0 %" in arriving_tables.start(tmp_path)
-    assert arriving_tables.targets(folder=tmp_path) == "1 of 1 targets are met."
-    assert "`python benchmark`" in arriving_tables.machine(folder=tmp_path)
+    ratios = "| 2.50 (1.25 to 5.00) | 3.00 (1.50 to 6.00) |"
+    assert f"| 32 in flight | 2,000 {ratios}" in arriving_tables.throughput(tmp_path)
+    assert "| 200/100/40 | 1.2/1.2/1.2 | 512/512/512 | 25.0%/25.0%/25.0% |" in arriving_tables.start(tmp_path)
+    assert "| faster | 1 of 2 |" in arriving_tables.targets(folder=tmp_path)
+    assert "[vllm_arriving-0.6b-3](" in arriving_tables.machine(folder=tmp_path)
 
 
 def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
     parts = (
         arriving_tables.headline,
         arriving_tables.start,
+        arriving_tables.throughput,
         arriving_tables.promises,
         arriving_tables.deployments,
         arriving_tables.sglang,

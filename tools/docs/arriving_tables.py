@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import NO_VALUE, RESULTS, files, percent, table
+from results import NO_VALUE, RESULTS, files, table
 
 VLLM, SGLANG = "vllm_arriving*.json", "sglang_arriving*.json"
 HEADLINE = "0.6b-3"
@@ -33,8 +33,9 @@ def newest(pattern: str, folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 
 def grid(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """Return the groups that have an expert's list: shapes and draft lengths."""
-    return {name: result for name, result in newest(VLLM, folder).items() if EXPERT in result["medians"]}
+    """Return the groups that have an expert's list, by shape, those with a drafter first."""
+    found = [(name, result) for name, result in newest(VLLM, folder).items() if EXPERT in result["medians"]]
+    return dict(sorted(found, key=lambda each: ([*SHAPES].index(each[1]["shape"]), -each[1]["k"])))
 
 
 def title(result: Mapping[str, Any]) -> str:
@@ -44,13 +45,17 @@ def title(result: Mapping[str, Any]) -> str:
     return f"{SHAPES[shape]}{fewer}, {'K=' + str(result['k']) if result['k'] else 'no drafter'}"
 
 
-def cell(result: Mapping[str, Any], column: str, load: str, figure: str, form: str = "{:,.0f}") -> str:
-    """Return the median of a figure, with the least and the largest value where there are several rounds."""
-    values = result["medians"].get(column, {}).get(load, {}).get(figure)
+def spread(values: Sequence[float] | None, form: str) -> str:
+    """Return a median, with the least and the largest value where there are several rounds."""
     if values is None:
         return NO_VALUE
     middle, least, most = (form.format(value) for value in values)
     return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def ratio(result: Mapping[str, Any], column: str, load: str, figure: str) -> str:
+    """Return the ratio of a figure to that of the engine by itself in the same round."""
+    return spread(result["ratios"].get(f"{column} / {ITSELF}", {}).get(load, {}).get(figure), "{:.2f}")
 
 
 def engine(result: Mapping[str, Any], column: str) -> Mapping[str, Any]:
@@ -86,123 +91,118 @@ def _middle(result: Mapping[str, Any], column: str, load: str, figure: str, form
     return NO_VALUE if values is None else form.format(values[0])
 
 
-def figures(figure: str, form: str) -> Callable[[], str]:
-    """Return a part: a figure of each load, by group."""
-
-    def part(folder: Path = RESULTS) -> str:
-        rows = [
-            (title(result), load, *[cell(result, column, load, figure, form) for column in COLUMNS])
-            for result in grid(folder).values()
-            for load in result["loads"]
-        ]
-        return table(("deployment", "load", *COLUMNS), rows, text=2) if rows else MISSING
-
-    return part
+def throughput(folder: Path = RESULTS) -> str:
+    """Return tokens per second of each load by group, and latencies, as ratios to the engine by itself."""
+    rows = [
+        (
+            title(result),
+            load,
+            _middle(result, ITSELF, load, "tokens_per_second", "{:,.0f}"),
+            *[ratio(result, column, load, "tokens_per_second") for column in (EXPERT, TUNED)],
+            ratio(result, TUNED, load, "itl_ms_p99"),
+        )
+        for result in grid(folder).values()
+        for load in result["medians"].get(TUNED, {})
+    ]
+    columns = ("deployment", "load", f"{ITSELF}, tokens/s", EXPERT, TUNED, "tuned, p99 latency")
+    return table(columns, rows, text=2) if rows else MISSING
 
 
 def start(folder: Path = RESULTS) -> str:
-    """Return what each engine captured, and how much of the steps runs without a graph."""
-    rows = [row for result in grid(folder).values() for row in _start(result)]
-    return table(("deployment", "", *COLUMNS), rows, text=2) if rows else MISSING
+    """Return what each engine captured, and how many steps of the target run without a graph: of the three in turn."""
+    columns = ("deployment", "graphs", "capture, s", "graph memory, MiB", "target's steps without a graph")
+    rows = [(title(result), *_start(result)) for result in grid(folder).values()]
+    return table(columns, rows) if rows else MISSING
 
 
-def _start(result: Mapping[str, Any]) -> Iterator[Sequence[object]]:
-    facts = [engine(result, column) for column in COLUMNS]
-    roles = [role.replace("_", " ") for role in facts[0]["graphs"]]
-    shares = [result["without_graph"].get(column, {}) for column in COLUMNS]
-    yield (
-        title(result),
-        f"graphs of {', '.join(roles)}",
-        *[" + ".join(map(str, fact["graphs"].values())) if fact else NO_VALUE for fact in facts],
-    )
-    yield "", "capture, s", *[f"{fact['capture_seconds']:.1f}" if fact else NO_VALUE for fact in facts]
-    yield "", "graph memory, MiB", *[f"{fact['graph_mib']:,.0f}" if fact else NO_VALUE for fact in facts]
-    yield (
-        "",
-        f"steps without a graph, {', '.join(roles)}",
-        *[" / ".join(map(percent, each.values())) or NO_VALUE for each in shares],
-    )
+def _start(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield graphs, seconds, memory and steps without a graph of the three engines."""
+    facts = [found for column in COLUMNS if (found := engine(result, column))]
+    yield "/".join(str(sum(each["graphs"].values())) for each in facts)
+    yield "/".join(f"{each['capture_seconds']:.1f}" for each in facts)
+    yield "/".join(f"{each['graph_mib']:,.0f}" for each in facts)
+    shares = (result["without_graph"].get(column, {}) for column in COLUMNS)
+    yield "/".join(f"{each['target']:.1%}" for each in shares if each)
 
 
 def promises(folder: Path = RESULTS) -> str:
-    """Return the mean step that ``tune`` stated, and the one that was measured, before and under the plan."""
+    """Return how far the mean step that ``tune`` stated is off the measured one, as observed and under the plan."""
     rows = [
-        (
-            name,
-            "as observed" if when == "before" else "under the plan",
-            f"{each['stated_ms']:.2f} ms",
-            f"{each['measured_ms']:.2f} ms",
-            f"{each['off']:+.1%}",
-        )
+        (name, *(_promise(result["promise"].get(when)) for when in ("before", "after")))
         for name, result in newest(VLLM, folder).items()
-        for when, each in result["promise"].items()
     ]
-    return table(("group", "", "stated", "measured", "off by"), rows, text=2) if rows else MISSING
+    return table(("group", "as observed, ms", "under the plan, ms"), rows) if rows else MISSING
+
+
+def _promise(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return NO_VALUE
+    stated = found["stated_ms"] * found.get("drift", 1.0)
+    return f"{stated:.2f}, took {found['measured_ms']:.2f} ({found['off']:+.1%})"
 
 
 def deployments(folder: Path = RESULTS) -> str:
-    """Return tokens per second of the other deployments, by itself and tuned, and what ``tune`` said."""
+    """Return the gain in tokens per second of the other deployments, by load, and what ``tune`` said."""
+    found = {name: result for name, result in newest(VLLM, folder).items() if EXPERT not in result["medians"]}
     rows = [
         (
             name.replace("-", " "),
-            load,
-            cell(result, ITSELF, load, "tokens_per_second"),
-            cell(result, TUNED, load, "tokens_per_second"),
+            "/".join(str(sum(engine(result, column)["graphs"].values())) for column in (ITSELF, TUNED)),
             (result.get("tune") or {}).get("verdict") or NO_VALUE,
+            *[ratio(result, TUNED, load, "tokens_per_second") for load in result["loads"]],
         )
-        for name, result in newest(VLLM, folder).items()
-        if EXPERT not in result["medians"]
-        for load in result["loads"]
+        for name, result in found.items()
     ]
-    return table(("deployment", "load", ITSELF, TUNED, "`tune` says"), rows, text=2) if rows else MISSING
+    columns = ("deployment", "graphs", "`tune` says", "tuned, wave", "tuned, 32 in flight")
+    return table(columns, rows) if rows else MISSING
 
 
 def targets(pattern: str = VLLM, folder: Path = RESULTS) -> str:
-    """Return how many targets are met, by the newest file that has each group, and those that are missed."""
-    found = {
-        text: met
-        for name, result in newest(pattern, folder).items()
-        for text, met in result["file"]["targets"].items()
-        if text.startswith(f"{name}: ")
-    }
-    if not found:
-        return MISSING
-    lines = [f"{sum(found.values())} of {len(found)} targets are met."]
-    missed = [f"- {text}" for text, met in found.items() if not met]
-    return "\n".join([*lines, "", "Missed:", "", *missed] if missed else lines)
+    """Return how many targets of each kind are met, by the newest file that has each group."""
+    kinds: dict[str, list[bool]] = {}
+    for name, result in newest(pattern, folder).items():
+        for text, met in result["file"]["targets"].items():
+            group, _, target = text.partition(" (")[0].partition(": ")
+            if group == name:
+                kinds.setdefault(target.rpartition(", ")[2], []).append(met)
+    rows = [(kind, f"{sum(found)} of {len(found)}") for kind, found in kinds.items()]
+    return table(("target", "met"), rows) if rows else MISSING
 
 
 def machine(pattern: str = VLLM, folder: Path = RESULTS) -> str:
-    """Return the machine, the versions and the commands of the newest results."""
+    """Return the machine and the versions of the newest results, with a link to each file, which has its command."""
     found = list(newest(pattern, folder).values())
     if not found:
         return MISSING
-    commands = dict.fromkeys(result["file"]["provenance"]["command"] for result in found)
     host, facts = found[-1]["file"]["provenance"], engine(found[-1], ITSELF)
     name = next(name for name in ("vllm", "sglang") if name in facts)
+    names = (path.stem for path in sorted(folder.glob(pattern)))
     return (
         f"{facts['device']}, {host['hardware']['cores']} cores of {host['hardware']['cpu']}, {name} {facts[name]}, "
-        f"torch {facts['torch']}, {host['python']}, {host['date'][:10]}: " + ", ".join(f"`{each}`" for each in commands)
+        f"torch {facts['torch']}, {host['python']}, {host['date'][:10]}. The commands: "
+        + ", ".join(f"[{each}](../../benchmarks/results/{each}.json)" for each in names)
     )
 
 
 def sglang(folder: Path = RESULTS) -> str:
-    """Return SGLang's tokens per second, graphs and capture."""
+    """Return SGLang's tokens per second and what it captured."""
     found = newest(SGLANG, folder)
     rows: list[Sequence[object]] = [
-        (f"tokens/s, {load}", *[cell(result, column, load, "tokens_per_second") for column in COLUMNS])
+        (
+            load,
+            _middle(result, ITSELF, load, "tokens_per_second", "{:,.0f}"),
+            *[ratio(result, column, load, "tokens_per_second") for column in (EXPERT, TUNED)],
+        )
         for result in found.values()
         for load in result["loads"]
     ]
-    rows += [row[1:] for result in found.values() for row in _start(result)]
-    return table(("", *COLUMNS), rows) if rows else MISSING
+    return table(("load", f"{ITSELF}, tokens/s", EXPERT, TUNED), rows) if rows else MISSING
 
 
 PARTS: dict[str, Callable[[], str]] = {
     "arriving-headline": headline,
     "arriving-machine": machine,
-    "arriving-throughput": figures("tokens_per_second", "{:,.0f}"),
-    "arriving-itl-p99": figures("itl_ms_p99", "{:.1f}"),
+    "arriving-throughput": throughput,
     "arriving-start": start,
     "arriving-promises": promises,
     "arriving-deployments": deployments,
