@@ -27,7 +27,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -39,6 +39,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from capture_planner import cli
+from capture_planner.codec import documents, reading
 from support.commands import CommandResult, Run
 
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -60,8 +61,12 @@ _FROZEN: dict[str, int] = {}
 
 
 def pytest_configure() -> None:
-    """Run in the root of the repository wherever pytest is called: tests name documents as their messages do."""
+    """Run in the root of the repository wherever pytest is called: tests name documents as their messages do.
+
+    A text is parsed once: tests read the same plans a thousand times, and a third of a command's time was YAML.
+    """
     os.chdir(Path(__file__).parents[1])
+    reading.parse = lru_cache(maxsize=128)(documents.parse)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
