@@ -6,8 +6,6 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
     path
@@ -76,17 +74,24 @@ def test_class_names_are_nouns() -> None:
     assert {name for name in names if re.fullmatch(r"_?[A-Z][a-z]+(?:ed|wn|eld)", name)} == set()
 
 
-@pytest.mark.parametrize("path", WITH_TEXT, ids=lambda path: str(path.relative_to(ROOT)))
-def test_strings_use_plain_words(path: Path) -> None:
+def test_strings_use_plain_words() -> None:
     """Docstrings, messages and help texts."""
-    assert [f"line {line}: {word}" for line, text in texts(path) for word in found_in(text)] == []
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in WITH_TEXT
+        for line, text in texts(path)
+        for word in found_in(text)
+    ] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_pages_use_plain_words(path: Path) -> None:
+def test_pages_use_plain_words() -> None:
     """README and docs."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [f"line {n}: {word}" for n, text in enumerate(lines, 1) for word in found_in(text)] == []
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in PAGES
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for word in found_in(text)
+    ] == []
 
 
 def test_forbidden_words_are_found() -> None:

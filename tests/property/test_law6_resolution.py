@@ -55,7 +55,9 @@ TABLE = {
 }
 LETTERS = {"N": N, "P": P, "D": D, "S": S, "F": F}
 DROPPED = {P: N, S: D}
-CASES = list(itertools.product(GraphMode, GraphSupport, (False, True), (False, True), (False, True), (False, True)))
+CASES = list(itertools.product(GraphMode, GraphSupport))
+BOOLEANS = list(itertools.product((False, True), repeat=4))
+"""Long queries, attention that splits a forward, pieces that can be captured, a drafter. One test takes them all."""
 
 
 def expected(requested, level, long, split, capturable, drafter):
@@ -89,33 +91,35 @@ def result(requested, level, long, split, capturable, drafter=False):
         return None
 
 
-@pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
-def test_resolution_agrees_with_the_table(requested, level, long, split, capturable, drafter):
+@pytest.mark.parametrize(("requested", "level"), CASES)
+def test_resolution_agrees_with_the_table(requested, level):
     """Law 6: every mode, level, query length, split and capturability, for targets and drafters."""
-    found = result(requested, level, long, split, capturable, drafter)
-    assert (found and found.mode) == expected(requested, level, long, split, capturable, drafter)
+    for case in BOOLEANS:
+        found = result(requested, level, *case)
+        assert (case, found and found.mode) == (case, expected(requested, level, *case))
 
 
-@pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
-def test_resolution_is_idempotent_and_never_above_the_request(requested, level, long, split, capturable, drafter):
+@pytest.mark.parametrize(("requested", "level"), CASES)
+def test_resolution_is_idempotent_and_never_above_the_request(requested, level):
     """Law 6: a resolved mode resolves to itself without a decision, and is at most what was wanted."""
-    found = result(requested, level, long, split, capturable, drafter)
-    if found is not None:
-        assert found.mode <= requested
-        again = result(found.mode, level, long, split, capturable, drafter)
-        assert again.mode is found.mode
-        assert not again.decisions
+    for case in BOOLEANS:
+        found = result(requested, level, *case)
+        if found is not None:
+            assert found.mode <= requested, case
+            again = result(found.mode, level, *case)
+            assert (again.mode, again.decisions) == (found.mode, ()), case
 
 
-@pytest.mark.parametrize(("requested", "level", "long", "split", "capturable", "drafter"), CASES)
-def test_each_downgrade_is_a_decision(requested, level, long, split, capturable, drafter):
+@pytest.mark.parametrize(("requested", "level"), CASES)
+def test_each_downgrade_is_a_decision(requested, level):
     """Law 6: the decisions lead, without a gap, from the request to the result."""
-    found = result(requested, level, long, split, capturable, drafter)
-    if found is not None:
-        chain = [requested.value, *(d.after for d in found.decisions)]
-        assert [d.before for d in found.decisions] == chain[:-1]
-        assert chain[-1] == found.mode.value
-        assert len(set(chain)) == len(chain)
+    for case in BOOLEANS:
+        found = result(requested, level, *case)
+        if found is not None:
+            chain = [requested.value, *(d.after for d in found.decisions)]
+            assert [d.before for d in found.decisions] == chain[:-1], case
+            assert chain[-1] == found.mode.value, case
+            assert len(set(chain)) == len(chain), case
 
 
 LEVELS = st.lists(st.sampled_from(GraphSupport), min_size=1, max_size=4)
@@ -131,34 +135,30 @@ def test_the_weakest_group_decides_and_is_named(levels, requested, long):
     assert {(d.group, d.backend) for d in found.decisions} <= {(f"g{blamed}", f"b{blamed}")}
 
 
-@pytest.mark.parametrize("target", GraphMode)
-@pytest.mark.parametrize("level", GraphSupport)
-@pytest.mark.parametrize("wanted", [None, *GraphMode])
-def test_a_draft_decode_is_full_decode_only_or_none(target, level, wanted):
+@pytest.mark.parametrize(("target", "level"), CASES)
+def test_a_draft_decode_is_full_decode_only_or_none(target, level):
     """Law 6: FULL_DECODE_ONLY where target and backend can and the spec lets it, else NONE."""
-    found = resolve_draft_decode(target, wanted, [group(level)])
-    start = target if wanted is None or wanted > target else wanted
-    able = start in (D, S, F) and level > 0
-    assert found.mode is (D if able else N)
-    assert all(d.role is Role.DRAFT_DECODE for d in found.decisions)
-    chain = [target.value, *(d.after for d in found.decisions)]
-    assert [d.before for d in found.decisions] == chain[:-1]
-    assert chain[-1] == found.mode.value
-    assert all(d.before != d.after for d in found.decisions if d.rule != "role-asks-for-more")
+    for wanted in (None, *GraphMode):
+        found = resolve_draft_decode(target, wanted, [group(level)])
+        start = target if wanted is None or wanted > target else wanted
+        able = start in (D, S, F) and level > 0
+        assert found.mode is (D if able else N), wanted
+        assert all(d.role is Role.DRAFT_DECODE for d in found.decisions)
+        chain = [target.value, *(d.after for d in found.decisions)]
+        assert [d.before for d in found.decisions] == chain[:-1], wanted
+        assert chain[-1] == found.mode.value, wanted
+        assert all(d.before != d.after for d in found.decisions if d.rule != "role-asks-for-more"), wanted
 
 
-@pytest.mark.parametrize("target", GraphMode)
-@pytest.mark.parametrize("level", GraphSupport)
-@pytest.mark.parametrize("wanted", [None, *GraphMode])
-@pytest.mark.parametrize("split", [True, False])
-def test_a_draft_prefill_starts_from_the_targets_mode(target, level, wanted, split):
+@pytest.mark.parametrize(("target", "level"), CASES)
+def test_a_draft_prefill_starts_from_the_targets_mode(target, level):
     """Law 6: from the target's resolved mode, or less where the spec asks, down its own ladder."""
-    found = resolve_draft_prefill(
-        target, wanted, [group(level)], max_query_len=4, piecewise=Piecewise(split_attention=split)
-    )
-    start = target if wanted is None or wanted > target else wanted
-    assert found.mode is expected(start, level, True, split, True, True)
-    assert found.mode <= target
+    for wanted, split in itertools.product((None, *GraphMode), (True, False)):
+        pieces = Piecewise(split_attention=split)
+        found = resolve_draft_prefill(target, wanted, [group(level)], max_query_len=4, piecewise=pieces)
+        start = target if wanted is None or wanted > target else wanted
+        assert found.mode is expected(start, level, True, split, True, True), (wanted, split)
+        assert found.mode <= target
 
 
 @given(deployments(max_reqs=64), st.data())
