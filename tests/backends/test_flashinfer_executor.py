@@ -28,7 +28,7 @@ from support.flashinfer_standin import graphs_of, new_kernel, standin
 
 pytestmark = pytest.mark.usefixtures("one_thread", "library")
 
-few = settings(max_examples=6)
+few = settings(max_examples=4)
 
 
 @each_family

@@ -185,7 +185,7 @@ def test_bytes_that_are_not_text(run: Run) -> None:
         ("check", SPEC),
         ("diff", SPEC, SPEC),
         ("ranks", SPEC),
-        ("export", SPEC, "--to", "vllm"),
+        ("export", "plans/specs/llama-3.1-8b.yaml", "--to", "vllm"),
     ],
 )
 def test_a_machine_that_was_not_named_comes_first(run: Run, command: tuple[str, ...]) -> None:

@@ -69,7 +69,8 @@ def test_a_healthy_backend_passes_and_the_report_says_what_was_tried(run: Run) -
 
 def test_the_same_seed_does_the_same(run: Run) -> None:
     """Nothing differs but the seconds; another seed does something else."""
-    first, again, other = (run("reference", *FEW, "--seed", seed, "--format", "json").data for seed in ("5", "5", "6"))
+    few = ("reference", *FEW, *ONE, "--format", "json")
+    first, again, other = (run(*few, "--seed", seed).data for seed in ("5", "5", "6"))
     assert first.pop("seconds") > 0
     again.pop("seconds")
     assert first == again
@@ -81,7 +82,7 @@ def test_json_has_the_documented_keys(run: Run) -> None:
     text = (ROOT / "docs" / "extending" / "conformance.md").read_text("utf-8")
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text.partition("| key |")[2], re.M)
     documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
-    searched = run("reference", *FEW, "--format", "json").data
+    searched = run("reference", *FEW, *ONE, "--format", "json").data
     again = run("reference", "--case", CASE, "--format", "json").data
     assert set(searched) == set(again) == documented
     assert searched["profile"] == {"name": "own", "examples": 2, "steps": 4, "long_steps": 0}
@@ -137,7 +138,8 @@ def test_what_is_named_holds_in_every_shape(
 @pytest.mark.parametrize("shown", [True, False])
 def test_progress_is_shown_where_it_is_wanted(run: Run, shown: bool) -> None:
     """On the standard error stream."""
-    ran = run("reference", *FEW, "--progress" if shown else "--no-progress")
+    wanted = "--progress" if shown else "--no-progress"
+    ran = run("reference", "--examples", "1", "--steps", "2", "--no-audits", *ONE, wanted)
     assert ("scenes" in ran.err) == shown
 
 
@@ -148,12 +150,12 @@ def test_profiles_are_those_of_the_suite(run: Run, monkeypatch: pytest.MonkeyPat
 
     def conform(on: Any, choices: Any, *progress: Any) -> Any:
         asked.append(choices)
-        few = conformance.SearchProfile(name="few", examples=1, steps=5)
+        few = conformance.SearchProfile(name="few", examples=1, steps=2)
         return healthy(on, attrs.evolve(choices, profile=few, audits=False), *progress)
 
     monkeypatch.setattr(importlib.import_module("capture_planner_conformance.cli.suite"), "conform", conform)
     for arguments in ((), ("--thorough",), ("--profile", "thorough"), ("--no-shrink", "--audits", "--shrink")):
-        assert run("reference", *arguments).code == 0
+        assert run("reference", *ONE, *arguments).code == 0
     assert [choices.profile.name for choices in asked] == ["default", "thorough", "thorough", "default"]
     assert all(choices.audits and choices.shrink for choices in asked)
 

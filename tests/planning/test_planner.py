@@ -69,7 +69,7 @@ def test_plan_that_no_command_could_read_is_refused_when_it_is_made():
     few = split(100)
     assert codec.loads(codec.dumps(few), Plan) == few
     with pytest.raises(PlanningError, match="roles: no command could read its plan: more than 16000 values"):
-        split(2000)
+        split(900)
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -44,7 +44,7 @@ PLAIN: dict[str, tuple[str, ...]] = {
     "ranks": ("plan.yaml", "--ranks", "2"),
     "engine": ("vllm", "--max-num-seqs", "8", "-e", "h100"),
     "compare": ("vllm --max-num-seqs 8", "vllm --max-num-seqs 12", "-e", "h100"),
-    "export": (str(LOCKED / "qwen3-8b-eagle3.h100.yaml"), "--to", "vllm"),
+    "export": (str(LOCKED / "llama-3.1-8b.h100.yaml"), "--to", "vllm"),
     "journal": ("journal",),
 }
 """Every other command that prints a report, with arguments."""
