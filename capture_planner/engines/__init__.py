@@ -24,6 +24,7 @@ __all__ = [
     "Engine",
     "components",
     "emulate",
+    "emulate_line",
     "engines",
     "find_engine",
     "is_engine",
@@ -146,7 +147,12 @@ def emulate(name: str, flags: Sequence[str], environment: Environment) -> Emulat
 
     A whole command line will do, and whatever ``read`` takes.
     """
-    engine, line = find_engine(name), read(name, flags)
+    return emulate_line(name, read(name, flags), environment)
+
+
+def emulate_line(name: str, line: LineReading, environment: Environment) -> Emulation:
+    """Emulate the words of a line that was read, as ``emulate``."""
+    engine = find_engine(name)
     try:
         emulation = engine.emulate(line.words, environment)
     except FlagError as error:

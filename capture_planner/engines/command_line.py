@@ -80,6 +80,33 @@ def server_commands(engine: Engine, words: Sequence[str], others: Iterable[Engin
     return named
 
 
+def servers(path: str, engines: Iterable[Engine]) -> tuple[tuple[Engine, ShellCommand], ...]:
+    """Return the different servers that a file starts, each with its engine: by a program, or by an engine's image.
+
+    A file that starts none of the engines has none; what names neither a program nor an image could be anything's.
+    """
+    every, text = tuple(engines), codec.read(path)
+    read = container_commands(text, path)
+    if read is None and Path(path).suffix in (".yaml", ".yml", ".json"):
+        return ()
+    found: dict[object, tuple[Engine, ShellCommand]] = {}
+    for command in (read or read_shell(text)).commands:
+        own = [(engine, one) for each in _unwrapped(command) for engine in every for one in _started(engine, each)]
+        own = own or [(engine, each) for engine in every for each in _in_own_image(engine, command)]
+        # A script may start the same server in two branches.
+        found |= {(engine.name, one.component, one.words, *one.variables.items()): (engine, one) for engine, one in own}
+    return tuple(found.values())
+
+
+def _in_own_image(engine: Engine, command: ShellCommand) -> Iterator[ShellCommand]:
+    """Yield the flags of an engine's image, whose entry point is its server."""
+    for each in _bare(command, alone=False):
+        name = (each.image or "").partition(":")[0]
+        # The pattern of images has the release behind the name.
+        if each.words[:1] and each.words[0].startswith("-") and engine.history.release_of_image(f"{name}:0.0"):
+            yield each
+
+
 def _component(words: Sequence[str]) -> tuple[str, str]:
     """Return a file, and the name of the component that ``FILE#NAME`` adds to it; of other words neither."""
     if len(words) != 1 or len(words[0]) > MOST_NAME or "\0" in words[0]:
@@ -326,7 +353,11 @@ def read_line(engine: Engine, words: Sequence[str], others: Iterable[Engine] = (
 
     :param others: the other engines, whose commands are told from this one's.
     """
-    command = server_command(engine, words, others)
+    return read_command(engine, server_command(engine, words, others))
+
+
+def read_command(engine: Engine, command: ShellCommand) -> LineReading:
+    """Return the engine's words in a server's command; raises ``FlagError`` for variables that are not emulated."""
     own = {name: value for name, value in command.variables.items() if not _FOREIGN_VARIABLE.fullmatch(name)}
     _refuse_variables(engine, own)
     deciding = {name: value for name, value in command.variables.items() if name in engine.flags}

@@ -26,6 +26,7 @@ engine that has it in its ``flags`` answers then by the flags alone."""
 DYNAMO: Mapping[str, int | str] = {
     **dict.fromkeys(("--is-prefill-worker", "--is-decode-worker", "--enable-local-indexer", "--enable-multimodal"), 0),
     **dict.fromkeys(("--publish-events-and-metrics", "--use-kv-events", "--durable-kv-events"), 0),
+    **{"--frontend-decoding": 0, "--multimodal-embedding-cache-capacity-gb": 1},
     **dict.fromkeys(("--request-plane", "--event-plane", "--discovery-backend", "--store-kv", "--endpoint"), 1),
     **dict.fromkeys(("--namespace", "--migration-limit", "--custom-jinja-template", "--modality"), 1),
 }

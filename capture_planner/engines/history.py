@@ -63,6 +63,8 @@ class History:
     flags: Mapping[str, OldName] = attrs.Factory(dict)
     defaults: tuple[tuple[str, str, str], ...] = ()
     """Two releases, and the changed default of those from the first on and before the second."""
+    parts: Mapping[str, Mapping[str, OldName]] = attrs.Factory(dict)
+    """Fields of flags that are JSON, by the name of the flag: ``compilation_config``."""
     variables: Mapping[str, OldName] = attrs.Factory(dict)
     """Variables of the environment that the release no longer reads, and which meant something for graphs."""
     signs: Mapping[str, str] = attrs.Factory(dict)
@@ -75,6 +77,7 @@ class History:
         """Return the history in plain data, as an engine's JSON file has it."""
         return cls(
             flags=old_names(data["flags"]),
+            parts={flag: old_names(rows) for flag, rows in data.get("parts", {}).items()},
             variables=old_names(data.get("variables", {})),
             defaults=tuple((since, before, says) for since, before, says in data["defaults"]),
             signs=data.get("signs", {}),
@@ -104,6 +107,44 @@ class History:
             problems += [Problem(message=self.age(oldest, f"the line is for release {oldest} or older"))]
         return problems
 
+    def renewed(self, words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return words as the emulated release has them, for what older ones had; and each change, in words.
+
+        Flags, fields of JSON and variables get their successors; what has none is left out. Only what an older release
+        had is changed: the names of other engines and slips are not.
+        """
+        left, new, changes = list(words), list[str](), list[str]()
+        while left:
+            word = left.pop(0)
+            name, equals, value = word.partition("=")
+            head, dot, field = name.partition(".")
+            flag = head.replace("_", "-") if head.startswith("--") else head
+            table = self.parts.get(_LONG.get(flag, flag).lstrip("-").replace("-", "_"), {})
+            old = self.variables.get(name) if equals and not name.startswith("-") else None
+            if old is None and not dot:
+                old = self.flags.get(flag)
+            if old is not None and old.until is not None:
+                values = [value] if equals else values_behind(left)
+                del left[: 0 if equals else len(values)]
+                now = shlex.split(old.written(" ".join(map(shlex.quote, values)), alone=len(values) == 1))
+                new += now
+                changes.append(f"{name} as {shlex.join(now)}" if now else f"{name} left out")
+                continue
+            fields = _json_fields(field, value if equals else left[0] if left else "") if table else {}
+            gone = {key: table[key] for key in fields if key in table and table[key].until is not None}
+            if not gone:
+                new.append(word)
+                continue
+            del left[: 0 if equals else 1]
+            written = [gone[key].written(json.dumps(fields[key])) for key in gone]
+            kept = {key: each for key, each in fields.items() if key not in gone}
+            kept |= json.loads(f"{{{', '.join(filter(None, written))}}}")
+            new += [flag, json.dumps(kept)] if kept else []
+            changes += [
+                f"{key} as {text}" if text else f"{key} left out" for key, text in zip(gone, written, strict=True)
+            ]
+        return tuple(new), tuple(changes)
+
     def age(self, release: str, subject: str) -> str:
         """Return what is known of a line of an older release: what differs by default, as far as graphs go."""
         number = release_of(release)
@@ -114,6 +155,21 @@ class History:
         """Return the release that an image's tag names."""
         match = re.search(self.image, image) if image and self.image else None
         return match[1] if match else None
+
+
+_LONG = {"-cc": "compilation-config", "-O": "compilation-config", "-ac": "attention-config"}
+"""Flags of one letter or two, each with the long name."""
+
+
+def _json_fields(field: str, text: str) -> dict[str, Any]:
+    """Return the fields of a flag's JSON, or the one that its dotted name sets; none where it is no object."""
+    try:
+        value = json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        value = text
+    if field:
+        return {} if "." in field else {field: value}
+    return value if isinstance(value, dict) else {}
 
 
 def old_names(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, OldName]:

@@ -49,6 +49,7 @@ def container_commands(text: str, file: str = "") -> ShellText | None:
         return None
     commands: list[ShellCommand] = []
     mounted: dict[str, str] = {}
+    texts: dict[str, str] = {}
     line = 0
     for index, part in enumerate(re.split(r"^---.*\n", text, flags=re.MULTILINE)):
         try:
@@ -56,13 +57,16 @@ def container_commands(text: str, file: str = "") -> ShellText | None:
         except InvalidDocument:
             return None
         place = f"{file}#{index}"
-        if file and _within(node.plain(), "kind") == "ConfigMap":
-            mounted |= {key: f"{place}/data/{key}" for key in _within(node.plain(), "data") or ()}
+        if _within(node.plain(), "kind") == "ConfigMap":
+            held = _within(node.plain(), "data") or {}
+            mounted |= {key: f"{place}/data/{key}" for key in held if file}
+            texts |= {f"{_within(node.plain(), 'metadata', 'name')}/{key}": str(text) for key, text in held.items()}
             continue
         found = _commands(node, place)
         commands += [attrs.evolve(each, line=each.line + line) for each in found]
         line += part.count("\n") + 1
-    return ShellText(tuple(_mounted(each, mounted) for each in _named_apart(commands))) if commands else None
+    named = (_mounted(each, mounted, texts) for each in _named_apart(commands))
+    return ShellText(tuple(named)) if commands else None
 
 
 def _named_apart(commands: Iterable[ShellCommand]) -> Iterator[ShellCommand]:
@@ -74,10 +78,21 @@ def _named_apart(commands: Iterable[ShellCommand]) -> Iterator[ShellCommand]:
         yield attrs.evolve(each, component=f"{each.component}-{count}") if count > 1 and each.component else each
 
 
-def _mounted(command: ShellCommand, mounted: Mapping[str, str]) -> ShellCommand:
-    """Return a command with the files of configuration maps where its words name them by their paths in a container."""
-    words = (mounted.get(word.rpartition("/")[2], word) if word.startswith("/") else word for word in command.words)
-    return attrs.evolve(command, words=tuple(words))
+_IN_MAP = re.compile(r"\$\(ConfigMap/([^()]*)\)")
+_PATH = re.compile(r"(?<![\w./-])/[\w./-]*")
+
+
+def _mounted(command: ShellCommand, mounted: Mapping[str, str], texts: Mapping[str, str]) -> ShellCommand:
+    """Return a command with what configuration maps hold: files by their paths in a container, and variables."""
+
+    def filled(text: str) -> str:
+        return _IN_MAP.sub(lambda match: texts.get(match[1], match[0]), text)
+
+    def placed(text: str) -> str:
+        return _PATH.sub(lambda match: mounted.get(match[0].rpartition("/")[2], match[0]), filled(text))
+
+    given = {name: filled(text) for name, text in command.variables.items()}
+    return attrs.evolve(command, words=tuple(map(placed, command.words)), variables=given)
 
 
 def _commands(node: Node, place: str) -> Iterator[ShellCommand]:
@@ -150,7 +165,9 @@ def _variables(value: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in value if isinstance(value, list) else ():
         if isinstance(each, Mapping):
-            found[str(each.get("name"))] = str(each.get("value", ""))
+            held = _within(each, "valueFrom", "configMapKeyRef")
+            text = f"$(ConfigMap/{_within(held, 'name')}/{_within(held, 'key')})" if held else each.get("value", "")
+            found[str(each.get("name"))] = str(text)
         else:
             name, equals, text = str(each).partition("=")
             found |= {name: text} if equals else {}
@@ -200,7 +217,7 @@ def _patches(data: Sequence[Any]) -> Iterator[ShellCommand]:
         yield ShellCommand(words=tuple(words))
 
 
-_ENGINES = {"vllm": ("vllm", "serve"), "sglang": ("sglang", "serve"), "trtllm": ("trtllm-serve",)}
+_ENGINES = ("vllm", "sglang", "trtllm")
 
 
 def _slurm(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
@@ -222,15 +239,28 @@ def _slurm(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCom
         given = _variables(_within(data, "backend", f"{role}_environment"))
         at = node.locate(("backend", f"{kind}_config", role))[0]
         # A folder in the container says nothing of the model, and the served name does.
-        own = {key.replace("_", "-"): value for key, value in flags.items()}
-        name = own.pop("served-model-name", None) or own.get("model-path") or own.pop("model", None) or model
+        own = {key.replace("_", "-"): value for key, value in _merged(flags).items()}
+        served = own.pop("served-model-name", None)
+        repo = _within(data, "identity", "model", "repo")
+        name = repo or served or own.get("model-path") or own.pop("model", None) or model
         if kind == "trtllm":
             words = [str(name), "--config", f"{place}/backend/{kind}_config/{role}"]
         else:
             own.pop("model-path", None)
             words = [*(["--model-path"] if kind == "sglang" else []), str(name), *as_words(own)]
-        words = [*_ENGINES[kind], *words]
-        yield ShellCommand(words=tuple(words), variables=given, component=str(role), line=at)
+        # A worker of Dynamo takes the engine's flags and its own.
+        words = ["python", "-m", f"dynamo.{kind}", *words]
+        image = str(_within(data, "model", "container") or "")
+        command = ShellCommand(words=tuple(words), variables=given, component=str(role), line=at)
+        yield attrs.evolve(command, image=image) if ":" in image else command
+
+
+def _merged(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with what YAML's ``<<`` merges into it."""
+    merged = flags.get("<<") or {}
+    own = {key: value for key, value in flags.items() if key != "<<"}
+    parts = reversed(merged) if isinstance(merged, list) else [merged]
+    return {key: value for each in (*map(_merged, parts), own) for key, value in each.items()} if merged else own
 
 
 def _serve(model: str, parallel: Any) -> list[str]:

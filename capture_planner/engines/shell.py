@@ -24,8 +24,13 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})")
 """``$NAME``, ``${NAME}`` or ``${NAME:-default}``."""
 
 _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
-_SUBSTITUTION = r"\$\((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*\)|`[^`]*`"
-_DOUBLE = rf'"(?:\\.|{_SUBSTITUTION}|[^"\\])*"'
+_QUOTED = r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\."
+_SUBSTITUTION = (
+    # With parentheses in quotes, as programs of awk have them; or else as many as there are.
+    rf"(?>\$\((?:{_QUOTED}|[^()'\"\\]|\((?:{_QUOTED}|[^()'\"\\])*\))*+\)"
+    r"|\$\((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*+\)|`[^`]*`)"
+)
+_DOUBLE = rf'"(?:\\.|{_SUBSTITUTION}|[^"\\])*+"'
 _PART = re.compile(rf"'[^']*'|{_DOUBLE}|{_SUBSTITUTION}|\\.|[^\s'\"\\;&|<>()`$]+|\$", re.DOTALL)
 _TOKEN = re.compile(
     r"[ \t]+|(?P<redirect>&>>?|\d*(?:>>?|<)(?:&[\d-])?)|(?P<end>[\n;&|()]+)|(?<!\S)#[^\n]*"

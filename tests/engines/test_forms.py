@@ -200,3 +200,39 @@ def test_seq_is_counted_out(first, step, last, form):
     assert list(words[3:]) == numbers
     (command,) = read_shell(f'vllm serve --sizes "[$(seq -s, {first} {step} {last})]"').commands
     assert command.words[3] == f"[{','.join(numbers)}]"
+
+
+def test_a_configuration_map_holds_files_and_variables(tmp_path):
+    """Also of a command in a shell's text; a program of awk in it is a word like others."""
+    graph = tmp_path / "graph.yaml"
+    graph.write_text(
+        "kind: ConfigMap\nmetadata: {name: a}\ndata:\n  flags.yaml: |\n    max-num-seqs: 24\n  sizes: '[1, 2]'\n---\n"
+        "kind: DynamoGraphDeployment\nspec:\n  services:\n    decode:\n      extraPodSpec:\n        mainContainer:\n"
+        "          command: [bash, -c]\n          env:\n          - name: SIZES\n"
+        "            valueFrom: {configMapKeyRef: {name: a, key: sizes}}\n          args:\n          - |\n"
+        """            NICS="$(nvidia-smi | awk '{split("PIX (PXB", a); gsub(":", "", $1); if (f(g(1))) next}')"\n"""
+        "            exec python3 -m dynamo.vllm --model m --config /etc/vllm/flags.yaml --frontend-decoding \\\n"
+        "              --compilation-config '{\"cudagraph_capture_sizes\": '$SIZES'}'\n"
+    )
+    emulation = emulate("vllm", [str(graph)], H100)
+    assert (emulation.limits.max_num_reqs, emulation.asked_sizes) == (24, (1, 2))
+
+
+def test_slurm_recipes_merge_and_name_the_model(tmp_path):
+    """``<<`` is YAML's; a repository says more of the model than a folder; a worker takes Dynamo's flags too."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: a, container: 'vllm/vllm-openai:v0.21.0'}\nidentity: {model: {repo: Qwen/Qwen3-8B}}\n"
+        "backend:\n  vllm_config:\n    prefill: &a {max-num-seqs: 8, enforce-eager: true, dyn-reasoning-parser: b}\n"
+        "    decode: {<<: *a, enforce-eager: false}\n"
+    )
+    words = {name: read("vllm", [f"{recipe}#{name}"]) for name in ("prefill", "decode")}
+    assert words["prefill"].words == ("Qwen/Qwen3-8B", "--max-num-seqs", "8", "--enforce-eager")
+    assert words["decode"].words == ("Qwen/Qwen3-8B", "--max-num-seqs", "8")
+    assert "v0.21.0" in words["decode"].assumptions[0]
+
+
+def test_a_quote_that_nothing_closes_is_found_at_once():
+    """However many substitutions stand in it."""
+    with pytest.raises(FlagError, match="a quote is not closed"):
+        read_shell('echo "' + "$(a)" * 2000)

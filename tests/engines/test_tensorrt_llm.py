@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from capture_planner.engines import read
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records.batch import Batch
@@ -308,3 +309,23 @@ def test_unemulated_values_raise_not_emulated(emulate, flags, kind):
     with pytest.raises(FlagError) as error:
         emulate(*flags)
     assert type(error.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("given", "twice"),
+    [({}, True), ({"skip_indexer_for_short_seqs": False}, False), ({"algorithm": "deepseek_v4"}, False)],
+)
+def test_sparse_attention_has_the_same_shapes(emulate, given, twice) -> None:
+    """They may be captured twice, by length, which is said."""
+    sparse = {"algorithm": "dsa", **given}
+    plain, emulation = emulate(max_batch_size=8), emulate(max_batch_size=8, sparse_attention_config=sparse)
+    assert emulation.graphs == plain.graphs
+    assert bool(emulation.assumptions) == twice
+    with pytest.raises(NotEmulated, match="sparse attention"):
+        emulate(sparse_attention_config={"algorithm": "rocket"})
+
+
+def test_a_worker_of_dynamo_has_flags_with_dashes() -> None:
+    """And flags of its own."""
+    line = "python3 -m dynamo.trtllm --model a --max-batch-size 8 --tensor-parallel-size 2 --kv-block-size 32"
+    assert read("tensorrt-llm", [line]).words == ("a", "--max_batch_size", "8", "--tp_size", "2")

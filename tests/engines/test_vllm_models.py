@@ -21,6 +21,7 @@ from capture_planner_vllm.emulation.engine import emulate, resolve
 from capture_planner_vllm.emulation.model import ModelFacts
 from capture_planner_vllm.emulation.settings import DrafterKind
 from capture_planner_vllm.emulation.tables import flag_table, names, rules
+from engines.generators.vllm import answer_of
 from engines.generators.vllm_models import MODELS, write_models
 
 H100, H200 = find_environment("h100"), find_environment("h200")
@@ -401,3 +402,32 @@ def test_configuration_copies_rewrite_the_mode(cache, mode, tmp_path):
     words = [str(tmp_path / "whisper"), "--runner", "pooling", "-sc", json.dumps(draft)]
     words = ["VLLM_USE_V2_MODEL_RUNNER=0", *words]
     assert resolve(words, find_environment("b200"))[0].configured_mode.value == mode
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_position_embeddings": 8192},
+        {"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"architectures": ["Qwen3MoeForCausalLM"], "text_config": {"max_position_embeddings": 512}},
+    ],
+)
+def test_overridden_fields_are_as_if_the_file_had_them(tmp_path, fields) -> None:
+    """``--hf-overrides`` of lengths and classes; other fields are not emulated."""
+    places = [tmp_path / "own", tmp_path / "other"]
+    for place in places:
+        place.mkdir()
+    own, other = folder(places[0]), folder(places[1], **fields)
+    overridden = resolve([own, "--hf-overrides", json.dumps(fields)], H100)[0]
+    assert answer_of(overridden) == answer_of(resolve([other], H100)[0])
+    assert overridden.max_model_len != resolve([own], H100)[0].max_model_len
+    with pytest.raises(NotEmulated, match="hf-overrides"):
+        resolve([own, "--hf-overrides", json.dumps(fields | {"num_experts": 8})], H100)
+
+
+def test_a_flag_may_name_the_method_that_the_algorithm_of_modelopt_means() -> None:
+    """NVFP4 is loaded as modelopt_fp4, whether a flag says so or not; as another method it is not."""
+    name, b200 = "nvidia/Qwen3.5-122B-A10B-NVFP4", find_environment("b200")
+    assert answer_of(resolve([name, "--quantization", "modelopt_fp4"], b200)[0]) == answer_of(resolve([name], b200)[0])
+    with pytest.raises(NotEmulated, match="loading it as modelopt is"):
+        resolve([name, "--quantization", "modelopt"], b200)

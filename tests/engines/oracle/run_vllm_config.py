@@ -9,6 +9,9 @@ as folders. Prints how many were compared and every difference; exits with 1 whe
 Where vLLM refuses a line that the emulation accepts, that is a difference, unless the line has flags that
 ``engines.generators.vllm_ignored`` lists with a reason, and vLLM accepts the line without them and then answers
 as the emulation does for the whole line. Those are counted by flag.
+
+``--rows FILE`` compares rows of an audit (``tools/audit.py --format json``) instead: ``--count`` of those that capture
+graphs and whose models are known by name.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
+import re
+import shlex
 import sys
 import tempfile
 import time
@@ -30,8 +36,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from capture_planner.codec.shipped import find_environment
+from capture_planner.codec.shipped import find_environment, shipped_environments
 from capture_planner.engines.checkpoints import known
+from capture_planner.engines.shell import split_variables
 from capture_planner.errors import FlagError, NotEmulated
 from capture_planner.modes import GraphMode
 from capture_planner.records.environment import Environment
@@ -54,6 +61,7 @@ def main() -> int:
     parser.add_argument("--wild", type=float, default=0.01, help="chance of flags that vLLM refuses")
     parser.add_argument("--lines-only", action="store_true", help="leave the single flags and the known models out")
     parser.add_argument("--models-only", action="store_true", help="compare nothing but the known models")
+    parser.add_argument("--rows", type=Path, help="compare nothing but rows of an audit, as JSON")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compare lines (default: 1)")
     arguments = parser.parse_args()
     module, wheel = oracle("vllm_config"), sources(arguments)
@@ -62,6 +70,8 @@ def main() -> int:
     release = arguments.release if arguments.release in releases() else NEWEST
     say(f"vLLM {arguments.release} against the emulation of {release}")
     with following(release):
+        if arguments.rows is not None:
+            return _audited(module, engine, arguments)
         return _compare(module, engine, wheel, arguments)
 
 
@@ -146,18 +156,68 @@ def _ours(words: list[str], environment: Environment) -> Any:
         return error
 
 
+def _audited(module: ModuleType, engine: Any, arguments: argparse.Namespace) -> int:
+    """Compare rows of an audit, print each, and return the exit status."""
+    rows = [row for row in json.loads(arguments.rows.read_text())["rows"] if row["engine"] == "vllm" and row["graphs"]]
+    lines = {tuple(shlex.split(row["command"])): row for row in rows}
+    differences = compared = 0
+    with tempfile.TemporaryDirectory() as place:
+        for line in random.Random(arguments.seed).sample(sorted(lines), len(lines)):
+            given, (_, _, *words) = split_variables(line)
+            machine = lines[line]["machine"].partition(",")[0]
+            names = [
+                name for name in known() if any(re.search(rf"(?<![\w./-]){name}(?![\w./-])", word) for word in words)
+            ]
+            # Of a draft model as of the target vLLM needs the facts.
+            asked = (
+                json.loads(spec)["model"]
+                if "--speculative-config" in words
+                and "model" in (spec := words[words.index("--speculative-config") + 1])
+                else words[0]
+            )
+            if (
+                compared == arguments.count
+                or words[0] not in names
+                or asked not in names
+                or machine not in shipped_environments()
+            ):
+                continue
+            compared += 1
+            in_folders = words
+            for name in names:
+                folder = _in_folder(Path(place), name)
+                in_folders = [re.sub(rf"(?<![\w./-]){name}(?![\w./-])", folder, word) for word in in_folders]
+            environment = find_environment(machine)
+            theirs: Any = engine.answer(in_folders, environment, given)
+            ours = _ours([*(f"{name}={value}" for name, value in given.items()), *words], environment)
+            refused = isinstance(theirs, module.EngineRefusal)
+            by_flags = read_target(words[0]).odd is not None
+            difference = _beyond(ours, theirs, refused) if by_flags else _difference(ours, theirs, refused)
+            differences += bool(difference)
+            say(f"{lines[line]['where']} on {machine}: {difference or 'the same'}{' by the flags' * by_flags}")
+    say(f"{compared} rows of {len(lines)} compared, {differences} differences")
+    return int(differences > 0)
+
+
+def _in_folder(place: Path, name: str) -> str:
+    """Write a known model's facts as a folder, and return it."""
+    folder = place / name
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        for file, content in _files(known()[name]).items():
+            (folder / file).write_text(json.dumps(content))
+    return str(folder)
+
+
 def _known_models(module: ModuleType, engine: Any, folder: Path) -> tuple[int, int]:
     """Give vLLM each known model's facts as a folder; return how many command lines, and how many differ."""
     compared = differences = 0
-    for name, facts in known().items():
-        place = folder / name
-        place.mkdir(parents=True)
-        for file, content in _files(facts).items():
-            (place / file).write_text(json.dumps(content))
+    for name in known():
+        place = _in_folder(folder, name)
         for machine in ("h100", "b200"):
             environment = find_environment(machine)
             for flags in ([], ["--no-enable-chunked-prefill"], ["-tp", "8"]):
-                theirs: Any = engine.answer([str(place), *flags], environment, {})
+                theirs: Any = engine.answer([place, *flags], environment, {})
                 ours = _ours([name, *flags], environment)
                 compared += 1
                 refused = isinstance(theirs, module.EngineRefusal)

@@ -14,6 +14,8 @@ _CONFIG = "--config"
 _READ = ("enable_attention_dp", "cuda_graph_config", "speculative_config")
 _ENCODER = ("num_tokens", "max_num_token", "seq_lens", "max_seq_len")
 _MOST = {"max_batch_size": 1 << 16}
+_SPARSE = {"dsa": True, "deepseek_v4": False}
+"""Sparse attention that skips its indexer for short sequences, each with whether it does so by default."""
 
 
 def resolve(command: Sequence[str]) -> ServeSettings:
@@ -25,7 +27,11 @@ def resolve(command: Sequence[str]) -> ServeSettings:
     keys |= {*_READ, *OPTIONS["ignored_keys"], *OPTIONS["emulated_values"]}
     only(in_file, keys, (_CONFIG,), problems, OLD_KEYS)
     values: dict[str, Any] = {**in_file, **line.values}
+    sparse = values.get("sparse_attention_config")
+    algorithm = sparse.get("algorithm") if isinstance(sparse, Mapping) else None
     for name, emulated in OPTIONS["emulated_values"].items():
+        if name == "sparse_attention_config" and algorithm in _SPARSE:
+            continue
         if name in values and values[name] not in emulated["values"]:
             problems.skip(_where(name, line.spelled), emulated["otherwise"])
     sizes = {
@@ -45,6 +51,7 @@ def resolve(command: Sequence[str]) -> ServeSettings:
         attention_dp=dp in values and boolean(values[dp], (_CONFIG, dp), problems),
         graphs=graphs,
         drafting=drafting,
+        by_length=algorithm in _SPARSE and bool(sparse.get("skip_indexer_for_short_seqs", _SPARSE[algorithm])),
         sources={name: "flag" if name in line.values else "file" for name in values},
         overridden=tuple(sorted(name for name in line.values if name in in_file)),
     )

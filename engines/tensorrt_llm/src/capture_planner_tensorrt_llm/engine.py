@@ -24,6 +24,12 @@ from capture_planner_tensorrt_llm.settings import Drafting, GraphConfig, ServeSe
 NAME = "tensorrt-llm"
 VERSION = "1.3.0rc"
 """There is no release with all of these rules; ``rules`` names the commits that they were read at."""
+_SAME = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width")
+"""Flags that a worker of Dynamo has too, written with dashes."""
+BY_LENGTH = (
+    "sparse attention skips its indexer for short sequences, so each graph counts once and may be captured twice; "
+    "the same batches have one"
+)
 
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
@@ -44,6 +50,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         decisions=tuple(decisions),
         limits=Limits(max_num_reqs=requests, max_num_tokens=tokens),
         speculative=None if drafting is None else drafting.speculative(requests, tokens),
+        assumptions=(BY_LENGTH,) if resolved.by_length and graphs.shapes else (),
         parallel=Parallel(data=resolved.tensor) if resolved.attention_dp else Parallel(tensor=resolved.tensor),
     )
 
@@ -59,11 +66,13 @@ ENGINE = Engine(
     wrappers={
         "python -m dynamo.trtllm": {
             **DYNAMO,
-            "--model-path": "",
-            "--served-model-name": 1,
+            **dict.fromkeys(("--model", "--model-path"), ""),
+            **dict.fromkeys(("--served-model-name", "--disaggregation-mode", "--kv-block-size"), 1),
+            **dict.fromkeys(("--free-gpu-memory-fraction", "--expert-parallel-size", "--gpus-per-node"), 1),
             "--extra-engine-args": "--extra_llm_api_options",
-            "--disaggregation-mode": 1,
-            "--kv-block-size": 1,
+            "--tensor-parallel-size": "--tp_size",
+            "--pipeline-parallel-size": "--pp_size",
+            **{f"--{name.replace('_', '-')}": f"--{name}" for name in _SAME},
         }
     },
     limits=("--max_batch_size", "--max_num_tokens", "--config"),

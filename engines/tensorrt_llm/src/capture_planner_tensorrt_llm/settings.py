@@ -107,6 +107,8 @@ class ServeSettings:
     graphs: GraphConfig | None = attrs.Factory(GraphConfig)
     """None: cuda_graph_config is null, and everything runs eager."""
     drafting: Drafting | None = None
+    by_length: bool = False
+    """Whether each shape is captured a second time, for short sequences."""
     sources: Mapping[str, str] = attrs.Factory(dict)
     """``flag`` or ``file`` for each that was given; the rest are defaults."""
     overridden: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ with grouped-query attention; its settings have the source ``assumed``.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,9 +128,28 @@ class ModelFacts:
         return refusal(flag, reason, remedy, *inside)
 
 
-def read_target(name: str) -> ModelFacts:
-    """Return the facts of the served model; of an unknown one whose name is of another family, that alone."""
-    found = read_model("--model", name)
+_OVERRIDES = {"architectures", "max_position_embeddings", "rope_scaling", "rope_parameters"}
+"""Fields of ``--hf-overrides`` that change the length or the class of a model and nothing else."""
+
+
+def overrides(text: str | None) -> dict[str, Any] | None:
+    """Return the fields of ``--hf-overrides``; None where one of them is not emulated."""
+    try:
+        given = json.loads(text or "{}")
+    except ValueError:
+        return None
+    inner = given.get("text_config", {}) if isinstance(given, dict) else None
+    if not isinstance(inner, dict) or not {*given, *inner} <= {*_OVERRIDES, "text_config"}:
+        return None
+    return given
+
+
+def read_target(name: str, replaced: Mapping[str, Any] | None = None) -> ModelFacts:
+    """Return the facts of the served model; of an unknown one whose name is of another family, that alone.
+
+    :param replaced: fields of ``--hf-overrides``.
+    """
+    found = read_model("--model", name, replaced)
     family = None if found.known else checkpoints.other_family(name)
     if family is None:
         return found
@@ -138,10 +158,15 @@ def read_target(name: str) -> ModelFacts:
     return attrs.evolve(found, architecture=architecture, odd=f"a name of another family ({family})")
 
 
-def read_model(flag: str, name: str) -> ModelFacts:
+def read_model(flag: str, name: str, replaced: Mapping[str, Any] | None = None) -> ModelFacts:
     """Return the facts of a model by folder or name; raises ``FlagError`` for a broken ``config.json``."""
     try:
         checkpoint = checkpoints.find(name)
+        if replaced and checkpoint.source != ASSUMED:
+            config = {**checkpoint.config, **replaced}
+            # A part of the configuration keeps what is not replaced.
+            text = {**(checkpoint.config.get("text_config") or {}), **replaced.get("text_config", {})}
+            checkpoint = attrs.evolve(checkpoint, config={**config, "text_config": text} if text else config)
         return _from_config(checkpoint) if checkpoint.source != ASSUMED else ModelFacts(name=name)
     except FileNotFoundError as error:
         remedy = "name a model's folder; a plan is checked without --engine"
@@ -225,12 +250,13 @@ def _lengths(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def _quantization(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a checkpoint's quantization with its method, which ModelOpt's own file names by the algorithm."""
-    inner, by = given.get("quantization"), (given.get("producer") or {}).get("name")
-    if given.get("quant_method") or not isinstance(inner, dict) or by != _MODELOPT:
+    """Return a checkpoint's quantization with its method, which of ModelOpt's the algorithm names."""
+    named, inner, by = given.get("quant_method"), given.get("quantization"), (given.get("producer") or {}).get("name")
+    own = inner if isinstance(inner, dict) else given
+    if named not in (None, "", _MODELOPT) or (not named and (own is given or by != _MODELOPT)):
         return given
-    methods = {"NVFP4": "modelopt_fp4", "MIXED_PRECISION": "modelopt_mixed"}
-    return {**given, "quant_method": methods.get(str(inner.get("quant_algo")).upper(), _MODELOPT)}
+    methods = {"NVFP4": "modelopt_fp4", "MXFP8": "modelopt_mxfp8", "MIXED_PRECISION": "modelopt_mixed"}
+    return {**given, "quant_method": methods.get(str(own.get("quant_algo")).upper(), _MODELOPT)}
 
 
 def _cache(quantized: Mapping[str, Any]) -> str | None:

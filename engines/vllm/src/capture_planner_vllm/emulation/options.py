@@ -15,7 +15,7 @@ from capture_planner.records.environment import DeviceKind, Environment
 from capture_planner_vllm.emulation.attention import BACKEND, backend_name
 from capture_planner_vllm.emulation.encoder_budgets import EncoderOptions
 from capture_planner_vllm.emulation.flags import CommandLine
-from capture_planner_vllm.emulation.model import DEFAULT_MODEL, read_target
+from capture_planner_vllm.emulation.model import DEFAULT_MODEL, overrides, read_target
 from capture_planner_vllm.emulation.overlap import Overlap
 from capture_planner_vllm.emulation.parts import ALL_MODES, COMPILE, Part, whole_number
 from capture_planner_vllm.emulation.precision import cache_dtype, check_quantization, model_dtype
@@ -124,7 +124,7 @@ class ServeOptions:
 
     def _model(self) -> None:
         line = self.line
-        self.model = read_target(line.model or DEFAULT_MODEL)
+        self.model = read_target(line.model or DEFAULT_MODEL, overrides(line.get("hf_overrides")))
         self.other_device = sign_of_other_device(line, self.backend)
         if self.other_device:
             self.model = attrs.evolve(self.model, odd=self.model.odd or "a device of its own")

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from capture_planner.engines.history import old_names
+from capture_planner.engines.history import History
 from capture_planner.engines.parsing import NUMBERS, did_you_mean, listed, refusal
 from capture_planner_vllm.emulation.releases import minor
 from capture_planner_vllm.emulation.tables import names, older
 
-PARTS = {kind: old_names(rows) for kind, rows in older()["parts"].items()}
+PARTS = History.load(older()).parts
 """Fields that older releases had, by the flag that they are in."""
 COMPILE = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 ALL_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")

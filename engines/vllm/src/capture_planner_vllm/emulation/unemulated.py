@@ -7,7 +7,7 @@ import re
 from capture_planner.engines.engine import OTHER_DEVICE
 from capture_planner.errors import NotEmulated
 from capture_planner_vllm.emulation.flags import CommandLine
-from capture_planner_vllm.emulation.model import ModelFacts
+from capture_planner_vllm.emulation.model import ModelFacts, overrides
 from capture_planner_vllm.emulation.refusals import not_emulated
 from capture_planner_vllm.emulation.tables import rules
 
@@ -39,7 +39,7 @@ def check_emulated(line: CommandLine, model: ModelFacts) -> None:
         for part, harmless in parts.items():
             if isinstance(value, dict) and value.get(part) not in harmless:
                 raise _error(name, part)
-    if line.get("hf_overrides") not in (None, "{}") and model.known:
+    if overrides(line.get("hf_overrides")) is None and model.known:
         raise _error("hf_overrides", remedy="write the values into the model's config.json")
     if line.get("runner") == "generate" and line.get("convert", "auto") not in ("auto", "none"):
         raise _error("convert")
