@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
@@ -143,3 +144,54 @@ def test_backends_of_drafters_are_judged(flags: str, says: str) -> None:
         of(f"--model Qwen/Qwen3-8B --speculative-draft-model-path Qwen/Qwen3-0.6B {EAGLE} {flags}", "b200")
     own = of(f"--model Qwen/Qwen3-8B {EAGLE} --speculative-draft-attention-backend trtllm_mha")
     assert settings(own)["page_size"] == 64
+
+
+def test_lengths_are_overridden_as_if_the_file_had_them() -> None:
+    """``--json-model-override-args`` of lengths, with YaRN's own; other fields are not emulated."""
+    flag, fields = "--json-model-override-args", {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn"}}
+    words = ["--model-path", "Qwen/Qwen3-8B", "--context-length", "513"]
+    emulate(words, drawing.environment("h100"))
+    with pytest.raises(FlagError, match="over the model's own 512"):
+        emulate([*words, flag, json.dumps(fields)], drawing.environment("h100"))
+    with pytest.raises(NotEmulated, match="not emulated"):
+        emulate([*words, flag, '{"num_experts": 8}'], drawing.environment("h100"))
+    with pytest.raises(FlagError, match="reads JSON"):
+        emulate([*words, flag, "{"], drawing.environment("h100"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "error"),
+    [
+        ("h100", ["flashinfer"], None),
+        ("b200", ["triton"], None),
+        ("b200", ["flashinfer", "--mamba-ssm-dtype", "bfloat16"], None),
+        ("b200", ["flashinfer"], "bfloat16"),
+        ("h100", ["flashkda"], "prefills only"),
+    ],
+)
+def test_kernels_of_linear_attention_in_decodes_change_no_graph(machine, flags, error) -> None:
+    """SGLang stops where they cannot run."""
+    words, environment = (
+        ["--model-path", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--tp-size", "4"],
+        drawing.environment(machine),
+    )
+    given = [*words, "--linear-attn-decode-backend", *flags]
+    if error is None:
+        assert emulate(given, environment).graphs == emulate(words, environment).graphs
+        return
+    with pytest.raises(FlagError, match=error):
+        emulate(given, environment)
+
+
+def test_the_all_to_all_of_megamoe_is_followed_where_flags_alone_decide() -> None:
+    """Its decode graphs are DeepEP's; whether it starts is the model's to decide."""
+    words = ["--model-path", "deepseek-ai/DeepSeek-V4-Pro", "--tp-size", "8", "--cuda-graph-max-bs-decode", "64"]
+    words += ["--enable-dp-attention", "--dp-size", "8", "--moe-dense-tp-size", "1", "--enable-dp-lm-head"]
+    answers = [
+        emulate([*words, "--moe-a2a-backend", name], drawing.environment("b200")) for name in ("megamoe", "deepep")
+    ]
+    decodes = [[graph for graph in each.graphs if not graph.prompts_only] for each in answers]
+    assert answers[0].by_flags
+    assert decodes[0] == decodes[1]
+    with pytest.raises(NotEmulated, match="megamoe"):
+        emulate(["--model-path", "Qwen/Qwen3-30B-A3B", "--moe-a2a-backend", "megamoe"], drawing.environment("b200"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 from typing import Any
 
@@ -69,6 +70,15 @@ def draw_family(random: Random, architecture: str, flags: dict[str, list[str]]) 
         maybe(0.3, "--disaggregation-decode-enable-radix-cache")
     maybe(0.15 if hybrid else 0.03, "--disable-radix-cache")
     maybe(0.15 if hybrid else 0.03, "--disable-overlap-schedule")
+    maybe(0.05, "--disable-chunked-prefix-cache")
+    maybe(0.2 if hybrid else 0.02, "--linear-attn-decode-backend", "triton", "flashinfer", "flashkda")
+    maybe(0.2 if hybrid else 0.02, "--mamba-ssm-dtype", "bfloat16", "float32")
+    lengths = (
+        {},
+        {"max_position_embeddings": 3000},
+        {"max_position_embeddings": 9000, "rope_scaling": {"rope_type": "yarn"}},
+    )
+    maybe(0.05, "--json-model-override-args", *map(json.dumps, lengths))
     maybe(0.3 if hybrid else 0.02, "--max-mamba-cache-size", 0, 4, 40, 300, 3000)
     maybe(0.2 if hybrid else 0.01, "--mamba-track-interval", 2, 64, 100, 512)
     strategies = ("auto", "no_buffer", "extra_buffer", "extra_buffer", "extra_buffer_lazy")

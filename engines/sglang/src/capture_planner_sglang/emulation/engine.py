@@ -53,7 +53,7 @@ def resolve(command: Sequence[str], environment: Environment) -> Startup:
     if environment.device.kind is not DeviceKind.CUDA:
         says = f"{environment.name} has no CUDA device, and SGLang's others are not emulated"
         raise refusal("--device", says, "name a GPU's environment")
-    r = Startup(args, sources, environment, read_model(args.model_path))
+    r = Startup(args, sources, environment, read_model(args.model_path, replaced=rules.replaced_lengths(args)))
     rules.check_followed(r)
     rules.read_attention_dp(r)
     graph_rules.read_settings(r)

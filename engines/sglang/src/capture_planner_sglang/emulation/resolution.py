@@ -96,10 +96,15 @@ class SglangModel:
         return not self.has("without_prefill_graphs")
 
 
-def read_model(path: str, flag: str = "--model-path") -> SglangModel:
-    """Read a config.json by folder or name; raises ``FlagError`` for a folder without one that can be read."""
+def read_model(path: str, flag: str = "--model-path", replaced: Mapping[str, Any] | None = None) -> SglangModel:
+    """Read a config.json by folder or name; raises ``FlagError`` for a folder without one that can be read.
+
+    :param replaced: fields that replace those of the file.
+    """
     try:
         found = checkpoints.find(path)
+        if replaced:
+            found = attrs.evolve(found, config={**found.config, **replaced})
         return SglangModel(
             source=found.source,
             architectures=tuple(found.config.get("architectures") or ()),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from typing import Any
+
 import attrs
 
 from capture_planner.engines import checkpoints
@@ -46,6 +50,22 @@ _EXPERTS = (
 """Kernels of experts that decide nothing about graphs."""
 
 
+_LENGTHS = {"max_position_embeddings", "rope_scaling", "rope_parameters"}
+"""Fields of ``--json-model-override-args`` that change the longest sequence and nothing else."""
+
+
+def replaced_lengths(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields that replace those of the model's config.json; raises ``NotEmulated`` for any but lengths."""
+    flag, text = "--json-model-override-args", args.json_model_override_args
+    try:
+        given = json.loads(text)
+    except ValueError:
+        raise refusal(flag, "SGLang reads JSON", "give an object, as in '{\"a\": 1}'") from None
+    if not isinstance(given, dict) or not given.keys() <= _LENGTHS:
+        raise unfollowed(flag, "SGLang accepts it, and its effect on graphs is not emulated", "leave it out")
+    return given
+
+
 def check_followed(r: Startup) -> None:
     """Refuse values that SGLang takes and that are not emulated; of an unknown model's, flags alone are followed."""
     args = r.args
@@ -55,7 +75,8 @@ def check_followed(r: Startup) -> None:
     drafts = (None,) if r.model.latent else halves
     wanted: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
         ("--device", args.device, (None, "cuda")),
-        ("--moe-a2a-backend", args.moe_a2a_backend, ("none", "deepep")),
+        # MegaMoE checks tokens by the model's class, and has no other effect on graphs.
+        ("--moe-a2a-backend", args.moe_a2a_backend, ("none", "deepep", *(["megamoe"] if r.by_flags else []))),
         ("--moe-runner-backend", args.moe_runner_backend, _EXPERTS),
         ("--kv-cache-dtype", args.kv_cache_dtype, ("auto", "bf16", "bfloat16", "fp8_e4m3")),
         ("--attention-backend", args.attention_backend, (None, *backends)),
@@ -76,6 +97,14 @@ def check_followed(r: Startup) -> None:
         if given == other:
             says = f"SGLang's {other} changes which graphs there are, and is not emulated"
             raise unfollowed(flag, says, "give another, or leave it out")
+    decode = args.linear_attn_decode_backend
+    if decode == "flashkda":
+        raise refusal("--linear-attn-decode-backend", "SGLang's flashkda runs prefills only", "give triton")
+    if decode == "flashinfer" and r.environment.device.sm[0] >= 10 and args.mamba_ssm_dtype != "bfloat16":
+        says = (
+            "on SM100 and newer SGLang's flashinfer needs states in bfloat16, and whether the model has them is unknown"
+        )
+        raise unfollowed("--linear-attn-decode-backend", says, "give --mamba-ssm-dtype bfloat16")
     longest = None if args.longer_context else r.model.context
     if args.context_length is not None and longest is not None and args.context_length > longest:
         says = f"SGLang stops at a length over the model's own {longest} tokens"
