@@ -38,9 +38,10 @@ from capture_planner.engines.engine import OTHER_DEVICE
 from capture_planner.engines.load import EngineLoad
 from capture_planner.engines.shell import ShellCommand
 from capture_planner.engines.verdict import is_eager, is_eager_for_any_model, ranges
-from capture_planner.errors import CapturePlannerError, NotEmulated
+from capture_planner.errors import CapturePlannerError, FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
+from capture_planner.records.environment import Environment
 from capture_planner.records.text import counted
 from capture_planner.report.page import page
 from capture_planner.report.writing import Grid, Part, Report, Section, TonedText, noted, percent
@@ -104,6 +105,8 @@ class AuditRow:
     """Decodes within the limits that have no graph, of a server that captures some."""
     reached: str = ""
     """Those of them that the load reaches."""
+    listed: int = 0
+    """Sizes of the engine's list."""
     sizes: int = 0
     """Sizes of the target's decode graphs."""
     unreached: int = 0
@@ -152,21 +155,10 @@ def _row(
         return attrs.evolve(row, reason="vLLM-Omni, or a model that diffuses")
     command, served = _by_served_name(command)
     environment = find_environment(device if device in shipped_environments() else machine or DEFAULT_ENVIRONMENT)
-    changes: tuple[str, ...] = ()
-    try:
-        try:
-            emulation = emulate_line(engine.name, read_command(engine, command), environment)
-        except CapturePlannerError:
-            variables = [f"{name}={value}" for name, value in command.variables.items()]
-            words, changes = engine.history.renewed([*variables, *command.words])
-            if not changes:
-                raise
-            given = dict(word.split("=", 1) for word in words[: len(variables)] if not word.startswith("-"))
-            command = attrs.evolve(command, words=words[len(given) :], variables=given)
-            emulation = emulate_line(engine.name, read_command(engine, command), environment)
-    except CapturePlannerError as error:
-        outcome = NOT_EMULATED if isinstance(error, NotEmulated) else REFUSED
-        return attrs.evolve(row, outcome=outcome, reason=_line(error), read_as=(*served, *changes))
+    emulation, command, changes = _emulated(engine, command, environment)
+    if isinstance(emulation, CapturePlannerError):
+        outcome = NOT_EMULATED if isinstance(emulation, NotEmulated) else REFUSED
+        return attrs.evolve(row, outcome=outcome, reason=_line(emulation), read_as=(*served, *changes))
     ranks = _ranks(emulation)
     load = _load(path, data, command, work, concurrency)
     return attrs.evolve(
@@ -176,6 +168,52 @@ def _row(
         read_as=(*served, *changes),
         model_facts=_facts(emulation),
     )
+
+
+Repair = tuple[ShellCommand, tuple[str, ...]]
+"""A command that another release takes, and what was changed, in words."""
+
+
+def _emulated(
+    engine: Engine, command: ShellCommand, environment: Environment
+) -> tuple[Emulation | CapturePlannerError, ShellCommand, tuple[str, ...]]:
+    """Emulate a command, of another release with the names of this one; or return the error."""
+    changes: tuple[str, ...] = ()
+    while True:
+        try:
+            return emulate_line(engine.name, read_command(engine, command), environment), command, changes
+        except CapturePlannerError as error:
+            repaired, says = _renewed(engine, command)
+            if not says:
+                repaired, says = _without_new_values(engine, command, error)
+            if not says:
+                return error, command, changes
+            command, changes = repaired, (*changes, *says)
+
+
+def _renewed(engine: Engine, command: ShellCommand) -> Repair:
+    """Return a command with the names of today for what older releases had."""
+    words, changes = engine.history.renewed(command.words)
+    given = {}
+    for name, value in command.variables.items():
+        own, says = engine.history.renewed([f"{name}={value}"])
+        changes += says
+        words += own if says else ()
+        given |= {} if says else {name: value}
+    return attrs.evolve(command, words=words, variables=given), changes
+
+
+def _without_new_values(engine: Engine, command: ShellCommand, error: CapturePlannerError) -> Repair:
+    """Leave out a flag that decides nothing about graphs, and whose value this release does not know."""
+    problems = error.problems if isinstance(error, FlagError) else []
+    flags = [str(each.path[0]) for each in problems if each.path and "invalid choice" in each.message]
+    left = list(command.words)
+    if not flags or flags[0] in engine.flags or flags[0] not in left:
+        return command, ()
+    at = left.index(flags[0])
+    says = f"{flags[0]} {left[at + 1]} left out, which {engine.version} does not know and which decides no graph"
+    del left[at : at + 2]
+    return attrs.evolve(command, words=tuple(left)), (says,)
 
 
 def _by_served_name(command: ShellCommand) -> tuple[ShellCommand, tuple[str, ...]]:
@@ -226,6 +264,7 @@ def _answered(row: AuditRow, emulation: Emulation, most: int | None) -> AuditRow
         by_flags=bool(emulation.by_flags),
         allowed=_decodes(lacking, None),
         reached=_decodes([one for one in lacking if happens(one)], most),
+        listed=len(emulation.sizes),
         sizes=len(sizes),
         unreached=len(sizes - used),
     )
@@ -377,6 +416,7 @@ EAGER: Mapping[str, Column] = {
 }
 SIZES: Mapping[str, Column] = {
     "server": lambda row: row.where,
+    "listed": lambda row: str(row.listed),
     "captured": lambda row: str(row.sizes),
     "reached": lambda row: str(row.sizes - row.unreached),
     **_ASSUMED,
@@ -428,7 +468,8 @@ def _summary(rows: Sequence[AuditRow], files: Mapping[str, int]) -> Section:
 
 _COUNTS = (
     *("files", "servers", "of an emulated engine", "analysed", *OUTCOMES[1:], "capture graphs", "allow eager decodes"),
-    *("of these reached", "of these load not stated", "sizes captured, median", "of these reached, median"),
+    *("of these reached", "of these load not stated", "sizes listed, median", "captured for decodes, median"),
+    "of these reached, median",
 )
 
 
@@ -444,6 +485,7 @@ def _counts(rows: Sequence[AuditRow], folder: str, files: int) -> Iterator[str]:
     yield from (str(outcomes[each]) for each in OUTCOMES[1:])
     yield from map(str, (len(graphs), len(allowed), sum(bool(row.reached) and row.load_known for row in allowed)))
     yield str(sum(not row.load_known for row in allowed))
+    yield str(statistics.median(row.listed for row in loaded)) if loaded else ""
     yield str(statistics.median(row.sizes for row in loaded)) if loaded else ""
     yield str(statistics.median(row.sizes - row.unreached for row in loaded)) if loaded else ""
 
