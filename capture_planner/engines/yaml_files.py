@@ -6,6 +6,7 @@ holds. Only engines import this module, so PyYAML is a dependency of their distr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,11 @@ def _part(text: str, part: str, load: Callable[[str], Any]) -> Any:
     """Return the value, or the node, behind the number of a document and keys."""
     number, *keys = part.split("/")
     nodes = load is not yaml.safe_load
-    found = [*(yaml.compose_all(text, yaml.SafeLoader) if nodes else yaml.load_all(text, _FASTEST))][int(number)]
+    # Comments in front of the first document count as one, as in manifests. Lines stay those of the file.
+    parts = re.split(r"^---.*\n", text, flags=re.MULTILINE)
+    before = "\n" * sum(each.count("\n") + 1 for each in parts[: int(number)])
+    own = before + parts[int(number)]
+    found = yaml.compose(own, yaml.SafeLoader) if nodes else yaml.load(own, _FASTEST)
     for key in keys:
         inside = _below(found, key, str) if nodes else (None, found[key])
         found = None if inside is None else inside[1]

@@ -206,7 +206,8 @@ def test_a_configuration_map_holds_files_and_variables(tmp_path):
     """Also of a command in a shell's text; a program of awk in it is a word like others."""
     graph = tmp_path / "graph.yaml"
     graph.write_text(
-        "kind: ConfigMap\nmetadata: {name: a}\ndata:\n  flags.yaml: |\n    max-num-seqs: 24\n  sizes: '[1, 2]'\n---\n"
+        "# A comment is no document.\n---\nkind: ConfigMap\nmetadata: {name: a}\ndata:\n"
+        "  flags.yaml: |\n    max-num-seqs: 24\n  sizes: '[1, 2]'\n---\n"
         "kind: DynamoGraphDeployment\nspec:\n  services:\n    decode:\n      extraPodSpec:\n        mainContainer:\n"
         "          command: [bash, -c]\n          env:\n          - name: SIZES\n"
         "            valueFrom: {configMapKeyRef: {name: a, key: sizes}}\n          args:\n          - |\n"
