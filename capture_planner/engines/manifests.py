@@ -91,7 +91,7 @@ def _mounted(command: ShellCommand, mounted: Mapping[str, str], texts: Mapping[s
     def placed(text: str) -> str:
         return _PATH.sub(lambda match: mounted.get(match[0].rpartition("/")[2], match[0]), filled(text))
 
-    given = {name: filled(text) for name, text in command.variables.items()}
+    given = {name: placed(text) for name, text in command.variables.items()}
     return attrs.evolve(command, words=tuple(map(placed, command.words)), variables=given)
 
 

@@ -210,9 +210,10 @@ def test_a_configuration_map_holds_files_and_variables(tmp_path):
         "  flags.yaml: |\n    max-num-seqs: 24\n  sizes: '[1, 2]'\n---\n"
         "kind: DynamoGraphDeployment\nspec:\n  services:\n    decode:\n      extraPodSpec:\n        mainContainer:\n"
         "          command: [bash, -c]\n          env:\n          - name: SIZES\n"
-        "            valueFrom: {configMapKeyRef: {name: a, key: sizes}}\n          args:\n          - |\n"
+        "            valueFrom: {configMapKeyRef: {name: a, key: sizes}}\n"
+        "          - {name: FILE, value: /etc/vllm/flags.yaml}\n          args:\n          - |\n"
         """            NICS="$(nvidia-smi | awk '{split("PIX (PXB", a); gsub(":", "", $1); if (f(g(1))) next}')"\n"""
-        "            exec python3 -m dynamo.vllm --model m --config /etc/vllm/flags.yaml --frontend-decoding \\\n"
+        "            exec python3 -m dynamo.vllm --model m --config $FILE --frontend-decoding \\\n"
         "              --compilation-config '{\"cudagraph_capture_sizes\": '$SIZES'}'\n"
     )
     emulation = emulate("vllm", [str(graph)], H100)

@@ -183,10 +183,11 @@ def test_kernels_of_linear_attention_in_decodes_change_no_graph(machine, flags, 
         emulate(given, environment)
 
 
-def test_the_all_to_all_of_megamoe_is_followed_where_flags_alone_decide() -> None:
+def test_megamoe_and_kept_states_are_followed_where_flags_alone_decide() -> None:
     """Its decode graphs are DeepEP's; whether it starts is the model's to decide."""
     words = ["--model-path", "deepseek-ai/DeepSeek-V4-Pro", "--tp-size", "8", "--cuda-graph-max-bs-decode", "64"]
     words += ["--enable-dp-attention", "--dp-size", "8", "--moe-dense-tp-size", "1", "--enable-dp-lm-head"]
+    words += ["--mamba-radix-cache-strategy", "extra_buffer"]
     answers = [
         emulate([*words, "--moe-a2a-backend", name], drawing.environment("b200")) for name in ("megamoe", "deepep")
     ]

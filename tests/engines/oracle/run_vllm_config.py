@@ -183,7 +183,9 @@ def _audited(module: ModuleType, engine: Any, arguments: argparse.Namespace) -> 
             ):
                 continue
             compared += 1
-            in_folders = words
+            # It asks for a tokenizer, which the folders have not, and decides no graph.
+            at = words.index("--reasoning-parser") if "--reasoning-parser" in words else len(words)
+            in_folders = [*words[:at], *words[at + 2 :]]
             for name in names:
                 folder = _in_folder(Path(place), name)
                 in_folders = [re.sub(rf"(?<![\w./-]){name}(?![\w./-])", folder, word) for word in in_folders]

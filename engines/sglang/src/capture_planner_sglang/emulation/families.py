@@ -29,7 +29,8 @@ def choose_defaults(r: Startup) -> None:
     args = r.args
     if args.disaggregation_mode == "decode":
         args.disable_radix_cache = not args.disaggregation_decode_enable_radix_cache
-    if not args.disable_radix_cache and args.mamba_radix_cache_strategy in _BUFFERED and not r.model.has("hybrid"):
+    keeps = r.by_flags or r.model.has("hybrid")
+    if not args.disable_radix_cache and args.mamba_radix_cache_strategy in _BUFFERED and not keeps:
         raise refusal(_STRATEGY, "SGLang keeps states of linear attention only", "leave it out")
     if _profiled(r) and args.attention_backend is None and args.decode_attention_backend is None:
         says = f"decodes of a {r.model.architecture} run on flashinfer on Hopper"
