@@ -102,7 +102,7 @@ class AuditRow:
     graphs: int = 0
     by_flags: bool = False
     allowed: str = ""
-    """Decodes within the limits that have no graph, of a server that captures some."""
+    """Decodes within the limits that have no graph, of a server that captures some and is no worker of prefills."""
     reached: str = ""
     """Those of them that the load reaches."""
     listed: int = 0
@@ -240,7 +240,9 @@ def _answered(row: AuditRow, emulation: Emulation, most: int | None) -> AuditRow
         return not idle and load.reaches(kind, one.batch.num_reqs)
 
     eager = is_eager_for_any_model if emulation.by_flags else is_eager
-    lacking = [one for one in answers if one.batch.kind is Kind.DECODE and eager(one)] if emulation.graphs else []
+    # A server that captures nothing was meant to, and one of prefills has no decodes.
+    judged = answers if emulation.graphs and row.work != "prefill" else ()
+    lacking = [one for one in judged if one.batch.kind is Kind.DECODE and eager(one)]
     modes = {graph.entry.mode for graph in emulation.graphs if graph.role is Role.TARGET}
     decodes = GraphMode.FULL if GraphMode.FULL in modes else GraphMode.PIECEWISE
     sizes = {

@@ -73,7 +73,7 @@ def draw_family(random: Random, architecture: str, flags: dict[str, list[str]]) 
     maybe(0.05, "--disable-chunked-prefix-cache")
     maybe(0.2 if hybrid else 0.02, "--linear-attn-decode-backend", "triton", "flashinfer", "flashkda")
     maybe(0.2 if hybrid else 0.02, "--mamba-ssm-dtype", "bfloat16", "float32")
-    lengths = (
+    lengths: tuple[dict[str, Any], ...] = (
         {},
         {"max_position_embeddings": 3000},
         {"max_position_embeddings": 9000, "rope_scaling": {"rope_type": "yarn"}},
