@@ -194,7 +194,7 @@ def _emulated(
 def _renewed(engine: Engine, command: ShellCommand) -> Repair:
     """Return a command with the names of today for what older releases had."""
     words, changes = engine.history.renewed(command.words)
-    given = {}
+    given: dict[str, str] = {}
     for name, value in command.variables.items():
         own, says = engine.history.renewed([f"{name}={value}"])
         changes += says

@@ -27,8 +27,9 @@ def resolve(command: Sequence[str]) -> ServeSettings:
     keys |= {*_READ, *OPTIONS["ignored_keys"], *OPTIONS["emulated_values"]}
     only(in_file, keys, (_CONFIG,), problems, OLD_KEYS)
     values: dict[str, Any] = {**in_file, **line.values}
-    sparse = values.get("sparse_attention_config")
-    algorithm = sparse.get("algorithm") if isinstance(sparse, Mapping) else None
+    given = values.get("sparse_attention_config")
+    sparse: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    algorithm = sparse.get("algorithm")
     for name, emulated in OPTIONS["emulated_values"].items():
         if name == "sparse_attention_config" and algorithm in _SPARSE:
             continue

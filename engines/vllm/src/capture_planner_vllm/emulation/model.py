@@ -141,7 +141,7 @@ def overrides(text: str | None) -> dict[str, Any] | None:
     inner = given.get("text_config", {}) if isinstance(given, dict) else None
     if not isinstance(inner, dict) or not {*given, *inner} <= {*_OVERRIDES, "text_config"}:
         return None
-    return given
+    return dict(given)
 
 
 def read_target(name: str, replaced: Mapping[str, Any] | None = None) -> ModelFacts:
