@@ -92,7 +92,7 @@ class SlotHolder:
 
 
 def test_private_buffers_are_found_in_attributes_and_containers(stage):
-    """Up to a depth; empty tensors, views of another, classes, and what is the runner's own are left out."""
+    """Up to a depth; empty tensors, views of another, classes, and what is ours are left out."""
     role = stage.runner.roles[Role.TARGET]
     (group,) = role.groups
     before = private_buffers(stage.runner)
@@ -104,6 +104,8 @@ def test_private_buffers_are_found_in_attributes_and_containers(stage):
     holder.slots = SlotHolder(tensors[3])
     holder.kind = type("Kind", (), {"table": torch.ones(4)})
     holder.ours, holder.view, holder.empty = own[:1], tensors[0][1:], torch.empty(0)
+    holder.suite = Garbage()
+    holder.suite.tensor = torch.ones(4)
     group.executor.holder = holder
     found = private_buffers(stage.runner)
     names = {name: tensor for name, tensor in found.items() if name not in before}

@@ -143,7 +143,7 @@ def _place(error: BaseException) -> str:
         elif name in _CHECKS:
             found = f" in a check of the suite, whose values have another shape or range than they may, at {place}"
             is_check = True
-        elif package == "capture_planner_runner" and is_check:
+        elif package in _OURS and is_check:
             found, is_check = "", False
     return found
 
@@ -151,7 +151,8 @@ def _place(error: BaseException) -> str:
 _CHECKS = frozenset(f"{__package__}.{name}" for name in ("steps", "watch", "served_rows", "memory"))
 """Modules that compare what a forward did."""
 
-_NOT_BACKENDS = frozenset({"capture_planner", "capture_planner_runner", "torch", "numpy", "attr", "hypothesis"})
+_OURS = frozenset({"capture_planner_runner", "capture_planner_conformance"})
+_NOT_BACKENDS = _OURS | {"capture_planner", "torch", "numpy", "attr", "hypothesis"}
 
 
 @contextlib.contextmanager

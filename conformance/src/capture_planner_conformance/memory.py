@@ -198,7 +198,7 @@ def _joined(canaries: tuple[Canary, ...]) -> torch.Tensor:
 DEPTH = 3
 """How far tensors are looked for: in attributes, and in containers and values that attributes hold."""
 
-_OURS = ("capture_planner.", "capture_planner_runner.")
+_OURS = ("capture_planner.", "capture_planner_runner.", "capture_planner_conformance.")
 """Modules of ours, whose values are not a backend's."""
 
 
