@@ -65,7 +65,7 @@ class TableKeptByExtents(ReferenceExecutor):
 
 
 class OwnKeyOfShortQueriesLost(ReferenceExecutor):
-    """In a graph of any batch, requests of one token take the kernel of decodes, which drops a key of the first page."""
+    """In a graph of any batch, requests of one token take the kernel of decodes, which drops a key of a first page."""
 
     def _attend_padded(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, scoring: Scoring, metadata: Metadata

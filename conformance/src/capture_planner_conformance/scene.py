@@ -244,7 +244,7 @@ class Scene:
     """Most active adapters; 0: no LoRA. Requests that are served have one adapter more by turns, or none."""
     capped: NonNegative = 0
     """Most requests of a full graph, as if the backend said so: of the layers with windows alone, where there are some;
-    0: as many as it says itself."""
+    0: its own limit."""
     ranks: Count = 1
     """Ranks of sequence parallelism: padded tokens are a multiple of it. Heads are those of one rank."""
     beyond: NonNegative = 0
