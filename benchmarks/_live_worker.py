@@ -565,7 +565,7 @@ def observe(bench: Bench, request: Mapping[str, Any], emit: Emit) -> None:
     bench.observe(False)
     folder = Path(request["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    codec.write(folder / recorder.path.name, codec.dumps_observed(recorder._fitting()))
+    codec.write(folder / recorder.path.name, codec.dumps_plain(recorder._fitting()))
     emit({"observed": request["name"], "tokens_per_second": [row["tokens_per_second"] for row in rows]})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import functools
 import io
 import json
 import os
@@ -37,7 +38,13 @@ _NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
 
 # What the writer of observations leaves without quotes.
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-_CONSTANTS = {"null", "true", "false"}
+_CONSTANTS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+"""Words that are no texts in YAML 1.2, or in the 1.1 that Kubernetes and Helm read."""
+
+_LITERAL = re.compile(
+    r"[^\s\x00-\x1f\x7f-\xa0\u2028\u2029\ufeff][^\x00-\x09\x0b-\x1f\x7f-\xa0\u2028\u2029\ufeff]*[^\s]\n?"
+)
+"""Texts of several lines that a block has as they are."""
 
 WIDTH = 110
 """Characters of a line of YAML, before it is wrapped."""
@@ -63,7 +70,7 @@ def _listed(data: Any) -> Any:
 def dumps(value: Spec | Environment | Plan | Observation | Traffic | Profile) -> str:
     """Return a record as YAML text; the same record gives the same bytes."""
     if isinstance(value, Observation | Traffic):
-        return dumps_observed(to_data(value))
+        return dumps_plain(to_data(value))
     yaml = YAML()
     yaml.width = WIDTH
     yaml.indent(mapping=2, sequence=4, offset=2)
@@ -72,30 +79,46 @@ def dumps(value: Spec | Environment | Plan | Observation | Traffic | Profile) ->
     return (HEADER if isinstance(value, Plan) else "") + _numbered(stream.getvalue(), "\\U%08x")
 
 
-def dumps_observed(data: dict[str, Any]) -> str:
-    """Return an observation or traffic, given as plain data, as YAML text.
+def dumps_plain(data: dict[str, Any]) -> str:
+    """Return plain data as YAML text: an observation, traffic, or a manifest.
 
-    A serving engine writes it, so it takes a tenth of ruamel's time, which holds the interpreter. Mappings of more
-    than one line are blocks; everything else is JSON, wrapped, with plain words unquoted.
+    A serving engine writes its observation, so it takes a tenth of ruamel's time, which holds the interpreter. Mappings
+    and texts of more than one line are blocks; everything else is JSON, wrapped, with plain words unquoted.
     """
     return "".join(f"{line}\n" for line in _block(data, ""))
 
 
 def _block(data: dict[str, Any], pad: str) -> Iterator[str]:
-    for key, value in data.items():
+    for name, value in data.items():
+        key = _key(name)
         if isinstance(value, dict) and not _is_short(value):
             yield f"{pad}{key}:"
             yield from _block(value, pad + "  ")
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        elif isinstance(value, list) and any(isinstance(item, dict) or _is_literal(item) for item in value):
             yield f"{pad}{key}:"
             for item in value:
-                first, *rest = [pad + _flow(item)] if _is_short(item) else _block(item, f"{pad}    ")
+                short = not isinstance(item, dict) or _is_short(item)
+                first, *rest = _scalar(item, f"{pad}    ") if short else _block(item, f"{pad}    ")
                 yield f"{pad}  - {first.lstrip()}"
                 yield from rest
         elif isinstance(value, list):
             yield from _wrapped(f"{pad}{key}: [", _items(value), f"{pad}  ")
         else:
-            yield f"{pad}{key}: {_flow(value)}"
+            first, *rest = _scalar(value, f"{pad}  ")
+            yield f"{pad}{key}: {first}"
+            yield from rest
+
+
+def _scalar(value: Any, pad: str) -> list[str]:
+    """Return the lines of a value that is on one line, or a text of several."""
+    if not _is_literal(value):
+        return [_flow(value)]
+    lines = value.removesuffix("\n").split("\n")
+    return ["|" if value.endswith("\n") else "|-", *(f"{pad}{line}" if line else "" for line in lines)]
+
+
+def _is_literal(value: Any) -> bool:
+    return isinstance(value, str) and "\n" in value and _LITERAL.fullmatch(value) is not None
 
 
 def _is_short(data: dict[str, Any]) -> bool:
@@ -104,8 +127,13 @@ def _is_short(data: dict[str, Any]) -> bool:
 
 def _is_simple(value: Any) -> bool:
     if isinstance(value, list):
-        return len(value) <= 8 and not any(isinstance(item, dict | list) for item in value)
-    return not isinstance(value, dict)
+        return len(value) <= 8 and not any(isinstance(item, dict | list) or _is_literal(item) for item in value)
+    return not (isinstance(value, dict) or _is_literal(value))
+
+
+@functools.lru_cache(1024)
+def _key(name: str) -> str:
+    return _flow(name)
 
 
 def _wrapped(line: str, items: list[str], pad: str) -> Iterator[str]:
@@ -126,7 +154,7 @@ def _items(data: list[Any]) -> list[str]:
 
 def _flow(data: Any) -> str:
     if isinstance(data, dict):
-        return "{" + ", ".join(f"{key}: {_flow(value)}" for key, value in data.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)}: {_flow(value)}" for key, value in data.items()) + "}"
     if isinstance(data, list):
         return "[" + ", ".join(map(_flow, data)) + "]"
     if isinstance(data, str) and _WORD.fullmatch(data) and data.lower() not in _CONSTANTS:

@@ -284,7 +284,7 @@ class Recorder(StepSink):
                 return
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                codec.write(self.path, codec.dumps_observed(self._fitting()))
+                codec.write(self.path, codec.dumps_plain(self._fitting()))
             except Exception as error:  # The engine goes on, whatever is wrong with its observation.
                 if not self._failed:
                     LOGGER.error("%s: the observation is not written: %s", self.path, error)

@@ -5,6 +5,7 @@ import re
 import textwrap
 
 import pytest
+import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -297,3 +298,22 @@ def test_no_file_or_json_has_a_control_character_in_it(plan, control, data):
     assert all(line.isprintable() for line in (written + as_json).split("\n"))
     assert codec.loads(written, Plan) == changed
     assert json.loads(as_json)["roles"][0]["decisions"][0]["says"] == text
+
+
+LIKE_YAML = st.text("ab \n#:-'\"{}[],&*!|>%@`0123456789.eE_yno", max_size=12)
+MANIFESTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text() | LIKE_YAML,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | LIKE_YAML, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text("abc/.-", min_size=1, max_size=4), MANIFESTS, min_size=1, max_size=4))
+def test_plain_data_is_read_as_it_was_by_yaml_1_1(data):
+    """Kubernetes and Helm read YAML 1.1, in which ``no`` is false and ``12:30`` a number; texts of lines stay whole."""
+    assert yaml.safe_load(codec.dumps_plain(data)) == data
+
+
+def test_texts_of_several_lines_are_blocks():
+    """A plan in a manifest is as it is in its own file."""
+    assert codec.dumps_plain({"a": ["x", "b: 1\n\nc: 2\n"]}) == "a:\n  - x\n  - |\n    b: 1\n\n    c: 2\n"
