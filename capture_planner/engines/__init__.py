@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 
 from capture_planner.engines import hookspecs
-from capture_planner.engines.command_line import LineReading, read_line, server_commands, with_unset
+from capture_planner.engines.command_line import LineReading, read_line, server_command, server_commands, with_unset
 from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine
+from capture_planner.engines.shell import ShellCommand
 from capture_planner.errors import EngineError, FlagError, InvalidValue
 from capture_planner.plugins.discovery import Implementation, duplicate, guarded, implementations, left_out, unknown
 from capture_planner.records.environment import Environment
@@ -30,6 +31,8 @@ __all__ = [
     "is_engine",
     "load_engines",
     "read",
+    "server",
+    "servers",
 ]
 
 INSTALL = "install an engine from a clone of capture-planner, such as: python -m pip install engines/vllm"
@@ -114,6 +117,18 @@ def read(name: str, words: Sequence[str]) -> LineReading:
     return read_line(engine, words, _others(engine.name))
 
 
+def server(name: str, words: Sequence[str]) -> ShellCommand:
+    """Return the one server of an engine that words start, with its place in their file; raises ``FlagError``."""
+    engine = find_engine(name)
+    return server_command(engine, words, _others(engine.name))
+
+
+def servers(name: str, words: Sequence[str]) -> tuple[ShellCommand, ...]:
+    """Return the servers of an engine that words start; raises ``FlagError`` where they start none."""
+    engine = find_engine(name)
+    return server_commands(engine, words, _others(engine.name))
+
+
 @attrs.frozen(kw_only=True)
 class Component:
     """One server of a file that starts several, or the only one."""
@@ -133,8 +148,7 @@ def components(name: str, words: Sequence[str]) -> tuple[Component, ...]:
     # Standard input can be read once.
     if len(words) != 1 or words[0] == "-":
         return (Component(words=tuple(words)),)
-    engine = find_engine(name)
-    found = server_commands(engine, words, _others(engine.name))
+    found = servers(name, words)
     if len(found) < 2 or not all(each.component for each in found):
         return (Component(words=tuple(words), line=found[0].line),)
     return tuple(
@@ -171,5 +185,8 @@ def emulate_line(name: str, line: LineReading, environment: Environment) -> Emul
             for problem in error.problems
         ) from None
     return attrs.evolve(
-        emulation, assumptions=(*line.assumptions, *emulation.assumptions), notes=(*line.notes, *emulation.notes)
+        emulation,
+        assumptions=(*line.assumptions, *emulation.assumptions),
+        of_line=line.assumptions,
+        notes=(*line.notes, *emulation.notes),
     )

@@ -428,6 +428,8 @@ def model_unknown(subject: CheckInput) -> Iterator[Diagnosis]:
     if not (sources & {ASSUMED, FAMILY, KNOWN} or alone):
         return
     for sentence in subject.emulation.assumptions:
+        if sentence in subject.emulation.of_line:
+            continue
         says, _, fix = sentence.rpartition("; ")
         yield Diagnosis(Role.TARGET, says, severity=None if ASSUMED in sources or alone else Severity.NOTE, about=fix)
 

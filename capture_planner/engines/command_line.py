@@ -20,6 +20,7 @@ import attrs
 from capture_planner import codec
 from capture_planner.engines.engine import OTHER_DEVICE, Engine
 from capture_planner.engines.history import release_of
+from capture_planner.engines.launch import APPLY, PLAN
 from capture_planner.engines.manifests import container_commands
 from capture_planner.engines.parsing import refusal, unfollowed
 from capture_planner.engines.shell import ASSIGNMENT, ShellCommand, ShellText, read_shell, unset
@@ -69,13 +70,13 @@ def server_commands(engine: Engine, words: Sequence[str], others: Iterable[Engin
     word, component = _component(words)
     text = _text([word] if component else words)
     if text is None:
-        return _found(engine, ShellText((ShellCommand(words=tuple(words)),)), others)
+        return _distinct(_found(engine, ShellText((ShellCommand(words=tuple(words)),)), others))
     found = _found(engine, container_commands(text, word) or read_shell(text), others)
     if not component:
-        return found
-    named = tuple(each for each in found if each.component == component)
+        return _distinct(found)
+    named = _distinct(each for each in found if each.component == component)
     if not named:
-        known = ", ".join(each.component for each in found)
+        known = ", ".join(each.component for each in _distinct(found))
         raise refusal(f"{word}#{component}", f"no component of this name starts {engine.name}", f"name one of {known}")
     return named
 
@@ -175,13 +176,19 @@ def _found(engine: Engine, text: ShellText, others: Iterable[Engine]) -> tuple[S
     if not found:
         _refuse_others(engine, commands, others)
         found = [each for command in text.commands for each in _bare(command, alone=len(text.commands) == 1)]
-    # A script may start the same server in two branches.
-    distinct = list({(each.words, tuple(each.variables.items())): each for each in found}.values())
-    if not distinct:
+    if not found:
         raise refusal(
             engine.programs[0], "no command here starts it", f"give its command line: {engine.programs[0]} ..."
         )
-    return tuple(attrs.evolve(each, assumptions=text.assumptions, hidden=text.hidden) for each in distinct)
+    return tuple(attrs.evolve(each, assumptions=text.assumptions, hidden=text.hidden) for each in found)
+
+
+def _distinct(commands: Iterable[ShellCommand]) -> tuple[ShellCommand, ...]:
+    """Return the first of those that are the same: a script may start a server in two branches."""
+    found: dict[object, ShellCommand] = {}
+    for each in commands:
+        found.setdefault((each.words, tuple(each.variables.items())), each)
+    return tuple(found.values())
 
 
 _PASSED = re.compile(r'"\$(?:[@*]|\{[@*]\})"|\$(?:[@*]|\{[@*]\})')
@@ -365,16 +372,21 @@ def read_command(engine: Engine, command: ShellCommand) -> LineReading:
     if sign is not None and OTHER_DEVICE not in engine.flags:
         raise unfollowed(sign, "it is for a device that is not emulated", "only NVIDIA GPUs are")
     deciding |= {} if sign is None else {OTHER_DEVICE: sign}
-    skipped = [name for name in command.variables if name not in deciding]
+    runs = engine.launch is not None and bool(own.get(PLAN)) and own.get(APPLY) != "0"
+    skipped = [name for name in command.variables if name not in deciding and not (runs and name == PLAN)]
     hidden = [name for name in command.hidden if name in engine.flags or name in engine.unemulated_variables]
     notes = [f"skipped, as they decide nothing about graphs: {', '.join(skipped)}"] if skipped else []
     notes += _signs(engine, command.variables)
     notes += [f"set and not exported, so the server does not see them: {', '.join(hidden)}"] if hidden else []
     return LineReading(
         words=(*(f"{name}={value}" for name, value in deciding.items()), *command.words),
-        assumptions=(*command.assumptions, *_age(engine, command.image)),
+        assumptions=(*command.assumptions, *([_planned(own[PLAN])] if runs else []), *_age(engine, command.image)),
         notes=tuple(notes),
     )
+
+
+def _planned(plan: str) -> str:
+    return f"{PLAN} is set, so the server has the graphs of {plan}; by its flags alone it would have those said here"
 
 
 def with_unset(error: FlagError, words: Sequence[str]) -> FlagError:

@@ -180,6 +180,8 @@ class Emulation:
     assumptions: tuple[str, ...] = ()
     """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
     where the emulation is exact."""
+    of_line: tuple[str, ...] = ()
+    """Those of the assumptions that are about the command line's reading, whatever the model."""
     notes: tuple[str, ...] = ()
     """Skipped parts of the command line, which decide nothing."""
 

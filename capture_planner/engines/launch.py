@@ -13,6 +13,8 @@ from capture_planner.records.plan import Plan
 
 PLAN = "CAPTURE_PLANNER_PLAN"
 """Names the plan's file for the plugin inside the engine."""
+APPLY = "CAPTURE_PLANNER_APPLY"
+"""Set to 0: a plan changes nothing, and differences from it are logged."""
 OBSERVE = "CAPTURE_PLANNER_OBSERVE"
 """Names the folder that observations are written to."""
 PROFILE = "CAPTURE_PLANNER_PROFILE"

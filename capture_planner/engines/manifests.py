@@ -18,7 +18,8 @@ import attrs
 
 from capture_planner import codec
 from capture_planner.codec.documents import Node
-from capture_planner.engines.parsing import as_words
+from capture_planner.engines.parsing import as_words, refusal
+from capture_planner.engines.recipe_variants import RESOLVE, variants
 from capture_planner.engines.shell import ShellCommand, ShellText, expand
 from capture_planner.errors import InvalidDocument
 
@@ -51,22 +52,27 @@ def container_commands(text: str, file: str = "") -> ShellText | None:
     mounted: dict[str, str] = {}
     texts: dict[str, str] = {}
     line = 0
-    for index, part in enumerate(re.split(r"^---.*\n", text, flags=re.MULTILINE)):
-        try:
-            node = codec.Document.parse(part, "the file").node
-        except InvalidDocument:
-            return None
+    for index, (node, lines) in enumerate(documents(text) or ()):
         place = f"{file}#{index}"
-        if _within(node.plain(), "kind") == "ConfigMap":
-            held = _within(node.plain(), "data") or {}
+        if within(node.plain(), "kind") == "ConfigMap":
+            held = within(node.plain(), "data") or {}
             mounted |= {key: f"{place}/data/{key}" for key in held if file}
-            texts |= {f"{_within(node.plain(), 'metadata', 'name')}/{key}": str(text) for key, text in held.items()}
-            continue
-        found = _commands(node, place)
-        commands += [attrs.evolve(each, line=each.line + line) for each in found]
-        line += part.count("\n") + 1
+            texts |= {f"{within(node.plain(), 'metadata', 'name')}/{key}": str(text) for key, text in held.items()}
+        else:
+            found = document_commands(node, place)
+            commands += [attrs.evolve(each, line=each.line + line, at=(index, *each.at)) for each in found]
+        line += lines
     named = (_mounted(each, mounted, texts) for each in _named_apart(commands))
     return ShellText(tuple(named)) if commands else None
+
+
+def documents(text: str) -> list[tuple[Node, int]] | None:
+    """Return each document of a file with its number of lines; None where one is no YAML."""
+    try:
+        parts = re.split(r"^---.*\n", text, flags=re.MULTILINE)
+        return [(codec.Document.parse(part, "the file").node, part.count("\n") + 1) for part in parts]
+    except InvalidDocument:
+        return None
 
 
 def _named_apart(commands: Iterable[ShellCommand]) -> Iterator[ShellCommand]:
@@ -95,7 +101,8 @@ def _mounted(command: ShellCommand, mounted: Mapping[str, str], texts: Mapping[s
     return attrs.evolve(command, words=tuple(map(placed, command.words)), variables=given)
 
 
-def _commands(node: Node, place: str) -> Iterator[ShellCommand]:
+def document_commands(node: Node, place: str) -> Iterator[ShellCommand]:
+    """Yield the commands of one document, each with the path of its container in it."""
     data = node.plain()
     # A list of arguments by itself, as it stands under ``args``.
     if isinstance(data, list) and data and not isinstance(data[0], Mapping):
@@ -112,27 +119,39 @@ def _commands(node: Node, place: str) -> Iterator[ShellCommand]:
         yield from _containers(node, (str(name),) if name else ())
 
 
-def _containers(node: Node, path: tuple[str, ...]) -> Iterator[ShellCommand]:
-    """Yield the command of each mapping that has one, at any depth."""
+def _containers(
+    node: Node, names: tuple[str, ...], at: tuple[str | int, ...] = (), kind: str = ""
+) -> Iterator[ShellCommand]:
+    """Yield the command of each mapping that has one, at any depth.
+
+    :param names: names of what it is in.
+    :param at: its path in the document.
+    :param kind: the ``kind`` of the object that it is in.
+    """
     if isinstance(node.value, list):
-        for each in node.value:
+        for index, each in enumerate(node.value):
             named = each.value.get("name") if isinstance(each.value, dict) else None
-            inside = path and path[-1] in ("containers", "initContainers")
-            yield from _containers(each, path if named is None or inside else (*path, str(named.value)))
+            inside = at and at[-1] == "containers"
+            outer = names if named is None or inside else (*names, str(named.value))
+            yield from _containers(each, outer, (*at, index), kind)
     elif isinstance(node.value, dict):
         data = node.plain()
+        kind = str(data.get("kind") or kind)
         words = [*_words(data.get("entrypoint")), *_words(data.get("command")), *_words(data.get("args"))]
         if words:
             given = _variables(data.get("env") or data.get("environment"))
-            yield _container(words, given, data.get("image"), path, _line(node, "args", "command", "entrypoint"))
+            found = _container(words, given, data.get("image"), names, _line(node, "args", "command", "entrypoint"))
+            form = "dynamo" if kind == "DynamoGraphDeployment" else "kubernetes"
+            yield attrs.evolve(found, form=form if kind else "", at=at)
             return
         for key, each in node.value.items():
             text = each.value
             if key == "patch" and isinstance(text, str):
-                found = container_commands(text)
-                yield from (attrs.evolve(each, line=node.line) for each in (found.commands if found else ()))
-            else:
-                yield from _containers(each, (*path, key))
+                patched = container_commands(text)
+                yield from (attrs.evolve(one, line=node.line, form="") for one in (patched.commands if patched else ()))
+            # What runs before the server is none.
+            elif key not in ("initContainers", "initContainer"):
+                yield from _containers(each, (*names, key), (*at, key), kind)
 
 
 def _container(
@@ -165,8 +184,8 @@ def _variables(value: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in value if isinstance(value, list) else ():
         if isinstance(each, Mapping):
-            held = _within(each, "valueFrom", "configMapKeyRef")
-            text = f"$(ConfigMap/{_within(held, 'name')}/{_within(held, 'key')})" if held else each.get("value", "")
+            held = within(each, "valueFrom", "configMapKeyRef")
+            text = f"$(ConfigMap/{within(held, 'name')}/{within(held, 'key')})" if held else each.get("value", "")
             found[str(each.get("name"))] = str(text)
         else:
             name, equals, text = str(each).partition("=")
@@ -174,7 +193,7 @@ def _variables(value: Any) -> dict[str, str]:
     return found
 
 
-def _within(data: Any, *keys: str | int) -> Any:
+def within(data: Any, *keys: str | int) -> Any:
     """Return what stands behind keys, one inside the other; None where one is missing."""
     for key in keys:
         held = dict(enumerate(data)) if isinstance(data, list) else data
@@ -207,52 +226,55 @@ def _dockerfile(text: str) -> ShellCommand:
 
 
 def _patches(data: Sequence[Any]) -> Iterator[ShellCommand]:
-    """Yield the arguments that a JSON patch sets or adds, as one command."""
+    """Yield the arguments that a JSON patch sets or adds, as one command, with the variables that it adds."""
     words: list[str] = []
+    given: dict[str, str] = {}
     for each in data:
-        place, value = str(_within(each, "path") or ""), _within(each, "value")
+        place, value = str(within(each, "path") or ""), within(each, "value")
         if re.search(r"/(?:args|command)(?:/(?:-|\d+))?$", place):
             words += [str(one) for one in value] if isinstance(value, list) else [str(value)]
+        elif re.search(r"/env(?:/(?:-|\d+))?$", place):
+            given |= _variables(value if isinstance(value, list) else [value])
     if words:
-        yield ShellCommand(words=tuple(words))
+        yield ShellCommand(words=tuple(words), variables=given)
 
 
 _ENGINES = ("vllm", "sglang", "trtllm")
 
 
 def _slurm(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
-    """Yield the workers of srt-slurm: ``backend.TYPE_config`` has the flags of each role.
-
-    Of a file with overrides these are the base's.
-    """
-    if isinstance(data.get("base"), Mapping):
-        yield from _slurm(data["base"], node.value["base"], f"{place}/base")
-        return
-    kind = next((each for each in _ENGINES if _within(data, "backend", f"{each}_config")), "")
-    roles = _within(data, "backend", f"{kind}_config")
-    if not isinstance(roles, Mapping):
-        return
-    model = str(_within(data, "model", "path") or "model")
-    for role, flags in roles.items():
-        if not isinstance(flags, Mapping):
-            continue
-        given = _variables(_within(data, "backend", f"{role}_environment"))
-        at = node.locate(("backend", f"{kind}_config", role))[0]
-        # A folder in the container says nothing of the model, and the served name does.
-        own = {key.replace("_", "-"): value for key, value in _merged(flags).items()}
-        served = own.pop("served-model-name", None)
-        repo = _within(data, "identity", "model", "repo")
-        name = repo or served or own.get("model-path") or own.pop("model", None) or model
-        if kind == "trtllm":
-            words = [str(name), "--config", f"{place}/backend/{kind}_config/{role}"]
-        else:
-            own.pop("model-path", None)
-            words = [*(["--model-path"] if kind == "sglang" else []), str(name), *as_words(own)]
-        # A worker of Dynamo takes the engine's flags and its own.
-        words = ["python", "-m", f"dynamo.{kind}", *words]
-        image = str(_within(data, "model", "container") or "")
-        command = ShellCommand(words=tuple(words), variables=given, component=str(role), line=at)
-        yield attrs.evolve(command, image=image) if ":" in image else command
+    """Yield the workers of a recipe of srt-slurm, of each variant: ``backend.TYPE_config`` has the flags of a role."""
+    for variant in variants(data):
+        kind = next((each for each in _ENGINES if within(variant.data, "backend", f"{each}_config")), "")
+        roles = within(variant.data, "backend", f"{kind}_config")
+        model = str(within(variant.data, "model", "path") or "model")
+        for role, flags in roles.items() if isinstance(roles, Mapping) else ():
+            if not isinstance(flags, Mapping):
+                continue
+            given = _variables(within(variant.data, "backend", f"{role}_environment"))
+            # A folder in the container says nothing of the model, and the served name does.
+            own = {key.replace("_", "-"): value for key, value in _merged(flags).items()}
+            served = own.pop("served-model-name", None)
+            repo = within(variant.data, "identity", "model", "repo")
+            name = repo or served or own.get("model-path") or own.pop("model", None) or model
+            keys = ("backend", f"{kind}_config", str(role))
+            if kind == "trtllm":
+                # Its options are a file, and those of an override are in none.
+                if variant.name not in ("", "base"):
+                    raise refusal(variant.name, "a variant of TensorRT-LLM's options is no part of the file", RESOLVE)
+                words = [str(name), "--config", "/".join(filter(None, (place, variant.key, *keys)))]
+            else:
+                own.pop("model-path", None)
+                words = [*(["--model-path"] if kind == "sglang" else []), str(name), *as_words(own)]
+            image = str(within(variant.data, "model", "container") or "")
+            yield ShellCommand(
+                # A worker of Dynamo takes the engine's flags and its own.
+                words=("python", "-m", f"dynamo.{kind}", *words),
+                variables=given,
+                image=image if ":" in image else None,
+                component=f"{variant.name}-{role}" if variant.name else str(role),
+                line=node.locate((*filter(None, (variant.key,)), *keys))[0],
+            )
 
 
 def _merged(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,36 +289,38 @@ def _serve(model: str, parallel: Any) -> list[str]:
     """Return the beginning of vLLM's command, with the ranks that a chart or KServe states."""
     words = ["vllm", "serve", re.sub(r"^\w+://", "", model)]
     for key, flag in (("tensor", "--tensor-parallel-size"), ("data", "--data-parallel-size")):
-        value = _within(parallel, key)
+        value = within(parallel, key)
         # Recipes may have a number for each machine.
         words += [flag, str(value)] if isinstance(value, int | str) and value != 1 else []
-    return [*words, *(["--enable-expert-parallel"] if _within(parallel, "expert") else [])]
+    return [*words, *(["--enable-expert-parallel"] if within(parallel, "expert") else [])]
 
 
 def _kserve(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
     """Yield decode and prefill of an ``LLMInferenceService``, whose own template starts vLLM."""
-    if data.get("kind") != "LLMInferenceService":
+    if data.get("kind") not in ("LLMInferenceService", "LLMInferenceServiceConfig"):
         return
-    spec, served = data.get("spec"), str(_within(data, "spec", "model", "uri") or "model")
-    name = _within(data, "spec", "model", "name")
+    spec, served = data.get("spec"), str(within(data, "spec", "model", "uri") or "model")
+    name = within(data, "spec", "model", "name")
     # A volume or a bucket says nothing of the model, and its name does.
     model = str(name) if name and not served.startswith("hf://") else served
     for role, path in (("decode", ()), ("prefill", ("prefill",))):
-        part = _within(spec, *path)
+        part = within(spec, *path)
         if not isinstance(part, Mapping):
             continue
-        container = _within(part, "template", "containers", 0) or {}
-        given = _variables(_within(container, "env"))
+        container = within(part, "template", "containers", 0) or {}
+        given = _variables(within(container, "env"))
         extra = shlex.split(given.pop("VLLM_ADDITIONAL_ARGS", "").replace("\\\n", " "))
         command = _words(container.get("command"))
         begin = command or [*_serve(model, part.get("parallelism")), *extra]
-        at = node.locate(("spec", *path, "template"))[0]
-        yield _container([*begin, *_words(container.get("args"))], given, container.get("image"), (role,), at)
+        at = ("spec", *path, "template")
+        words = [*begin, *_words(container.get("args"))]
+        found = _container(words, given, container.get("image"), (role,), node.locate(at)[0])
+        yield attrs.evolve(found, form="kserve", at=(*at, "containers", 0))
 
 
 def _llm_d(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
     """Yield decode and prefill of the values of llm-d's chart, which begins vLLM's command itself."""
-    model = _within(data, "modelArtifacts", "uri") or _within(data, "modelArtifacts", "name")
+    model = within(data, "modelArtifacts", "uri") or within(data, "modelArtifacts", "name")
     for role in ("decode", "prefill") if model else ():
         part = data.get(role)
         if not isinstance(part, Mapping) or part.get("create") is False:
@@ -307,9 +331,10 @@ def _llm_d(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCom
                 begin = _serve(str(model), part.get("parallelism"))
             words = [*begin, *_words(container.get("args"))]
             if words:
-                at = node.locate((role, "containers", index))[0]
+                at = (role, "containers", index)
                 given = _variables(container.get("env"))
-                yield _container(words, given, container.get("image"), (role,), at)
+                found = _container(words, given, container.get("image"), (role,), node.locate(at)[0])
+                yield attrs.evolve(found, form="helm", at=at)
 
 
 _STACK = {"maxModelLen": "max-model-len", "dtype": "dtype", "tensorParallelSize": "tensor-parallel-size"} | {
@@ -324,7 +349,7 @@ _STACK = {"maxModelLen": "max-model-len", "dtype": "dtype", "tensorParallelSize"
 
 def _stack(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
     """Yield the models of the values of vLLM's production stack."""
-    for index, each in enumerate(_within(data, "servingEngineSpec", "modelSpec") or ()):
+    for index, each in enumerate(within(data, "servingEngineSpec", "modelSpec") or ()):
         if not isinstance(each, Mapping) or not each.get("modelURL"):
             continue
         config = each.get("vllmConfig") or {}
@@ -332,25 +357,28 @@ def _stack(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCom
         words = [*_serve(str(each["modelURL"]), None), *as_words(flags), *_words(config.get("extraArgs"))]
         words += ["--enable-lora"] if each.get("enableLoRA") else []
         image = f"{each.get('repository', 'vllm/vllm-openai')}:{each['tag']}" if each.get("tag") else None
-        at = node.locate(("servingEngineSpec", "modelSpec", index))[0]
-        yield _container(words, _variables(each.get("env")), image, (str(each.get("name", index)),), at)
+        at = ("servingEngineSpec", "modelSpec", index)
+        found = _container(
+            words, _variables(each.get("env")), image, (str(each.get("name", index)),), node.locate(at)[0]
+        )
+        yield attrs.evolve(found, form="helm", at=at)
 
 
 def _recipe(data: Mapping[str, Any], node: Node, place: str) -> Iterator[ShellCommand]:
     """Yield the variants of one of vLLM's recipes: the model's arguments, the variant's, and the usual features'."""
-    model, variants = _within(data, "model", "model_id"), data.get("variants")
+    model, variants = within(data, "model", "model_id"), data.get("variants")
     if not model or not isinstance(variants, Mapping):
         return
     usual = [
         word
         for name, each in (data.get("features") or {}).items()
         if name not in (data.get("opt_in_features") or ())
-        for word in _words(_within(each, "args"))
+        for word in _words(within(each, "args"))
     ]
-    ranks = _within(data, "strategy_overrides", "single_node_tp", "tp")
+    ranks = within(data, "strategy_overrides", "single_node_tp", "tp")
     for name, variant in variants.items():
-        own = [*_words(_within(data, "model", "base_args")), *_words(_within(variant, "extra_args")), *usual]
-        words = [*_serve(str(_within(variant, "model_id") or model), {"tensor": ranks}), *own]
-        given = _variables(_within(data, "model", "base_env")) | _variables(_within(variant, "extra_env"))
+        own = [*_words(within(data, "model", "base_args")), *_words(within(variant, "extra_args")), *usual]
+        words = [*_serve(str(within(variant, "model_id") or model), {"tensor": ranks}), *own]
+        given = _variables(within(data, "model", "base_env")) | _variables(within(variant, "extra_env"))
         at = node.locate(("variants", name))[0]
         yield ShellCommand(words=tuple(words), variables=given, component=str(name), line=at)

@@ -62,6 +62,10 @@ class ShellCommand:
     """Its name among several in a file, such as ``decode``; empty where the text names none."""
     line: int = 1
     """Number of its line in the text, from 1."""
+    form: str = ""
+    """Form of a deployment that a plan can be put into: kubernetes, kserve, helm or dynamo; empty for others."""
+    at: tuple[str | int, ...] = ()
+    """Path of its container in the file: the number of the document, from 0, then keys and positions."""
     assumptions: tuple[str, ...] = ()
     """Places where a shell would read something else."""
     hidden: tuple[str, ...] = ()

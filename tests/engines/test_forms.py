@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import components, emulate, read
+from capture_planner.engines.manifests import container_commands
 from capture_planner.engines.shell import read_shell
 from capture_planner.errors import FlagError
 
@@ -114,6 +115,71 @@ def test_slurm_recipes_have_flags_by_name(flags):
     words = read("vllm", [json.dumps(recipe)]).words
     expected = [word for name, value in keys.items() for word in (f"--{name}", *([] if value is True else [value]))]
     assert words == (MODEL, "--dtype", "auto", *expected)
+
+
+COUNT = 3
+VALUES = st.integers(1, 99)
+OVERRIDES = st.dictionaries(
+    st.sampled_from(["max-running-requests", "chunked-prefill-size", "tp-size"]),
+    VALUES | st.none() | VALUES.map(lambda value: [value]) | st.lists(VALUES, min_size=COUNT, max_size=COUNT),
+)
+
+
+def recipe_words(data):
+    """Return the flags of each worker of a recipe, by name."""
+    found = container_commands(json.dumps(data, indent=1)).commands
+    own = {each.component: each.words[each.words.index(MODEL) + 1 :] for each in found}
+    return {name: dict(zip(words[::2], words[1::2], strict=True)) for name, words in own.items()}
+
+
+@given(OVERRIDES, OVERRIDES)
+def test_overrides_of_slurm_recipes_are_zipped_and_merged(over, more):
+    """Each variant is its base with the values of its place: a list has one for each, or one for all; null removes."""
+    base = {"max-running-requests": 100, "tp-size": 4}
+    single = {key: value for key, value in more.items() if not isinstance(value, list)}
+    data = {
+        "base": {"model": {"path": MODEL}, "backend": {"sglang_config": {"decode": base}}},
+        "zip_override_z": {"resources": {"nodes": list(range(COUNT))}, "backend": {"sglang_config": {"decode": over}}},
+        "override_one": {"backend": {"sglang_config": {"decode": single}}},
+    }
+
+    def expected(changes):
+        return {f"--{key}": str(value) for key, value in (base | changes).items() if value is not None}
+
+    found = recipe_words(data)
+    assert found["base-decode"] == expected({})
+    assert found["one-decode"] == expected(single)
+    for index in range(COUNT):
+        changes = {key: value[index % len(value)] if isinstance(value, list) else value for key, value in over.items()}
+        assert found[f"z_{index}-decode"] == expected(changes)
+    data["zip_override_z"]["resources"]["nodes"] = [1, 2]
+    data["zip_override_z"]["resources"]["workers"] = [1, 2, 3]
+    with pytest.raises(FlagError, match=r"zip_override_z: .*2 and 3 values; give each list"):
+        recipe_words(data)
+
+
+def test_sweeps_of_slurm_recipes_are_expanded(tmp_path):
+    """Each combination that changes a worker is one; too many, and those of TensorRT-LLM, are refused with a way on."""
+    data = {
+        "sweep": {"size": [8, 16], "load": [1, 2]},
+        "model": {"path": MODEL},
+        "backend": {"sglang_config": {"decode": {"max-running-requests": "{size}", "tp-size": 4}}},
+        "benchmark": {"concurrencies": ["{load}"]},
+    }
+    found = recipe_words(data)
+    assert {name: each["--max-running-requests"] for name, each in found.items()} == {
+        "size8-decode": "8",
+        "size16-decode": "16",
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(data, indent=1))
+    assert emulate("sglang", [f"{file}#size16-decode"], H100).limits.max_num_reqs == 16
+    data["sweep"]["size"] = list(range(1, 100))
+    with pytest.raises(FlagError, match="srtctl resolve-override"):
+        recipe_words(data)
+    data = {"base": {"backend": {"trtllm_config": {"decode": {"max_batch_size": 8}}}}, "override_a": {}}
+    with pytest.raises(FlagError, match=r"TensorRT-LLM.*srtctl resolve-override"):
+        recipe_words(data)
 
 
 COMPONENTS = """kind: LLMInferenceService
