@@ -35,17 +35,37 @@ from capture_planner.cli.common import (
 )
 from capture_planner.cli.options import flag
 from capture_planner.cli.ranks import answer_line, read_batches
-from capture_planner.engines import INSTALL, Component, components, emulate, engines, find_engine, is_engine
+from capture_planner.engines import (
+    INSTALL,
+    Component,
+    components,
+    emulate,
+    engines,
+    find_engine,
+    is_engine,
+    server,
+    servers,
+)
 from capture_planner.engines.check import check, fixed_together
 from capture_planner.engines.deployments import why_inadmissible
 from capture_planner.engines.export import prove, within_budget
 from capture_planner.engines.load import EngineLoad, load_text, ranked, reached_graphs
+from capture_planner.engines.placing import kustomization, plan_patch, values
 from capture_planner.engines.spec_of import PLAIN_MODEL, spec_of, with_sizes
 from capture_planner.errors import CapturePlannerError, FlagError, Problem
 from capture_planner.planning.from_config import find_config, spec_from_config
+from capture_planner.records.plan import Plan
 from capture_planner.report.engine import emulation_report, export_report, findings_report, launch_command
 from capture_planner.report.findings import Drift, FileFinding, as_github, as_sarif
 from capture_planner.report.printable import printable
+
+DEPLOYMENTS = ("kubernetes", "kserve", "helm", "dynamo")
+"""Formats of ``export`` that put a plan into a deployment."""
+
+DEPLOYMENTS_TEXT = (
+    "objects of Kubernetes with a pod template, KServe's LLMInferenceService, Dynamo's graphs, and values of vLLM's "
+    "production stack and of llm-d; render other charts with helm template"
+)
 
 
 class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -214,10 +234,12 @@ def _check_one(
     found = check(emulation, find_engine(name), machine.environment)
     findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
-    if to.form == "text":
+    if to.form != "json":
         # A finding about an assumption says it, too.
         said = {each.diagnosis.message for each in findings}
         assumptions = tuple(each for each in assumptions if each.rpartition("; ")[0] not in said)
+    if to.form not in ("text", "json"):
+        show_notes(assumptions)
     own = find_engine(name)
     together = fixed_together(emulation, findings, own, machine.environment)
     reached = "" if load is None else load_text(emulation, load)
@@ -245,20 +267,46 @@ def annotate(to: Output, placed: Sequence[FileFinding], drift: Sequence[Drift] =
 @click.command()
 @click.argument("plan_file", metavar="PLAN|SPEC")
 @click.option("--to", "name", type=EngineName(), required=True, help="Engine to export to.")
-@options.output("Write the engine's configuration to FILE.")
+@click.option(
+    "--into", metavar="FILE[#COMPONENT]", help="Deployment that gets the plan: a manifest, or the values of a chart."
+)
+@click.option("--name", "config", metavar="NAME", help="Name of the ConfigMap. Default: made of the deployment's.")
+@click.option("--namespace", metavar="NAME", help="Namespace of the ConfigMap. Default: the deployment's.")
+@click.option("--image", help="Image in which an init container runs check. Default: the server's.")
+@options.output("Write the engine's configuration, or what the deployment needs, to FILE.")
 @flag("--strict", "Exit with 2 if the engine loses anything of the plan.")
 @options.environment
-@options.reports()
-def export(plan_file: str, name: str, output: Path | None, strict: bool, environment: str | None, to: Output) -> None:
-    """Export a plan as the flags of an engine, with what is lost and what that costs.
+@options.reports(*DEPLOYMENTS)
+def export(
+    plan_file: str,
+    name: str,
+    output: Path | None,
+    strict: bool,
+    environment: str | None,
+    to: Output,
+    **deployment: str | None,
+) -> None:
+    """Export a plan as the flags of an engine, or into a deployment that runs it.
 
-    The flags are then emulated for every admissible batch, which shows what the engine would make of
-    them, graph by graph and batch by batch. An engine whose plugin runs a plan itself loses nothing:
-    for those, the launch command is printed too. If the engine refuses the flags, as on a machine without a
-    GPU, they are written with the reason, and the exit code is 2.
+    The flags come with what is lost and what that costs: they are emulated for every admissible batch, which
+    shows what the engine would make of them. If the engine refuses them, as on a machine without a GPU,
+    they are written with the reason, and the exit code is 2.
+
+    An engine whose plugin runs a plan itself loses nothing: for those, the launch command is printed too. In
+    the other formats the plan goes into a deployment, --into FILE: kubernetes, kserve and dynamo give a
+    kustomization.yaml with a ConfigMap and the patch of the component, and helm gives values.
     """
     document, engine = read_document(plan_file), find_engine(name)
     plan = plan_of(document, environment, answers=True)
+    if to.form in DEPLOYMENTS:
+        if strict or to.html is not None:
+            raise click.UsageError(f"--strict and --html are for flags; leave them out with --format {to.form}.")
+        _export_into(plan, name, to, output, **deployment)
+        return
+    for option, value in deployment.items():
+        if value is not None:
+            flag_ = "--name" if option == "config" else f"--{option}"
+            raise click.UsageError(f"{flag_} is for a deployment; give --format {', '.join(DEPLOYMENTS)}.")
     as_engine = partial(emulate, name)
     result = within_budget(prove(engine.export(plan), plan, as_engine), plan, as_engine)
     runs_plans = document.is_plan and engine.launch is not None
@@ -267,6 +315,53 @@ def export(plan_file: str, name: str, output: Path | None, strict: bool, environ
     to.write(output, lambda: result.file)
     if result.proof is None or (strict and not result.proof.exact):
         click.get_current_context().exit(FINDINGS)
+
+
+def _export_into(
+    plan: Plan,
+    name: str,
+    to: Output,
+    output: Path | None,
+    into: str | None,
+    config: str | None,
+    namespace: str | None,
+    image: str | None,
+) -> None:
+    """Print or write what puts a plan into a deployment."""
+    if into is None:
+        raise click.UsageError(f"--format {to.form} is for a deployment; name its file: --into FILE or FILE#COMPONENT.")
+    file = into if Path(into).is_file() else into.rpartition("#")[0]
+    if not Path(file).is_file():
+        raise click.UsageError(f"--into {into}: no such file.")
+    component = server(name, [into])
+    try:
+        if component.form != to.form:
+            known = f"give --format {component.form}" if component.form else f"known are {DEPLOYMENTS_TEXT}"
+            raise FlagError([Problem(message=f"this is no deployment for --format {to.form}", remedy=known)])
+        patch = plan_patch(
+            plan,
+            find_engine(name),
+            codec.read(file),
+            component,
+            lambda text: servers(name, [text]),
+            name=config,
+            namespace=namespace,
+            image=image,
+        )
+    except FlagError as error:
+        raise FlagError(
+            attrs.evolve(each, file=file, line=component.line) if each.file is None else each for each in error.problems
+        ) from None
+    show_notes((*assumed(), *patch.notes))
+    folder, source = (output or Path("kustomization.yaml")).absolute().parent.resolve(), Path(file).resolve()
+    resource = str(source.relative_to(folder)) if source.is_relative_to(folder) else None
+    again = f"Do not edit: export again when the plan or {printable(file)} changes."
+    body = values(patch) if to.form == "helm" else kustomization(patch, resource)
+    text = f"# Generated by `capture-planner export`. {again}\n{body}"
+    if output is None:
+        show_lines(text.rstrip("\n"))
+    else:
+        to.write(output, lambda: text)
 
 
 @click.command(cls=OwnOptions)
