@@ -387,7 +387,7 @@ class Intervals:
     def _judged(self, kind: Kind, steps: list[tuple[Outcome, float]]) -> Judged:
         usual, tokens = (statistics.median(column) for column in zip(*self._latest[kind], strict=True))
         for outcome, milliseconds in steps:
-            # A pass grows in proportion to its tokens at most: what took longer waited, or compiled kernels for its size.
+            # A pass grows in proportion to its tokens at most: what took longer waited, or compiled kernels.
             yield outcome, milliseconds, milliseconds > usual * max(STALL, 2 * outcome[2] / max(tokens, 1))
 
 

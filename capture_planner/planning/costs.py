@@ -37,7 +37,7 @@ class Curve:
     overhead: float = 0.0
     """Milliseconds that a step takes longer because its target runs in this mode, besides the pass."""
     is_graph: bool = False
-    """True for graphs, whose larger sizes are bound by proportion; an eager pass goes on as it grew over its last doubling."""
+    """True for graphs, whose larger sizes are bound by proportion; an eager pass goes on as over its last doubling."""
     bounds: tuple[Curve, ...] = ()
     """The same pass without a graph, or in pieces: a graph that is not measured takes no longer."""
     pieces: float = 0.0
