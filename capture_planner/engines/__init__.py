@@ -92,6 +92,8 @@ def is_engine(word: str) -> bool:
 def find_engine(name: str) -> Engine:
     """Return an installed engine, of the release that ``vllm==0.32`` names, or else the newest that is emulated.
 
+    Of a release that is not, the one that a table of its numbers answers for.
+
     Raises ``EngineError`` for an unknown name, with what is installed, and for a release that is not emulated.
     """
     base, pinned, release = name.partition("==")
@@ -100,12 +102,21 @@ def find_engine(name: str) -> Engine:
         raise EngineError(f"{unknown('engine', base, found)}; {INSTALL}")
     engine: Engine = found[base].value
     every = (engine, *engine.older)
-    for each in every:
-        # ``vllm==0.3`` is not 0.33.
-        if not pinned or f"{each.version}.".startswith(f"{release}."):
-            return each
-    known = " and ".join(each.version for each in every)
-    raise EngineError(f"{base} {release} is not emulated, {known} {'is' if len(every) == 1 else 'are'}")
+    if not pinned:
+        return engine
+    # The table of still older ones is read where one of them is meant.
+    fitting = _of_release(every, release) or _of_release(engine.by_table(), release)
+    if fitting:
+        return fitting[0]
+    known, tabled = " and ".join(each.version for each in every), engine.by_table()
+    also = f"; a table has {tabled[-1].version} to {tabled[0].version}" if tabled else ""
+    raise EngineError(f"{base} {release} is not emulated, {known} {'is' if len(every) == 1 else 'are'}{also}")
+
+
+def _of_release(every: Sequence[Engine], release: str) -> list[Engine]:
+    """Return the engines that a release names, the one of exactly that first: ``0.3`` is not 0.33."""
+    fitting = [each for each in every if f"{each.version}.".startswith(f"{release}.")]
+    return sorted(fitting, key=lambda each: each.version != release)
 
 
 def read(name: str, words: Sequence[str]) -> LineReading:

@@ -439,8 +439,11 @@ def _age(engine: Engine, image: str | None) -> Iterator[str]:
     if theirs > ours:
         yield f"{subject}; what differs is not known"
     elif theirs < ours[: len(theirs)]:
-        emulated = next((each for each in engine.older if release_of(each.version)[: len(theirs)] == theirs), None)
+        fitting = (each for each in engine.older if release_of(each.version)[: len(theirs)] == theirs)
+        tabled = (each for each in engine.by_table() if release_of(each.version)[: len(theirs)] == theirs)
+        emulated, by_table = next(fitting, None), next(tabled, None)
         follow = f"; {engine.name}=={emulated.version} follows it" if emulated else ""
+        follow = follow or (f"; {engine.name}=={by_table.version} answers by its table" if by_table else "")
         yield engine.history.age(release, subject) + follow
 
 

@@ -144,5 +144,7 @@ class Engine:
     """What the engine writes about its batches, in its log and in its metrics."""
     older: tuple[Engine, ...] = ()
     """Older releases that are emulated too, newest first: ``NAME==VERSION`` on the command line."""
+    by_table: Callable[[], tuple[Engine, ...]] = tuple
+    """Return still older ones, whose answers rest on a table of their numbers, and say so in ``assumptions``."""
     aliases: tuple[str, ...] = ()
     """Other names of the engine and of its program, for suggestions."""

@@ -111,9 +111,12 @@ class Parser(argparse.ArgumentParser):
         # Each flag that is added makes a formatter, which asks for the terminal's size unless it has one.
         super().__init__(formatter_class=partial(argparse.HelpFormatter, width=80), **options)
 
-    def refuse_gone(self, words: Sequence[str]) -> None:
-        """Raise ``FlagError`` with every flag among words that the release has no more, and what it is called now."""
-        problems = self.history.gone(words, self.engine)
+    def refuse_gone(self, words: Sequence[str], newer: Sequence[Problem] = ()) -> None:
+        """Raise ``FlagError`` with every flag among words that the release has no more, and what it is called now.
+
+        ``newer`` are problems of flags that it does not have yet.
+        """
+        problems = [*newer, *self.history.gone(words, self.engine)]
         if problems:
             raise FlagError(problems)
 

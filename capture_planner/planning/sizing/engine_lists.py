@@ -6,7 +6,7 @@ SGLang 0.5.23 ``arg_groups/cuda_graph_hook.py``; TensorRT-LLM ``CudaGraphConfig`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 GiB = 1 << 30
 
@@ -26,23 +26,25 @@ def vllm_tokens(
     user_sizes: Sequence[int] | None = None,
     user_max: int | None = None,
     interactive: bool = False,
+    older: Container[str] = (),
 ) -> tuple[int, ...]:
     """Return vLLM's ``cudagraph_capture_sizes``, in tokens, ascending.
 
     ``query_len`` is 1 + K, ``platform_max`` 1024 on SM100 and 512 elsewhere, ``tiers`` the
     (query length, widest batch) pairs of a dynamic schedule. ``user_sizes`` and ``user_max`` are
     ``cudagraph_capture_sizes`` and ``max_cudagraph_capture_size`` where a user sets them.
-    ``interactive`` is ``--performance-mode interactivity``: every size up to 32.
+    ``interactive`` is ``--performance-mode interactivity``: every size up to 32. ``older`` names what older releases
+    do not add: the most requests before 0.31, multiples of ``query_len`` before 0.29, the token budget before 0.22.
     """
     decode_sizes: set[int] = set()
     top = user_max
     if top is None:
         top = min(max_num_reqs * query_len * 2, platform_max)
-        if query_len > 1:
+        if query_len > 1 and "widths" not in older:
             for tier_query_len, tier_reqs in tiers or ((query_len, max_num_reqs),):
                 reqs = min(tier_reqs, platform_max)
                 decode_sizes |= {n * tier_query_len for n in (*_vllm_grid(reqs), reqs) if n * tier_query_len <= top}
-        elif max_num_reqs <= top:
+        elif query_len == 1 and max_num_reqs <= top and "requests" not in older:
             decode_sizes = {max_num_reqs}
     top = min(max_num_tokens, top)
     if user_sizes is not None:
@@ -50,7 +52,7 @@ def vllm_tokens(
     sizes = set(_vllm_grid(top)) | {size for size in decode_sizes if size <= max_num_tokens}
     if interactive:
         sizes |= set(range(1, min(top, 32) + 1))
-    if max_num_tokens <= top:
+    if max_num_tokens <= top and "budget" not in older:
         sizes.add(max_num_tokens)
     return tuple(sorted(sizes))
 

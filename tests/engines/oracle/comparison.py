@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from capture_planner_sglang.emulation.releases import RELEASES as SGLANG
 from capture_planner_vllm.emulation.releases import NEWEST
 from support.files import module_at
 
@@ -54,12 +55,12 @@ def sources(arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def release_in(folder: Path) -> str:
-    """Return the release of unpacked sources of vLLM, from the file that its build writes."""
-    text = (folder / "vllm" / "_version.py").read_text()
+def release_in(folder: Path, package: str = "vllm") -> str:
+    """Return the release of unpacked sources of an engine, from the file that its build writes."""
+    text = (folder / package / "_version.py").read_text()
     match = re.search(r"__version__ = (?:version = )?'([^']+)'", text)
     if match is None:
-        raise SystemExit(f"{folder}: vllm/_version.py names no release")
+        raise SystemExit(f"{folder}: {package}/_version.py names no release")
     return match[1]
 
 
@@ -87,7 +88,7 @@ def finish(
     release = getattr(arguments, "release", None)
     if arguments.output is not None and arguments.output.suffix != ".json":
         date = datetime.datetime.now(datetime.UTC)
-        older = "" if release in (None, NEWEST) else f"_{release}"
+        older = "" if release in (None, NEWEST, SGLANG.newest) else f"_{release}"
         arguments.output = arguments.output / f"oracle_{name}{older}-{date:%Y-%m-%d}.json"
     results: dict[str, Any] = {
         "engine": arguments.package,

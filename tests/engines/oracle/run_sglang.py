@@ -25,10 +25,11 @@ from typing import Any
 
 import attrs
 
+from capture_planner_sglang.emulation.releases import RELEASES
 from engines.generators import sglang as drawing
 from engines.generators import sglang_answers as answers
 from engines.generators.sglang_repairs import repaired
-from engines.oracle.comparison import finish, options, oracle, say, sources
+from engines.oracle.comparison import finish, options, oracle, release_in, say, sources
 
 
 def differences(engine: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -38,7 +39,17 @@ def differences(engine: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             return []
         return [f"engine: {engine.get('refused', 'takes it')}; ours: {ours.get('refused', 'takes it')}"]
     engine, ours = json.loads(json.dumps(engine)), json.loads(json.dumps(ours))
-    return [f"{key}: engine {engine[key]}; ours {ours[key]}"[:600] for key in engine if engine[key] != ours[key]]
+    return [f"{key}: {_apart(engine[key], ours[key])}"[:600] for key in engine if engine[key] != ours[key]]
+
+
+def _apart(engine: Any, ours: Any) -> str:
+    """Return where two values part: of lists and tables the items that differ, or all of both."""
+    if isinstance(engine, dict) and isinstance(ours, dict) and engine.keys() == ours.keys():
+        return "; ".join(f"{key}: {_apart(engine[key], ours[key])}" for key in engine if engine[key] != ours[key])
+    if isinstance(engine, list) and isinstance(ours, list) and len(engine) + len(ours) > 12:
+        only = ([each for each in one if each not in other] for one, other in ((engine, ours), (ours, engine)))
+        return "{} in the engine's alone; {} in ours alone".format(*only)
+    return f"engine {engine}; ours {ours}"
 
 
 @attrs.define
@@ -122,7 +133,16 @@ def main() -> int:
     made.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     made.add_argument("--show", type=int, default=20, help="most differences to print")
     arguments = made.parse_args()
-    own = oracle("sglang").Sglang(sources(arguments))
+    wheel = sources(arguments)
+    arguments.release = release_in(wheel, "sglang")
+    release = arguments.release if arguments.release in RELEASES.emulated() else RELEASES.newest
+    say(f"SGLang {arguments.release} against the emulation of {release}")
+    with RELEASES.following(release):
+        return _compare(oracle("sglang").Sglang(wheel), arguments)
+
+
+def _compare(own: Any, arguments: argparse.Namespace) -> int:
+    """Compare while a release is followed, and return the exit status."""
     started = time.perf_counter()
     tally = Tally()
     for part in _parts(own, arguments):

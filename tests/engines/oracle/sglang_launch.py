@@ -147,7 +147,7 @@ class Launch:
             captured_req_width=width,
             capture_bs=capture_bs,
             compile_bs=compile_bs,
-            record_nolora_graph=m.decode._lora_backend_skips_inactive(model_runner),
+            record_nolora_graph=_records_base_graphs(m, model_runner),
             require_mlp_sync=self.parallel.attn_dp_enabled or gathered,
             require_mlp_tp_gather=mlp,
             ragged_verify_mode=False,
@@ -380,3 +380,9 @@ class Launch:
         if not runner.can_run_graph(forward):
             return None
         return self._prefill_row(runner, runner._pad_to_bucket(batch.num_tokens, runner.capture_num_tokens))
+
+
+def _records_base_graphs(m: Any, model_runner: Any) -> bool:
+    """Whether decodes without adapters have graphs of their own; 0.5.22 has them for no backend."""
+    asks = getattr(m.decode, "_lora_backend_skips_inactive", None)
+    return asks is not None and bool(asks(model_runner))

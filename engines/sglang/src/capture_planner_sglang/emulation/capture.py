@@ -14,6 +14,7 @@ from capture_planner_sglang.emulation.managers import (
     decode_sizes,
     prefill_sizes,
 )
+from capture_planner_sglang.emulation.releases import has
 from capture_planner_sglang.emulation.resolution import ASSUMED_CONTEXT, BREAKABLE, DECODE, DISABLED, FULL, Startup
 from capture_planner_sglang.emulation.rules import EAGLE_FAMILY
 
@@ -28,7 +29,7 @@ def request_pool(r: Startup) -> int:
     tokens = None if tokens is None else tokens // args.page_size * args.page_size
     source = r.sources.get("max_running_requests", "default")
     if args.max_running_requests is not None:
-        pool = max(1, args.max_running_requests // args.attn_dp_size)
+        pool = max(int(has("one-request-each")), args.max_running_requests // args.attn_dp_size)
         if r.attention_dp:
             says = f"{args.attn_dp_size} attention-DP ranks share the requests: {pool} each"
             r.decisions.note("requests-per-rank", args.max_running_requests, pool, says)
@@ -51,7 +52,8 @@ def request_pool(r: Startup) -> int:
             raise refusal("--max-mamba-cache-size", "SGLang's slots hold no request's states", "give more")
     r.sources["request_pool"] = source
     if pool < 1:
-        raise refusal("--max-total-tokens", "SGLang's pool holds no request", "give more tokens")
+        flag = "--max-running-requests" if source == "requests-per-rank" else "--max-total-tokens"
+        raise refusal(flag, "SGLang's pool holds no request", "give more")
     return int(pool)
 
 
@@ -95,6 +97,8 @@ def managers(r: Startup, pool: int) -> tuple[SglangManager, ...]:
     extends = _decodes(r, Role.DRAFT_PREFILL, pool, args.speculative_num_draft_tokens)
     if extends is not None and not draft_prefills_decode(r):
         says = "flashinfer has no graph for a drafter's first pass with latent attention"
+        if not has("draft-prefills-of-flash-attention"):
+            says += ", and before 0.5.23 fa3 and fa4 have none"
         r.decisions.note("draft-prefills-of-latent-attention", "decode graphs", "none", says, Role.DRAFT_PREFILL)
         extends = None
     prompts = _prefills(r, Role.DRAFT_PREFILL, pool, sizes) if prompts_of_drafts else None
@@ -231,6 +235,6 @@ def _prefills(r: Startup, role: Role, pool: int, sizes: tuple[int, ...]) -> Pref
         sizes=sizes,
         num_reqs=slots,
         max_reqs=slots if whole else min(sizes[-1], pool) if lora else None,
-        max_seq_len=r.prefill.max_seq_len,
+        max_seq_len=r.prefill.max_seq_len if has("prefill-length") else None,
         loras=args.max_loras_per_batch if lora else 0,
     )

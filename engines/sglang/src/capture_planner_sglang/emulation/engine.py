@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import BY_MODEL, Emulation, Setting
@@ -34,10 +36,9 @@ from capture_planner_sglang.emulation.fixes import SglangFixes
 from capture_planner_sglang.emulation.flags import FLAGS, HISTORY, UNEMULATED_VARIABLES, name_of, parse
 from capture_planner_sglang.emulation.launch import launch
 from capture_planner_sglang.emulation.logs import LOGS
-from capture_planner_sglang.emulation.resolution import COUNTS_AS, DECODE, PREFILL, Startup, read_model
+from capture_planner_sglang.emulation.releases import RELEASES
+from capture_planner_sglang.emulation.resolution import COUNTS_AS, DECODE, DISABLED, PREFILL, Startup, read_model
 from capture_planner_sglang.emulation.rules import EAGLE_FAMILY
-
-VERSION = "0.5.23"
 
 _SHOWN = """
     max_running_requests max_total_tokens chunked_prefill_size max_prefill_tokens page_size tp_size pp_size
@@ -75,7 +76,7 @@ def resolve(command: Sequence[str], environment: Environment) -> Startup:
 
 
 def emulate(command: Sequence[str], environment: Environment) -> Emulation:
-    """Return what SGLang 0.5.23 makes of its flags on a machine; raises ``FlagError``."""
+    """Return what SGLang makes of its flags on a machine; raises ``FlagError``."""
     try:
         r = resolve(command, environment)
         pool = capture.request_pool(r)
@@ -89,7 +90,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     decodes = managers[0].decodes
     return Emulation(
         engine="sglang",
-        version=VERSION,
+        version=RELEASES.followed(),
         command=tuple(command),
         settings=_settings(r, pool),
         sizes=decodes.sizes if decodes else (),
@@ -104,7 +105,11 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         lora=Lora(max_active=max(args.max_loras_per_batch - 1, 1)) if args.enable_lora else None,
         parallel=Parallel(data=args.dp_size * args.attn_dp_size, tensor=args.tp_size),
         by_flags=r.by_flags,
-        assumptions=(*_assumptions(r), *families.assumptions(r, decodes.sizes[-1] if decodes else 0)),
+        assumptions=(
+            *RELEASES.assumptions(_unused(r)),
+            *_assumptions(r),
+            *families.assumptions(r, decodes.sizes[-1] if decodes else 0),
+        ),
     )
 
 
@@ -167,9 +172,30 @@ def _settings(r: Startup, pool: int) -> tuple[Setting, ...]:
     )
 
 
-ENGINE = Engine(
+def _unused(r: Startup) -> set[str]:
+    """Return the parts of SGLang's code, as the table of releases names them, that decide nothing of the answer."""
+    used = {
+        "which batch a prefill graph serves": r.prefill.backend != DISABLED,
+        "which batch a decode graph serves": r.decode.backend != DISABLED,
+        "speculation": r.args.speculative_algorithm is not None,
+        "drafters' graphs": r.args.speculative_algorithm in EAGLE_FAMILY,
+    }
+    return {part for part, present in used.items() if not present}
+
+
+def _older(release: str) -> Engine:
+    """Return the engine that answers for an older release; everything else is the newest's."""
+
+    def emulate_release(command: Sequence[str], environment: Environment) -> Emulation:
+        with RELEASES.following(release):
+            return emulate(command, environment)
+
+    return attrs.evolve(_NEWEST, version=release, emulate=emulate_release)
+
+
+_NEWEST = Engine(
     name="sglang",
-    version=VERSION,
+    version=RELEASES.newest,
     emulate=emulate,
     export=export_sglang,
     launch=launch,
@@ -183,4 +209,7 @@ ENGINE = Engine(
     history=HISTORY,
     fixes=SglangFixes(),
     skips_wide_padding=True,
+)
+ENGINE = attrs.evolve(
+    _NEWEST, older=tuple(map(_older, RELEASES.emulated()[1:])), by_table=lambda: tuple(map(_older, RELEASES.by_table()))
 )

@@ -32,6 +32,7 @@ from capture_planner.engines.parsing import Parser, as_words, did_you_mean, not_
 from capture_planner.engines.shell import split_variables
 from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import NotEmulated, Problem
+from capture_planner_sglang.emulation.releases import RELEASES
 from capture_planner_sglang.emulation.resolution import Phase
 
 TABLE = json_table(__package__, "flags.json")
@@ -126,10 +127,14 @@ def graph_config(text: str) -> dict[str, dict[str, Any]]:
 
 
 class SglangParser(Parser):
-    engine = "SGLang 0.5.23"
     wanted: ClassVar = {"int": "give a whole number, in digits", "float": "give a number"}
     history: ClassVar = HISTORY
     placing = "name the model as --model-path MODEL; a switch takes no value"
+
+    @property
+    def engine(self) -> str:  # type: ignore[override]
+        """The engine's name and the followed release."""
+        return f"SGLang {RELEASES.followed()}"
 
 
 _TYPES: dict[str, Any] = {"int": int, "text": str, "count": count, "graph_config": graph_config}
@@ -198,8 +203,10 @@ def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str
     variables, own = split_variables(command)
     rest, path = _split_config(own)
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
-    sglang_parser().refuse_gone([*from_file, *rest])
-    args = sglang_parser().parse_args([*from_file, *rest])
+    given = [*from_file, *rest]
+    spelled = RELEASES.without_gone(given, HISTORY)
+    sglang_parser().refuse_gone(spelled, RELEASES.newer_flags(given))
+    args = sglang_parser().parse_args(spelled)
     args.other_device = variables.get(OTHER_DEVICE, "")
     longer, most, encoder = (variables.get(name, "").lower() for name in VARIABLES)
     args.longer_context, args.encoder_graphs = (value in ("1", "true", "yes", "y") for value in (longer, encoder))

@@ -8,6 +8,7 @@ from capture_planner.engines.parsing import refusal
 from capture_planner.planning.sizing.engine_lists import GiB, sglang_default_max, sglang_requests, sglang_tokens
 from capture_planner_sglang.emulation import families
 from capture_planner_sglang.emulation.latent import MOST_PREFILL
+from capture_planner_sglang.emulation.releases import memory_class, tabled
 from capture_planner_sglang.emulation.resolution import BREAKABLE, DECODE, DISABLED, FULL, PREFILL, Startup
 
 _PIPELINE_PREFILL_TOKENS = 8192
@@ -110,6 +111,7 @@ def fill_sizes(r: Startup) -> None:
     if args.chunked_prefill_size is None:
         tiers = ((20 * GiB, 2048), (60 * GiB, 4096), (160 * GiB, 8192))
         chunk = next((tokens for below, tokens in tiers if memory < below), 16384)
+        chunk = tabled("chunk_by_memory", {memory_class(memory): chunk})[memory_class(memory)]
         says = f"a device of {memory / GiB:.0f} GiB prefills chunks of {chunk} tokens"
         r.rewrite("chunked_prefill_size", chunk, "chunk-by-memory", says)
     _fill_decode(r)
@@ -120,11 +122,12 @@ def _fill_decode(r: Startup) -> None:
     args, decode = r.args, r.decode
     if decode.max_bs is None:
         memory, tensor = r.environment.device.memory, args.tp_size
-        top = sglang_default_max(memory, tensor)
+        newest = {memory_class(memory): [sglang_default_max(memory, tensor)] * 2}
+        top = tabled("decode_max_by_memory", newest)[memory_class(memory)][tensor >= 4]
         device = f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks"
         r.change(DECODE, "max_bs", top, "decode-max-by-memory", f"{device} has decode graphs for up to {top} requests")
         most = args.max_running_requests
-        if most is not None and top > most:
+        if most is not None and top > most and tabled("decode_max_by_requests", True):
             says = f"at most {most} requests run, so the default of {top} comes down"
             r.change(DECODE, "max_bs", most, "decode-max-by-requests", says)
     families.expand_decodes(r)
@@ -151,8 +154,14 @@ def _fill_prefill(r: Startup) -> None:
     if prefill.max_bs is None:
         r.put(PREFILL, "max_bs", args.chunked_prefill_size, r.sources["chunked_prefill_size"])
         if r.model.latent:
-            _lower_prefill(r, MOST_PREFILL, "prefill-max-of-latent-attention", "latent attention")
-        if args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked:
+            short, most = tabled("prefill_max_of_latent", [0, MOST_PREFILL])
+            rule, says = "prefill-max-of-latent-attention", f"latent attention has prefill graphs of {most} tokens"
+            # Before 0.5.23 there was one maximum, for shorter chunks too.
+            if short == most != prefill.max_bs:
+                r.change(PREFILL, "max_bs", most, rule, says)
+            _lower_prefill(r, most, rule, "latent attention")
+        staged = tabled("prefill_max_of_stages", _PIPELINE_PREFILL_TOKENS) == _PIPELINE_PREFILL_TOKENS
+        if staged and args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked:
             _lower_prefill(r, _PIPELINE_PREFILL_TOKENS, "pipeline-prefill-max", "with pipeline stages")
         if args.max_total_tokens is not None:
             _lower_prefill(r, args.max_total_tokens, "prefill-max-by-pool", "the KV pool's size")

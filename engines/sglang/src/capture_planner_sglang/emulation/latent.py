@@ -10,6 +10,7 @@ from __future__ import annotations
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.parsing import refusal, unfollowed
+from capture_planner_sglang.emulation.releases import has
 from capture_planner_sglang.emulation.resolution import FULL, PREFILL, Startup
 
 LATENT_BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "flashmla", "trtllm_mla", "cutedsl_mla")
@@ -97,4 +98,8 @@ def check_draft(r: Startup) -> None:
 
 def draft_prefills_decode(r: Startup) -> bool:
     """Whether the widths of a drafter's first pass have graphs: flashinfer's latent attention has none."""
-    return not (r.draft.latent and r.attention[r.args.speculative_attention_mode == "decode"] == "flashinfer")
+    chosen = r.attention[r.args.speculative_attention_mode == "decode"]
+    own = r.args.speculative_draft_attention_backend or chosen
+    if own in ("fa3", "fa4") and not has("draft-prefills-of-flash-attention"):
+        return False
+    return not (r.draft.latent and chosen == "flashinfer")

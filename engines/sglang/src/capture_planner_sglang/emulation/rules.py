@@ -15,6 +15,7 @@ from capture_planner_sglang.emulation import latent
 from capture_planner_sglang.emulation.families import SPARSE_BACKEND
 from capture_planner_sglang.emulation.flags import ATTENTION_BACKENDS
 from capture_planner_sglang.emulation.latent import LATENT_BACKENDS
+from capture_planner_sglang.emulation.releases import has
 from capture_planner_sglang.emulation.resolution import (
     COUNTS_AS,
     DISABLED,
@@ -389,6 +390,8 @@ def _check_lora(r: Startup) -> None:
         raise refusal("--max-loras-per-batch", "SGLang requires at least 1", "give 1 or more")
     if args.lora_paths and args.enable_lora is None:
         r.rewrite("enable_lora", True, "lora-by-paths", "adapters are named, so LoRA is on")
+    if args.lora_backend == "triton_v2" and not has("triton-v2-adapters"):
+        raise refusal("--lora-backend", "0.5.23 was the first SGLang with triton_v2", "name another")
     if not args.enable_lora:
         return
     if args.lora_backend == "triton_v2" and (r.attention_dp or args.enable_two_batch_overlap):

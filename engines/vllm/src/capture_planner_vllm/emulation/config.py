@@ -12,12 +12,14 @@ from capture_planner_vllm.emulation.model import WIDE
 from capture_planner_vllm.emulation.options import COMPILATION, ServeOptions
 from capture_planner_vllm.emulation.parts import COMPILE
 from capture_planner_vllm.emulation.refusals import not_emulated
-from capture_planner_vllm.emulation.releases import has
+from capture_planner_vllm.emulation.releases import has, tabled
 from capture_planner_vllm.emulation.schedule import draft_tokens, normalized
 from capture_planner_vllm.emulation.settings import DrafterKind, RunnerVersion
 from capture_planner_vllm.emulation.speculation import SPECULATIVE
 from capture_planner_vllm.emulation.tables import names
 
+_ADDED_SIZES = {"requests": "requests_are_a_size", "widths": "widths_are_sizes", "budget": "budget_is_a_size"}
+"""What releases have added to the list of sizes, by the name in the table of releases."""
 _V2 = "VLLM_USE_V2_MODEL_RUNNER"
 _LEVELS = {0: "NONE", 1: "PIECEWISE", 2: "FULL_AND_PIECEWISE", 3: "FULL_AND_PIECEWISE"}
 _DYNAMIC_ON_V1 = ("ngram", "eagle", "eagle3", "mtp", "draft_model", "dflash")
@@ -66,7 +68,7 @@ class Configuration(ServeOptions):
             missing += self._overlap_missing_in_v2()
             if missing:
                 raise refusal(_V2, f"vLLM's V2 runner has no {', '.join(missing)}", "leave it out")
-        v2 = variable == "1" or (variable is None and not missing)
+        v2 = variable == "1" or (variable is None and not missing and self._defaults_to_v2())
         self.runner = RunnerVersion.V2 if v2 else RunnerVersion.V1
         if not v2:
             self._check_drafter_on_v1()
@@ -91,6 +93,15 @@ class Configuration(ServeOptions):
         if not v2 and (adaptive or (self.pipeline > 1 and self.asynchronous)):
             lacking = "adaptive verification" if adaptive else "asynchronous pipeline parallelism"
             raise refusal(_V2, f"vLLM's V1 runner has no {lacking}", "leave it out")
+
+    def _defaults_to_v2(self) -> bool:
+        """Say whether model runner V2 is the default for the model; before 0.29 it was for some alone."""
+        listed = tabled("v2_architectures", ["all"])
+        dense = not (self.model.experts or self.model.recurrent)
+        if "all" in listed or self.model.architecture in listed or ("dense" in listed and dense):
+            return True
+        self.note("runner", "v2", "v1", "V2 is the default of other models, so V1 runs")
+        return False
 
     def _check_drafter_on_v1(self) -> None:
         spec = self.spec
@@ -215,11 +226,14 @@ class Configuration(ServeOptions):
             max_num_reqs=self.seqs,
             max_num_tokens=self.tokens,
             query_len=1 + (spec.tokens if spec is not None else 0),
-            platform_max=1024 if self.environment.device.sm[0] == 10 and not self.other_device else 512,
+            platform_max=tabled("largest_size_sm100", 1024)
+            if self.environment.device.sm[0] == 10 and not self.other_device
+            else tabled("largest_size", 512),
             tiers=[] if self.schedule is None else list(widest.items()),
             user_sizes=user,
             user_max=self.user_max,
             interactive=self.performance == "interactivity",
+            older={name for name, added in _ADDED_SIZES.items() if not tabled(added, True)},
         )
         self.max_size = self.sizes[-1] if self.sizes else 0
         if self.user_max is not None and self.user_max != self.max_size:

@@ -30,8 +30,8 @@ from capture_planner_vllm.emulation.logs import LOGS
 from capture_planner_vllm.emulation.managers import managers
 from capture_planner_vllm.emulation.model import COUNTS_AS, ModelFacts
 from capture_planner_vllm.emulation.refusals import OBSERVE, not_emulated
-from capture_planner_vllm.emulation.releases import NEWEST, followed, following, releases
-from capture_planner_vllm.emulation.settings import VllmSettings
+from capture_planner_vllm.emulation.releases import NEWEST, RELEASES, followed, following, releases
+from capture_planner_vllm.emulation.settings import RunnerVersion, VllmSettings
 from capture_planner_vllm.emulation.tables import rules
 from capture_planner_vllm.emulation.unemulated import REGISTERED
 
@@ -76,8 +76,24 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         lora=_lora(settings),
         parallel=Parallel(data=ranks.data, tensor=ranks.tensor, decode_context=ranks.decode_context),
         by_flags=_by_flags(configuration),
-        assumptions=(*_assumptions(configuration), *_kernels(settings, configuration)),
+        assumptions=(
+            *RELEASES.assumptions(_unused(settings, configuration)),
+            *_assumptions(configuration),
+            *_kernels(settings, configuration),
+        ),
     )
+
+
+def _unused(settings: VllmSettings, configuration: Configuration) -> set[str]:
+    """Return the parts of vLLM's code, as the table of releases names them, that decide nothing of the answer."""
+    used = {
+        "model runner V2's graphs": settings.runner is RunnerVersion.V2,
+        "model runner V1's graphs": settings.runner is RunnerVersion.V1,
+        "speculation": configuration.spec is not None,
+        "drafters' graphs": configuration.spec is not None,
+        "agreement of data-parallel ranks": configuration.data > 1,
+    }
+    return {part for part, present in used.items() if not present}
 
 
 def _kernels(settings: VllmSettings, configuration: Configuration) -> Iterator[str]:
@@ -248,4 +264,6 @@ _NEWEST = Engine(
     fixes=VllmFixes(),
     sizes_in_tokens=True,
 )
-ENGINE = attrs.evolve(_NEWEST, older=tuple(map(_older, releases()[1:])))
+ENGINE = attrs.evolve(
+    _NEWEST, older=tuple(map(_older, releases()[1:])), by_table=lambda: tuple(map(_older, RELEASES.by_table()))
+)

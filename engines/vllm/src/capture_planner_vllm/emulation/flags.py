@@ -23,7 +23,7 @@ from capture_planner.engines.shell import ASSIGNMENT, VARIABLE
 from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import FlagError
 from capture_planner_vllm.emulation.parts import translated
-from capture_planner_vllm.emulation.releases import followed, minor
+from capture_planner_vllm.emulation.releases import RELEASES, followed, minor
 from capture_planner_vllm.emulation.tables import flag_table, older, rules
 
 _THOUSANDS = {"k": 1, "m": 2, "g": 3, "t": 4}
@@ -318,9 +318,10 @@ def _parser(release: str) -> ServeParser:
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    spelled = _spelled(words)
+    given = _spelled(words)
+    spelled = RELEASES.without_gone(given, HISTORY)
     parser = _parser(followed())
-    parser.refuse_gone(spelled)
+    parser.refuse_gone(spelled, RELEASES.newer_flags(given))
     namespace, unknown = parser.parse_known_args(_undotted(spelled))
     if unknown:
         raise FlagError(parser.strangers(unknown))

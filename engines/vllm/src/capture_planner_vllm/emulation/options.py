@@ -19,13 +19,15 @@ from capture_planner_vllm.emulation.model import DEFAULT_MODEL, overrides, read_
 from capture_planner_vllm.emulation.overlap import Overlap
 from capture_planner_vllm.emulation.parts import ALL_MODES, COMPILE, Part, whole_number
 from capture_planner_vllm.emulation.precision import cache_dtype, check_quantization, model_dtype
-from capture_planner_vllm.emulation.releases import has
+from capture_planner_vllm.emulation.releases import has, tabled
 from capture_planner_vllm.emulation.speculation import speculation
 from capture_planner_vllm.emulation.speculators import with_its_draft
 from capture_planner_vllm.emulation.tables import names
 from capture_planner_vllm.emulation.unemulated import check_emulated, sign_of_other_device
 
 COMPILATION = "--compilation-config"
+_BUDGETS = {"180 GiB": [16384, 1024]}
+"""Tokens and requests of the largest devices, as the table of releases has them."""
 
 
 class ServeOptions:
@@ -204,7 +206,8 @@ class ServeOptions:
         """Return the tokens and requests that ``vllm serve`` starts from on this device."""
         device = self.environment.device
         small = device.sm == (12, 1) and has("gb10-budgets")
-        if device.memory >= 160 * GiB:
+        # Before 0.28 the largest devices had the budgets of those of 80 GiB.
+        if device.memory >= 160 * GiB and tabled("budgets", _BUDGETS)["180 GiB"] == _BUDGETS["180 GiB"]:
             return 16384, 1024
         if device.memory >= 70 * GiB and "a100" not in device.name.lower() and not small:
             return 8192, 1024

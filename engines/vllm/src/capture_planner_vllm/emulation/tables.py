@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from capture_planner.engines.history import json_table
-from capture_planner_vllm.emulation.releases import differences_to, followed
+from capture_planner_vllm.emulation.releases import base, differences_to
 
 
 @cache
@@ -36,12 +36,12 @@ def _names(release: str) -> dict[str, list[str]]:
 
 def flag_table() -> dict[str, dict[str, Any]]:
     """Return every flag of ``vllm serve`` by its name in vLLM: its spellings, kind, and choices."""
-    return _flags(followed())
+    return _flags(base())
 
 
 def names() -> dict[str, list[str]]:
     """Return the names of vLLM's JSON fields, backends, methods and architectures."""
-    return _names(followed())
+    return _names(base())
 
 
 def rules() -> dict[str, Any]:
