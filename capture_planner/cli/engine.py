@@ -272,7 +272,7 @@ def annotate(to: Output, placed: Sequence[FileFinding], drift: Sequence[Drift] =
 )
 @click.option("--name", "config", metavar="NAME", help="Name of the ConfigMap. Default: made of the deployment's.")
 @click.option("--namespace", metavar="NAME", help="Namespace of the ConfigMap. Default: the deployment's.")
-@click.option("--image", help="Image in which an init container runs check. Default: the server's.")
+@click.option("--image", metavar="IMAGE", help="Image in which an init container runs check. Default: the server's.")
 @options.output("Write the engine's configuration, or what the deployment needs, to FILE.")
 @flag("--strict", "Exit with 2 if the engine loses anything of the plan.")
 @options.environment

@@ -130,9 +130,11 @@ def _containers(
     """
     if isinstance(node.value, list):
         for index, each in enumerate(node.value):
-            named = each.value.get("name") if isinstance(each.value, dict) else None
+            held = each.plain() if isinstance(each.value, dict) else {}
+            # An object in a list of them has its name among its metadata.
+            named = held.get("name") or within(held, "metadata", "name")
             inside = at and at[-1] == "containers"
-            outer = names if named is None or inside else (*names, str(named.value))
+            outer = names if named is None or inside else (*names, str(named))
             yield from _containers(each, outer, (*at, index), kind)
     elif isinstance(node.value, dict):
         data = node.plain()

@@ -184,6 +184,8 @@ def plan_patch(
     pods = tuple(_pods(component.form, target, path))
     if not pods:
         raise FlagError([Problem(message="no pod is known around this container", remedy="name one of a pod template")])
+    if component.form != "helm" and not within(target, "metadata", "name"):
+        raise FlagError([Problem(message="the object has no metadata.name", remedy="a patch finds it by its name")])
     draft, notes = _begun(target, pods), list[str]()
     for pod, words in _servers(target, pods, component, read_back).items():
         launch = engine.launch(plan, words)

@@ -386,6 +386,10 @@ def test_what_cannot_be_placed_is_refused(monkeypatch):
         patched(plan, FORMS["deployment"]("a", None, pod), attrs.evolve(VLLM, launch=None))
     with pytest.raises(FlagError, match="no pod is known around this container"):
         patched(plan, made("a", "x/v1", "Thing", {"box": pod["containers"][0]}, None))
+    unnamed = FORMS["deployment"]("a", None, pod)
+    unnamed["metadata"] = {"generateName": "a-"}
+    with pytest.raises(FlagError, match=r"has no metadata\.name; a patch finds it by its name"):
+        patched(plan, unnamed)
     model = {"name": "a", "modelURL": MODEL, "tag": "v1", "raySpec": {"enabled": True}}
     with pytest.raises(FlagError, match="no pod is known"):
         patched(plan, {"servingEngineSpec": {"modelSpec": [model]}})
@@ -402,6 +406,15 @@ def test_what_cannot_be_placed_is_refused(monkeypatch):
     monkeypatch.setattr(placing, "MOST_BYTES", 10)
     with pytest.raises(InvalidValue, match="a ConfigMap holds 1 MiB; put the plan into the image or on a volume"):
         patched(plan, FORMS["deployment"]("a", None, pod))
+
+
+def test_an_object_of_a_list_is_found_by_its_own_name():
+    """``kubectl get -o yaml`` writes a list: the patch is about one object of it."""
+    pod = {"containers": [{"name": "a", "image": "x", "args": ["vllm", "serve", MODEL]}]}
+    listed = {"kind": "List", "items": [FORMS["deployment"]("b", "n", pod)]}
+    patch = patched(codec.load_plan(LOCKED), listed)
+    assert (patch.component.component, patch.target) == ("b", listed["items"][0])
+    assert (patch.config["metadata"]["name"], patch.config["metadata"]["namespace"]) == ("b-capture-plan", "n")
 
 
 def test_kserves_own_template_needs_no_container():
