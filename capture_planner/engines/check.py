@@ -353,15 +353,15 @@ def compatible_graph_missed(subject: CheckInput) -> Iterator[Diagnosis]:
 
 @rule("EN003", Severity.WARNING, BugClass.C, "vllm#56136")
 def graphs_without_batch(subject: CheckInput) -> Iterator[Diagnosis]:
-    """Graphs are captured that no admissible batch is answered with: start-up time and memory for nothing."""
+    """Graphs are captured that no allowed batch is answered with: start-up time and memory for nothing."""
     for manager in subject.emulation.managers:
         role = manager.role
         # A graph may serve a batch that was not asked about.
         if role in subject.unknown:
             continue
-        reached = {answer.answer.entry for answer in subject.answers if answer.batch.role is role}
+        used = {answer.answer.entry for answer in subject.answers if answer.batch.role is role}
         entries = [graph.entry for graph in manager.graphs]
-        unused = [entry for entry in entries if entry not in reached]
+        unused = [entry for entry in entries if entry not in used]
         if unused:
             widths = {entry.query_len for entry in entries if entry.query_len}
             # Each size is captured for all of these, and another batch may need the size.
@@ -619,7 +619,7 @@ def graph_not_used(observation: Observation, emulation: Emulation) -> Iterator[D
 
 @rule("OB003", Severity.NOTE, BugClass.J, remedy="observe again with a release that the engine's plugin knows")
 def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterator[Diagnosis]:
-    """Batches are admissible and the engine's dispatcher was not asked about them: no finding is about these."""
+    """Batches are allowed and the engine's dispatcher was not asked about them: no finding is about these."""
     walked = walk(emulation)
     for manager in emulation.managers:
         unknown = [
@@ -628,7 +628,7 @@ def batches_not_asked(observation: Observation, emulation: Emulation) -> Iterato
             if each.batch.role is manager.role and each.answer.reason is Reason.UNKNOWN
         ]
         if unknown:
-            message = f"{manager.role}: the engine was not asked about {sum(unknown):,} admissible batches"
+            message = f"{manager.role}: the engine was not asked about {sum(unknown):,} allowed batches"
             yield Diagnosis(manager.role, message, sum(unknown))
 
 

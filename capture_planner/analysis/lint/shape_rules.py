@@ -153,10 +153,10 @@ def _beyond_text(coverage: Coverage, entry: Entry) -> str:
 
 @warning("CP020", "vllm#47460 vllm#53407 vllm#56136", "remove them or plan again from the spec")
 def unreachable_entry(coverage: Coverage) -> Iterator[Diagnostic]:
-    """A graph that no batch can reach: it wastes memory and start-up time.
+    """A graph that no allowed batch uses: it wastes memory and start-up time.
 
     vLLM 0.33 captures every query length of a dynamic schedule at every size: its own dispatcher
-    cannot reach 49 of the 102 full graphs of one schedule. Draft graphs were captured and never used.
+    never uses 49 of the 102 full graphs of one schedule. Draft graphs were captured and never used.
     """
     for role in coverage.plan.roles:
         reached = coverage.reached(role.role)
