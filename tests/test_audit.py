@@ -189,3 +189,14 @@ def test_a_file_without_a_program_or_an_image_of_an_engine_starts_none(tmp_path:
     for text in ("image: busybox\nargs: [--model, a]\n", "a: 1\n", "image: busybox\ncommand: [vllm, bench]\n"):
         (tmp_path / "a.yaml").write_text(text)
         assert servers(str(tmp_path / "a.yaml"), every) == ()
+
+
+def test_what_another_build_says_is_read_and_said(tmp_path: Path) -> None:
+    """A folder by its public name, and a value that decides no graph; a mode that does not exist is refused."""
+    line = "vllm serve /models/a --served-model-name Qwen/Qwen3-8B --moe-backend next_kernel --max-num-seqs 8\n"
+    (row,) = rows_of(tmp_path / "read", {"run.sh": line})
+    says = "--moe-backend next_kernel left out, which 0.33.0 does not know and which decides no graph"
+    assert row.read_as == ("/models/a as Qwen/Qwen3-8B, its served name", says)
+    assert (row.outcome, row.allowed, "next_kernel" in row.command) == (audit.ANALYSED, "", False)
+    (row,) = rows_of(tmp_path / "refused", {"run.sh": "vllm serve Qwen/Qwen3-8B -cc.cudagraph_mode=NEXT\n"})
+    assert (row.outcome, row.read_as) == (audit.REFUSED, ())
