@@ -35,8 +35,12 @@ DEVICES: dict[str, tuple[str, int]] = {
     "b300": ("10.3", 268),
     "gb10": ("12.1", 119),
     "rtx-pro-6000": ("12.0", 95),
+    "tier-20": ("8.9", 20),
+    "tier-35": ("8.6", 35),
+    "tier-60": ("9.0", 60),
+    "tier-160": ("10.0", 160),
 }
-"""Compute capability and memory in GiB."""
+"""Compute capability and memory in GiB; the last ones are where a rule by memory changes."""
 
 MODELS: dict[str, tuple[str, int]] = {
     "llama-2-7b": ("LlamaForCausalLM", 4096),
@@ -79,6 +83,33 @@ PROBES = (
     ("b200", f"{_EAGLE} EAGLE3 --speculative-num-steps 2 --speculative-eagle-topk 1"),
 )
 """Device and flags of launches that rules for single architectures meet."""
+
+
+BOUNDARIES = (
+    ("llama-3", "--tp-size 8 --attn-dp-size 8 --moe-dense-tp-size 1 --enable-dp-lm-head --moe-a2a-backend deepep"),
+    ("llama-3", "--tp-size 8 --attn-dp-size 8 --moe-dense-tp-size 1 --max-running-requests 8"),
+    ("llama-3", "--tp-size 4 --attn-dp-size 4 --chunked-prefill-size 2048 --cuda-graph-max-bs-prefill 512"),
+    ("llama-3", "--tp-size 4"),
+    ("llama-3", "--tp-size 3"),
+    ("llama-3", "--chunked-prefill-size 0"),
+    ("small", "--max-total-tokens 2"),
+    ("small", "--max-total-tokens 64 --max-running-requests 32 --page-size 1"),
+    ("small", "--max-running-requests 1 --cuda-graph-bs-prefill 1 2 4 --cuda-graph-bs-decode 1"),
+    ("llama-3", "--pp-size 2 --cuda-graph-backend-prefill breakable --chunked-prefill-size 8192"),
+    ("deepseek-v2", "--chunked-prefill-size 8192"),
+    ("qwen3-vl", "--max-running-requests 512"),
+    ("qwen3-vl-moe", "--max-running-requests 513 --cuda-graph-max-bs-decode 512"),
+    ("qwen3.5", "--max-mamba-cache-size 1"),
+    ("qwen3-next", "--max-mamba-cache-size 48 --max-running-requests 48"),
+    ("llama-3", f"{_EAGLE} EAGLE3 --speculative-num-steps 1 --speculative-eagle-topk 1"),
+    (
+        "llama-3",
+        f"{_EAGLE} EAGLE3 --speculative-num-steps 2 --speculative-eagle-topk 2 --speculative-num-draft-tokens 4",
+    ),
+    ("llama-3", "--speculative-algorithm NGRAM --speculative-num-draft-tokens 1"),
+    ("llama-3", "--enable-lora --max-lora-rank 16 --lora-target-modules q_proj --max-loras-per-batch 1"),
+)
+"""Model and flags at the values where a comparison of a rule changes its answer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -137,8 +168,14 @@ def model_folder(folder: Path, architecture: str, context: int) -> str:
     return str(folder)
 
 
-def case(random: Random) -> Case:
-    """Draw a launch: mostly of flags that fit each other, sometimes of such that do not."""
+def case(random: Random, index: int | None = None) -> Case:
+    """Draw a launch: mostly of flags that fit each other, sometimes of such that do not.
+
+    :param index: its place in a comparison, which begins with ``BOUNDARIES``.
+    """
+    if index is not None and index < len(BOUNDARIES):
+        model, words = BOUNDARIES[index]
+        return Case(command=("--model-path", "MODEL", *words.split()), model=model, device=random.choice([*DEVICES]))
     flags: dict[str, list[str]] = {}
 
     def maybe(chance: float, flag: str, *values: Any) -> None:

@@ -185,7 +185,7 @@ def _sglang(wheel: Path, count: int, seed: int) -> list[Question]:
     found: list[Question] = []
     for index in range(count):
         drawn = random.Random(f"{seed}:{index}")
-        case = sglang_drawing.case(drawn)
+        case = sglang_drawing.case(drawn, index)
         place = folder / str(index)
         place.mkdir()
         command = sglang_drawing.written(case, place)

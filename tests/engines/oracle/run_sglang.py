@@ -76,7 +76,7 @@ def compared(own: Any, seed: int, indexes: Iterable[int], batches_each: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         for index in indexes:
             random = Random(f"{seed}:{index}")
-            case = drawing.case(random)
+            case = drawing.case(random, index)
             command = drawing.written(case, Path(folder))
             loras = any("lora" in word for word in case.command)
             batches = drawing.batches(random, batches_each, loras=loras)
