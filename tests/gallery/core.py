@@ -78,6 +78,7 @@ LATE = {
     "merge-sized-by-the-first-capture",
     "one-tile-of-many-requests",
     "one-tile-of-requests",
+    "own-key-of-short-queries-lost",
     "padded-rows-unwritten",
     "padding-capped-at-twice",
     "pages-in-eight-bits",

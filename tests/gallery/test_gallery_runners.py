@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 
+import attrs
 import pytest
 
 pytest.importorskip("torch")
@@ -26,7 +27,8 @@ PAST = Arrive(prompt=4, computed=4)
 
 def case(*steps: Step, requests: int = 1, **scene: object) -> Case:
     """Requests that are past their prompt, and what is done with them."""
-    return Case(scene=RunnerScene(shape=SHAPE, **scene), steps=(*(PAST,) * requests, *steps))  # type: ignore[arg-type]
+    made = RunnerScene(**{"shape": SHAPE} | scene)  # type: ignore[arg-type]
+    return Case(scene=made, steps=(*(PAST,) * requests, *steps))
 
 
 ALONE = RunBatch(rows=((0, 4, 0),))
@@ -100,6 +102,12 @@ CASES = {
     # A prompt of more tokens than a step has.
     "full-step-not-admitted": case(Serve(requests=((20, 2, 0),)), requests=0),
     "padding-in-the-longest-query": case(TWO, mode=GraphMode.PIECEWISE),
+    # The windows of one group have the limit.
+    "cap-of-the-first-group": case(requests=0, shape=attrs.evolve(SHAPE, windowed=True), capped=1),
+    # The second one's adapter waits for that of the first, and the third one has none.
+    "null-adapter-left-out": case(Serve(requests=((3, 4, 0),) * 3), requests=0, loras=1),
+    # The first one has the last state.
+    "adapters-in-order-of-states": case(Serve(requests=((3, 4, 0),) * 2), requests=0, loras=2),
     # Random drafts, which are rejected.
     "draft-decodes-behind-rejected": case(Serve(requests=((5, 6, 0),)), requests=0, drafts=2),
     "draft-decodes-left-as-filled": case(
@@ -129,6 +137,7 @@ CHECKS = {
     "draft-decode-piecewise": Check.BOUNDED,
     "drafts-past-the-model": Check.BOUNDED,
     "states-without-padding": Check.BOUNDED,
+    "null-adapter-left-out": RunnerCheck.CLASSIFIED,
     "prompt-taken-for-a-decode": RunnerCheck.CLASSIFIED,
     "prompts-behind-a-decode": RunnerCheck.CLASSIFIED,
     "query-length-of-the-mean": RunnerCheck.CLASSIFIED,
@@ -157,7 +166,9 @@ CHECKS = {
     "padding-in-the-scale": Check.ROWS,
     "first-state-lost": Check.STORED,
     "state-not-rolled-back": Check.STORED,
+    "adapters-in-order-of-states": Check.TOKENS,
     "first-draft-unverified": Check.TOKENS,
+    "cap-of-the-first-group": Check.PLANNED,
     "drafts-move-the-targets-fields": Check.UNSPOILED,
     "drafts-over-the-targets-output": Check.UNSPOILED,
     "chain-one-step-too-long": Check.UNTOUCHED,
