@@ -72,7 +72,7 @@ RULES: dict[str, Rules] = {
     ),
     "planning/sizing/engine_lists": (
         (
-            "if query_len > 1:",
+            "if query_len > 1 and",
             r"query_len (!= 1|>= 1|> +0)",
             "for one token each the general rule gives the same sizes",
         ),
@@ -150,7 +150,7 @@ RULES: dict[str, Rules] = {
         ("query_len or 0,", r"query_len and 0,", "nothing is left to order where all others are equal"),
     ),
     "planning/measured/choice": (("if any(len(team) > 1 and", r"\) != 1", "no team is empty"),),
-    "planning/measured/steps": (
+    "planning/percentiles": (
         ("return items[-1][0]", r"\[\+1\]", "reached only where a sum of floats is short of all steps"),
     ),
     "dispatch/dispatcher": (
