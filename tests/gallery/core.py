@@ -15,7 +15,7 @@ from capture_planner.analysis.lint.core import BugClass
 from capture_planner.plugins.backend import Backend, Metadata
 from capture_planner.records.plan import Plan
 from capture_planner_conformance import DEFAULT, Failure, SearchProfile, SuiteOptions, conform, under_test
-from support.runner_conformance import runner_under_test
+from support.runner_conformance import RunnerCheck, runner_under_test
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +43,8 @@ class Mutant:
     """Makes a plan that has the bug."""
     agreement: Callable[[int], str | None] | None = None
     """Has the agreement of ranks checked, with the bug in it, from a seed; returns what was found."""
+    law: RunnerCheck = RunnerCheck.AGREED
+    """What ``agreement`` checks."""
     adapters: Callable[[int], str | None] | None = None
     """Has LoRA of the runner checked, with the bug in it, from a seed; returns what was found."""
     sampling: Callable[[int], str | None] | None = None
@@ -136,7 +138,7 @@ def detect(
         return Detection(mutant=mutant, by=wrong[0].rule.code, says=str(wrong[0])) if wrong else None
     if mutant.agreement is not None:
         says = mutant.agreement(seed)
-        return Detection(mutant=mutant, by="agreed", says=says) if says else None
+        return Detection(mutant=mutant, by=mutant.law.value, says=says) if says else None
     if mutant.adapters is not None:
         says = mutant.adapters(seed)
         return Detection(mutant=mutant, by="adapters", says=says) if says else None

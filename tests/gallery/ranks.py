@@ -20,6 +20,7 @@ from capture_planner_runner.capture import sessions
 from capture_planner_runner.ranks.peers import Peers
 from gallery.core import Mutant
 from gallery.patching import patched
+from support.runner_conformance import RunnerCheck
 from support.runner_conformance.collective_capture import check_capture
 from support.runner_conformance.rank_agreement import Agree, check_agreement
 
@@ -148,7 +149,8 @@ def _captured(name: str, *threads: str, says: str, place: int) -> Mutant:
         with patched((sessions, "on_every_rank", _heedless(place)))():
             return check_capture(seed)
 
-    return Mutant(name=name, threads=threads, bug_class=BugClass.H, says=says, agreement=check)
+    law = RunnerCheck.TOGETHER
+    return Mutant(name=name, threads=threads, bug_class=BugClass.H, says=says, agreement=check, law=law)
 
 
 def _mutant(name: str, *threads: str, says: str, agreed: Agree) -> Mutant:
