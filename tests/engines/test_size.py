@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ENGINES = Path(__file__).parents[2] / "engines"
-MOST_LINES = 9000
+MOST_LINES = 9200
 
 FOLDERS = (
     *sorted(ENGINES.glob("*/src/*/emulation")),
