@@ -75,12 +75,12 @@ def _in_order_of_states(original: Lanes) -> Lanes:
     return lanes
 
 
-def _mutant(name: str, thread: str, bug_class: BugClass, says: str, patch: Patch) -> Mutant:
+def _mutant(name: str, thread: str | None, bug_class: BugClass, says: str, patch: Patch) -> Mutant:
     def check(seed: int) -> str | None:
         with patch():
             return check_adapters(seed)
 
-    return Mutant(name=name, threads=(thread,), bug_class=bug_class, says=says, adapters=check)
+    return Mutant(name=name, threads=(thread,) if thread else (), bug_class=bug_class, says=says, adapters=check)
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -105,24 +105,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "A batch of several adapters replays a graph that was captured for one, and the others are skipped",
         patched((steps, "active_adapters", _one_at_most)),
     ),
-)
-
-SERVED_MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        name="null-adapter-left-out",
-        threads=(),
-        bug_class=BugClass.D,
-        says="Requests without an adapter, next to others that have one, get the first of them",
-        patch=patched(
+    _mutant(
+        "null-adapter-left-out",
+        None,
+        BugClass.D,
+        "Requests without an adapter, next to others that have one, get the first of them",
+        patched(
             (inputs, "active_adapters", _null_adapter_left_out), (steps, "active_adapters", _null_adapter_left_out)
         ),
     ),
-    Mutant(
-        name="adapters-in-order-of-states",
-        threads=(),
-        bug_class=BugClass.D,
-        says="Rows get adapters in the order of the request states, and have that of the batch",
-        patch=patched((inputs, "adapter_lanes", _in_order_of_states)),
+    _mutant(
+        "adapters-in-order-of-states",
+        None,
+        BugClass.D,
+        "Rows get adapters in the order of the request states, and have that of the batch",
+        patched((inputs, "adapter_lanes", _in_order_of_states)),
     ),
 )
-"""Of requests that are served, which scenes show as well."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gallery.adapters import SERVED_MUTANTS
 from gallery.core import Mutant
 from gallery.coupled_rows import COUPLED_RUNNERS
 from gallery.drafting import DRAFTING_RUNNERS
@@ -22,5 +21,4 @@ MUTANTS: tuple[Mutant, ...] = (
     + RECURRENT_MUTANTS
     + COUPLED_RUNNERS
     + DRAFTING_RUNNERS
-    + SERVED_MUTANTS
 )

@@ -104,10 +104,6 @@ CASES = {
     "padding-in-the-longest-query": case(TWO, mode=GraphMode.PIECEWISE),
     # The windows of one group have the limit.
     "cap-of-the-first-group": case(requests=0, shape=attrs.evolve(SHAPE, windowed=True), capped=1),
-    # The second one's adapter waits for that of the first, and the third one has none.
-    "null-adapter-left-out": case(Serve(requests=((3, 4, 0),) * 3), requests=0, loras=1),
-    # The first one has the last state.
-    "adapters-in-order-of-states": case(Serve(requests=((3, 4, 0),) * 2), requests=0, loras=2),
     # Random drafts, which are rejected.
     "draft-decodes-behind-rejected": case(Serve(requests=((5, 6, 0),)), requests=0, drafts=2),
     "draft-decodes-left-as-filled": case(
@@ -137,7 +133,6 @@ CHECKS = {
     "draft-decode-piecewise": Check.BOUNDED,
     "drafts-past-the-model": Check.BOUNDED,
     "states-without-padding": Check.BOUNDED,
-    "null-adapter-left-out": RunnerCheck.CLASSIFIED,
     "prompt-taken-for-a-decode": RunnerCheck.CLASSIFIED,
     "prompts-behind-a-decode": RunnerCheck.CLASSIFIED,
     "query-length-of-the-mean": RunnerCheck.CLASSIFIED,
@@ -166,7 +161,6 @@ CHECKS = {
     "padding-in-the-scale": Check.ROWS,
     "first-state-lost": Check.STORED,
     "state-not-rolled-back": Check.STORED,
-    "adapters-in-order-of-states": Check.TOKENS,
     "first-draft-unverified": Check.TOKENS,
     "cap-of-the-first-group": Check.PLANNED,
     "drafts-move-the-targets-fields": Check.UNSPOILED,
