@@ -141,7 +141,7 @@ WIDE_MUTANTS = (
         backend=lambda: RenamedReference(PagesSideBySide),
     ),
     Mutant(
-        name="page-offsets-in-32-bits",
+        name="page-offsets-wrap-around",
         threads=("tokenspeed#748", "vllm#47671"),
         bug_class=E,
         says="The offset of a page is worked out in 32 bits, and wraps in a large cache",
