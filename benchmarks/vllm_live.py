@@ -9,7 +9,7 @@ Sections, each by itself with ``--only``, for each K of ``--k``:
   was no tie;
 - ``shift``: a load that shifts in four phases, served under vLLM's own list, the plan of the first phase, the plan of
   all phases together, each phase's own plan gone over to while requests run (``live``), and the same without the change
-  (``oracle``). Plans are those of ``capture-planner tune`` of observations of each phase. A restart is measured.
+  (``oracle``). ``capture-planner tune`` makes the plan of each phase from an observation of it. One restart is timed.
 
 All engines are child processes (_live_worker.py) with random weights of the shape of Qwen3-0.6B. Results are written as
 they come: a run that is cut off keeps them. Needs a CUDA GPU with room for four engines of about 20 GiB, and vLLM 0.33.

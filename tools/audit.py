@@ -38,6 +38,7 @@ from capture_planner.engines.engine import OTHER_DEVICE
 from capture_planner.engines.load import EngineLoad
 from capture_planner.engines.shell import ShellCommand
 from capture_planner.engines.verdict import is_eager, is_eager_for_any_model, ranges
+from capture_planner.engines.yaml_files import FASTEST
 from capture_planner.errors import CapturePlannerError, FlagError, NotEmulated
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
@@ -51,7 +52,6 @@ ENGINES = ("vllm", "sglang", "tensorrt-llm")
 SUFFIXES = (".yaml", ".yml", ".sh", ".bash")
 NAMED = re.compile(r"\b(?:vllm|sglang|trtllm|modelSpec|model_id)\b", re.IGNORECASE)
 """A file without one of these starts no server."""
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 OMNI = re.compile(r"--omni\b|vllm[-_]omni|\bdiffusion", re.IGNORECASE)
 """vLLM-Omni is another program behind the same command."""
 _DEVICE = re.compile(
@@ -365,7 +365,7 @@ def _at(data: Any, *keys: str) -> Any:
 def _yaml(path: Path) -> Mapping[str, Any]:
     """Return the last mapping of a YAML file; empty for another file."""
     try:
-        found = list(yaml.load_all(path.read_text("utf-8"), LOADER)) if path.suffix in (".yaml", ".yml") else []
+        found = list(yaml.load_all(path.read_text("utf-8"), FASTEST)) if path.suffix in (".yaml", ".yml") else []
     except yaml.YAMLError:
         return {}
     return next((each for each in reversed(found) if isinstance(each, Mapping)), {})

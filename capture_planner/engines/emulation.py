@@ -181,7 +181,7 @@ class Emulation:
     """Sentences, the first lines of every answer: what is assumed, which results depend on it, and what to do. Empty
     where the emulation is exact."""
     of_line: tuple[str, ...] = ()
-    """Those of the assumptions that are about the command line's reading, whatever the model."""
+    """Assumptions that come from reading the command line."""
     notes: tuple[str, ...] = ()
     """Skipped parts of the command line, which decide nothing."""
 

@@ -66,11 +66,15 @@ def container_commands(text: str, file: str = "") -> ShellText | None:
     return ShellText(tuple(named)) if commands else None
 
 
+def document_texts(text: str) -> list[str]:
+    """Return the text of each document of a file: comments in front of the first one count as one."""
+    return re.split(r"^---.*\n", text, flags=re.MULTILINE)
+
+
 def documents(text: str) -> list[tuple[Node, int]] | None:
     """Return each document of a file with its number of lines; None where one is no YAML."""
     try:
-        parts = re.split(r"^---.*\n", text, flags=re.MULTILINE)
-        return [(codec.Document.parse(part, "the file").node, part.count("\n") + 1) for part in parts]
+        return [(codec.Document.parse(part, "the file").node, part.count("\n") + 1) for part in document_texts(text)]
     except InvalidDocument:
         return None
 

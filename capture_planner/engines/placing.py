@@ -220,7 +220,7 @@ def plan_patch(
 
 
 def _pods(form: str, target: Any, path: KeyPath) -> Iterator[PodPlaces]:
-    """Yield the component's pod, and that of the workers of the same group, which need the plan too."""
+    """Yield the pod of a component and, where it has workers, their pod: they need the plan, too."""
     if path[:2] == ("servingEngineSpec", "modelSpec"):
         # Its workers of Ray have the variables of a model, and not its mounts.
         if not within(target, *path, "raySpec", "enabled"):
@@ -417,9 +417,10 @@ def kustomization(patch: PlanPatch, resource: str | None) -> str:
 def values(patch: PlanPatch) -> str:
     """Return the values that a patch changes, as a file of Helm behind the others: each list whole."""
     changed: dict[str, Any] = {}
+    patched = patch.patched
     for each in patch.operations:
         keys = keys_of(each)
-        place, data = changed, patch.patched
+        place, data = changed, patched
         for key in keys:
             data = data[key]
             if isinstance(data, list) or key == keys[-1]:

@@ -1,4 +1,4 @@
-"""Releases of an engine: those whose rules are emulated, and those of which a table has the numbers.
+"""Releases of an engine: some are emulated, and a table has the numbers of older ones.
 
 Code and tables of an emulation follow the newest release. ``releases.json`` next to it has, for each older release that
 is emulated, what it has otherwise than the next newer one. ``by_release.yaml`` is made from the wheels of many releases
@@ -16,8 +16,13 @@ from functools import cached_property
 from importlib import resources
 from typing import Any, TypeVar
 
-from capture_planner.engines.history import History, json_table, release_of
+import attrs
+
+from capture_planner.engines.emulation import Emulation
+from capture_planner.engines.engine import Engine
+from capture_planner.engines.history import History, json_table, release_of, values_behind
 from capture_planner.errors import Problem
+from capture_planner.records.environment import Environment
 
 T = TypeVar("T")
 
@@ -54,6 +59,19 @@ class Releases:
         """Return the older releases that only the table has, newest first."""
         oldest = _number(self.emulated()[-1])
         return tuple(each for each in self.table["releases"] if _number(each) < oldest)
+
+    def engine(self, newest: Engine) -> Engine:
+        """Return the engine of the newest release with those of the older ones, which differ in their emulation."""
+
+        def older(release: str) -> Engine:
+            def emulate(command: Sequence[str], environment: Environment) -> Emulation:
+                with self.following(release):
+                    return newest.emulate(command, environment)
+
+            return attrs.evolve(newest, version=release, emulate=emulate)
+
+        emulated = tuple(map(older, self.emulated()[1:]))
+        return attrs.evolve(newest, older=emulated, by_table=lambda: tuple(map(older, self.by_table())))
 
     def followed(self) -> str:
         """Return the release that the emulation follows now."""
@@ -147,10 +165,8 @@ class Releases:
             if old is None or old.until is None or _number(old.until) < _number(self.followed()):
                 found.append(words[at - 1])
                 continue
-            end = at
-            while not equals and end < len(words) and not re.match(r"--?[A-Za-z]", words[end]):
-                end += 1
-            values, at = [value] if equals else [*words[at:end]], end
+            values = [value] if equals else values_behind(words[at:])
+            at += 0 if equals else len(values)
             found += old.written(" ".join(values), alone=len(values) == 1).split()
         return found
 

@@ -26,7 +26,7 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})")
 _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _QUOTED = r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\."
 _SUBSTITUTION = (
-    # With parentheses in quotes, as programs of awk have them; or else as many as there are.
+    # Parentheses in quotes, as in an awk program, do not count; unbalanced quotes fall back to counting all.
     rf"(?>\$\((?:{_QUOTED}|[^()'\"\\]|\((?:{_QUOTED}|[^()'\"\\])*\))*+\)"
     r"|\$\((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*+\)|`[^`]*`)"
 )

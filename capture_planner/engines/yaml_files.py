@@ -6,7 +6,6 @@ holds. Only engines import this module, so PyYAML is a dependency of their distr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import attrs
 import yaml
 
 from capture_planner.codec import read
+from capture_planner.engines.manifests import document_texts
 from capture_planner.errors import FlagError, InvalidDocument, Problem
 
 
@@ -38,18 +38,19 @@ def read_yaml(path: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
         raise InvalidDocument([problem if mark is None else _at(problem, path, mark)]) from None
 
 
-_FASTEST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+FASTEST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""PyYAML's loader in C, where it is installed with it."""
 
 
 def _part(text: str, part: str, load: Callable[[str], Any]) -> Any:
     """Return the value, or the node, behind the number of a document and keys."""
     number, *keys = part.split("/")
     nodes = load is not yaml.safe_load
-    # Comments in front of the first document count as one, as in manifests. Lines stay those of the file.
-    parts = re.split(r"^---.*\n", text, flags=re.MULTILINE)
+    # Lines stay those of the file.
+    parts = document_texts(text)
     before = "\n" * sum(each.count("\n") + 1 for each in parts[: int(number)])
     own = before + parts[int(number)]
-    found = yaml.compose(own, yaml.SafeLoader) if nodes else yaml.load(own, _FASTEST)
+    found = yaml.compose(own, yaml.SafeLoader) if nodes else yaml.load(own, FASTEST)
     for key in keys:
         inside = _below(found, key, str) if nodes else (None, found[key])
         found = None if inside is None else inside[1]

@@ -89,10 +89,9 @@ class Costs:
     Beyond what was measured there is one rule. A graph larger than the largest that was measured takes as much longer
     as it has more tokens, and never longer than an eager pass, or than the PIECEWISE graph in place of a FULL one, that
     was measured at so many. An eager pass larger than the largest goes on as it grew over its last doubling, and never
-    takes less.
-    Where no PIECEWISE graph of a role was measured, one takes ``PIECES`` smallest FULL graphs longer than the FULL
-    graph of its size, and never longer than the eager pass; all these are bounds from above. Where no FULL graph was
-    measured, one takes what the PIECEWISE graph does.
+    takes less. Where no PIECEWISE graph of a role was measured, one takes ``PIECES`` smallest FULL graphs longer than
+    the FULL graph of its size, and never longer than the eager pass; all these are bounds from above. Where no FULL
+    graph was measured, one takes what the PIECEWISE graph does.
     """
 
     profile: Profile

@@ -67,7 +67,7 @@ def implementations(
         error: raised, with a one-line message that names the plugin, where one of ``plugins`` is broken.
         plugins: modules or objects to register besides those installed.
         installed: whether to load the entry points.
-        named: load only those of this name, where there are any.
+        named: load only the entry points of this name; if there are none, load all.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)

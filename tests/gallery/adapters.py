@@ -63,7 +63,7 @@ def _null_adapter_left_out(original: Callable[[ScheduledBatch, RequestStates], A
 
 
 def _in_order_of_states(original: Lanes) -> Lanes:
-    """Take adapters in the order of the states, and rows in that of the batch."""
+    """Assign adapters in state order instead of batch order."""
 
     def lanes(scheduled: ScheduledBatch, states: RequestStates) -> tuple[Array | None, Array | None]:
         _, active = original(scheduled, states)
@@ -118,7 +118,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "adapters-in-order-of-states",
         None,
         BugClass.D,
-        "Rows get adapters in the order of the request states, and have that of the batch",
+        "Adapters are assigned to rows in state order instead of batch order",
         patched((inputs, "adapter_lanes", _in_order_of_states)),
     ),
 )

@@ -54,7 +54,7 @@ def spread(values: Sequence[float] | None, form: str) -> str:
 
 
 def ratio(result: Mapping[str, Any], column: str, load: str, figure: str) -> str:
-    """Return the ratio of a figure to that of the engine by itself in the same round."""
+    """Return the ratio of a figure to the baseline of the same round."""
     return spread(result["ratios"].get(f"{column} / {ITSELF}", {}).get(load, {}).get(figure), "{:.2f}")
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attrs
-
 from capture_planner.engines import checkpoints
 from capture_planner.engines.checkpoints import ASSUMED
 from capture_planner.engines.emulation import BY_MODEL, Emulation, Setting
@@ -183,16 +181,6 @@ def _unused(r: Startup) -> set[str]:
     return {part for part, present in used.items() if not present}
 
 
-def _older(release: str) -> Engine:
-    """Return the engine that answers for an older release; everything else is the newest's."""
-
-    def emulate_release(command: Sequence[str], environment: Environment) -> Emulation:
-        with RELEASES.following(release):
-            return emulate(command, environment)
-
-    return attrs.evolve(_NEWEST, version=release, emulate=emulate_release)
-
-
 _NEWEST = Engine(
     name="sglang",
     version=RELEASES.newest,
@@ -210,6 +198,4 @@ _NEWEST = Engine(
     fixes=SglangFixes(),
     skips_wide_padding=True,
 )
-ENGINE = attrs.evolve(
-    _NEWEST, older=tuple(map(_older, RELEASES.emulated()[1:])), by_table=lambda: tuple(map(_older, RELEASES.by_table()))
-)
+ENGINE = RELEASES.engine(_NEWEST)

@@ -56,7 +56,7 @@ _LENGTHS = {"max_position_embeddings", "rope_scaling", "rope_parameters"}
 
 
 def replaced_lengths(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields that replace those of the model's config.json; raises ``NotEmulated`` for any but lengths."""
+    """Return the overrides of config.json; raises ``NotEmulated`` for fields that are not lengths."""
     flag, text = "--json-model-override-args", args.json_model_override_args
     try:
         given = json.loads(text)

@@ -30,7 +30,7 @@ from capture_planner_vllm.emulation.logs import LOGS
 from capture_planner_vllm.emulation.managers import managers
 from capture_planner_vllm.emulation.model import COUNTS_AS, ModelFacts
 from capture_planner_vllm.emulation.refusals import OBSERVE, not_emulated
-from capture_planner_vllm.emulation.releases import NEWEST, RELEASES, followed, following, releases
+from capture_planner_vllm.emulation.releases import NEWEST, RELEASES, followed
 from capture_planner_vllm.emulation.settings import RunnerVersion, VllmSettings
 from capture_planner_vllm.emulation.tables import rules
 from capture_planner_vllm.emulation.unemulated import REGISTERED
@@ -228,16 +228,6 @@ def _backend_source(configuration: Configuration) -> str:
     return line.source("attention_backend" if "attention_backend" in line.values else "attention_config")
 
 
-def _older(release: str) -> Engine:
-    """Return the engine whose emulation follows an older release; everything else is the newest's."""
-
-    def emulate_release(command: Sequence[str], environment: Environment) -> Emulation:
-        with following(release):
-            return emulate(command, environment)
-
-    return attrs.evolve(_NEWEST, version=release, emulate=emulate_release)
-
-
 _NEWEST = Engine(
     name="vllm",
     version=NEWEST,
@@ -264,6 +254,4 @@ _NEWEST = Engine(
     fixes=VllmFixes(),
     sizes_in_tokens=True,
 )
-ENGINE = attrs.evolve(
-    _NEWEST, older=tuple(map(_older, releases()[1:])), by_table=lambda: tuple(map(_older, RELEASES.by_table()))
-)
+ENGINE = RELEASES.engine(_NEWEST)
