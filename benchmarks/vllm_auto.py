@@ -31,11 +31,11 @@ from _bench import CONSOLE, ROOT, conclude, finish, parser, print_table
 from capture_planner import codec
 from capture_planner.measuring.workers import read_workers
 from capture_planner.records._base import digest, replace
-from capture_planner.records.journal import STARTS, Event, JournalRecord, PromiseVerdict
 from capture_planner.records.plan import Plan
 from capture_planner.records.promise import ExpectedSteps
 from capture_planner_tuner.auto.decisions import graphs_of, plan_file
 from capture_planner_tuner.auto.start import JournalFolder
+from capture_planner_tuner.journal import STARTS, Event, JournalRecord, PromiseVerdict
 from capture_planner_tuner.promises import check_promise
 
 WAVE: tuple[dict[str, Any], ...] = ({"wave": [10, 250], "requests": 900},)

@@ -7,7 +7,7 @@ import subprocess
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -85,6 +85,25 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
+Tuned = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def with_tuner(bare: Path, wheels: dict[Path, tuple[Path, Path]], tmp_path: Path) -> Tuned:
+    """Return a function that runs a command of the bare environment with the tuner's wheel added."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheels[TUNER][0]) as wheel:
+        wheel.extractall(site)
+    code = f"import sys; sys.path.append({str(site)!r}); from capture_planner.cli import main; main()"
+
+    def run_words(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [bare, "-I", "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    return run_words
+
+
 def test_core_plans_without_torch(bare: Path, tmp_path: Path) -> None:
     """It plans, explains and checks with what it declares, and nothing else is there to be imported."""
     others = ("torch", "numpy", *(f"capture_planner_{name}" for name in ("runner", "conformance", "tuner")))
@@ -96,17 +115,23 @@ def test_core_plans_without_torch(bare: Path, tmp_path: Path) -> None:
     assert run(bare, "check", "plan.yaml", cwd=tmp_path).returncode == 0
 
 
-def test_core_takes_a_profile_from_an_observation(bare: Path, tmp_path: Path) -> None:
-    """An engine measured it: of ``profile`` only measuring needs the runner."""
+def test_tuner_takes_a_profile_from_an_observation(bare: Path, with_tuner: Tuned, tmp_path: Path) -> None:
+    """An engine measured it: of ``profile`` only measuring needs the runner, and the core alone shows the file."""
     plan = ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml"
     observation = observation_of(codec.load_plan(plan))
     target, *others = observation.roles
     eager = (EagerCost(num_reqs=1, num_tokens=1024, milliseconds=40.0),)
     timed = attrs.evolve(observation, roles=(attrs.evolve(target, eager=eager), *others))
     codec.write(tmp_path / "observation.yaml", codec.dumps(timed))
-    ran = run(bare, "profile", str(plan), "--from", "observation.yaml", "-o", "profile.yaml", cwd=tmp_path)
+    ran = with_tuner("profile", str(plan), "--from", "observation.yaml", "-o", "profile.yaml")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert codec.load_profile(tmp_path / "profile.yaml").model.name == "Qwen/Qwen3-8B"
+    shown = run(bare, "show", "profile.yaml", cwd=tmp_path)
+    assert (shown.returncode, shown.stdout + "written to profile.yaml\n") == (0, ran.stdout)
+    measured = with_tuner("profile", str(SPEC))
+    assert (measured.returncode, measured.stdout) == (1, "")
+    assert "profile without --from needs capture-planner-runner, which is not installed" in measured.stderr
+    assert measured.stderr.endswith(f"{INSTALL['runner']}\n")
 
 
 @pytest.mark.parametrize(
@@ -116,21 +141,20 @@ def test_core_takes_a_profile_from_an_observation(bare: Path, tmp_path: Path) ->
         (["bench", str(SPEC)], "runner"),
         (["conformance", "reference"], "conformance"),
         (["environment"], "runner"),
-        (["profile", str(SPEC)], "runner"),
         (["tune", str(SPEC)], "tuner"),
         (["launch", "plan.yaml", "--", "vllm", "serve"], "tuner"),
         (["compare", "a.yaml", "b.yaml"], "tuner"),
         (["journal", "."], "tuner"),
+        (["profile", str(SPEC)], "tuner"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_core_says_what_to_install(bare: Path, tmp_path: Path, words: list[str], name: str) -> None:
     """One error with the distribution and the command that installs it."""
     ran = run(bare, *words, cwd=tmp_path)
-    subject = "profile without --from" if words[0] == "profile" else words[0]
     remedy = f"which is not installed; install it from a clone with: {INSTALL[name]}"
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == f"error: {subject} needs capture-planner-{name}, {remedy}\n"
+    assert ran.stderr == f"error: {words[0]} needs capture-planner-{name}, {remedy}\n"
 
 
 def test_help_of_the_core_lists_the_commands_of_what_is_not_installed(bare: Path, tmp_path: Path) -> None:
@@ -140,24 +164,18 @@ def test_help_of_the_core_lists_the_commands_of_what_is_not_installed(bare: Path
     for name, text, commands in (
         ("runner", runner, "bench, environment, run"),
         ("conformance", conformance, "conformance"),
-        ("tuner", tuner, "compare, journal, launch, tune"),
+        ("tuner", tuner, "compare, journal, launch, profile, tune"),
     ):
         title, listed = text.split("\n", 1)
         assert title == f"Commands of capture-planner-{name}, which is not installed ({INSTALL[name]}):"
         assert listed.strip() == commands
 
 
-def test_tuner_needs_the_core_alone(bare: Path, wheels: dict[Path, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_tuner_needs_the_core_alone(with_tuner: Tuned) -> None:
     """Installed with the core, the tuner's wheel adds its commands, and compares two plans without torch."""
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheels[TUNER][0]) as wheel:
-        wheel.extractall(site)
     plan = str(ROOT / "plans" / "locked" / "qwen3-8b-eagle3.h100.yaml")
-    code = f"import sys; sys.path.append({str(site)!r}); from capture_planner.cli import main; main()"
     for words in (["compare", plan, plan], ["tune", "--help"], ["launch", "--help"], ["journal", "--help"]):
-        ran = subprocess.run(
-            [bare, "-I", "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        ran = with_tuner(*words)
         assert (ran.returncode, ran.stderr) == (0, "")
 
 

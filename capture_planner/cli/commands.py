@@ -26,7 +26,6 @@ _CORE = (
     ("backends", "files:backends", "List the installed attention backends and what they support."),
     ("schema", "files:schema", "Print the JSON Schema of a kind of file."),
     ("traffic", "traffic:traffic", "Count the batches of logs, metrics, observations or traces."),
-    ("profile", "profile:profile", "Measure what each size of graph costs on this machine."),
     ("init", "engine:init", "Write a commented spec from a model's configuration."),
     ("ranks", "ranks:ranks", "Show what data-parallel ranks run together."),
     ("engine", "engine:engine", "Show what an engine captures with its own flags."),
@@ -46,12 +45,12 @@ CONFORMANCE = "capture-planner-conformance"
 """The distribution that tests backends, with the runner."""
 
 TUNER = "capture-planner-tuner"
-"""The distribution that tunes, launches and compares."""
+"""The distribution that tunes, launches, compares and profiles."""
 
 OF_DISTRIBUTIONS = {
     RUNNER: ("run", "bench", "environment"),
     CONFORMANCE: ("conformance",),
-    TUNER: ("tune", "launch", "compare", "journal"),
+    TUNER: ("tune", "launch", "compare", "journal", "profile"),
 }
 """Their commands: the only ones that are known where they are not installed, so that the error says what to install."""
 

@@ -1,4 +1,4 @@
-"""What measures a profile: the seam between the command ``profile`` and the runner, which has torch."""
+"""What measures a profile: the seam between the tuner's command ``profile`` and the runner, which has torch."""
 
 from __future__ import annotations
 

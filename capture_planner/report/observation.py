@@ -10,7 +10,7 @@ from capture_planner.analysis.data_parallel import explain_share, shape_text
 from capture_planner.codec import plain
 from capture_planner.engines.check import counted_steps, shape
 from capture_planner.errors import CapturePlannerError
-from capture_planner.measuring.observed import step_times
+from capture_planner.measuring.step_times import step_times
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import grouped
 from capture_planner.records.batch import Entry

@@ -13,8 +13,8 @@ from capture_planner import codec
 from capture_planner.cli import cli
 from capture_planner.cli.common import OutputFile
 from capture_planner.records._base import replace
-from capture_planner.records.journal import Event, JournalRecord
 from capture_planner_tuner.auto.start import JournalFolder
+from capture_planner_tuner.journal import Event, JournalRecord
 from support.commands import Run, spec_for
 from support.observing import observation_of
 from support.pages import LOCKED, PLAIN

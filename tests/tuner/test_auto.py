@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture_planner.codec import structure, to_data
-from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
 from capture_planner_tuner.auto.decisions import (
     LEAST_STEPS,
     MOST_BROKEN,
@@ -22,6 +21,7 @@ from capture_planner_tuner.auto.decisions import (
     start_record,
 )
 from capture_planner_tuner.auto.start import line_of, record_of
+from capture_planner_tuner.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
 
 NOW = "2026-11-24T12:00:00Z"
 KEYS = (

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.records._base import replace
 from capture_planner.records.batch import Entry
-from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.observation import BatchCount, Observation, ObservedGraph, ObservedRole
 from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.spec import Limits
+from capture_planner_tuner.journal import PromiseVerdict
 from capture_planner_tuner.promises import LEAST_STEPS, TOLERANCE, check_promise
 
 ENTRIES = (

@@ -15,13 +15,13 @@ from capture_planner.modes import Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import digest, replace
-from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.observation import BatchCount, Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.promise import MAX_PROMISED
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
+from capture_planner_tuner.journal import PromiseVerdict
 from capture_planner_tuner.promises import check_promise
 from capture_planner_tuner.tuning.judgement import Pricing, promise_of
 from support.observing import observation_of

@@ -29,13 +29,13 @@ from capture_planner.planning.sizing.policies import Context, decode_sizes
 from capture_planner.records import backend, spec
 from capture_planner.records.batch_space import Domain
 from capture_planner.records.environment import Environment
-from capture_planner.records.journal import JournalRecord
 from capture_planner.records.model import Speculative
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.profile import Profile
 from capture_planner.records.traffic import Traffic
 from capture_planner.report.findings import DRIFT_CODE
+from capture_planner_tuner.journal import JournalRecord
 
 
 def rules() -> str:

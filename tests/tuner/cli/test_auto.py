@@ -12,12 +12,12 @@ import pytest
 
 from capture_planner import codec
 from capture_planner.records._base import digest
-from capture_planner.records.journal import Event, JournalRecord
 from capture_planner.records.plan import Plan
 from capture_planner_tuner.auto import start
 from capture_planner_tuner.auto.decisions import TuneProposal, graphs_of
 from capture_planner_tuner.auto.start import JournalFolder
 from capture_planner_tuner.cli import launch as auto
+from capture_planner_tuner.journal import Event, JournalRecord
 from support.auto_engine import PosedEngine, promised, served
 from support.commands import Run
 

@@ -14,10 +14,10 @@ import attrs
 from capture_planner.modes import GraphMode, Role
 from capture_planner.records.batch import Kind
 from capture_planner.records.batch_space import decode_families, kind_of
-from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.observation import BatchCount, Observation
 from capture_planner.records.promise import ExpectedSteps, Promise, PromisedSteps
 from capture_planner.records.text import counted
+from capture_planner_tuner.journal import PromiseVerdict
 
 TOLERANCE = 0.10
 """Steps that take longer than was promised by no more than this share keep the promise."""

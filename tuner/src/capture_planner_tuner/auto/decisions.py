@@ -13,10 +13,10 @@ from functools import cached_property
 import attrs
 
 from capture_planner.records._base import digest
-from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
+from capture_planner_tuner.journal import STARTS, DeploymentKey, Event, JournalRecord, PromiseVerdict
 
 LEAST_STEPS = 1000
 """Fewer steps of a run are nothing to tune on."""

@@ -32,7 +32,6 @@ from capture_planner.errors import CapturePlannerError, FlagError, InvalidValue
 from capture_planner.measuring.workers import read_workers
 from capture_planner.modes import Role
 from capture_planner.records._base import digest
-from capture_planner.records.journal import STARTS, DeploymentKey, Event, JournalRecord
 from capture_planner.records.plan import Plan
 from capture_planner_tuner.auto.decisions import (
     AutoHistory,
@@ -50,6 +49,7 @@ from capture_planner_tuner.auto.decisions import (
     start_record,
 )
 from capture_planner_tuner.child import EngineEnd, run_marked
+from capture_planner_tuner.journal import STARTS, DeploymentKey, Event, JournalRecord
 from capture_planner_tuner.launch_line import fitting_flags
 from capture_planner_tuner.promises import check_promise
 

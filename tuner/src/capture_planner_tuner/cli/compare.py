@@ -34,11 +34,11 @@ from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import digest
 from capture_planner.records.batch import Batch
 from capture_planner.records.environment import Environment
-from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.report.plain import plain
 from capture_planner_tuner.auto.start import kept_plan
+from capture_planner_tuner.journal import PromiseVerdict
 from capture_planner_tuner.promises import PromiseCheck, check_promise
 from capture_planner_tuner.report.compare import side_by_side_report
 from capture_planner_tuner.side_by_side import compare as side_by_side

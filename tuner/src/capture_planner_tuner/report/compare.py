@@ -7,9 +7,9 @@ from typing import Any
 
 from capture_planner.codec import json_fields, json_of, plain_fields
 from capture_planner.records.batch import Kind
-from capture_planner.records.journal import PromiseVerdict
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Cell, Grid, Part, Report, Section, Tone, TonedText, mode_cell
+from capture_planner_tuner.journal import PromiseVerdict
 from capture_planner_tuner.promises import ClassCheck, PromiseCheck, SideCheck
 from capture_planner_tuner.side_by_side import BatchClass, Hole, Pair, Service, SideBySide
 

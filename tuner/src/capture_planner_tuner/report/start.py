@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from capture_planner.records.journal import Event, JournalRecord
 from capture_planner.records.plan import Plan
 from capture_planner.records.text import counted
 from capture_planner.report.writing import Grid, Report, Section, Tone, TonedText
 from capture_planner_tuner.auto.decisions import StartDecision, short
+from capture_planner_tuner.journal import Event, JournalRecord
 
 
 def start_lines(decision: StartDecision, plan: Plan | None, observed_into: Path | None) -> Iterator[str]:

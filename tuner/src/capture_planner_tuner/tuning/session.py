@@ -28,7 +28,6 @@ from capture_planner.engines.logs import read_sources
 from capture_planner.engines.spec_of import PLAIN_MODEL, DerivedSpec, spec_of
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
 from capture_planner.measuring.fits import entry_family
-from capture_planner.measuring.observed import observed_profile
 from capture_planner.measuring.traffic import RequestTrace, SourceOptions, fitting
 from capture_planner.measuring.traffic.request_trace import SCHEDULER, acceptance_of
 from capture_planner.measuring.traffic.source import Advance
@@ -50,6 +49,7 @@ from capture_planner.records.spec import Budget, Policy, Roles, Sizes, Spec
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
 from capture_planner_tuner.launch_line import LaunchLine, launch_line
+from capture_planner_tuner.observed_profile import observed_profile
 from capture_planner_tuner.tuning.judgement import SPREAD, Evidence, Pricing, TuneVerdict, promise_of
 from capture_planner_tuner.tuning.tune import (
     FindingKey,

@@ -22,13 +22,13 @@ from capture_planner.cli.common import (
 from capture_planner.cli.ending import exit_interrupted
 from capture_planner.cli.options import FiniteRange, option
 from capture_planner.codec import shipped as catalog
-from capture_planner.measuring.observed import observed_profile
 from capture_planner.plugins import registry
 from capture_planner.plugins.profiler import ProfileSettings
 from capture_planner.records.observation import Observation
 from capture_planner.records.profile import Profile
 from capture_planner.records.spec import Spec
 from capture_planner.report.profile import profile_report
+from capture_planner_tuner.observed_profile import observed_profile
 
 MEASURING = ("model", "seed", "seconds", "context", "page_size", "pages", "threads", "any_plan", "any_environment")
 

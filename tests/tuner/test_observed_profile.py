@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capture_planner import codec
 from capture_planner.errors import CapturePlannerError
 from capture_planner.measuring.fits import entry_family, predict_graphs
-from capture_planner.measuring.observed import decode_lengths, kind_of_step, observed_profile, step_times
+from capture_planner.measuring.step_times import decode_lengths, kind_of_step, step_times
 from capture_planner.modes import GraphMode, Reason, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import Prices, Steps, judge, passes_of
@@ -19,6 +19,7 @@ from capture_planner.records._base import replace
 from capture_planner.records.batch_space import draft_steps
 from capture_planner.records.observation import BatchCount, EagerCost, ObservedGraph
 from capture_planner.records.profile import Profile
+from capture_planner_tuner.observed_profile import observed_profile
 from support.commands import PLAN
 from support.observing import observation_of
 

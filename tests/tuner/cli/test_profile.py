@@ -169,5 +169,5 @@ def test_the_nearest_profile_is_of_the_same_device(run: Run) -> None:
     assert find_profile(find_environment("h100"), one.model, profiles) is None
 
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PLAN_PATH, SPEC_PATH = ROOT / PLAN, ROOT / SPEC
