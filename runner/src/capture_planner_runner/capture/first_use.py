@@ -98,6 +98,7 @@ class FirstUse:
         captured = self._session.captured
         self.dispatcher = Dispatcher(as_captured(self._plan, captured))
         """Says what serves a batch now. Another one takes its place between steps."""
+        # Without those that failed, which every batch would request, capture and discard again (vllm-omni#7180).
         self._ideal = Dispatcher(without_lost(self._plan, captured))
 
     @property
@@ -117,10 +118,12 @@ class FirstUse:
 
     def is_due(self) -> bool:
         """Whether a graph is to be captured before the next step. Collective, where a graph was requested."""
+        # Ranks have requested the same graphs, so either all return here or all enter the collective below.
         if not self._requested:
             return False
         ready = all(role.graphs.pool is not None for role in self._roles.values())
         numbers = self._peers.agree([int(ready), int(self._seconds.at(self._clock()).is_open)])
+        # The first rank's clock decides for all: a rank that captures alone is a deadlock (pegainfer#498).
         return bool(numbers[:, 0].all() and numbers[0, 1])
 
     def capture(self) -> None:
@@ -132,6 +135,7 @@ class FirstUse:
 
     def _capture_one(self) -> None:
         places = {role: place for place, role in enumerate(self._roles)}
+        # Ties are broken by order and role, so that every rank captures the same graph.
         role, entry = min(
             self._requested, key=lambda item: (-self._requested[item], item[1].capture_order, places[item[0]])
         )

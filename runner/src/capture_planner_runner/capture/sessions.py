@@ -66,6 +66,7 @@ def capture_all(
     work = begin(plan, roles, grapher, memory)
     if order:
         work = order(work)
+    # Before the first capture: ranks that differ later wait for each other in collectives that never match.
     _refuse_other_work(work, peers)
     for number, (role, entry) in enumerate(work, 1):
         with _named(role, entry):
@@ -94,6 +95,7 @@ def capture_late(
             done = capture.run()
     except BaseException as error:
         role.graphs.drop(entry)
+        # Other ranks may wait inside of this capture's collectives; only a lack of memory is agreed on.
         if peers.place.size > 1 or not isinstance(error, (BackendError, CaptureError)):
             raise
         waiver = _waiver(role.plan, entry, Reason.LAZY, f"{entry} could not be captured on first use: {error}")
@@ -178,6 +180,7 @@ class _Capture:
     def _captured(self) -> Graph:
         graph = self.role.capture(self.entry)
         after = None if self.room is None else self.grapher.reading()
+        # What the device lost, not the allocator alone: the driver's part of a graph is in no pool.
         takes = graph.memory if self.before is None or after is None else after.used - self.before.used
         if self.room is not None and takes > self.room:
             has = f"{format_bytes(self.room)} of capture.memory are left"
@@ -216,6 +219,7 @@ def session(roles: Sequence[RoleRun]) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        # Not even those that are complete: another rank may have none of them.
         for role in roles:
             role.graphs.abandon()
         raise
@@ -236,7 +240,7 @@ def _named(role: RoleRun, entry: Entry) -> Iterator[None]:
         if isinstance(error, RunError) and type(error) is not CaptureError:
             raise
         if isinstance(error, (BackendError, CaptureError)):
-            if str(entry) in message and role.role.value in message:
+            if str(entry) in message and role.role.value in message:  # named further in
                 raise
             raise type(error)(f"{label}: {message}") from error
         raise CaptureError(f"{label}: the capture broke: {type(error).__name__}: {message}") from error

@@ -112,6 +112,7 @@ def ragged_segments(indices: torch.Tensor, positions: torch.Tensor, starts: torc
     """Return the segments of any batch, whose requests begin at ``starts int32[R + 1]``."""
     tokens = torch.arange(len(positions), dtype=starts.dtype, device=positions.device)
     owner = torch.searchsorted(starts[1:], tokens, right=True)
+    # Padding is behind the last request: it takes that one's values to stay in range, and the null state.
     request = owner.clamp(max=len(indices) - 1)
     first = starts[request]
     state = torch.where(owner < len(indices), indices[request], NULL_STATE)
@@ -136,11 +137,14 @@ def recurrence(
     fading = decays.to(dtype)
     total = fading.cumsum(0)
     earlier = (owner[:, None] == owner) & (tokens[:, None] >= tokens)
+    # For pairs that are left out below, exp may be inf: hence `where`, since inf * 0 is NaN.
     spread = (total[:, None] - total).exp() * inputs.to(dtype)
     states = torch.where(earlier[:, :, None], spread, 0).sum(1)
+    # Of a request that begins, at position 0, this is an earlier request's state, which `begins` leaves out.
     before = cache.states[segments.state, (positions[first] - 1) % size]
     carried = (total - (total - fading)[first]).exp() * before
     states += carried if segments.begins is None else torch.where(segments.begins[:, None], 0, carried)
+    # A row has `size` places: earlier tokens of a long chunk would be written over, in an order that is not defined.
     kept = torch.where(tokens >= segments.end - size, segments.state, NULL_STATE)
     cache.states.flatten(0, 1).index_copy_(0, kept * size + positions % size, states)
     return states.to(inputs.dtype)
@@ -262,7 +266,7 @@ class RoleAttention:
 
     def seen_rows(self) -> int:
         """Return the tokens that attention sees in the step that is prepared."""
-        return next(iter(self.metadata.values())).num_tokens
+        return next(iter(self.metadata.values())).num_tokens  # all groups see the same
 
     def attend(
         self,
@@ -299,11 +303,13 @@ class RoleAttention:
         for group in self.groups:
             name = group.plan.name
             metadata = self.metadata[name]
+            # Around the attention of a PIECEWISE graph nothing is baked in: it runs outside, with metadata of its own.
             if metadata.is_full:
                 for scalar in self._frozen[name]:
                     frozen[f"{name}.{scalar}"] = getattr(metadata, scalar)
                 try:
                     layout = group.executor.layout()
+                    # Compared at every replay: a tensor would be read from the device, a list may have changed.
                     if layout is not None and type(layout) is not tuple:
                         raise TypeError(f"it returned {layout!r}, not a tuple of integers or None")
                 except Exception as error:

@@ -177,6 +177,7 @@ class TargetBody:
         """Fill ``embeddings`` for ``int32[T]``, where they are the input; rows past them become zero."""
         if self.embeddings is not None:
             rows = len(input_ids)
+            # What a larger batch left would reach real rows through scales over all rows (vllm#37442).
             self.embeddings[rows:].zero_()
             ids = torch.from_numpy(input_ids).to(self.embeddings.device)
             self.embeddings[:rows] = self.model.embed(ids)
@@ -360,7 +361,7 @@ class ParallelDraftBody(DraftPrefillBody):
         if mask is None:
             return self.hidden[:rows]  # of a draft model, which reads none
         aux, wanted = self.target.aux, self.fields["target_rows"][:rows].long()
-        states = (self.target.hidden if aux is None else aux)[wanted.clamp(min=0)]
+        states = (self.target.hidden if aux is None else aux)[wanted.clamp(min=0)]  # -1, a mask, is replaced below
         states = torch.where((wanted < 0).unsqueeze(1), mask.to(states.dtype), states)
         return states if aux is None else self.drafter.combine(states)
 
@@ -405,6 +406,7 @@ class ModulesBody(DraftPrefillBody):
             at = positions[last] + self.distance + number
             tokens = self.propose(hidden[last], states, last, at, number, number)
             self.updates.keep(self.state, mapping, tokens, first=number == 0)
+            # Two more: one for the row that the shift takes away, one for the place of padded requests.
             ids = torch.cat([ids[1:], ids.new_zeros(2)])
             ids = ids.index_copy(0, places, tokens.to(ids.dtype))[:rows]
             inputs = {"input_ids": ids, "positions": positions, "hidden": hidden}

@@ -49,6 +49,7 @@ class ContextRanks:
 
     def stored(self, slots: torch.Tensor) -> torch.Tensor:
         """Return where this rank stores tokens that have ``slots int64[T]`` over all ranks: others in the null slot."""
+        # A page has a multiple of `size` tokens, so a slot and its position have the same remainder.
         return torch.where(slots % self.size == self.rank, slots // self.size, NULL_SLOT)
 
     def lengths(self, seq_lens: Array) -> Array:
@@ -67,9 +68,11 @@ class ContextRanks:
     ) -> None:
         """Write the attention to the keys of all ranks to ``out``, as an executor's ``attend`` does to its own."""
         tokens, heads, width = query.shape
+        # Parts that are rounded before they are merged would differ from what one rank computes.
         wide = torch.promote_types(query.dtype, torch.float32)
         queries = self._gathered(query).transpose(0, 1).reshape(tokens, -1, width)
         part, sums = torch.empty_like(queries), query.new_empty(queries.shape[:2], dtype=wide)
+        # A sink counts once over all ranks, not once on each: the merge adds it.
         plain = attrs.evolve(scoring, sinks=None)
         executor.attend_part(layer, queries, part, sums, plain, metadata)
         parts = self._gathered(torch.cat([part.to(wide), sums.unsqueeze(-1)], dim=-1))
@@ -94,6 +97,7 @@ def merged(parts: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None =
     :param sinks: ``[heads]``: a logit that takes part in the sum and has no value.
     """
     largest = sums.amax(0) if sinks is None else torch.maximum(sums.amax(0), sinks)
+    # A padded row has no keys on any rank: -inf less -inf is NaN, and below its 0 / 0 would be.
     top = largest.clamp(min=torch.finfo(sums.dtype).min)
     weights = (sums - top).exp()
     total = weights.sum(0) if sinks is None else weights.sum(0) + (sinks - top).exp()

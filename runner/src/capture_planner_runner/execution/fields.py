@@ -91,6 +91,7 @@ class Extents:
         """Return the columns of a table; None for a vector."""
         if field.inner is None:
             return None
+        # A row of a table has one request's pages; `along` counts those of all.
         return self.pages if field.inner is Axis.PAGE else self.along(field.inner)
 
 
@@ -167,7 +168,7 @@ class Fields:
         shape = (self.capacity.rows(field),) if columns is None else (self.capacity.rows(field), columns)
         tensor = torch.zeros(shape, dtype=getattr(torch, field.dtype), device=device)
         buffer = FieldBuffer(key, field, tensor)
-        if buffer.constant:
+        if buffer.constant:  # a fill of 0 is there already
             tensor.fill_(buffer.constant)
         self._buffers[key] = buffer
         return buffer

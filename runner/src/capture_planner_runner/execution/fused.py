@@ -79,6 +79,7 @@ def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> StagingU
         if real is not None:
             at += -(-count * size // _ALIGNMENT) * _ALIGNMENT
     staging.table[: len(rows)] = rows
+    # A replayed graph covers `max_writes` rows: those of a larger step before must touch nothing.
     staging.table[len(rows) : staging.filled] = 0
     staging.filled = len(rows)
     return StagingUse(bytes=at, elements=largest)
@@ -159,6 +160,7 @@ class FusedPadding:
 
     def _graph(self, turn: int, count: int, blocks: int) -> torch.cuda.CUDAGraph:
         """Return a graph that copies and covers at least so much, captured when it is first needed."""
+        # By powers of two, so that a few graphs serve all steps.
         count = min(1 << (count - 1).bit_length(), len(self._device))
         key = turn, count, 1 << (blocks - 1).bit_length()
         if key not in self._graphs:
@@ -166,6 +168,7 @@ class FusedPadding:
             # The default stream, which may be the current one, captures nothing.
             stream = torch.cuda.Stream(self._device.device)  # type: ignore[no-untyped-call]
             with nothing_collected(), torch.cuda.stream(stream):
+                # In mode global, a CUDA call of another thread, such as NCCL's proxy, breaks the capture (vllm#46253).
                 graph.capture_begin(capture_error_mode="thread_local")
                 self._copy(turn, count)
                 self._launch(key[2], self.max_writes)

@@ -143,6 +143,7 @@ class FusedUpdates(Updates):
             rows,
             verified.most,
             NULL_SLOT,
+            # Where a step has none, any tensor will do: the kernel does not touch it then.
             verified.counts if accepted is None else accepted,
             0 if accepted is None else accepted.stride(0),
             verified.fields.idx_mapping,
@@ -160,6 +161,7 @@ class FusedUpdates(Updates):
         table, lengths = fields.block_table, fields.lengths
         key = tuple(tensor.data_ptr() for tensor in lengths)
         if key not in self._addresses:
+            # Copied from pageable memory, so never in a capture: the warm-up before it has been here.
             self._addresses[key] = torch.tensor(key, dtype=torch.int64, device=lengths[0].device)
         place = fields.positions, fields.slot_mapping, table, self._addresses[key]
         return *place, table.stride(0), len(lengths), fields.page_size, fields.max_model_len
@@ -234,6 +236,7 @@ def _keep(
 ) -> None:
     # One program for all rows: with several, one would move the column on before another has read it.
     at = tl.load(column)
+    # From the device, since a replay cannot be given a column by the host.
     if first:
         at = at * 0
     for start in range(0, rows, block):

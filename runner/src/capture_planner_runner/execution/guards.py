@@ -54,7 +54,7 @@ class PointerGuard:
         return [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in found]
 
     def _weights_now(self) -> list[int]:
-        found = [slots.get(name) for slots, name in self._slots]
+        found = [slots.get(name) for slots, name in self._slots]  # None: a bias that a layer does without
         return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
     def _refuse_buffer(self, label: str, buffers: list[_Place]) -> None:

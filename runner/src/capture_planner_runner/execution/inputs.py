@@ -113,7 +113,7 @@ class StepInputs:
         moved = self.positions + 1 < max_model_len
         positions = self.positions + moved
         page, offset = np.divmod(positions, self.page_size)
-        slots = self.block_table[np.arange(len(page)), page] * np.int64(self.page_size) + offset
+        slots = self.block_table[np.arange(len(page)), page] * np.int64(self.page_size) + offset  # the table is int32
         return attrs.evolve(
             self,
             positions=positions,
@@ -211,6 +211,7 @@ def _page_list(inputs: StepInputs) -> Array:
 
 
 def _last_page_len(inputs: StepInputs) -> Array:
+    # From 1 to a whole page: `seq_lens % page_size` would say 0 of a page that is full.
     last: Array = ((inputs.seq_lens - 1) % inputs.page_size + 1).astype(np.int32)
     return last
 

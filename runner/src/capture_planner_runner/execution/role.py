@@ -315,6 +315,7 @@ class RoleRun:
     def _attend(
         self, number: int, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
+        # Made outside of the split, in the memory of the graph: the piece after it reads this address at each replay.
         out = query.new_empty(query.shape)
 
         def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -342,6 +343,7 @@ class RoleRun:
 
     def capture(self, entry: Entry) -> Graph:
         """Capture an entry's forward, with metadata made anew."""
+        # A warm-up may change metadata or make parts of it, so what is captured is prepared again, as in vLLM 0.33.
         extents = self._warm_up_step(entry).extents
         return self.graphs.capture(entry, lambda: self._forward(extents, entry), self.attention.graph_state)
 
@@ -396,7 +398,7 @@ class RoleRun:
         if self.graphs.pool is not None:
             self.graphs.pool.poison()
         for group in self.groups:
-            group.workspace.fill_(255)
+            group.workspace.fill_(255)  # NaN as any float of 16 or 32 bits, -1 as an integer
 
     def release(self) -> None:
         """Release all backends. Graphs go first: they hold pointers into what is released."""
@@ -414,6 +416,7 @@ def stage_together(forwards: Sequence[tuple[RoleRun, StepInputs]]) -> None:
 
 def _profiled(step: ForwardStep) -> AbstractContextManager[object]:
     """Return a range for PyTorch's profiler with the role, its graph and its batch; without a profiler, nothing."""
+    # A range costs host time at every forward, also where nothing records it.
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     graph = "eager" if step.entry is None else str(step.entry)

@@ -58,7 +58,7 @@ class RoleGraphs(dict[Entry, Graph]):
 
     def end(self) -> None:
         """End the session: all its graphs may be replayed."""
-        for entry in list(self._captured):
+        for entry in list(self._captured):  # `keep` takes it out
             self.keep(entry)
 
     def keep(self, entry: Entry) -> None:

@@ -86,6 +86,7 @@ class Sampler:
         proposed = self.proposed.flatten(0, 1)[rows]
         by_target, by_drafter = (each.gather(1, drafts.unsqueeze(1)).squeeze(1) for each in (weights, proposed))
         chosen = choose((weights - proposed).clamp_(min=0), numbers)
+        # Multiplied, not divided: q is 0 where there is no draft.
         accepted = self.draws(keys, positions, Draw.ACCEPT) * by_drafter < by_target
         # Nothing is left to choose from where both distributions are the same.
         accepted |= chosen == weights.shape[1]
@@ -118,6 +119,7 @@ def choose(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     :param numbers: ``float64[N]``, from 0 to 1, 1 excluded.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
+    # Not `<`: the number 0 would choose a first token of weight 0.
     return (sums <= (numbers * sums[:, -1]).unsqueeze(1)).sum(-1)
 
 

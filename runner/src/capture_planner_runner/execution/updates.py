@@ -201,6 +201,7 @@ class Updates:
         rows, width = _state_rows(state, idx_mapping), state.proposed.shape[1]
         state.token.index_copy_(0, rows, tokens)
         state.proposed.view(-1).index_copy_(0, rows * width + state.column, tokens)
+        # After the last draft the column stays: one further is the first place of the next request.
         state.column.add_(1).clamp_(max=width - 1)
 
     def advance(self, token_fields: TokenFields, rows: int, tokens: torch.Tensor | None = None) -> None:
@@ -210,6 +211,7 @@ class Updates:
         """
         real = token_fields.idx_mapping[:rows] >= 0
         positions = token_fields.positions[:rows]
+        # Past the model's end, a position would index past rope and pages.
         moved = real & (positions + 1 < token_fields.max_model_len)
         positions.add_(moved)
         page = torch.gather(token_fields.block_table[:rows], 1, (positions // token_fields.page_size).unsqueeze(1))
@@ -234,6 +236,7 @@ class Updates:
         drafted = torch.cat([outcome.token.unsqueeze(1), state.proposed[: len(outcome.token)]], dim=1)
         for number in range(step.most):
             inside = unread & (number < step.starts[1:] - step.starts[:-1])
+            # A mask as an index waits for the device, which the fused kernel does not.
             at, request = starts[inside] + number, inside.nonzero().squeeze(1)
             ids = step.target.input_ids[at]
             token = drafted[states[inside], (-1 - ids).clamp(min=0).long()]
@@ -270,7 +273,7 @@ class Updates:
         accepted, agrees = torch.zeros_like(read), read > 0
         for number in range(verified.most):
             inside = number < read
-            at = torch.where(inside, first + number, 0)
+            at = torch.where(inside, first + number, 0)  # 0: any row, for requests with fewer drafts
             answer = verified.answers[at]
             drafted = number < drafts
             draft = verified.fields.input_ids[torch.where(drafted, first + number + 1, 0)]
@@ -292,6 +295,7 @@ class Updates:
         page = torch.gather(decode.block_table[:rows], 1, (position // decode.page_size).unsqueeze(1))
         slot = page.squeeze(1).long() * decode.page_size + position % decode.page_size
         decode.positions[:rows] = position
+        # At the model's end the last position is drafted again, and must not write over its own key.
         decode.slot_mapping[:rows] = torch.where(computed == position, slot, NULL_SLOT)
         for lengths in decode.lengths:
             lengths[:rows] = position + 1

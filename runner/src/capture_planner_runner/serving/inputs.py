@@ -33,6 +33,7 @@ def token_rows(scheduled: ScheduledBatch) -> tuple[Array, Array, Array]:
 def slots(rows: Array, positions: Array, states: RequestStates, page_size: int) -> Array:
     """Return the cache slot of each position of a request, ``int64[T]``."""
     page, offset = np.divmod(positions, page_size)
+    # The table is int32, and the slot of a large cache is beyond that.
     slot_mapping: Array = states.table[rows, page] * np.int64(page_size) + offset
     return slot_mapping
 
@@ -51,7 +52,7 @@ def adapter_lanes(scheduled: ScheduledBatch, states: RequestStates) -> tuple[Arr
     if not states.has_adapters:
         return None, None
     active = active_adapters(scheduled, states)
-    lanes = np.searchsorted(active, states.adapter[scheduled.state_indices]).astype(np.int32)
+    lanes = np.searchsorted(active, states.adapter[scheduled.state_indices]).astype(np.int32)  # `unique` sorts
     return np.repeat(lanes, scheduled.counts), active
 
 
@@ -94,7 +95,7 @@ def proposal_rows(scheduled: ScheduledBatch, starts: Array, num_states: int, mos
     inside = np.arange(scheduled.num_tokens) - np.repeat(starts[1:] - 1 - scheduled.drafts, scheduled.counts)
     rows = np.repeat(scheduled.state_indices, scheduled.counts) * most_drafts + inside
     is_drafted = (inside >= 0) & (inside < np.repeat(scheduled.proposed, scheduled.counts))
-    drafted: Array = np.where(is_drafted, rows, (num_states - 1) * most_drafts)
+    drafted: Array = np.where(is_drafted, rows, (num_states - 1) * most_drafts)  # the last state is all zeros
     return drafted
 
 
@@ -207,6 +208,7 @@ def own_prefill_inputs(
     inside = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
     positions = np.repeat(base, counts) + inside
     is_known, is_mask = inside < np.repeat(known, counts), inside < np.repeat(known + draft.masks, counts)
+    # Rows from here on that are neither known nor masks hold rejected drafts.
     is_mask &= ~is_known
     tokens = np.where(is_known, states.tokens[rows, positions + draft.shift], 0)
     seq_lens = (base + counts).astype(np.int32)
@@ -243,6 +245,7 @@ def draft_decode_inputs(
     slot_mapping[wanted > positions] = NULL_SLOT
     seq_lens = (positions + 1).astype(np.int32)
     starts = np.arange(count + 1, dtype=np.int32)
+    # The steps of the chain find their pages on the device, where the table cannot grow.
     width = min(pages.pages(int(seq_lens.max()) + scheduled.draft_tokens), states.table.shape[1])
     return StepInputs(
         input_ids=np.zeros(count, dtype=np.int32),

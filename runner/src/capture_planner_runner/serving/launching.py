@@ -165,6 +165,7 @@ class StepLauncher:
         """Run the forwards of a step on dummy batches, where other ranks have requests and this one has none."""
         self._begin(None)
         self._advanced = None
+        # The forwards of other ranks hold collectives that wait for this one's.
         for role, batch in planned.batches.items():
             inputs = self._roles[role].dummy_inputs(batch, planned.draft_tokens)
             self._run(role, planned, inputs, perf_counter())
@@ -239,6 +240,7 @@ class StepLauncher:
         last, self._advanced = self._advanced, None
         is_decode = not scheduled.prompts and scheduled.query_len == 1
         is_steady = planned.is_steady and is_decode
+        # Without room, the next token's page is not in the device's table, which only the host can widen.
         if last and last.room and is_steady and np.array_equal(last.state_indices, scheduled.state_indices):
             # The same requests in the same rows of the same graph, which ended with the fields of this step.
             inputs = last.inputs.next_decode()
@@ -279,6 +281,7 @@ class StepLauncher:
         if Role.DRAFT_DECODE in planned.batches:
             longest = scheduled.base + scheduled.counts
             by_role[Role.DRAFT_DECODE] = draft_decode_inputs(scheduled, longest, states, self._pages)
+        # The drafter's fields too: once the target is launched, nothing waits for the host.
         stage_together([(self._roles[role], planned.across(role, each)) for role, each in by_role.items()])
         most, is_synthetic = 1 + int(scheduled.drafts.max()), self._acceptance is not None
         drafting.correct(scheduled.num_reqs, most, is_synthetic=is_synthetic)
@@ -313,7 +316,7 @@ class StepLauncher:
             times, forwards = run.run_chain(batch, dispatch, inputs, steps, begun, filled=filled)
         else:
             times = run.run(batch, dispatch, inputs, begun, filled=filled)
-        if not planned.is_idle:
+        if not planned.is_idle:  # dummy batches are no traffic
             self._note(batch, dispatch, times, forwards)
         if self._first_use is not None:
             # Replicas request a graph for the joint batch, and so all request the same one.

@@ -56,7 +56,7 @@ class Scheduler:
         self._pool_rows = None if pool_rows is None else PagePool(pool_rows)
         self._arriving = deque(sorted(map(self._admissible, requests), key=lambda each: each.arrival))
         self._waiting: deque[tuple[Request, float]] = deque()
-        self._free = list(range(limits.max_num_reqs - 1, -1, -1))
+        self._free = list(range(limits.max_num_reqs - 1, -1, -1))  # taken from the end: state 0 first
         self._stalled, self._missing = 0, Wait.PLACES
         """Number of waiting requests that could not be admitted before, and the resource that was missing then."""
         self._running: list[AdmittedRequest] = []
@@ -109,7 +109,7 @@ class Scheduler:
 
     def _admissible(self, request: Request) -> Request:
         """Return a request, or refuse one that would block the queue forever."""
-        length, longest, most = request.length, self._max_model_len, self._pages.num_pages - 1
+        length, longest, most = request.length, self._max_model_len, self._pages.num_pages - 1  # less the null page
         if not request.prompt or length > longest:
             raise RunError(
                 f"the request {request.name} has {len(request.prompt)} tokens and asks for "
@@ -139,6 +139,8 @@ class Scheduler:
         if not ready:
             return None, admitted
         running = np.array([live.state_index for live in ready], dtype=np.int64)
+        # As if the step in flight keeps all its drafts. Where it does not, the device moves the rows back
+        # (`Updates.correct`).
         computed = self.states.computed_at_most(running)
         prompt_left = (self.states.prompt[running] - computed).tolist()
         room = dict(zip(running.tolist(), self._room(running).tolist(), strict=True))
@@ -180,7 +182,7 @@ class Scheduler:
         if not unread.any():
             return list(self._running)
         drafts = 0 if self._speculative is None else self._speculative.num_tokens
-        ends = states.length[running] + 1 >= states.end[running]
+        ends = states.length[running] + 1 >= states.end[running]  # a step gives each request one token at least
         ends |= states.computed_at_most(running) + 1 + drafts > states.room[running]
         return [live for live, waits in zip(self._running, unread & ends, strict=True) if not waits]
 
@@ -189,7 +191,7 @@ class Scheduler:
         vary, only those that it has and that it has tokens left for.
         """
         states = self.states
-        room: Integers = self._max_model_len - 1 - states.computed_at_most(running)
+        room: Integers = self._max_model_len - 1 - states.computed_at_most(running)  # 1: the token before the drafts
         if self._speculative is None or Role.TARGET not in self._speculative.varying_decodes:
             return room
         wanted = states.end[running] - states.length[running] - 1
@@ -205,6 +207,7 @@ class Scheduler:
                 self._missing = missing
                 break
             self._waiting.popleft()
+            # Those behind the ones that were refused last have arrived since, and have waited for nothing yet.
             waited_for = self._missing if len(admitted) < self._stalled else None
             row = NULL_STATE if self._pool_rows is None else self._pool_rows.take(1)[0]
             pages = self._pool.take(self.pages_needed(request))
@@ -232,6 +235,7 @@ class Scheduler:
 
     def _settle(self, live: AdmittedRequest) -> None:
         index, prompt = live.state_index, live.request.prompt
+        # The state had another request: rows of rejected drafts read tokens behind those that are known.
         self.states.tokens[index] = 0
         self.states.tokens[index, : len(prompt)] = prompt
         self.states.length[index] = self.states.prompt[index] = len(prompt)
@@ -240,6 +244,7 @@ class Scheduler:
         self.states.stops[index] = bool(live.request.stop)
         self.states.key[index] = request_key(live.request.name)
         self.states.adapter[index] = live.request.adapter
+        # Page 0 is the null page. A position past the request's own pages must not reach those of another request.
         self.states.table[index] = 0
         self.states.table[index, : len(live.pages)] = live.pages
         self.states.room[index] = min(len(live.pages) * self._pages.page_size, self._max_model_len)
@@ -251,6 +256,7 @@ class Scheduler:
     def _rotate(self, decoding: Sequence[AdmittedRequest]) -> list[AdmittedRequest]:
         """Return the decodes that have room for all their drafts, taking turns where not all have."""
         count = len(decoding)
+        # Not a division: a schedule may raise k as the batch shrinks, so fewer requests can need more tokens.
         while count > 1 and count * (1 + self._k(count) + self._slots) > self._limits.max_num_tokens:
             count -= 1
         if count == len(decoding):
@@ -272,6 +278,7 @@ class Scheduler:
             drafts=drafts,
             prompts=prompts,
             draft_tokens=self._k(len(rows)),
+            # While a step is in flight, the host's own count of proposed drafts is that of the step before it.
             proposed=np.minimum(drafts, np.where(unread, self.states.coming[indices], self.states.proposed[indices])),
             unread=unread,
         )
@@ -296,6 +303,7 @@ class Scheduler:
 
     def finish(self, live: AdmittedRequest) -> None:
         """Free the state and the pages of a request."""
+        # One that a stop token ended is still running: only lengths are known ahead, and `leave` follows from those.
         (self._leaving if live in self._leaving else self._running).remove(live)
         live.finish()
         self._free.append(live.state_index)

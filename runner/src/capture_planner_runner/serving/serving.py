@@ -78,6 +78,7 @@ class Serving:
             self._first_use.capture()
         started = perf_counter()
         was_pending, planned = self._pending is not None, self._plan()
+        # The plan rests on upper bounds of lengths, and what serves the batch needs the true ones.
         if was_pending and planned.needs_tokens:
             self._catch_up(None)
             planned = self._plan()
@@ -107,6 +108,7 @@ class Serving:
     def _catch_up(self, now: PendingStep | None) -> None:
         """Complete the step in flight; from here on it is ``now``, if the next can be launched before that is read."""
         last, self._pending = self._pending, now if now is not None and now.is_on_device else None
+        # Without a drafter, `advance` moved the counters when the step was launched.
         if self._drafter is not None:
             self.scheduler.states.count_ahead(None if self._pending is None else self._pending.scheduled)
         if last is not None:
@@ -155,6 +157,7 @@ class Serving:
                 accepted=sum(accepted_at),
                 drafted_at=drafted_at,
                 accepted_at=accepted_at,
+                # Steps that run ahead overlap: each begins at the end of the one before, so no time counts twice.
                 seconds=end - max(step.started, self._last_end),
                 ended=end,
                 waiting=self.scheduler.waiting,
@@ -190,6 +193,7 @@ class Serving:
         """Store the drafts behind the known tokens, and tokens 0 behind them: see ``unread_tokens``."""
         states, k = self.scheduler.states, scheduled.draft_tokens
         rows = scheduled.state_indices[verification.gained > 0]
+        # A row that ends inside its prompt gained nothing, and has no drafts to verify.
         states.proposed[scheduled.state_indices] = 0
         states.proposed[rows] = k
         if self._proposals is not None:
@@ -220,7 +224,7 @@ class Serving:
         )
         self.served.append(served)
         self._session.add_request(served)
-        if not cut_off:
+        if not cut_off:  # after a cut-off nothing is admitted, and the step in flight still writes these pages
             self.scheduler.finish(live)
         return served
 

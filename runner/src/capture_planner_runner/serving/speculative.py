@@ -49,7 +49,7 @@ def advance(scheduled: ScheduledBatch, states: RequestStates, starts: Array) -> 
     rows = scheduled.state_indices
     reaches = _reaches_end(scheduled, states)
     gained, at = reaches.astype(np.int64), states.length[rows]
-    states.tokens[rows[reaches], at[reaches]] = -starts[1:][reaches]
+    states.tokens[rows[reaches], at[reaches]] = -starts[1:][reaches]  # -1 - i, where i is the last row, starts[1:] - 1
     states.length[rows] += gained
     states.computed[rows] += scheduled.counts
     return Verification(scheduled.counts, np.zeros_like(gained), gained, at)
@@ -91,6 +91,7 @@ def settle(
     answers[inside] = sampled
     before = states.length[rows]
     at = before[:, None] + columns
+    # The columns of the longest row may lie past the array for others; `hits` leaves them out.
     drafted = states.tokens[rows[:, None], np.minimum(at, states.tokens.shape[1] - 1)]
     hits = answers == drafted if synthetic is None else columns < synthetic[:, None]
     hits &= columns < drafts[:, None]
@@ -153,12 +154,14 @@ class SyntheticAcceptance:
     def draws(self, keys: Array, positions: Array) -> Array:
         """Return a number from 0 to 1, 1 excluded, for each key and position: SplitMix64 of both and the seed."""
         mixed = _mixed(keys ^ _mixed(np.full(1, self.seed, dtype=np.uint64) + _STEP)) + positions * _STEP
+        # 53 bits: all that a double holds exactly, so no number is rounded up to 1.
         draws: Array = (_mixed(mixed) >> np.uint64(11)) * 2.0**-53
         return draws
 
 
 def request_key(name: str) -> int:
     """Return 64 bits that stand for a request's name, the same in every process."""
+    # Not `hash`, which differs between processes. A name may come from a file's, with half of a surrogate pair.
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 

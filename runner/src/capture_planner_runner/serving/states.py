@@ -70,6 +70,7 @@ def state_caches(plan: Plan, widths: Sequence[int], dtype: torch.dtype, device: 
     if plan.states is None:
         return ()
     shape, purpose = (plan.states.rows, plan.states.positions), f"the states of {plan.states.rows} requests"
+    # A state sums up its whole request: in bfloat16 it would lose what each further token adds.
     kind = torch.promote_types(dtype, torch.float32)
     return tuple(StateCache(states=allocated((*shape, width), kind, device, purpose)) for width in widths)
 
@@ -193,6 +194,7 @@ class RequestStates:
         is_sampled: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
+        # Drafts lie behind the known tokens, and the draft prefill reads one token behind its last row.
         width = max_model_len + most_drafts + 1
         self.tokens = np.zeros((count, width), dtype=np.int32)
         """``[state, position]``: prompt, output, and after them the drafts to verify."""
@@ -236,11 +238,13 @@ class RequestStates:
 
     def is_unread(self, rows: Integers) -> Flags:
         """Say of each request whether the step in flight gives it tokens, which the host has not read, ``bool[R]``."""
+        # A chunk that ends inside its prompt gives no token.
         unread: Flags = (self.ahead[rows] > 0) & (self.computed_at_most(rows) >= self.length[rows])
         return unread
 
     def is_verifying(self, rows: Integers) -> Flags:
         """Say of each request whether the step in flight verifies drafts of it, ``bool[R]``."""
+        # One token is no draft, and of a prompt all tokens are kept: in both cases the length is exact.
         verifying: Flags = (self.ahead[rows] > 1) & (self.computed[rows] >= self.prompt[rows])
         return verifying
 

@@ -106,8 +106,10 @@ PendingTokens = Callable[[], Array]
 def copy_to_host(tensor: torch.Tensor) -> PendingTokens:
     """Start to copy a small tensor to the host, and return a function that waits for the copy."""
     if tensor.device.type == "cpu":
+        # The next step overwrites the tensor before this one is read.
         here = tensor.numpy().copy()
         return lambda: here
+    # A copy into pageable memory would wait for the device here, and steps could not run ahead.
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     pinned.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -241,7 +243,7 @@ class ReplicaPlanner(StepPlanner):
         agreed = self._agreed(numbers)
         self.all_done = bool(numbers[:, 0].all())
         is_steady, self._entry = agreed.entry is self._entry, agreed.entry
-        if not agreed.planned.batches:
+        if not agreed.planned.batches:  # no rank has work, or all are done
             return agreed.planned
         self._session.add_rank_step(
             RankStep(
@@ -252,6 +254,7 @@ class ReplicaPlanner(StepPlanner):
                 larger_by_others=agreed.larger_by_others,
             )
         )
+        # k of the joint batch: a replica that drafted more steps than others would be alone in the collectives.
         if scheduled is not None and scheduled.draft_tokens != agreed.planned.draft_tokens:
             scheduled = attrs.evolve(scheduled, draft_tokens=agreed.planned.draft_tokens)
         return attrs.evolve(agreed.planned, scheduled=scheduled, is_steady=is_steady)
@@ -267,6 +270,7 @@ class ReplicaPlanner(StepPlanner):
         """Return the numbers of each replica, whose ranks have the same."""
         place = self._peers.place
         by_replica = numbers.reshape(place.data_size, place.tensor_size, -1)
+        # With different batches, ranks that share a model enter collectives of different shapes and hang (vllm#25906).
         if (by_replica != by_replica[:, :1]).any():
             data, tensor = np.argwhere((by_replica != by_replica[:, :1]).any(axis=2))[0].tolist()
             first = data * place.tensor_size
@@ -351,7 +355,7 @@ def _padded(answer: Answer) -> int:
 def _packed(batch: Batch | None) -> tuple[int, ...]:
     if batch is None:
         return (0,) * _EACH
-    lengths = batch.query_len or 0, batch.max_query_len or 0
+    lengths = batch.query_len or 0, batch.max_query_len or 0  # 0 is None: no length is 0
     return batch.num_reqs, batch.num_tokens, *lengths, int(batch.past_prompt), batch.active_loras
 
 

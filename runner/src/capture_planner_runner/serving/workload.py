@@ -29,6 +29,7 @@ MAX_REFUSALS = 10
 
 def outside(name: str, value: float, low: float, high: float = math.inf) -> Iterator[Problem]:
     """Yield a problem for a value that is not within its bounds, both included; NaN never is."""
+    # Not `value < low or value > high`: NaN compares false with both, and would pass.
     if not low <= value <= high:
         bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
         yield Problem(path=(name,), message=f"expected {bounds}, got {value}")
@@ -58,7 +59,7 @@ class Request:
         """Return what of these output tokens is asked for: not past the length, nor past a stop."""
         tokens = tokens[: self.max_new_tokens]
         stops = (index for index, token in enumerate(tokens) if token in self.stop)
-        return tokens[: next(stops, len(tokens)) + 1]
+        return tokens[: next(stops, len(tokens)) + 1]  # the stop token is part of the output
 
     def lengthened(self, more: int, longest: int) -> Request:
         """Return the request with so many more output tokens, as far as ``longest`` allows, and with no stop."""
@@ -88,6 +89,7 @@ def admit(requests: Iterable[Request], *, max_model_len: int, vocab_size: int, c
     requests = tuple(requests)
     if not requests:
         raise RunError("there are no requests to serve")
+    # The shortest request has a token of each kind, so a model of one token admits none, clipped or not.
     longest = math.inf if clip and max_model_len >= 2 else max_model_len
     wrong = [text for request in requests for text in _refusals(request, longest, vocab_size)]
     if wrong:
@@ -122,6 +124,7 @@ def _clipped(request: Request, max_model_len: int) -> Request:
     if request.length <= max_model_len:
         return request
     output = max(1, max_model_len * request.max_new_tokens // request.length)
+    # From the end. `output` is less than max_model_len, as the prompt has a token: never `[0:]`, the whole prompt.
     prompt = request.prompt[output - max_model_len :]
     return attrs.evolve(request, prompt=prompt, max_new_tokens=output)
 
@@ -164,7 +167,9 @@ def generated(
     tokens = _tokens(rng, vocab_size)
     requests = []
     now = 0.0
+    # All draws of a request follow each other: the first requests are the same whatever the count.
     for index in range(count):
+        # The same draw at any rate, so that another rate moves arrivals and nothing else; an infinite one gives 0.
         now += rng.standard_exponential() / rate
         length = int(rng.integers(*prompt_tokens, endpoint=True))
         most = int(rng.integers(*output_tokens, endpoint=True))
@@ -200,6 +205,7 @@ def from_trace(
         *outside("speed", speed, 1e-6),
     ]
     raise_any(problems)
+    # The sort is stable: rows of the same second stay in the order of the file.
     rows = sorted(read_trace(path), key=lambda row: row.arrival)[:limit]
     if (total := sum(row.prompt for row in rows)) > MAX_TOKENS:
         message = f"the prompts have {total} tokens in all, more than {MAX_TOKENS}"
@@ -245,6 +251,7 @@ def from_prompts(
         Request(
             name=f"{Path(path).name}:{prompt.line}",
             arrival=prompt.arrival,
+            # Not verbose: transformers warns of its own length limit, and `admit` has the model's.
             prompt=tuple(tokenizer.encode(prompt.text, verbose=False)),
             max_new_tokens=prompt.max_new_tokens,
             stop=stop,
@@ -275,6 +282,7 @@ def _read(path: str | Path, max_new_tokens: int) -> list[_Prompt]:
     file, as_json = str(path), Path(path).suffix.lower() == ".jsonl"
     problems: list[Problem] = []
     prompts = []
+    # Not `splitlines`, which also breaks at form feeds and U+2028; a prompt may contain them.
     for number, line in enumerate(text_of(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -298,6 +306,7 @@ def _object(line: str) -> dict[str, Any]:
         data = json.loads(line, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise _wrong(f"not JSON: {error.msg}", column=error.colno) from None
+    # JSON of thousands of brackets, or an integer of more digits than `int` converts (4,300).
     except (ValueError, RecursionError) as error:
         raise _wrong(f"not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -320,7 +329,7 @@ def _prompt(data: dict[str, Any], max_new_tokens: int, line: int) -> _Prompt:
     except UnicodeEncodeError:
         raise _wrong("half of a surrogate pair, which is not text", "prompt") from None
     most = data.get("max_new_tokens", max_new_tokens)
-    if type(most) is not int or not 1 <= most <= MAX_LENGTH:
+    if type(most) is not int or not 1 <= most <= MAX_LENGTH:  # not isinstance: `true` is an int
         raise _wrong(f"expected a whole number from 1 to {MAX_LENGTH}", "max_new_tokens")
     arrival = data.get("arrival", 0.0)
     if type(arrival) not in (int, float) or not 0 <= arrival <= MAX_SECONDS:
