@@ -97,7 +97,7 @@ class Recorder(StepSink):
         self.path = folder / f"{name}.yaml"
         self._every = every
         self._lock = threading.Lock()
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # another lock, so that counting never waits for the disk
         self._base: Observation | None = None
         self._changed = False
         self._failed = False
@@ -133,7 +133,7 @@ class Recorder(StepSink):
             if self._base is None or _graphs(self._base) != _graphs(base):
                 self._forget()
             self._base, self._changed = base, True
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # a fork has none of its parent's threads
             self._process = os.getpid()
             threading.Thread(target=self._run, name="capture-planner-recorder", daemon=True).start()
             atexit.register(self.close)

@@ -112,7 +112,7 @@ class LineReader:
                 accepted=next((part.accepted for part in whole if part.accepted), ()),
                 notes=(*(note for part in whole for note in part.notes), *self._notes(alike, names, most, repeated)),
             )
-            skipped, samples = 0, ()
+            skipped, samples = 0, ()  # the first engine's counts have them
 
     def _notes(
         self, alike: Sequence[_LineTally], names: str, most: int, repeated: Mapping[_LineTally, frozenset[Any]]
@@ -179,7 +179,7 @@ class _LineTally:
     def seconds(self) -> float | None:
         """The time from the first line to the last, or else of the steps themselves, of the busiest engine."""
         span = _span(self._first, self._last)
-        if span:
+        if span:  # 0 where all lines are of one second
             return span
         most = max(self._milliseconds.values(), default=0.0)
         return round(most / 1000, 6) or None
@@ -212,7 +212,7 @@ def _coarser(shape: Shape, share: float) -> Shape:
     if not reqs or tokens % reqs == 0:
         return shape
     rounded = rounded_up(tokens, share)
-    return kind, reqs, rounded - (rounded % reqs == 0)
+    return kind, reqs, rounded - (rounded % reqs == 0)  # a multiple would be requests that are alike
 
 
 def _span(first: bytes, last: bytes) -> float:

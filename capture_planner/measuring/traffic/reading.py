@@ -327,7 +327,7 @@ def read_prometheus(text: str, name: str, metrics: MetricFormat) -> SourceCounts
             if sample is None:
                 skipped.append(f"{name}:{number}: {line[:160]!a}")
             else:
-                samples[sample[0]] = sample[1]
+                samples[sample[0]] = sample[1]  # of several scrapes the last one counts
     try:
         counts = metrics.count(samples)
     except InvalidValue as error:

@@ -130,7 +130,7 @@ class TrafficSource:
         for block in self._raw(advance, note):
             block = rest + block
             end = block.rfind(b"\n") + 1
-            if not end and len(block) < BLOCK:
+            if not end and len(block) < BLOCK:  # no line has ended yet
                 rest = block
                 continue
             whole, rest = (block[:end], block[end:]) if end else (block, b"")
@@ -184,7 +184,7 @@ def _decompressed(blocks: Iterator[bytes], note: Note) -> Iterator[bytes]:
                 block = block.lstrip(b"\0")  # padding behind a member
                 if not block:
                     break
-                member = zlib.decompressobj(wbits=31)
+                member = zlib.decompressobj(wbits=31)  # 16 for gzip's header, 15 for any window
             yield member.decompress(block, BLOCK)
             block = member.unused_data if member.eof else member.unconsumed_tail
             member = None if member.eof else member

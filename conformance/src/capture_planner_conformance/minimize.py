@@ -87,7 +87,7 @@ def minimize(
     yield (first := attempt(case))
     if first is None:
         return
-    small, before, seen, left = case, None, {case}, plays - 2
+    small, before, seen, left = case, None, {case}, plays - 2  # 2: the case as it came, and the smallest one
     while small != before and left > 0:
         before = small
         for cut in cuts:
@@ -122,6 +122,7 @@ def _history(case: Case) -> Iterator[Case]:
     while length:
         for first in range(0, len(between), length):
             yield _without(case, set(between[first : first + length]))
+        # Shorter runs end the loop: `_steps` drops what is left one by one.
         length //= 2 if length > CHUNK else length + 1
 
 
@@ -278,6 +279,7 @@ def _scened(case: Case, **changes: Any) -> Case:
 
 def _within(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Return sizes cut to a limit, with the limit among them; no sizes stay none."""
+    # Law 1: the ceiling is a size itself.
     return tuple(sorted({min(size, most) for size in sizes} | {most})) if sizes else ()
 
 
@@ -344,7 +346,7 @@ def _scenes(case: Case) -> Iterator[Case]:
             yield _scened(case, capture=replace(scene.capture, **{name: lower}))
     for name in ("size_tokens", "size_reqs"):
         sizes = getattr(scene, name)
-        for index in reversed(range(len(sizes) - 1)):
+        for index in reversed(range(len(sizes) - 1)):  # the last one is the limit
             yield _scened(case, **{name: (*sizes[:index], *sizes[index + 1 :])})
 
 
@@ -394,7 +396,7 @@ def _passes_exact(subject: Subject, case: Case) -> bool:
         scene,
         size_tokens=tuple(sorted({*tokens, scene.num_tokens})),
         size_reqs=tuple(sorted({*reqs, scene.num_reqs})),
-        ranks=1,
+        ranks=1,  # sequence parallelism pads every batch
         beyond=0,
     )
     played = play_case(subject, replace(case, scene=exact))

@@ -106,6 +106,7 @@ class Tables(nn.Module):
         self._known.clear()
         draw = torch.Generator().manual_seed(seed)
         for table in self.buffers():
+            # Drawn on the host in float32: a case has the same tables on every device, rounded to its dtype.
             table.copy_(torch.randn(table.shape, generator=draw, dtype=torch.float32) * 0.75)
 
     def scoring(self, layer: int) -> Scoring:
@@ -149,6 +150,7 @@ class Tables(nn.Module):
         """
         shape, positions = self.shape, torch.arange(len(ids), device=ids.device)
         query, *stored = self.split(ids, positions)
+        # Rounded as the cache stores them, since that error is not the backend's.
         keys, values = (part.to(shape.kv_dtype or part.dtype).double() for part in stored)
         rows = positions[first:]
         grouped = query.double()[first:].reshape(
@@ -165,7 +167,7 @@ class Tables(nn.Module):
         if shape.has_sinks:
             sinks = self.sinks.double().view(*scores.shape[:3], 1, 1).expand(*scores.shape[:4], 1)
             scores = torch.cat([scores, sinks], dim=-1)
-        weights = scores.softmax(-1)[..., : len(ids)]
+        weights = scores.softmax(-1)[..., : len(ids)]  # a sink takes part in the sum, and has no value
         mean = torch.einsum("lhgqs,slhd->qlhgd", weights, values)
         return mean.flatten(2)
 
@@ -198,7 +200,7 @@ class Rows:
         garbage = self.padding
         if garbage is None:
             return lambda rows: rows
-        return lambda rows: torch.where(real[:, None, None], rows, garbage)
+        return lambda rows: torch.where(real[:, None, None], rows, garbage)  # no product, as garbage may be NaN
 
     def coupled(self, hidden: torch.Tensor, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Return what becomes of the rows of a batch, ``[T, hidden_size]``: a subclass may couple them."""

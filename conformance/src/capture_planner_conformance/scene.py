@@ -303,7 +303,7 @@ class Scene:
                 num_heads=shape.heads * self.ranks,
                 num_kv_heads=shape.kv_heads * self.ranks,
                 head_dim=shape.head_dim,
-                hidden_size=layers * shape.heads * shape.head_dim,
+                hidden_size=layers * shape.heads * shape.head_dim,  # the outputs of all layers, side by side
                 vocab_size=VOCABULARY,
                 max_model_len=shape.longest,
                 dtype=DataType(shape.dtype),

@@ -165,8 +165,9 @@ class Stage(AbstractContextManager["Stage"]):
         padding = None if "padded rows" in spared else GARBAGE[scene.seed % len(GARBAGE)]
         self.target, self.drafter = self._models(padding)
         each = -(-shape.longest // shape.page_size)
+        # A full cache holds half of the places at full length, so that pages run out before places do.
         reqs = -(-scene.num_reqs // 2) if scene.full_cache else scene.num_reqs + SPARE_REQS
-        pages = PageFormat(page_size=shape.page_size, num_pages=1 + reqs * each)
+        pages = PageFormat(page_size=shape.page_size, num_pages=1 + reqs * each)  # 1: the null page
         if scene.distant:
             pages = DistantPages.reserved(pages, kv_dtype_of(self.plan.model), device)
         self.graphs = self.graphs_type(subject.grapher, scene.capture)

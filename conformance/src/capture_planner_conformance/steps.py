@@ -119,6 +119,7 @@ def check_target(stage: Stage, batch: SceneBatch, entry: Entry | None, *, eager:
             if wrong is not None:
                 message = f"{wrong} of request {index} in the batch"
                 raise row_check(entry, eager=eager).violation(message)
+            # Only a graph of decodes computes a token for every row; others are sampled behind the graph.
             has_tokens = entry is not None and entry.tokens_each is not None
             if has_tokens and not is_likeliest(body.tokens[where], want, stage.target.head, stage.tolerance):
                 raise Check.ROWS.violation("a token is not the likeliest of its row")
@@ -156,7 +157,7 @@ def first_wrong_row(
 
 def beyond(off: torch.Tensor, size: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Say of which rows the norm of the error is more than rounding makes of a row of norm ``size``; NaN is more."""
-    return ~(off <= tolerance * (size + 0.1))
+    return ~(off <= tolerance * (size + 0.1))  # not `off > ...`, which is false of NaN
 
 
 def error_text(off: torch.Tensor, size: torch.Tensor) -> str:
@@ -176,6 +177,7 @@ def is_likeliest(tokens: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor,
         return False
     logits = hidden @ head.double()
     chosen = logits.gather(1, tokens[:, None].long()).squeeze(1)
+    # Two logits may each be off by a row's error times the norm of a column; twice that is let pass.
     slack = 4 * tolerance * (hidden.norm(dim=1) + 0.1) * head.double().norm(dim=0).max()
     return bool((chosen >= logits.max(1).values - slack).all())
 
@@ -317,6 +319,7 @@ def _check_decodes(stage: Stage, drafter: ProbeDrafter, batch: SceneBatch, k: in
             drafts = proposed[within, number]
             if within and not is_likeliest(drafts, hidden[within], drafter.head, stage.tolerance):
                 raise rows_check.violation(_wrong_draft(number, state.hidden[places[within]]))
+        # Rows past the model's end go on as padding, from states that are not compared.
         if len(within) == len(batch.rows):
             check_state(rows_check, state.hidden[places], hidden, stage.tolerance)
 
@@ -359,7 +362,7 @@ def check_serving(stage: Stage, step: Serve) -> None:
     requests = _requests(step, longest, stage.scene)
     for request in requests:
         if request.length > longest:
-            with contextlib.suppress(RunError):
+            with contextlib.suppress(RunError):  # the violation below is none, and gets through
                 stage.runner.start((request,)).cut_off()
                 raise Check.TOKENS.violation(f"a request of {request.length} tokens was accepted")
     fitting = [request for request in requests if request.length <= longest]

@@ -71,6 +71,7 @@ class FlashAttention:
         fields = [_frozen("max_query_len"), _frozen("max_seq_len")]
         if library.splits:
             fields.append(_frozen("num_splits"))
+        # A chain in one graph has steps that no call before the graph can schedule.
         if library.ahead_of_time and role is not Role.DRAFT_DECODE:
             fields.append(SCHEDULER_METADATA)
         if model.decode_context > 1:

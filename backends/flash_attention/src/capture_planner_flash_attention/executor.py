@@ -33,6 +33,7 @@ class FlashAttentionExecutor:
         self._schedule_field = reservation.fields.get(SCHEDULER_METADATA.name)
         self._schedule: torch.Tensor | None = None
         self._layout: tuple[int, ...] | None = None
+        # A graph may be larger than the limits, and then it is padded.
         tokens = max([reservation.limits.max_num_tokens, *(e.num_tokens for e in reservation.entries)])
         # True for the rows that requests own, which come first in every kind of step.
         self._is_real = torch.zeros(tokens, 1, 1, dtype=torch.bool, device=reservation.device)

@@ -130,7 +130,7 @@ class FlashAttention3:
             max_seqlen_q=call.max_seqlen_q,
             softmax_scale=call.scale,
             softcap=call.softcap or 0.0,
-            scheduler_metadata=call.schedule if call.softcap is None else None,
+            scheduler_metadata=call.schedule if call.softcap is None else None,  # a softcap has other tiles
             num_splits=call.num_splits,
             **self._mask,
             **sinks,
@@ -189,7 +189,7 @@ class FlashAttention2:
             call.keys,
             call.values,
             cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=_starts(call.seqused_k),
+            cu_seqlens_k=_starts(call.seqused_k),  # with pages, only their differences count
             max_seqlen_q=call.max_seqlen_q,
             max_seqlen_k=call.max_seqlen_k,
             **shared,

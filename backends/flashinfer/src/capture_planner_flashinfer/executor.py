@@ -59,7 +59,7 @@ class FlashInferExecutor:
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             page_size=reservation.page_size,
-            window_left=-1 if attention.window is None else attention.window - 1,
+            window_left=-1 if attention.window is None else attention.window - 1,  # a window counts its own token
             dtype=next(iter(self._caches.values())).keys.dtype,
         )
         parts = workspace_parts(attention, environment, reservation.entries)

@@ -78,6 +78,7 @@ class PageLists:
         used = table[np.arange(table.shape[1]) < counts[:, None]].astype(np.int32)
         return cls(
             kv_indptr=starts,
+            # 0 without pages: with any other number, host and device disagree about the length of an empty request.
             last_page_len=(lengths - np.maximum(counts - 1, 0) * page_size).astype(np.int32),
             indices=torch.from_numpy(used),
             qo_indptr=host["query_start_loc"].astype(np.int32),
@@ -121,6 +122,7 @@ class PlannedWrapper:
         planned_from = (softcap, self._memory.ints._version, *(array.tobytes() for array in read))
         if planned_from == self._planned_from:
             return False
+        # Until the new plan is whole: an error in it leaves the workspaces half written.
         self._planned_from = None
         self._make(host, read, softcap)
         self.layout = tuple(int(number) for number in self._wrapper._plan_info)
@@ -137,6 +139,7 @@ class PlannedWrapper:
 
     def _staged(self, plan: Callable[..., object], *args: object, **options: Any) -> object:
         """Call a planner of the library, once the copy of the last plan has left the pinned memory."""
+        # The last plan may still be copied from where the next one is written (mini-sglang#103).
         if self._copied is not None:
             self._copied.synchronize()
         result = plan(*args, **options)
@@ -171,9 +174,10 @@ class DecodeGraph(PlannedWrapper):
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=tensor_cores,
-            paged_kv_indptr_buffer=fields["paged_kv_indptr"][: num_reqs + 1],
+            paged_kv_indptr_buffer=fields["paged_kv_indptr"][: num_reqs + 1],  # its length fixes the batch
             paged_kv_indices_buffer=self._indices,
             paged_kv_last_page_len_buffer=fields["paged_kv_last_page_len"][:num_reqs],
+            # FA3's plan depends on the lengths themselves, and would be made anew for every step.
             backend="fa2",
         )
         super().__init__(wrapper, shape, memory)
@@ -283,7 +287,7 @@ class PrefillGraph(PlannedWrapper):
             torch.from_numpy(lists.qo_indptr),
             torch.from_numpy(lists.kv_indptr),
             torch.from_numpy(lengths.astype(np.int32)),
-            self._num_reqs * self._query_len,
+            self._num_reqs * self._query_len,  # the most rows, as at capture: the grid follows from them
             self._num_reqs,
             heads.num_heads,
             heads.num_kv_heads,

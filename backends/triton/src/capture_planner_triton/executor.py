@@ -42,7 +42,7 @@ class TritonExecutor:
         the shape or dtype of a tensor does not match the metadata and the caches.
         """
         self._check(layer, query, out, metadata)
-        if not metadata.num_tokens or not metadata.num_reqs:
+        if not metadata.num_tokens or not metadata.num_reqs:  # no program would zero the padded rows
             out.zero_()
             return
         cut = self._geometry(metadata)
@@ -64,7 +64,7 @@ class TritonExecutor:
             table,
             scoring.sinks,
             scoring.scale,
-            scoring.softcap or 1.0,
+            scoring.softcap or 1.0,  # any number where the kernel is compiled without
             metadata.num_reqs,
             metadata.num_tokens,
             cut.blocks_each or 1,
@@ -101,7 +101,7 @@ class TritonExecutor:
                 *out.stride(),
                 head_dim=model.head_dim,
                 width=cut.width,
-                most=1 << (cut.splits - 1).bit_length(),
+                most=1 << (cut.splits - 1).bit_length(),  # tl.arange takes powers of two alone
                 num_warps=2,
                 enable_fp_fusion=True,
             )
@@ -128,6 +128,7 @@ class TritonExecutor:
             num_reqs=metadata.num_reqs,
             num_tokens=metadata.num_tokens,
             query_len=query_len,
+            # A graph is replayed for sequences of any length.
             max_seq_len=self._attention.max_model_len if full else max(metadata.max_seq_len, 1),
             workspace=self._workspace.nbytes,
         )

@@ -124,6 +124,7 @@ def geometry(
     rows = max(_power_of_two(group), min(_power_of_two(tokens * group), fitting, MAX_ROWS), MIN_TILE)
     queries = rows // group
     blocks_each = None if query_len is None else _ceil_div(query_len, queries)
+    # Each request may end with a tile that it does not fill.
     blocks = num_tokens // queries + num_reqs if blocks_each is None else num_reqs * blocks_each
     keys = min(fitting, MAX_KEYS)
     reach = max_seq_len if model.window is None else min(max_seq_len, model.window + queries)

@@ -102,7 +102,7 @@ def managers(r: Startup, pool: int) -> tuple[SglangManager, ...]:
         r.decisions.note("draft-prefills-of-latent-attention", "decode graphs", "none", says, Role.DRAFT_PREFILL)
         extends = None
     prompts = _prefills(r, Role.DRAFT_PREFILL, pool, sizes) if prompts_of_drafts else None
-    steps = args.speculative_num_steps - 1
+    steps = args.speculative_num_steps - 1  # the draft prefill makes the first draft
     chain = _decodes(r, Role.DRAFT_DECODE, pool, args.speculative_eagle_topk, steps) if steps > 0 else None
     if steps < 1:
         says = "one draft step is the draft prefill itself, so that no draft decode is captured"
@@ -179,7 +179,7 @@ def _lora_cases(r: Startup) -> tuple[int, ...]:
         return (0,)
     most = r.args.max_loras_per_batch
     if r.args.lora_backend != "triton_v2":
-        return (most,)
+        return (most,)  # batches without adapters replay these graphs too
     says = "triton_v2 skips its kernels without adapters, so each size is captured with them and without"
     r.decisions.note("lora-and-base-graphs", most, (most, 0), says)
     return (most, 0)

@@ -21,6 +21,7 @@ _IMAGES = "prefills of a model that takes images run without graphs until a flag
 def read_settings(r: Startup) -> None:
     """Fold the flags into one setting per phase and key: JSON wins, then flags of a phase, then switches."""
     args = r.args
+    # Weakest first: what comes later replaces what came before.
     given: list[tuple[str, str, str, Any]] = []
     for flag, phases in (
         ("disable_cuda_graph", (DECODE, PREFILL)),
@@ -56,7 +57,7 @@ def _check_types(r: Startup) -> None:
         phase = r.phase(name)
         for key in ("max_bs", "max_seq_len", "full_prefill_max_req"):
             value = getattr(phase, key)
-            if value is not None and type(value) is not int:
+            if value is not None and type(value) is not int:  # not isinstance: `true` is an int
                 says = f"{name}.{key} is no whole number: {value!r}"
                 raise refusal("--cuda-graph-config", says, "write it without quotes, as in 64")
         sizes = phase.bs
@@ -123,6 +124,7 @@ def _fill_decode(r: Startup) -> None:
     if decode.max_bs is None:
         memory, tensor = r.environment.device.memory, args.tp_size
         newest = {memory_class(memory): [sglang_default_max(memory, tensor)] * 2}
+        # Two defaults for each class of memory: with fewer than 4 tensor-parallel ranks, and with more.
         top = tabled("decode_max_by_memory", newest)[memory_class(memory)][tensor >= 4]
         device = f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks"
         r.change(DECODE, "max_bs", top, "decode-max-by-memory", f"{device} has decode graphs for up to {top} requests")
@@ -167,6 +169,7 @@ def _fill_prefill(r: Startup) -> None:
             _lower_prefill(r, args.max_total_tokens, "prefill-max-by-pool", "the KV pool's size")
         if "llama-2" in args.model_path.lower():
             _lower_prefill(r, _LLAMA_2_PREFILL_TOKENS, "prefill-max-of-llama-2", "a Llama 2 by its name")
+    # A list is taken as it is, whatever lowered the maximum above.
     if prefill.bs is None:
         r.put(PREFILL, "bs", list(sglang_tokens(prefill.max_bs)), "default")
 

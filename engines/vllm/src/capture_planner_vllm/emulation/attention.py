@@ -74,9 +74,9 @@ class AttentionChoice:
             return None
         major, head = self.capability[0], head_size or 0
         version = self.flash_attn or {9: 3, 10: 4}.get(major, 2)
-        if major >= 10 and version == 3:
+        if major >= 10 and version == 3:  # FA3 is of Hopper alone
             version = 4 if major in (10, 11) else 2
-        if version == 3 and major == 9 and head > 256:
+        if version == 3 and major == 9 and head > 256:  # FA3 has no larger heads
             version = 4
         if version == 4 and head == 256 and major in (10, 11) and (not wide or self._spoils_wide(block)):
             version = 2
@@ -106,10 +106,12 @@ class AttentionChoice:
         if self.model.chunked:
             return GraphSupport.NEVER
         own = self._support(backend)
+        # The weakest group decides, and recurrent layers report no more than this.
         return min(own, GraphSupport.UNIFORM_BATCH) if self.model.recurrent else own
 
     def _support(self, backend: str) -> GraphSupport:
         if backend.startswith("FLASH_ATTN") and "MLA" not in backend:
+            # FA2 packs grouped queries for the query length at capture: a decode graph of it serves no mixed batch.
             full = self.flash_attn_version() in ((3, 4) if has("fa4-graphs") else (3,))
             return GraphSupport.ALWAYS if full else GraphSupport.UNIFORM_BATCH
         if backend == "FLASHINFER":
@@ -118,6 +120,8 @@ class AttentionChoice:
             if self.capability < _SM90:
                 wide = self.causal and has("fa2-wide-decodes")
             else:
+                # trtllm-gen on SM100, XQA on SM90 and SM12x: FlashInfer's other kernels
+                # take one token of each request here.
                 wide = self._trtllm_decode and self._xqa_fits()
                 wide = wide and (self.causal or self.capability[0] != 10)
             return GraphSupport.UNIFORM_BATCH if wide else GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -138,6 +142,7 @@ class AttentionChoice:
         """Whether a backend can advance a draft to its next position inside a graph."""
         if backend in ("FLASH_ATTN", _UNEQUAL[0], "TRITON_MLA") or _SPARSE.get(backend, {}).get("refreshes"):
             return self.decode_context == 1
+        # Its other wrappers plan on the host between two draft steps, which cannot be inside of one graph.
         if backend == "FLASHINFER":
             return self.capability[0] == 10 and self._trtllm_decode and self.decode_context == 1
         return backend in ("TRITON_ATTN", _UNEQUAL[1])

@@ -61,6 +61,7 @@ class Configuration(ServeOptions):
         state_length = self.max_model_len
         missing = self._missing_in_v2()
         if variable is None:
+            # V2 overlaps microbatches as well, but only where the variable asks for V2.
             missing += ["dual batch overlap"] if self.ubatching else []
             if missing:
                 self.note("runner", "v2", "v1", f"model runner V2 has no {', '.join(missing)}, so V1 runs")
@@ -152,6 +153,7 @@ class Configuration(ServeOptions):
         variable = self.line.variables.get("VLLM_USE_BREAKABLE_CUDAGRAPH")
         breakable = self.model.architecture in names()["breakable_architectures"]
         self.breakable = breakable if variable is None else variable == "1"
+        # These graphs are cut at attention while they are captured, so nothing needs to be compiled.
         if self.breakable:
             self.compile = 0
         if self.compile is None:
@@ -289,7 +291,7 @@ class Configuration(ServeOptions):
         elif not self.splitting:
             after = {GraphMode.PIECEWISE: GraphMode.NONE, GraphMode.FULL_AND_PIECEWISE: GraphMode.FULL}
             self.set_mode("nothing-split", after.get(self.mode, self.mode), "no operator divides the graph")
-        ranks = self.data if self.model.experts else 1
+        ranks = self.data if self.model.experts else 1  # replicas without experts exchange nothing
         if self.compile == 3 and self.all2all == "deepep_high_throughput" and ranks > 1:
             self.set_mode("deepep", GraphMode.NONE, "DeepEP's high-throughput kernels are not captured")
 

@@ -72,6 +72,7 @@ class DraftPrefill:
     def dispatch(self, batch: Batch) -> Dispatch:
         """Return the answer for the target's batch; an eager one keeps the target's padding."""
         graph = self.target.find(self.target.query(batch))
+        # vLLM's drafter gets the target's padded tokens, and its own list may pad them once more.
         padded = batch.num_tokens if graph is None else graph.entry.num_tokens
         return self.at(batch, padded, self.table.query(batch).uniform)
 
@@ -128,6 +129,7 @@ class DraftDecode:
             return answered(None, batch, self.table.reason(query), tokens=tokens)
         if self.chains is None:
             return answered(graph, batch, None)
+        # A longer chain would draft tokens that the schedule does not ask for: the engine runs eager instead.
         if k - 1 not in self.chains:
             return answered(None, batch, Reason.MODE, tokens=graph.entry.num_tokens)
         return answered(_chained(graph, k - 1), batch, None)

@@ -107,6 +107,7 @@ class PaddedManager:
         return next((case for case in cases if case >= batch.active_loras), batch.active_loras)
 
     def _is_whole(self, batch: Batch) -> bool:
+        # By length alone: V1 does not ask whether requests are past their prompts.
         return batch.query_len == self.query_len and batch.num_tokens == batch.num_reqs * self.query_len
 
     def _is_decode(self, batch: Batch) -> bool:

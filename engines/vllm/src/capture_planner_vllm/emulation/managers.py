@@ -27,7 +27,7 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
             query_len=query_len,
             # The engine knows a dynamic schedule by a width beyond K; a pass of 1 or K tokens is fixed.
             query_lens=settings.decode_query_lens if query_len > most else (query_len,),
-            lora_cases=settings.lora_cases if is_target else (0,),
+            lora_cases=settings.lora_cases if is_target else (0,),  # drafters run without adapters
             varlen=settings.varlen and is_target,
             overlap=settings.overlap if is_target else None,
         )

@@ -30,6 +30,7 @@ def resolve_mode(
         note(rule, mode, after, f"{message}, so {mode.value} becomes {after.value}")
         return after
 
+    # In vLLM's order: what one step leaves is the request of the next, so the order decides the result.
     if mode.mixed_mode is GraphMode.FULL and support < GraphSupport.ALWAYS:
         if support is GraphSupport.NEVER:
             message = f"vLLM cannot run {mode.value}: {backend} captures no attention"
@@ -37,7 +38,7 @@ def resolve_mode(
         after = GraphMode.FULL_AND_PIECEWISE if splits_attention else GraphMode.FULL_DECODE_ONLY
         mode = step("mixed-support", after, f"{backend} captures no mixed batches")
     if mode.decode_mode is GraphMode.FULL and support is GraphSupport.NEVER:
-        pieces = compiles and (splits_attention or graph_partition)
+        pieces = compiles and (splits_attention or graph_partition)  # inductor's partitions leave attention out too
         after = GraphMode.PIECEWISE if pieces else GraphMode.NONE
         mode = step("decode-support", after, f"{backend} captures no attention at all")
     if mode.decode_mode is GraphMode.FULL and query_len > 1 and support < GraphSupport.UNIFORM_BATCH:

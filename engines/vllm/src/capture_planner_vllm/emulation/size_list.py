@@ -70,6 +70,7 @@ def nearest(sizes: Iterable[int], query_lens: Iterable[int], max_num_reqs: int) 
 
     def answer(num_reqs: int, query_len: int) -> int | None:
         index = bisect_left(tokens, num_reqs * query_len)
+        # A graph of this length behind the nearest count is hidden by it (vllm#53407).
         if index == len(tokens) or (tokens[index], query_len) not in held:
             return None
         return tokens[index]
@@ -111,6 +112,7 @@ def size_list(
     ``wider`` are sizes for larger, mixed batches that the list has to have as well; ``query_lens`` those
     that the engine captures, where it captures more than ``decodes`` have.
     """
+    # vLLM captures each length of a schedule at each size, so lengths that no decode here has can hide graphs too.
     lengths = sorted({*query_lens, *(tier.query_len for tier in decodes)})
     top = max((_most_tokens(tier) for tier in decodes), default=0)
     above = tuple(sorted({size for size in wider if size > top}))
@@ -182,6 +184,7 @@ class _Search:
         """Return the sizes worth trying: one that no query length divides gives the same graphs as the next one."""
         every = [s for s in range(1, self._top + 1) if any(s % q == 0 for q in self._lengths)]
         common = math.lcm(*self._lengths)
+        # Steps of a common multiple that are coarse for the bound would leave no list within it.
         if self._top <= _EXACT_UPTO or common > (self._worst - 1) * _EXACT_UPTO / 2:
             return every
         kept = {size for size in every if size <= _EXACT_UPTO} | set(tops)
@@ -200,6 +203,7 @@ class _Search:
                 batch = self._least(q, final)
                 if batch is None or batch > tokens:
                     continue
+                # Without a graph of this length, the count hides the one behind it from the batch.
                 if q not in held or tokens > int(self._worst * batch):
                     return None
             graphs, final, points = graphs + len(held), tokens, points[1:]
@@ -262,10 +266,13 @@ class _Search:
         # Sizes are whole numbers, and comparing with a Fraction takes many times longer.
         reach = max(furthest, int(self._worst * min(waiting)) if waiting else 0)
         for size in self._candidates[bisect_left(self._candidates, state.size + 1) :]:
+            # A batch that waits would be padded beyond the bound. The top is tried in
+            # any case, since every list ends there.
             if size > reach and size < self._top:
                 continue
             if points:
                 settled = self._settle(state, size)
+                # A larger next size makes the same counts final, so it fails as well.
                 if settled is None:
                     return
                 graphs, final, points = settled

@@ -168,6 +168,7 @@ def _method(part: Part) -> tuple[str, str | None]:
         remedy = did_you_mean(method, names()["methods"], f"give one of {', '.join(names()['methods'][:7])}")
         raise part.refuse("method", f"vLLM has no method {method!r}", remedy)
     if method is None:
+        # An import path has dots and no slash; names of models have dots too, as in Qwen/Qwen2.5-0.5B.
         words = model.split(".") if model is not None and "/" not in model else []
         if len(words) > 1 and all(word.isidentifier() for word in words):
             method = "custom_class"

@@ -55,7 +55,7 @@ def serves(graph: CapturedGraph, query: Query, loras: int) -> bool:
     if graph.microbatches != query.microbatches:
         return False
     if graph.max_query_len is not None:
-        if query.max_query_len is None or graph.max_query_len < query.max_query_len:
+        if query.max_query_len is None or graph.max_query_len < query.max_query_len:  # None: unknown, which never fits
             return False
     elif entry.query_len not in (None, query.uniform):
         return False
@@ -133,6 +133,7 @@ class TableManager:
             return None
         loras = self._case(query.loras)
         for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
+            # Of each mode only the nearest captured count: what is behind it is shadowed (vllm#53407, #56136).
             sizes, groups = self._groups.get((mode, loras), ([], {}))
             index = bisect_left(sizes, query.num_tokens)
             for graph in groups[sizes[index]] if index < len(sizes) else ():
@@ -179,6 +180,7 @@ class TableManager:
 
     def _captured(self) -> list[CapturedGraph]:
         """Return every graph once, in the engine's order of creation."""
+        # Sizes that round up to the same multiple of a query length are one graph.
         graphs: dict[CapturedGraph | None, None] = {}
         twin = self.overlap.twin if self.overlap is not None else lambda graph: None
         mixed = self.mode.mixed_mode
@@ -202,6 +204,8 @@ class TableManager:
         for query_len in self.query_lens:
             reqs = -(-size // query_len)
             tokens = reqs * query_len
+            # What rounds up beyond the largest size is dropped: a list cut to 40 has no decode of
+            # 6 requests with 7 tokens (vllm#54933).
             if tokens <= self.max_size and reqs <= self.max_num_reqs:
                 yield self._graph(num_tokens=tokens, num_reqs=reqs, query_len=query_len, **common)
 
@@ -210,4 +214,6 @@ class TableManager:
 
 
 def _order(graph: CapturedGraph) -> tuple[bool, int]:
+    # vLLM allocates its buffers of hidden states in the first capture, so the largest
+    # PIECEWISE graph must hold all others.
     return graph.entry.mode is GraphMode.FULL, -graph.entry.num_tokens
