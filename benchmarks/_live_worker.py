@@ -554,14 +554,20 @@ def _recapturing(bench: Bench) -> tuple[Callable[[int], None], list[int]]:
 
 
 def observe(bench: Bench, request: Mapping[str, Any], emit: Emit) -> None:
-    """Serve loads, and write what was observed of them alone."""
+    """Serve loads, again until there are as many ``steps``, and write what was observed of them alone."""
     (recorder,) = RECORDERS
     recorder.gather()
     with recorder._lock:
         recorder._take()
         recorder._forget()
     bench.observe(True)
-    rows = [bench.engine.run(load, f"{request['tag']}{index}", 7) for index, load in enumerate(request["loads"])]
+    rows: list[dict[str, Any]] = []
+    while sum(row["steps"] for row in rows) < request["steps"]:
+        turn = len(rows)
+        rows += [
+            bench.engine.run(load, f"{request['tag']}{turn + index}", 7 + turn)
+            for index, load in enumerate(request["loads"])
+        ]
     bench.observe(False)
     folder = Path(request["folder"])
     folder.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,8 @@ PHASES: tuple[tuple[str, dict[str, Any], float], ...] = (
 """Phases of the load that shifts: name, load, and requests for two to four seconds."""
 ARMS = ("itself", "first", "static", "live", "oracle")
 HALF_HOUR = 1800.0
+OBSERVED_STEPS = 4000
+"""Of each observation: ``tune`` promises nothing below 1,000 steps to judge on, and judges on a part of them."""
 TUNE_SECONDS = 150.0
 """Most time that a run waits for ``tune``."""
 
@@ -173,11 +175,11 @@ class Shift:
 
     def observe(self, limits: Limits) -> None:
         """Observe each phase, and all together; let ``tune`` begin."""
-        self.engine.ask("shift", limits.left, do="observe", name="warm-up", tag="ow", loads=self._loads,
+        self.engine.ask("shift", limits.left, do="observe", name="warm-up", tag="ow", loads=self._loads, steps=1,
                         folder=str(self.folder / "warm-up"))  # fmt: skip
         for name, observed in (*((slug(load["name"]), [load]) for load in self._loads), ("all", self._loads)):
             rows = self.engine.ask("shift", limits.left, do="observe", name=name, tag=f"o{name}", loads=observed,
-                                   folder=str(self.folder / name))  # fmt: skip
+                                   steps=OBSERVED_STEPS, folder=str(self.folder / name))  # fmt: skip
             if rows and "error" not in rows[-1]:
                 self._processes |= tune_all(self.folder, [name])
 

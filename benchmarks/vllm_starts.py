@@ -423,6 +423,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.case is not None:
         return one_case(arguments.case, folder)
+    if arguments.seconds < 2 * COMPARING:
+        options.error(f"--seconds must be at least {2 * COMPARING:.0f}: {COMPARING:.0f} are kept for comparing tokens")
     processes = _processes(folder, arguments.jobs, fresh=arguments.fresh)
     until = arguments.seconds - COMPARING - (time.perf_counter() - began)
     campaign = run_campaign(processes, arguments.seed, arguments.starts, until)
