@@ -21,7 +21,7 @@ _CORE = (
     ("plan", "files:plan", "Make the plan of a spec."),
     ("show", "files:show", "Show a plan, an observation, traffic or a profile as tables."),
     ("explain", "files:explain", "Explain which graph serves a batch, and why."),
-    ("check", "files:check", "Check plans, specs, observations or an engine's flags."),
+    ("check", "check:check", "Check plans, specs, observations or an engine's flags."),
     ("diff", "files:diff", "Show what changes from one plan, observation or run to another."),
     ("backends", "files:backends", "List the installed attention backends and what they support."),
     ("schema", "files:schema", "Print the JSON Schema of a kind of file."),

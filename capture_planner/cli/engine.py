@@ -1,13 +1,13 @@
 """The commands about an engine's flags, and ``init``.
 
-``engine``: what an engine captures by them; ``check --engine``: what to fix; ``export``: a plan as flags; ``spec``: the
+``engine``: what an engine captures by them; ``export``: a plan as flags; ``spec``: the
 spec of a command line; ``init``: one from a model's configuration.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -15,9 +15,7 @@ from typing import IO
 import attrs
 import click
 
-import capture_planner
 from capture_planner import codec
-from capture_planner.analysis.lint import Severity
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
@@ -33,30 +31,18 @@ from capture_planner.cli.common import (
     show_notes,
     to_json,
 )
+from capture_planner.cli.components import EngineName, refuse_several, show_each
 from capture_planner.cli.options import flag
 from capture_planner.cli.ranks import answer_line, read_batches
-from capture_planner.engines import (
-    INSTALL,
-    Component,
-    components,
-    emulate,
-    engines,
-    find_engine,
-    is_engine,
-    server,
-    servers,
-)
-from capture_planner.engines.check import check, fixed_together
+from capture_planner.engines import INSTALL, components, emulate, engines, find_engine, is_engine, server, servers
 from capture_planner.engines.deployments import why_inadmissible
 from capture_planner.engines.export import prove, within_budget
-from capture_planner.engines.load import EngineLoad, load_text, ranked, reached_graphs
 from capture_planner.engines.placing import kustomization, plan_patch, values
 from capture_planner.engines.spec_of import PLAIN_MODEL, spec_of, with_sizes
 from capture_planner.errors import CapturePlannerError, FlagError, Problem
 from capture_planner.planning.from_config import find_config, spec_from_config
 from capture_planner.records.plan import Plan
-from capture_planner.report.engine import emulation_report, export_report, findings_report, launch_command
-from capture_planner.report.findings import Drift, FileFinding, as_github, as_sarif
+from capture_planner.report.engine import emulation_report, export_report, launch_command
 from capture_planner.report.printable import printable
 
 DEPLOYMENTS = ("kubernetes", "kserve", "helm", "dynamo")
@@ -66,26 +52,6 @@ DEPLOYMENTS_TEXT = (
     "objects of Kubernetes with a pod template, KServe's LLMInferenceService, Dynamo's graphs, and values of vLLM's "
     "production stack and of llm-d; render other charts with helm template"
 )
-
-
-class EngineName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """The name of an installed engine; engines are loaded when a value or the help needs them."""
-
-    name = "engine"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "|".join(engines()) or "ENGINE"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        find_engine(value)
-        return value
-
-
-class FileOrEngineCommand(OwnOptions):
-    """A command about files, or with ``--engine`` about the flags of an engine."""
-
-    def takes_foreign_words(self, args: Sequence[str]) -> bool:
-        return any(word.partition("=")[0] == "--engine" for word in args)
 
 
 class EngineCommand(OwnOptions):
@@ -137,8 +103,8 @@ def engine(name: str, flags: tuple[str, ...], batches: IO[bytes] | None, environ
     machine = machine_named(environment)
     several = components(name, flags)
     if len(several) > 1:
-        _refuse_several(several, to, of_text=batches is None)
-        _each(several, lambda each: _show(name, each.words, machine, to))
+        refuse_several(several, to, of_text=batches is None)
+        show_each(several, lambda each: _show(name, each.words, machine, to))
         return
     if batches is None:
         _show(name, flags, machine, to)
@@ -159,109 +125,6 @@ def _show(name: str, flags: Sequence[str], machine: ChosenMachine, to: Output) -
     assumptions = (*machine.assumptions, *emulation.assumptions)
     emulation = attrs.evolve(emulation, assumptions=assumptions)
     to.show(lambda: emulation, partial(emulation_report, emulation), assumptions)
-
-
-def _refuse_several(several: Sequence[Component], to: Output, *, of_text: bool = True) -> None:
-    """Refuse an output of one document for the components of a file."""
-    if to.html is not None or to.is_json or not of_text:
-        names = " or ".join(each.words[0] for each in several)
-        raise click.UsageError(f"the file has {len(several)} components; name one: {names}.")
-
-
-def _each(several: Sequence[Component], show: Callable[[Component], object]) -> None:
-    """Show one component after the other; raises all that is wrong with them at the end."""
-    problems: list[Problem] = []
-    for each in several:
-        file, _, _ = each.words[0].rpartition("#")
-        show_lines(f"component {each.name} ({file}:{each.line})", err=False)
-        try:
-            show(each)
-        except FlagError as error:
-            problems += error.problems
-            show_lines(f"refused: {error}")
-        show_lines("")
-    if problems:
-        raise FlagError(problems)
-
-
-def check_engine(
-    name: str,
-    flags: Sequence[str],
-    environment: str | None,
-    to: Output,
-    strict: bool,
-    ignore: Collection[str] = (),
-    load: EngineLoad | None = None,
-) -> None:
-    """Lint what an engine makes of its flags, but for the codes to ``ignore``; exit code 2 if there are findings.
-
-    Of a file with several components each is looked at. Under a ``load`` findings are ranked by the steps that they
-    touch, and those that it does not reach are notes.
-    """
-    several = components(name, flags)
-    found: list[FileFinding] = []
-
-    def look(each: Component) -> None:
-        found.extend(_check_one(name, each, environment, to, ignore, load))
-
-    if len(several) > 1:
-        _refuse_several(several, to)
-    if len(several) > 1 and to.form == "text":
-        _each(several, look)
-    else:
-        for each in several:
-            look(each)
-    if any(strict or each.finding.severity is not Severity.NOTE for each in found):
-        click.get_current_context().exit(FINDINGS)
-
-
-def _check_one(
-    name: str,
-    component: Component,
-    environment: str | None,
-    to: Output,
-    ignore: Collection[str],
-    load: EngineLoad | None,
-) -> Sequence[FileFinding]:
-    """Show the findings about one server, and return them with their place."""
-    names = (word if Path(word).is_file() else word.rpartition("#")[0] for word in component.words)
-    file = next((each for each in names if each and Path(each).is_file()), "")
-    if to.form not in ("text", "json") and not file:
-        raise click.UsageError(f"--format {to.form} is for files; name one with the line, or use text or json.")
-    machine = machine_named(environment)
-    emulation = emulate(name, component.words, machine.environment)
-    show_notes(emulation.notes)
-    found = check(emulation, find_engine(name), machine.environment)
-    findings = tuple(each for each in found if each.rule.code not in ignore)
-    assumptions = (*machine.assumptions, *emulation.assumptions)
-    if to.form != "json":
-        # A finding about an assumption says it, too.
-        said = {each.diagnosis.message for each in findings}
-        assumptions = tuple(each for each in assumptions if each.rpartition("; ")[0] not in said)
-    if to.form not in ("text", "json"):
-        show_notes(assumptions)
-    own = find_engine(name)
-    together = fixed_together(emulation, findings, own, machine.environment)
-    reached = "" if load is None else load_text(emulation, load)
-    if load is not None:
-        findings = ranked(findings, load)
-    report = partial(findings_report, emulation, findings, own.programs[0], together, reached)
-    placed = [FileFinding(finding=each, file=file, line=component.line, column=1) for each in findings]
-    annotations = None if to.form in ("text", "json") else partial(annotate, to, placed)
-    graphs = {} if load is None else dict(zip(("captured", "reached"), reached_graphs(emulation, load), strict=True))
-    data = {"findings": findings, "together": together} | ({"graphs": graphs} if graphs else {})
-    to.show(lambda: data, report, assumptions, annotations)
-    return placed
-
-
-def annotate(to: Output, placed: Sequence[FileFinding], drift: Sequence[Drift] = ()) -> None:
-    """Print findings as GitHub annotations or SARIF."""
-    if to.form == "sarif":
-        text = to_json(as_sarif(placed, drift, capture_planner.__version__))
-    else:
-        text = as_github(placed, drift)
-    if text:
-        show_lines(text)
 
 
 @click.command()

@@ -1,15 +1,13 @@
-"""The commands about files: plan, show, explain, check, diff, backends and schema."""
+"""The commands about files: plan, show, explain, diff, backends and schema."""
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import attrs
 import click
 
 from capture_planner import codec
@@ -18,7 +16,6 @@ from capture_planner.analysis.diff import Change, changed
 from capture_planner.analysis.diff import diff as diff_plans
 from capture_planner.analysis.explain import explain as explain_batch
 from capture_planner.analysis.explain import explanation
-from capture_planner.analysis.lint import RULES, Finding, Severity, lint
 from capture_planner.cli import options
 from capture_planner.cli.common import (
     FINDINGS,
@@ -34,23 +31,19 @@ from capture_planner.cli.common import (
     show_notes,
     to_json,
 )
-from capture_planner.cli.engine import EngineName, FileOrEngineCommand, annotate, check_engine
-from capture_planner.cli.options import POSITIVE, ParsedText, flag, option
+from capture_planner.cli.options import POSITIVE, option
 from capture_planner.cli.ranks import answer_line, read_batches
 from capture_planner.codec import Document, plain, structure
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.json_schema import SCHEMAS
 from capture_planner.dispatch.dispatcher import Dispatcher
-from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, check_observation, share
+from capture_planner.engines.check import share
 from capture_planner.engines.deployments import coverage_of, emulation_of
 from capture_planner.engines.emulation import Emulation
-from capture_planner.engines.load import EngineLoad
-from capture_planner.engines.logs import read_traffic
 from capture_planner.engines.observed_diff import observed_diff
 from capture_planner.errors import CapturePlannerError, DispatchError, InvalidValue
 from capture_planner.modes import Role
 from capture_planner.plugins import registry
-from capture_planner.records._base import replace
 from capture_planner.records.batch import Batch, Entry
 from capture_planner.records.environment import Environment
 from capture_planner.records.fingerprint import Fingerprint
@@ -60,91 +53,9 @@ from capture_planner.records.profile import Profile
 from capture_planner.records.text import counted
 from capture_planner.records.traffic import Traffic
 from capture_planner.report import findings, plans
-from capture_planner.report.findings import Drift
 from capture_planner.report.observation import observation_report
 from capture_planner.report.profile import profile_report
 from capture_planner.report.traffic import traffic_report
-
-
-def specs_of(plans: Sequence[str], specs: Sequence[str]) -> list[Document | None]:
-    """Return the spec of each plan: one for all, one for each in order, or from a folder by name.
-
-    Of a folder, ``NAME.MACHINE.yaml`` is the plan of ``NAME.yaml``, as ``plan --output`` is called.
-    """
-    if not specs:
-        return [None] * len(plans)
-    if len(specs) == 1 and Path(specs[0]).is_dir():
-        return [read_document(_spec_in(Path(specs[0]), plan)) for plan in plans]
-    if len(specs) == 1:
-        return [read_document(specs[0])] * len(plans)
-    if len(specs) != len(plans):
-        counts = f"{len(plans)} plans and {len(specs)} specs"
-        raise click.UsageError(f"{counts}: give --spec once, once for each plan in their order, or with a folder.")
-    return [read_document(spec) for spec in specs]
-
-
-def _spec_in(folder: Path, plan: str) -> str:
-    stem = Path(plan).stem
-    names = [name for name in (stem.rpartition(".")[0], stem) if name]
-    for name in names:
-        file = folder / f"{name}.yaml"
-        if file.exists() and not (Path(plan).exists() and file.samefile(plan)):
-            return str(file)
-    raise CapturePlannerError(f"{plan}: no spec for it in {folder}; it would be called {names[0]}.yaml")
-
-
-def drift(document: Document, spec: Document, environment: str | None) -> Iterator[Drift]:
-    """Compare a plan with what its spec gives now, each difference where a person made it.
-
-    Raises ``InvalidDocument`` for a file that is no plan.
-
-    :param environment: another machine than the plan's own; None: its own.
-    """
-    # No spec gives fingerprints: they are of a run.
-    plan = replace(document.load(Plan), fingerprints=None)
-    machine = ChosenMachine(plan.environment) if environment is None else machine_named(environment)
-    planned = plan_document(spec, machine)
-    changes = diff_plans(plan, planned)
-    # Other sizes by the same decisions: the spec did not change.
-    roles = enumerate(zip(plan.roles, planned.roles, strict=False))
-    edited = {old.role: index for index, (old, new) in roles if old.decisions == new.decisions}
-    # A machine that ships has no file of its own: the plan says which it is.
-    ships = environment is None or environment in catalog.shipped_environments()
-    describing = document if ships else Document.read(str(environment))
-
-    def at(source: Document, path: Sequence[str | int], message: str) -> Drift:
-        line, column = source.node.locate(path)
-        return Drift(file=source.name, line=line, column=column, message=message)
-
-    first: Drift | None = None
-    for change in changes:
-        for each in change.fields:
-            of_machine, path = each.path[0] == "environment", each.path
-            giver, source = (environment, describing) if of_machine else ("the spec", spec)
-            says = f"{'.'.join(path)}: {document.name} has {each.before}, {giver} gives {each.after}"
-            found = at(source, path[1:] if of_machine and not ships else path, says)
-            first = first or found
-            yield found
-    for change in (change for change in changes if not change.fields):
-        if first is None and change.role in edited and change.subject in ("added", "gone", "batches"):
-            says = f"{change.message}; the spec decides as it did: the plan was edited, or another release made it"
-            yield at(document, ("roles", edited[change.role], "entries"), says)
-            continue
-        says = f"{document.name}: {change.message}"
-        deciding = (_DECIDES.get(change.subject, "sizes"),)
-        yield at(spec, deciding, says) if first is None else attrs.evolve(first, message=says)
-    # Graphs that are listed in another order than they are captured in read as the same plan.
-    files = document.node.plain(), codec.to_data(plan)
-    for index, role in enumerate(plan.roles):
-        listed, written = (structure(file["roles"][index].get("entries", []), tuple[Entry, ...]) for file in files)
-        if listed != written:
-            says = f"{role.role}: the sizes are not in the order of capture, the largest first; plan it again"
-            yield at(document, ("roles", index, "entries"), says)
-
-
-_DECIDES = {"backend": "backend", "mode": "mode", "role": "speculative"}
-"""The key of a spec that decides what changed, where no field of it did."""
-
 
 MAX_BYTES = 1 << 28
 """A report has a row for every forward."""
@@ -366,153 +277,6 @@ def batch_of(role: str, num_reqs: int, num_tokens: int | None, query_len: int | 
                 f"{num_reqs * longest} tokens, not {num_tokens}."
             )
     return Batch(role=Role(role), num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len, **others)
-
-
-def _codes(text: str) -> tuple[str, ...]:
-    codes = tuple(code.strip().upper() for code in text.split(","))
-    rules = {**RULES, **ENGINE_RULES, **OBSERVED_RULES}
-    for code in codes:
-        if code not in rules:
-            near = difflib.get_close_matches(code, rules, n=1)
-            raise ValueError(f"no rule is called {code}" + (f"; did you mean {near[0]}?" if near else "."))
-        if rules[code].severity is Severity.ERROR:
-            raise ValueError(f"{code} ({rules[code].name}) is an error, and errors are not ignored.")
-    return codes
-
-
-IGNORED = ParsedText("CODE,...", _codes)
-"""Codes of notes and warnings, separated by commas."""
-
-
-def _load(sources: Sequence[str], concurrency: int | None) -> EngineLoad | None:
-    """Return the load that findings are ranked by, if one is given."""
-    if sources and concurrency is not None:
-        raise click.UsageError("--traffic and --concurrency exclude each other.")
-    if not sources:
-        return None if concurrency is None else EngineLoad.at(concurrency)
-    found, unreadable = read_traffic(sources)
-    show_notes(f"skipped: {line}" for line in unreadable)
-    return EngineLoad.of_traffic(found)
-
-
-@click.command(cls=FileOrEngineCommand)
-@click.argument("files", metavar="PLAN|SPEC|OBSERVATION...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--engine", type=EngineName(), help="Check this engine's flags instead of files.")
-@click.option(
-    "--spec",
-    metavar="SPEC|FOLDER",
-    multiple=True,
-    help="Also report every difference from the plan of this spec: one for all plans, one for each in their order, "
-    "or a folder with NAME.yaml for each NAME.MACHINE.yaml.",
-)
-@click.option(
-    "--ignore", type=IGNORED, multiple=True, help="Leave out notes and warnings by code: CP012, or CP012,CP021."
-)
-@click.option("--observation", metavar="FILE", help="Also report where an engine did not follow each plan.")
-@flag("--strict", "Count notes as findings.")
-@click.option(
-    "--traffic",
-    "loads",
-    metavar="SOURCE",
-    multiple=True,
-    help="With --engine: rank findings by the steps of this traffic, or of any source that traffic reads.",
-)
-@click.option(
-    "--concurrency",
-    metavar="N",
-    type=POSITIVE,
-    help="With --engine: say which batches are reached with N requests at once on each data-parallel rank.",
-)
-@options.environment
-@options.download
-@options.reports("github", "sarif")
-def check(
-    files: tuple[str, ...],
-    engine: str | None,
-    spec: tuple[str, ...],
-    ignore: tuple[tuple[str, ...], ...],
-    observation: str | None,
-    strict: bool,
-    loads: tuple[str, ...],
-    concurrency: int | None,
-    environment: str | None,
-    to: Output,
-) -> None:
-    """Check plans, and specs by planning them. Exit code 2 if there are findings.
-
-    Notes are printed, but count only with --strict; --ignore, or ignore in a spec, leaves out notes and warnings.
-    With --spec, each plan is also compared with what the spec gives now, for the plan's own machine or, with
-    --environment, for that of a new environment. With --observation, each is compared with what an
-    engine captured and dispatched. Observations are checked as engines are, with how often each finding
-    mattered. With --engine, all other words are flags of that engine, as its server takes them:
-    check --engine vllm --max-num-seqs 256.
-    """
-    ignored = {code for codes in ignore for code in codes}
-    if engine is not None:
-        for name, value in (("--spec", spec), ("--observation", observation)):
-            if value:
-                raise click.UsageError(f"{name} is for plans; omit it with --engine.")
-        check_engine(engine, files, environment, to, strict, ignored, _load(loads, concurrency))
-        return
-    if loads or concurrency is not None:
-        raise click.UsageError("--traffic and --concurrency are for flags; name an engine with --engine.")
-    if not files:
-        raise click.UsageError("Missing argument 'PLAN|SPEC|OBSERVATION...'.")
-    sources = specs_of(files, spec)
-    observed = None if observation is None else read_document(observation)
-    placed: list[findings.FileFinding] = []
-    drifts: list[Drift] = []
-    budgets: list[str] = []
-    for file, source in zip(files, sources, strict=True):
-        document = read_document(file)
-        # With a spec or an observation to compare with, it is read as a plan, and refused as one.
-        if document.is_observation and source is None and observed is None:
-            seen = _observed_findings(document, observation_of(document, environment))
-            placed += (each for each in seen if each.finding.rule.code not in ignored)
-            continue
-        plan = plan_of(document, environment if source is None else None, answers=True)
-        placed += _checked(document, plan, ignored)
-        budgets += [f"{document.name}: {line}" for line in [plans.budget_line(plan)] if line is not None]
-        if source is not None:
-            drifts += drift(document, source, environment)
-        if observed is not None:
-            changes = observed_diff(plan, observed.load(Observation)).changes
-            drifts += (Drift(file=file, message=f"{observed.name}: {change.message}") for change in changes)
-
-    def show_annotations() -> None:
-        show_notes(assumed())
-        annotate(to, placed, drifts)
-
-    other = "from the spec (plan it again)" if observed is None else "from what was planned or observed"
-    to.show(
-        lambda: {"findings": placed, "drift": drifts, "budgets": budgets},
-        lambda: findings.check_report(placed, drifts, budgets, len(files), other),
-        assumed(),
-        show_annotations if to.form in ("github", "sarif") else None,
-    )
-    if drifts or any(strict or p.severity is not Severity.NOTE for p in placed):
-        click.get_current_context().exit(FINDINGS)
-
-
-def _checked(document: Document, plan: Plan, ignore: Collection[str]) -> Iterator[findings.FileFinding]:
-    for finding in lint(plan, ignore):
-        path = finding.diagnostic.path if document.is_plan else _in_spec(finding)
-        line, column = document.node.locate(path)
-        yield findings.FileFinding(finding=finding, file=document.name, line=line, column=column)
-
-
-def _in_spec(finding: Finding) -> tuple[str | int, ...]:
-    """Return where a spec has to change for a finding in its plan."""
-    return finding.rule.spec_path or tuple(part for part in finding.diagnostic.path[:1] if part != "roles")
-
-
-def _observed_findings(document: Document, observation: Observation) -> Iterator[findings.FileFinding]:
-    """Yield the findings about an observation, each at its role in the file."""
-    roles = [role.role for role in observation.roles]
-    for finding in check_observation(observation):
-        role = finding.diagnosis.role
-        line, column = document.node.locate(("roles", roles.index(role)) if role in roles else ())
-        yield findings.FileFinding(finding=finding, file=document.name, line=line, column=column)
 
 
 @click.command()
