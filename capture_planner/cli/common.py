@@ -13,22 +13,18 @@ from typing import Any
 
 import attrs
 import click
-from rich.console import Console
 
 from capture_planner import codec
 from capture_planner.codec import Document, dumps_json
 from capture_planner.codec import shipped as catalog
 from capture_planner.codec.documents import node_of
 from capture_planner.errors import CapturePlannerError, InvalidDocument, PlanningError, Problem
-from capture_planner.measuring.workers import read_workers
 from capture_planner.records.environment import Environment
 from capture_planner.records.observation import Observation
 from capture_planner.records.plan import Plan
 from capture_planner.records.spec import Policy, Spec
-from capture_planner.report.page import page
 from capture_planner.report.plain import plain
 from capture_planner.report.printable import printable, printable_lines
-from capture_planner.report.terminal import tables
 from capture_planner.report.writing import Report
 
 FINDINGS = 2
@@ -43,6 +39,11 @@ NARROWEST = 80
 
 def show_text(report: Report) -> None:
     """Print for people: in colour on a terminal, plain and 120 wide elsewhere."""
+    # What a program reads needs no rich, which is a twentieth of the start.
+    from rich.console import Console
+
+    from capture_planner.report.terminal import tables
+
     # No markup: sentences come from plans, and a plan may say "[/b]".
     terminal = Console(markup=False)
     if terminal.is_terminal and terminal.width < NARROWEST:
@@ -104,6 +105,8 @@ def read_document(path: str) -> Document:
     A folder stands for the newest observations of an engine's workers in it, as one.
     """
     if path.strip() and Path(path).is_dir():
+        from capture_planner.measuring.workers import read_workers
+
         return Document(path, node_of(codec.to_data(read_workers(path))))
     if path not in ("-", "/dev/stdin"):
         return Document.read(path)
@@ -206,7 +209,10 @@ class Output:
         shown = attrs.evolve(report(), assumptions=tuple(assumptions or ()))
         if not self.is_json and text is None:
             show_text(shown)
-        self.write(self.html, lambda: page(shown))
+        if self.html is not None:
+            from capture_planner.report.page import page
+
+            self.write(self.html, lambda: page(shown))
 
     def write(self, file: Path | None, text: Callable[[], str]) -> None:
         """Write a file where one was named, and say so."""
@@ -360,6 +366,7 @@ def progress_bars(visible: bool | None) -> Any:
 
     Of several ranks (``RANK`` as torchrun sets it) the first one alone has them.
     """
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)

@@ -16,7 +16,6 @@ from capture_planner.codec import hub
 from capture_planner.errors import InvalidValue
 from capture_planner.records.environment import Environment
 from capture_planner.records.plan import Plan
-from capture_planner.report.page import require_page
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +59,8 @@ def reports(*others: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             # Before any work: measuring for an hour must not end with a page that cannot be written.
             refuse_outputs()
             if html is not None:
+                from capture_planner.report.page import require_page
+
                 require_page()
             return command(*args, to=Output(form, html), **values)
 

@@ -12,7 +12,6 @@ from capture_planner.engines.checkpoints import KNOWN
 from capture_planner.engines.emulation import Emulation, Setting
 from capture_planner.engines.engine import DYNAMO, OTHER_DEVICE, Engine
 from capture_planner.engines.parsing import refusal
-from capture_planner.engines.yaml_files import in_its_file
 from capture_planner.errors import FlagError, InvalidValue
 from capture_planner.modes import GraphMode
 from capture_planner.records.batch_space import DecodeFamily, Domain
@@ -52,6 +51,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     try:
         settings, configuration = resolve(command, environment)
     except FlagError as error:
+        from capture_planner.engines.yaml_files import in_its_file
+
         raise in_its_file(error, command, name_of) from None
     captures = settings.mode is not GraphMode.NONE
     if captures and settings.sizes and settings.sizes[0] < 1:

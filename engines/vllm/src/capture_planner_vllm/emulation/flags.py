@@ -20,7 +20,6 @@ import attrs
 from capture_planner.engines.history import History
 from capture_planner.engines.parsing import Parser, as_words, not_json, refusal
 from capture_planner.engines.shell import ASSIGNMENT, VARIABLE
-from capture_planner.engines.yaml_files import read_flags
 from capture_planner.errors import FlagError
 from capture_planner_vllm.emulation.parts import translated
 from capture_planner_vllm.emulation.releases import RELEASES, followed, minor
@@ -137,6 +136,9 @@ def _without_file(words: list[str]) -> tuple[list[str], list[str]]:
     path = words[index + 1]
     if path.rpartition(".")[2] not in ("yaml", "yml"):
         raise refusal("--config", f"vLLM reads only .yaml and .yml files, got {path}", "rename the file")
+    # Few lines name a file, and what reads YAML takes as long to import as all of this package.
+    from capture_planner.engines.yaml_files import read_flags
+
     # A false is dropped: vLLM looks for the --no- form among the flags of `vllm`, not of `serve`.
     content = as_words(read_flags(path, "vLLM", "max-num-seqs: 64"))
     if words[0].startswith("-") and "--model" not in content:
