@@ -8,6 +8,7 @@ Schema and the file reference (``codec.json_schema``).
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 import math
@@ -192,18 +193,23 @@ def _check_of_tuple(items: Sequence[Check]) -> Check:
     return check
 
 
-def _enforce(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-    """Give each field a validator that raises the first problem of its value."""
+@functools.cache
+def _checks(cls: type) -> Mapping[str, Check]:
+    """Return the check of each field of a record's class: made for its first instance, as most commands have few."""
     hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: _check(hints[field.name]) for field in attrs.fields(cls)}
 
-    def validator(check: Check, key: str) -> Callable[[Any, Any, Any], None]:
-        def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-            if problems := check(value):
-                raise InvalidValue([problems[0].under((key,))])
 
-        return validate
+def _validate(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Raise the first problem of a field's value."""
+    cls: Any = type(instance)
+    if problems := _checks(cls)[attribute.name](value):
+        raise InvalidValue([problems[0].under((key_of(attribute),))])
 
-    return [f.evolve(validator=validator(_check(hints[f.name]), key_of(f))) for f in fields]
+
+def _enforce(_: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    """Give each field the validator."""
+    return [field.evolve(validator=_validate) for field in fields]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
