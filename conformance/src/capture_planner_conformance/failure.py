@@ -111,6 +111,7 @@ class Violation(AssertionError):
         check: Law = Check.RAN
         if isinstance(error, GuardError):
             check = Check.FROZEN
+        # Out of range or of bounds, as torch says of an index; a lack of memory is no wrong index.
         elif isinstance(error, (IndexError, RuntimeError)) and "out of" in str(error) and "memory" not in str(error):
             check = Check.BOUNDED
         message = " ".join(f"{type(error).__name__}: {error}".split())

@@ -232,7 +232,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         """The block table of a request is shuffled."""
         self._do(Move(request=self._one(data)))
 
-    @rule(seed=st.integers(8, 15))
+    @rule(seed=st.integers(8, 15))  # scenes have 0 to 7, so weights change
     def reload(self, seed: int) -> None:
         self._do(Reload(seed=seed))
 

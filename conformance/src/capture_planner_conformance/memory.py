@@ -159,6 +159,7 @@ def _own(role: RoleRun, extents: Extents) -> Iterator[Canary]:
     """Yield what a forward of a role leaves of its own buffers: all that is not written, or not so far."""
     name = role.role.value
     for buffer in role.fields:
+        # A key with a dot is of a field that a backend declared, and may write itself.
         if buffer.is_frozen or ("." not in buffer.key and buffer.field.name not in MOVED_FIELDS):
             yield f"{name}.{buffer.key}", buffer.tensor
         elif "." not in buffer.key:

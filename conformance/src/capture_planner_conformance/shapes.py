@@ -130,7 +130,7 @@ def usable_shapes(subject: Subject, wanted: Sequence[Shape] = ()) -> tuple[tuple
 
 def _longer(candidates: tuple[Shape, ...], subject: Subject) -> tuple[Shape, ...]:
     """Return candidates that reach past the keys at which the backend says that its kernels change."""
-    longest = max(subject.kernel_sizes.num_keys, default=0) + 8
+    longest = max(subject.kernel_sizes.num_keys, default=0) + 8  # keys on both sides of the change
     widest = max(candidates, key=lambda shape: shape.longest)
     return (*candidates, replace(widest, longest=longest)) if longest > widest.longest else candidates
 

@@ -389,7 +389,7 @@ class Stage(AbstractContextManager["Stage"]):
 def _is_injected(error: BaseException | None) -> bool:
     """Say whether an error comes of the one that the suite raised."""
     while error is not None and not isinstance(error, InjectedError):
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or error.__context__  # the backend or the runner may have wrapped it
     return error is not None
 
 

@@ -86,7 +86,7 @@ class World:
         self._scene, self._longest = scene, scene.shape.longest
         self._places = list(range(scene.num_reqs))
         self._owners = np.zeros(pages.num_pages, dtype=np.int64)
-        self._owners[NULL_PAGE] = 1
+        self._owners[NULL_PAGE] = 1  # never free
         self._arrived = 0
         self.spared = frozenset(spared)
         self.refresh()
@@ -100,7 +100,7 @@ class World:
         # Tokens past the longest sequence can be drafted.
         tokens = draw.integers(0, VOCABULARY, self._longest + self._scene.drafts + 2)
         prompt = max(1, min(step.prompt, self._longest))
-        computed = max(0, min(step.computed, self._longest - 1))
+        computed = max(0, min(step.computed, self._longest - 1))  # with room for another token
         other = None if step.shares is None else self.live.get(step.shares)
         shared: list[int] = []
         if other is not None:
@@ -179,4 +179,4 @@ class World:
             return
         for layer in (layer for cache in self.caches for layer in cache.layers):
             layer.keys[pages] = value
-            layer.values[pages] = -value
+            layer.values[pages] = -value  # another number, so that keys taken for values show

@@ -261,7 +261,7 @@ def _without(promise: Promise, steps: Sequence[_Step]) -> float | None:
     compared = [step for step, *_ in _compared(promise.after, steps)]
     expected = _compared(promise.before, compared)
     number = sum(step.steps for step in compared)
-    if len(expected) < len(compared) or not number:
+    if len(expected) < len(compared) or not number:  # means over other steps would not compare
         return None
     return sum(promised * step.steps for step, _, promised in expected) / number
 

@@ -132,7 +132,7 @@ def _unsplit(xqa: Callable[..., object], counters: int) -> Callable[..., None]:
             page_size,
             # It scales by 1 / sqrt(head_dim) itself.
             q_scale=bmm1_scale * head_dim**0.5,
-            sliding_win_size=window_left + 1,
+            sliding_win_size=window_left + 1,  # 0: no window
             kv_layout="NHD",
             sm_count=1,
             q_seq_len=q_len_per_req,

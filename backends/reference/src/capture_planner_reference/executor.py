@@ -108,6 +108,7 @@ class ReferenceExecutor:
             # Requests of different query lengths: each token becomes a row.
             query_len, ends = 1, starts[1:]
             tokens = torch.arange(num_tokens, device=query.device, dtype=ends.dtype)
+            # Rows of no request count as the last one's, with a length of 0.
             owners = torch.searchsorted(ends, tokens, right=True).clamp(max=num_reqs - 1)
             lengths, table = lengths.index_select(0, owners), table.index_select(0, owners)
             positions = (lengths + tokens - ends.index_select(0, owners))[:, None]

@@ -155,7 +155,7 @@ def measure(plan: Plan, registry: Registry, bench: Bench, progress: Progress) ->
 def _figures(rig: Rig, bench: Bench, progress: Progress) -> tuple[dict[str, Any], bool]:
     """Measure the chosen figures; return them by name, and whether they were interrupted."""
     sizes, graphs, runs = len(rig.sizes), rig.plan.num_graphs, rig.effort.runs
-    captures = 1 + 2 * runs if rig.device.type == "cuda" else 1
+    captures = 1 + 2 * runs if rig.device.type == "cuda" else 1  # the first one, then ours and bare ones by turns
     # Each figure with the number of times that it reports progress.
     figures: dict[str, tuple[Callable[[Callable[[str], None]], Any], int]] = {
         "decode": (partial(decode, rig), 2 * sizes),

@@ -183,7 +183,7 @@ def _with_weights(mode: FakeTensorMode, module: fx.GraphModule, weights: Iterabl
         own = holder._parameters if name in holder._parameters else holder._buffers
         tensor = own[name]
         if tensor is not None:
-            slots.setdefault(id(tensor), (own, name))
+            slots.setdefault(id(tensor), (own, name))  # tied weights are one placeholder
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     placeholders: dict[int, fx.Node] = {}
     read: list[Slot] = []

@@ -60,7 +60,7 @@ def borrowed(pointer: int, size: int) -> torch.Tensor:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory that does not keep it. A view would, by its base."""
     storage = tensor.untyped_storage()
-    if not storage.nbytes():
+    if not storage.nbytes():  # nothing to borrow
         return tensor
     there = borrowed(storage.data_ptr(), storage.nbytes()).untyped_storage()
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -221,6 +221,7 @@ class CudaGraphs:
         assert isinstance(pool, CudaPool), "pools are made here"
         if self._open is not None:
             raise CaptureError("a capture began inside another; capture one forward at a time")
+        # What still runs, as a kernel that is being compiled does, would become part of the capture (sglang#33795).
         torch.cuda.synchronize()
         pool.open()
         graph = CudaGraph([])
@@ -273,6 +274,7 @@ class CudaGraphs:
         assert self._open is not None and self._pool is not None, "a capture is under way"
         # Kept, since a fingerprint is read from it; the executable graph is another.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # In mode global, a CUDA call of another thread, such as NCCL's proxy, invalidates the capture (vllm#46253).
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         self._open.parts.append(graph)
 
@@ -336,7 +338,7 @@ class GraphNode:
 def _labels(nodes: Mapping[int, GraphNode]) -> dict[int, str]:
     """Return a digest of each node with all that comes before it."""
     labels: dict[int, str] = {}
-    pending = list(nodes)
+    pending = list(nodes)  # a stack: a recursion could be as deep as the graph is long
     while pending:
         key = pending[-1]
         missing = [] if key in labels else [other for other in nodes[key].before if other not in labels]
@@ -359,12 +361,13 @@ def _read(driver: Any, graph: int) -> dict[int, GraphNode]:
         return tuple(values)
 
     handle = driver.CUgraph(graph)
+    # Asked without room for handles, the driver says how many there are.
     count = call("cuGraphGetNodes", handle)[-1]
     handles = call("cuGraphGetNodes", handle, count)[0][:count] if count else []
     before: dict[int, list[int]] = {int(node): [] for node in handles}
     edges = call("cuGraphGetEdges", handle)[-1]
     if edges:
-        starts, ends, *_ = call("cuGraphGetEdges", handle, edges)
+        starts, ends, *_ = call("cuGraphGetEdges", handle, edges)  # newer bindings add the data of each edge
         for start, end in zip(starts[:edges], ends[:edges], strict=True):
             before[int(end)].append(int(start))
     found = {}

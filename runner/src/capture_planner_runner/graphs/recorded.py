@@ -408,7 +408,7 @@ def check_host_sync(func: Any, args: Any, kwargs: Any) -> None:
     if func is aten.index.Tensor:
         is_dynamic = any(is_mask(index) for index in args[1])
     elif func.overloadpacket in (aten.index_put, aten.index_put_):
-        is_dynamic = args[2].numel() != 1 and any(is_mask(index) for index in args[1])
+        is_dynamic = args[2].numel() != 1 and any(is_mask(index) for index in args[1])  # one value: as masked_fill
     elif func is aten.repeat_interleave.Tensor:
         is_dynamic = kwargs.get("output_size") is None
     else:
@@ -623,7 +623,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise refusal(func, "it is a higher-order operator", "call what it stands for")
         known = traits(func)
         if known.is_composite:
-            with self:
+            with self:  # its parts are recorded, not itself
                 return func.decompose(*args, **kwargs)
         if known.may_wait:
             check_host_sync(func, args, kwargs)

@@ -215,6 +215,7 @@ def sampler_of(plan: Plan, options: Options, vocab_size: int, device: torch.devi
         return None
     proposed = None
     if plan.speculative is not None:
+        # One row for padding, and one that stays zero, for rows that no draft follows.
         shape = (plan.limits.max_num_reqs + 2, plan.speculative.num_tokens, vocab_size)
         proposed = allocated(shape, torch.float32, device, "what drafts are sampled from")
     return Sampler(temperature=options.temperature, top_p=options.top_p, seed=options.seed, proposed=proposed)
@@ -288,6 +289,7 @@ def capacity_of(plan: Plan, pages: PageFormat) -> Extents:
     """Return the largest padded extents: of any entry, and of any batch that the limits admit."""
     entries = [entry for role in plan.roles for entry in role.entries]
     return Extents(
+        # By all entries: vLLM 0.33 sizes buffers by its first capture, and fails where a later graph is larger.
         tokens=max(plan.limits.max_num_tokens, *(e.num_tokens for e in entries), 0),
         reqs=max(plan.limits.max_num_reqs, *(e.num_reqs or 0 for e in entries), 0),
         pages=pages.pages(plan.model.max_model_len),
@@ -331,7 +333,7 @@ def reserve_all(
                     entries=role.entries,
                     limits=plan.limits,
                     caches=of_group,
-                    page_size=pages.page_size // attention.decode_context,
+                    page_size=pages.page_size // attention.decode_context,  # this rank's part of a page
                     context_rank=context_rank,
                     fields={name: each.tensor for name, each in fields[role.role].by_group[group.name].items()},
                     workspace=workspace,

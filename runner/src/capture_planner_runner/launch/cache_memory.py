@@ -145,6 +145,7 @@ def device_pages(
     trial = run_trial(plan, needed, make, gauge, limit)
     # Read again: kernels and handles that the trial loaded stay.
     used, _ = gauge.used()
+    # The last term is the null page.
     left = int(share * total) - used - trial.fixed - trial.step - trial.graphs - reserved - needed.memory
     parts = (
         f"{share:g} of {_gib(total)} less {_gib(used)} of weights and others, {_gib(trial.fixed)} of buffers, "

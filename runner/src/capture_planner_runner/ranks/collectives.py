@@ -187,6 +187,7 @@ def collectives_of(peers: Peers, device: torch.device, choice: AllReduce = "auto
             found = SymmetricCollectives(group, device)
         except RunError as error:
             reason = str(error)
+    # All ranks fall back, or none: one that calls NCCL and one that reads symmetric memory wait for each other.
     reasons = [each for each in peers.exchange("symmetric memory", reason) if each is not None]
     return GroupCollectives(group, str(reasons[0])) if reasons or found is None else found
 

@@ -187,6 +187,7 @@ class RankGroup(Peers):
         with suppress(OSError):
             rows = SharedRows(Path(str(file)), self.place.rank, self.place.size, self._watch.check) if file else None
         are_open = all(self.exchange("the rows are open", rows is not None))
+        # Mapped by now: without a name nothing is left behind, however this run ends.
         if path is not None:
             Path(path).unlink()
         return rows if are_open else None

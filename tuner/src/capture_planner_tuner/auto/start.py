@@ -129,14 +129,14 @@ class JournalFolder:
                 text = b"\n" + text
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # the next start relies on it, also after the host went down
 
     def _records(self, problems: list[str]) -> Iterator[JournalRecord]:
         try:
             with self.journal.open("rb") as file:
                 start = max(0, file.seek(0, os.SEEK_END) - MAX_BYTES)
                 file.seek(start)
-                lines = file.read().split(b"\n")[1 if start else 0 :]
+                lines = file.read().split(b"\n")[1 if start else 0 :]  # the first one may be cut off
         except FileNotFoundError:
             return
         except OSError as error:

@@ -272,7 +272,7 @@ class _Gain:
 
 def _resampled(blocks: Sequence[_Gain]) -> Iterator[float]:
     """Yield the gain over blocks that are drawn with replacement."""
-    draw = random.Random(0)
+    draw = random.Random(0)  # of a fixed seed: the same data has the same verdict
     for _ in range(RESAMPLES):
         drawn = draw.choices(blocks, k=len(blocks))
         before = sum(each.before for each in drawn)
@@ -284,7 +284,7 @@ def _redrawn(today: Pricing, proposed: Pricing, steps: Mapping[Batch, int], obje
     draw = random.Random(0)
     gains = [(count, _Gain.over(today, proposed, {batch: 1}, objective)) for batch, count in steps.items()]
     for _ in range(RESAMPLES):
-        drawn = [(max(draw.gauss(count, math.sqrt(count)), 0.0), each) for count, each in gains]
+        drawn = [(max(draw.gauss(count, math.sqrt(count)), 0.0), each) for count, each in gains]  # as Poisson's
         before = sum(times * each.before for times, each in drawn)
         yield sum(times * each.saved for times, each in drawn) / before if before else 0.0
 
@@ -398,7 +398,7 @@ def verdict_on(
 
 def is_slower(today: SideFigures, proposed: SideFigures) -> bool:
     """Return whether the objective, or the mean step, takes longer than today."""
-    same = 1 + 1e-9
+    same = 1 + 1e-9  # sums of the same times in another order differ in their last digits
     return proposed.objective > today.objective * same or proposed.mean_step_ms > today.mean_step_ms * same
 
 
@@ -524,7 +524,7 @@ def _merged(rows: Iterable[PromisedSteps]) -> list[PromisedSteps]:
         ]
         share, at = min(near)
         a, b = left[at : at + 2]
-        weight = a.share / share if share else 0.5
+        weight = a.share / share if share else 0.5  # shares may be rounded to 0
         left[at : at + 2] = [
             replace(
                 a,

@@ -84,6 +84,8 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
     args = r.args
     chunk = args.chunked_prefill_size
     width = (args.speculative_num_draft_tokens if args.speculative_algorithm else None) or 1
+    # Without chunks, prompts end at --max-prefill-tokens; a verification of all
+    # requests may have more tokens than either.
     tokens = max(chunk if chunk > 0 else args.max_prefill_tokens, pool * width)
     decodes = managers[0].decodes
     return Emulation(

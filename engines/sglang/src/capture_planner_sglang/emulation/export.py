@@ -74,13 +74,13 @@ def export_sglang(plan: Plan) -> Export:
             "max-lora-rank": _LORA_RANK,
             "lora-target-modules": ["all"],
         }
-    if plan.speculative is not None and width > 1:
+    if plan.speculative is not None and width > 1:  # a schedule may draft nothing at all
         settings["speculative-algorithm"] = ALGORITHMS[plan.speculative.method]
         if plan.speculative.method is not Method.MTP:
             settings["speculative-draft-model-path"] = DRAFT_MODEL
         settings |= {
             "speculative-num-steps": width - 1,
-            "speculative-eagle-topk": 1,
+            "speculative-eagle-topk": 1,  # plans draft chains, which have one branch
             "speculative-num-draft-tokens": width,
         }
         drafter, unnamed_drafter = backend_setting(plan, BACKENDS, "SGLang", drafter=True)
@@ -135,7 +135,7 @@ def _losses(plan: Plan, target: RolePlan, width: int, prefill: tuple[int, ...]) 
         yield Loss("lora-cases", says, (decodes, mixed))
     if prefill:
         wide = [(before, after) for before, after in zip((0, *prefill), prefill, strict=False) if after > 2 * before]
-        refused = sum(max(0, (after - 1) // 2 - before) for before, after in wide)
+        refused = sum(max(0, (after - 1) // 2 - before) for before, after in wide)  # below half of the next size
         if refused:
             says = (
                 f"SGLang refuses a prefill graph that pads a batch to more than twice its tokens: {refused} "
@@ -182,7 +182,7 @@ def decode_sizes_of(plan: Plan) -> DecodeSizes:
     longest = max(k for *_, k in decode_tiers(plan))
     sizes, decisions = {}, []
     for role in plan.roles:
-        if role.role is Role.DRAFT_DECODE and longest < 2:
+        if role.role is Role.DRAFT_DECODE and longest < 2:  # the draft prefill makes the only draft
             continue
         sizes[role.role], made = _role_sizes(role, 1 if role.role is Role.DRAFT_DECODE else 1 + longest, longest)
         decisions += made

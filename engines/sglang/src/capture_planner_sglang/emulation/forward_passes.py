@@ -32,7 +32,7 @@ def _key(line: bytes) -> Key | None:
         rank = f"{data.get('worker_id', '')}/{data.get('dp_rank', 0)}"
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
-    if any(type(number) is not int or not 0 <= number < 1e9 for number in numbers):
+    if any(type(number) is not int or not 0 <= number < 1e9 for number in numbers):  # `true` is an int, too
         return None
     if type(seconds) not in (int, float) or not 0 <= seconds < 1e9:  # also no NaN
         return None

@@ -70,7 +70,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     sizes = planned.all()
     if sizes:
         settings |= {"cuda-graph-backend-decode": "full", "cuda-graph-bs-decode": list(sizes)}
-    elif planned.by_role.get(Role.TARGET) == ():
+    elif planned.by_role.get(Role.TARGET) == ():  # eager on purpose; None keeps SGLang's own sizes
         settings["cuda-graph-backend-decode"] = "disabled"
     return settings
 

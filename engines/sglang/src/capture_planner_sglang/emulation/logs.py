@@ -44,6 +44,7 @@ _REPLAY = re.compile(rb"#replay-token: (\d{1,9}), ")
 
 
 def _find_decodes(block: bytes) -> list[Key]:
+    # Two lines that were written into each other are left out, as neither's numbers are sure.
     return [(reqs, b"accept len: " in rest) for reqs, rest in _DECODE.findall(block) if b" batch" not in rest]
 
 
@@ -57,6 +58,7 @@ def _find_prefills(block: bytes) -> list[Key]:
 
 def _decode_shape(key: Key) -> Shape:
     reqs, speculative = int(key[0]), key[1]
+    # A line does not say how many tokens are verified of each request.
     return _SPECULATIVE if speculative else DECODE, reqs, 0 if speculative else reqs
 
 

@@ -137,7 +137,7 @@ def _made(shape: tuple[int, int, int, int, str], page_size: int, engine: str) ->
             load_format="dummy",
             dtype=dtype,
             max_model_len=longest,
-            max_num_seqs=8,
+            max_num_seqs=8,  # any number: each reservation sets its own
             max_num_batched_tokens=max(longest, 64),
             block_size=page_size,
             attention_backend=engine,

@@ -103,7 +103,7 @@ def plan_sizes(plan: Plan, max_num_tokens: int) -> list[int]:
 def _speculative_config(speculative: Speculative) -> dict[str, Any]:
     config: dict[str, Any] = {"method": speculative.method.value}
     config["num_speculative_tokens"] = speculative.num_tokens
-    if speculative.method is not Method.MTP:
+    if speculative.method is not Method.MTP:  # MTP's modules are in the target's checkpoint
         config["model"] = DRAFT_MODEL
     if speculative.parallel_drafting:
         config["parallel_drafting"] = True
@@ -126,6 +126,7 @@ def _sizes(plan: Plan, target: RolePlan) -> tuple[tuple[int, ...], tuple[Loss, .
     others = mixed or sorted({*own, *(entry.num_tokens for entry in _draft_decodes(plan))})
     if len(widths) == 1 and set(full_graphs(others, widths, plan.limits.max_num_reqs)) == decodes:
         return tuple(others), ()
+    # Only a graph of another width can hide one, and with data parallelism vLLM drops the schedule.
     if not uniform or len(widths) < 2 or plan.parallel.data > 1:
         return own, _rounded(own, target)
     covered = _within(decode_families(Role.TARGET, plan), uniform)

@@ -156,6 +156,7 @@ def _above(emulation: Emulation) -> str:
 def _larger(emulation: Emulation, runs: Sequence[Run]) -> Iterator[FlagChange]:
     """Cover the largest decodes: with a larger maximum, a longer list, or fewer requests at once."""
     tokens = max(run.last * (run.batch.query_len or 1) for run in runs)
+    # Another maximum is rounded down to the grid, and the largest decode stays without a graph.
     if not emulation.asked_sizes and tokens % _GRID == 0:
         yield _given(emulation, {}, ((LARGEST, (str(tokens),)),))
     yield _sizes(emulation, {*emulation.sizes, tokens})

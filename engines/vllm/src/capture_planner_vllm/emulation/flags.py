@@ -99,7 +99,7 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     variables: dict[str, str] = {}
     while words and ASSIGNMENT.fullmatch(words[0]):
         name, _, value = words.pop(0).partition("=")
-        if name == "VLLM_USE_BREAKABLE_CUDAGRAPH":
+        if name == "VLLM_USE_BREAKABLE_CUDAGRAPH":  # compared with "1"; the others are read as integers
             value = "1" if value == "1" else "0"
         elif name in rules()["variables"]:
             try:

@@ -93,6 +93,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     settings = dict(export_vllm(plan).settings)
     del settings["compilation-config"]
     sizes = plan_sizes(plan, plan.limits.max_num_tokens)
+    # In another mode without sizes, vLLM would capture its own list.
     settings[_MODE] = plan.role(Role.TARGET).mode.value if sizes else GraphMode.NONE.value
     if sizes:
         settings["max-cudagraph-capture-size"] = sizes[-1]
@@ -110,10 +111,11 @@ def _given(line: CommandLine, flag: str) -> Any:
 def _contradictions(plan: Plan, line: CommandLine, settings: Mapping[str, Any]) -> Iterator[Problem]:
     for name, value in settings.items():
         given = _given(line, name)
-        if name in (_MODE, "speculative-config") or given is None:
+        if name in (_MODE, "speculative-config") or given is None:  # `_mode` and `_drafts` compare those
             continue
-        if str(given).lower() != str(value).lower():
+        if str(given).lower() != str(value).lower():  # vLLM takes a backend's name in any case
             yield _contradiction(f"--{name}", given, value)
+    # The export leaves out what is vLLM's default, so there any other value contradicts the plan.
     for name, value in _DEFAULTS.items():
         flag = name.replace("_", "-")
         if flag not in settings and line.get(name, value) != value:
@@ -165,7 +167,7 @@ def _drafts(line: CommandLine, planned: Mapping[str, Any] | None, *, named: bool
     compared = ("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "parallel_drafting")
     for key in compared:
         theirs, ours = given.get(key), planned.get(key)
-        same = str(theirs).endswith("mtp") if ours == "mtp" else theirs == ours
+        same = str(theirs).endswith("mtp") if ours == "mtp" else theirs == ours  # such as deepseek_mtp
         if not same:
             remedy = f'give "{key}": {json.dumps(ours)}' if ours is not None else "leave it out"
             problems.append(Problem(path=(path, key), message=f"given {theirs}, the plan has {ours}", remedy=remedy))

@@ -208,8 +208,8 @@ def _histogram(samples: Samples) -> tuple[dict[int, int], int]:
     for buckets in series.values():
         before = 0.0
         for bound, value in sorted(buckets.items()):
-            count, before = round(value - before), value
-            if bound > MAX_TOKENS:
+            count, before = round(value - before), value  # Prometheus' buckets are cumulative
+            if bound > MAX_TOKENS:  # the last one, +Inf
                 above += count
             elif count > 0 and bound >= 1:
                 steps[int(bound)] += count

@@ -64,7 +64,7 @@ class ServeOptions:
 
     def _graphs(self) -> None:
         line = self.line
-        for value in line.every("compilation_config"):
+        for value in line.every("compilation_config"):  # the last one counts, and all are checked: nothing is merged
             self._compilation_parts(value)
         self.user_sizes = self._once("cudagraph_capture_sizes", self.user_sizes)
         self.user_max = self._once("max_cudagraph_capture_size", self.user_max)
@@ -166,7 +166,7 @@ class ServeOptions:
         self.connector: Mapping[str, Any] = get("kv_transfer_config") or {}
         for name in ("tensor", "data", "pipeline", "decode_context"):
             _check_positive(f"--{name.replace('_', '-')}-parallel-size", getattr(self, name))
-        if model.heads % self.tensor:
+        if model.heads % self.tensor:  # heads that are not known are 0, and pass
             message = f"{model.heads} attention heads cannot be split over {self.tensor} ranks"
             raise refusal("--tensor-parallel-size", message, "give a divisor")
         if self.pipeline > 1 and model.architecture in names()["no_pipeline"]:
@@ -177,6 +177,7 @@ class ServeOptions:
             message = f"the {self.tensor} tensor-parallel ranks are not a multiple of {self.decode_context}"
             raise refusal("--decode-context-parallel-size", message, "give a divisor")
         if self.decode_context > 1 and model.exact and not model.mla:
+            # Ranks share the sequence of a KV head that each of them holds.
             copies = self.tensor // model.kv_heads if self.tensor > model.kv_heads else 0
             if self.decode_context > copies or model.heads // model.kv_heads % self.decode_context:
                 message = f"vLLM cannot split {model.kv_heads} KV heads on {self.tensor} ranks this way"
@@ -227,7 +228,7 @@ class ServeOptions:
         if not chunked and self.model.recurrent and line.get("enable_prefix_caching", True):
             message = "without it vLLM cannot cache prefixes of recurrent layers"
             raise refusal("--enable-chunked-prefill", message, "give --no-enable-prefix-caching too")
-        if not chunked:
+        if not chunked:  # a whole prompt has to fit into one step
             tokens = max(tokens, self.max_model_len)
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             self.sources[name] = line.source(name)
