@@ -198,7 +198,8 @@ def _check_one(
     machine = machine_named(environment)
     emulation = emulate(name, component.words, machine.environment)
     show_notes(emulation.notes)
-    found = check_flags(emulation, find_engine(name), machine.environment)
+    own = find_engine(name)
+    found = check_flags(emulation, own, machine.environment)
     findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     if to.form != "json":
@@ -207,7 +208,6 @@ def _check_one(
         assumptions = tuple(each for each in assumptions if each.rpartition("; ")[0] not in said)
     if to.form not in ("text", "json"):
         show_notes(assumptions)
-    own = find_engine(name)
     together = fixed_together(emulation, findings, own, machine.environment)
     reached = "" if load is None else load_text(emulation, load)
     if load is not None:

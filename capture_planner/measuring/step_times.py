@@ -48,11 +48,11 @@ class StepTimes:
     """Times of the steps of an observation, the host's work included."""
 
     mean_ms: float
-    """Mean over all steps; those of shapes that were not measured count as the mean of their kind."""
+    """Mean over all steps; a step of an unmeasured shape counts as the mean of its kind."""
     error_ms: float
     """Standard error of that mean."""
     steps: int
-    """Number of steps in the mean: those of kinds that were measured."""
+    """Number of steps in the mean: those of measured kinds."""
     unmeasured: int
     """Steps of kinds of which none was measured."""
     kinds: tuple[StepTime, ...]

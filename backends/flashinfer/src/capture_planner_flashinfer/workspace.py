@@ -90,7 +90,7 @@ def tensor_core(model: Attention, environment: Environment, entry: Entry) -> int
     """
     major, _ = environment.device.sm
     reqs, group = entry.num_reqs or 1, _heads(model) // model.num_kv_heads
-    # The longest query that there can be: all other requests have one token.
+    # The longest possible query: every other request has one token.
     tile = cta_tile_q((entry.num_tokens - reqs + 1) * group, model.head_dim, major)
     tiles = max(_split_tiles(model, environment), _ceil_div(entry.num_tokens * group, tile) + reqs - 1)
     return _partials(model, environment, tiles, tile)

@@ -91,7 +91,7 @@ class Extents:
         """Return the columns of a table; None for a vector."""
         if field.inner is None:
             return None
-        # A row of a table has one request's pages; `along` counts those of all.
+        # A table row holds the pages of one request; `along` counts the pages of all requests.
         return self.pages if field.inner is Axis.PAGE else self.along(field.inner)
 
 

@@ -79,7 +79,7 @@ def pack(writes: Sequence[Write], staging: Staging, max_writes: int) -> StagingU
         if real is not None:
             at += -(-count * size // _ALIGNMENT) * _ALIGNMENT
     staging.table[: len(rows)] = rows
-    # A replayed graph covers `max_writes` rows: those of a larger step before must touch nothing.
+    # A replayed graph covers `max_writes` rows: rows left by an earlier, larger step must write nothing.
     staging.table[len(rows) : staging.filled] = 0
     staging.filled = len(rows)
     return StagingUse(bytes=at, elements=largest)

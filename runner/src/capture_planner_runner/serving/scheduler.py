@@ -244,7 +244,7 @@ class Scheduler:
         self.states.stops[index] = bool(live.request.stop)
         self.states.key[index] = request_key(live.request.name)
         self.states.adapter[index] = live.request.adapter
-        # Page 0 is the null page. A position past the request's own pages must not reach those of another request.
+        # Page 0 is the null page: a position past a request's pages must not reach another request's.
         self.states.table[index] = 0
         self.states.table[index, : len(live.pages)] = live.pages
         self.states.room[index] = min(len(live.pages) * self._pages.page_size, self._max_model_len)
@@ -278,7 +278,7 @@ class Scheduler:
             drafts=drafts,
             prompts=prompts,
             draft_tokens=self._k(len(rows)),
-            # While a step is in flight, the host's own count of proposed drafts is that of the step before it.
+            # While a step is in flight, the host's count of proposed drafts is one step old.
             proposed=np.minimum(drafts, np.where(unread, self.states.coming[indices], self.states.proposed[indices])),
             unread=unread,
         )
