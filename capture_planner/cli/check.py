@@ -25,7 +25,7 @@ from capture_planner.cli.common import (
 from capture_planner.cli.components import EngineName, refuse_several, show_each
 from capture_planner.cli.options import POSITIVE, ParsedText, flag
 from capture_planner.engines import Component, components, emulate, find_engine
-from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, fixed_together
+from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, Trials, fixed_together
 from capture_planner.engines.check import check as check_flags
 from capture_planner.engines.load import EngineLoad, load_text, ranked, reached_graphs
 from capture_planner.report.engine import findings_report
@@ -199,7 +199,8 @@ def _check_one(
     emulation = emulate(name, component.words, machine.environment)
     show_notes(emulation.notes)
     own = find_engine(name)
-    found = check_flags(emulation, own, machine.environment)
+    trials = Trials(own, machine.environment)
+    found = check_flags(emulation, own, trials)
     findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)
     if to.form != "json":
@@ -208,7 +209,7 @@ def _check_one(
         assumptions = tuple(each for each in assumptions if each.rpartition("; ")[0] not in said)
     if to.form not in ("text", "json"):
         show_notes(assumptions)
-    together = fixed_together(emulation, findings, own, machine.environment)
+    together = fixed_together(emulation, findings, trials)
     reached = "" if load is None else load_text(emulation, load)
     if load is not None:
         findings = ranked(findings, load)

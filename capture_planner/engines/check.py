@@ -127,18 +127,40 @@ NOTHING = "nothing to do"
 """Beginning of the fix of a finding that no flag removes; such a finding is a note."""
 
 
+@attrs.frozen
+class Trials:
+    """Emulations of an engine's command lines with a change, on one machine.
+
+    Each is made once: the fixes of several findings are the same changes, and emulating takes most of a check.
+    """
+
+    engine: Engine
+    environment: Environment
+    _made: dict[tuple[tuple[str, ...], FlagChange], CheckInput] = attrs.field(
+        factory=dict, init=False, eq=False, repr=False
+    )
+
+    def after(self, before: Emulation, change: FlagChange) -> CheckInput:
+        """Return the input of rules for a changed command line; raises ``FlagError`` where the engine refuses it."""
+        key = tuple(before.command), change
+        if key not in self._made:
+            emulate = self.engine.emulate
+            after = self.engine.fixes.after(emulate, before.command, change, self.environment)
+            self._made[key] = _subject(after, self.engine)
+        return self._made[key]
+
+
 def check(
-    emulation: Emulation, engine: Engine | None = None, environment: Environment | None = None
+    emulation: Emulation, engine: Engine | None = None, trials: Trials | None = None
 ) -> tuple[EngineFinding, ...]:
     """Return all findings, by code; ``engine`` is the installed one of the emulation's name by default.
 
-    On an ``environment`` each fix is emulated before it is advised, and has its price.
+    With ``trials`` each fix is emulated before it is advised, and has its price.
     """
     engine = engine or find_engine(emulation.engine)
     subject = _subject(emulation, engine)
-    tried: dict[FlagChange, CheckInput] = {}
     return tuple(
-        _finding(subject, each, diagnosis, environment, tried)
+        _finding(subject, each, diagnosis, trials)
         for code, each in sorted(ENGINE_RULES.items())
         if code in BY_FLAGS or not emulation.by_flags
         for diagnosis in each.check(subject)
@@ -157,9 +179,7 @@ class Together:
     """Codes of the findings that stay."""
 
 
-def fixed_together(
-    emulation: Emulation, findings: Sequence[EngineFinding], engine: Engine, environment: Environment
-) -> Together | None:
+def fixed_together(emulation: Emulation, findings: Sequence[EngineFinding], trials: Trials) -> Together | None:
     """Return changes that remove the findings of several fixes, each of which adds none; None if one is enough.
 
     The fixes of ``check`` are proved one by one, and two of them may contradict each other. Here each is chosen for
@@ -169,8 +189,8 @@ def fixed_together(
     fixes = {(each.rule.code, each.diagnosis.role): each.fix for each in findings if each.fix.startswith("give ")}
     if len(set(fixes.values())) < 2:
         return None
-    current, found, changes = emulation, _diagnoses(emulation, engine), []
-    while (step := _step(current, found, engine, environment)) is not None:
+    current, found, changes = emulation, _diagnoses(_subject(emulation, trials.engine)), []
+    while (step := _step(current, found, trials)) is not None:
         current, found, change = step
         changes.append(change)
     if len({fix for key, fix in fixes.items() if key not in found}) < 2:
@@ -184,27 +204,24 @@ def fixed_together(
 Diagnoses = dict[tuple[str, Role], Diagnosis]
 
 
-def _diagnoses(emulation: Emulation, engine: Engine) -> Diagnoses:
+def _diagnoses(subject: CheckInput) -> Diagnoses:
     """Return what the rules find, by code and role."""
-    subject = _subject(emulation, engine)
     return {(code, each.role): each for code, rule in sorted(ENGINE_RULES.items()) for each in rule.check(subject)}
 
 
-def _step(
-    current: Emulation, found: Diagnoses, engine: Engine, environment: Environment
-) -> tuple[Emulation, Diagnoses, FlagChange] | None:
+def _step(current: Emulation, found: Diagnoses, trials: Trials) -> tuple[Emulation, Diagnoses, FlagChange] | None:
     """Return the first change that removes a finding and adds none, with what it makes of the engine."""
     for (code, role), diagnosis in found.items():
-        for change in islice(engine.fixes.changes(code, current, role, diagnosis.runs), MOST_TRIED):
+        for change in islice(trials.engine.fixes.changes(code, current, role, diagnosis.runs), MOST_TRIED):
             if change.instead:
                 continue
             try:
-                after = engine.fixes.after(engine.emulate, current.command, change, environment)
+                after = trials.after(current, change)
             except InvalidValue:
                 continue
-            left = _diagnoses(after, engine)
+            left = _diagnoses(after)
             if left.keys() < found.keys():
-                return after, left, change
+                return after.emulation, left, change
     return None
 
 
@@ -233,29 +250,20 @@ def _remedy(before: Emulation, changes: Iterable[FlagChange], removed: Callable[
     return "; or ".join(found[instead] for instead in (False, True) if instead in found)
 
 
-def _finding(
-    subject: CheckInput,
-    rule: EngineRule,
-    diagnosis: Diagnosis,
-    environment: Environment | None,
-    tried: dict[FlagChange, CheckInput],
-) -> EngineFinding:
-    """Return a finding with its fix; ``tried`` are emulations of changes, for other findings too."""
+def _finding(subject: CheckInput, rule: EngineRule, diagnosis: Diagnosis, trials: Trials | None) -> EngineFinding:
+    """Return a finding with its fix."""
     engine, before = subject.engine, subject.emulation
     # Advice in words, which holds unless a change of the flags is proved to help.
     about = diagnosis.about
     advice = about if isinstance(about, str) else engine.fixes.advice(rule.code, before, diagnosis.role, about)
     fix = advice or engine.fixes.general.get(rule.code, "")
     changes = [*engine.fixes.changes(rule.code, before, diagnosis.role, diagnosis.runs)]
-    if environment is not None and changes:
+    if trials is not None and changes:
 
         def removed(change: FlagChange) -> Emulation | None:
-            # One change is tried for several findings, and emulating takes longer than looking it up.
-            if change not in tried:
-                after = engine.fixes.after(engine.emulate, before.command, change, environment)
-                tried[change] = _subject(after, engine)
-            left = any(each.role is diagnosis.role for each in rule.check(tried[change]))
-            return None if left else tried[change].emulation
+            after = trials.after(before, change)
+            left = any(each.role is diagnosis.role for each in rule.check(after))
+            return None if left else after.emulation
 
         # Changes were tried and none helped: general advice would be wrong.
         why = fix if fix.startswith(NOTHING) else f"{NOTHING}: no flag removes it and keeps the graphs"

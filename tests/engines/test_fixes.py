@@ -3,9 +3,11 @@
 import random
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+import attrs
 import pytest
 import yaml
 from hypothesis import assume, given, settings
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 from capture_planner.analysis.lint import Severity
 from capture_planner.codec.shipped import find_environment
-from capture_planner.engines import emulate, find_engine
-from capture_planner.engines.check import NOTHING, check
+from capture_planner.engines import find_engine
+from capture_planner.engines.check import NOTHING, Trials, check, fixed_together
 from capture_planner.engines.engine import FlagChange
 from capture_planner.errors import FlagError
 from capture_planner_tensorrt_llm.flags import read_flags
@@ -65,7 +67,7 @@ def follow(name, command, environment):
     """Follow every fix of a command line's findings; return how many were followed."""
     engine, followed = find_engine(name), 0
     before = engine.emulate(command, environment)
-    for each in check(before, engine, environment):
+    for each in check(before, engine, Trials(engine, environment)):
         if each.fix.startswith(NOTHING):
             assert each.severity is Severity.NOTE
             continue
@@ -173,12 +175,38 @@ def test_fix_names_a_price_and_removes_its_finding(name):
 def test_cheaper_fix_of_uncovered_decodes_is_fewer_requests(line):
     """The fix names a larger maximum, with more graphs, or fewer requests, with no more graphs than now."""
     name, *command = shlex.split(line)
-    before = emulate(name, command, H100)
-    fix = next(each.fix for each in check(before, environment=H100) if each.rule.code == "EN001")
+    engine = find_engine(name)
+    before = engine.emulate(command, H100)
+    fix = next(each.fix for each in check(before, engine, Trials(engine, H100)) if each.rule.code == "EN001")
     (_, dear), (change, cheap) = changes_in(fix)
     assert "more graphs" in dear
     assert "more graphs" not in cheap
-    assert change.flags[0][0] == find_engine(name).limits[0]
+    assert change.flags[0][0] == engine.limits[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm --max-num-seqs 700 --cudagraph-capture-sizes 8 512",
+        """vllm --max-num-seqs 600 --speculative-config '{"method":"ngram","num_speculative_tokens":2}'""",
+        "sglang --model-path Qwen/Qwen3-8B --max-running-requests 600 --cuda-graph-bs-decode 1 2 64",
+    ],
+)
+def test_fixes_alone_and_together_emulate_each_command_line_once(line):
+    name, *command = shlex.split(line)
+    emulated = Counter()
+
+    def counting(words, machine):
+        found = engine.emulate(words, machine)
+        emulated[tuple(words)] += 1
+        return found
+
+    engine = find_engine(name)
+    counted = attrs.evolve(engine, emulate=counting)
+    before, trials = counted.emulate(command, H100), Trials(counted, H100)
+    fixed_together(before, check(before, counted, trials), trials)
+    assert len(emulated) > 1
+    assert set(emulated.values()) == {1}
 
 
 @pytest.mark.parametrize("line", ["vllm --model Qwen/Qwen3-8B", "sglang --model-path Qwen/Qwen3-8B"])
