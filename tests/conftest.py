@@ -11,7 +11,7 @@ slow, and a faster test holds the same law:
   attacks in every other test;
 - bench: other draft lengths, the pages that each figure needs, interruptions between figures, and all figures of a
   plan with a fused chain; the command's own tests measure all figures and interrupt one;
-- gallery: the mutants of ``gallery.core.LATE``, which take most of the time of all, and three of the four
+- gallery: the mutants of ``gallery.core.LATE``, which take nine tenths of the time of all, and three of the four
   healthy backends; ``tox -e gallery`` searches all mutants with 20 seeds;
 - report: a page of 200,000 forwards instead of 20,000;
 - engines: the benchmark of transformers at its smallest, whose parts have tests of their own.

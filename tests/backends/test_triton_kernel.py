@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton", reason="the Triton kernels need triton, w
 
 KINDS = {torch.float32: DataType.FLOAT32, torch.float16: DataType.FLOAT16}
 """The interpreter multiplies bfloat16 as if it were integers: tests/gpu has that."""
-FEWER = settings(max_examples=max(settings.default.max_examples // 6, 3))
+FEWER = settings(max_examples=max(settings.default.max_examples // 6, 2))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ class Rig(attention_cases.Rig):
         return out
 
 
-@settings(max_examples=max(settings.default.max_examples // 3, 4))
+@settings(max_examples=max(settings.default.max_examples // 3, 3))
 @given(cases(), CUTS, st.booleans())
 def test_kernels_equal_a_loop_over_tokens(interpreted, case, cut, far):
     """In a graph, between its pieces and in an eager step; padded rows are zeros."""

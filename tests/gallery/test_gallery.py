@@ -16,7 +16,7 @@ from capture_planner.analysis.lint.core import REPOSITORIES, link
 from capture_planner.errors import RunError
 from capture_planner_conformance import Check, SearchProfile
 from gallery import MUTANTS, detect, named
-from gallery.core import replaced
+from gallery.core import LATE, replaced
 from support.runner_conformance import RunnerCheck
 
 ROOT = Path(capture_planner.__file__).parent
@@ -53,6 +53,12 @@ def test_names_are_unique_and_found():
         named("doubling-size")
     with pytest.raises(RunError, match="`python -m gallery` lists them"):
         named("0")
+
+
+def test_each_place_has_a_mutant_that_ci_searches():
+    """Late ones are mutants, and no place has late ones alone."""
+    assert {mutant.name for mutant in MUTANTS} >= LATE
+    assert {m.kind for m in MUTANTS if m.name not in LATE} == {m.kind for m in MUTANTS}
 
 
 def test_mutants_are_in_order():

@@ -9,12 +9,13 @@ pytest.importorskip("transformers")
 
 from gallery.adapters import MUTANTS
 from gallery.core import Mutant, detect
+from support.mutants import searched
 from support.runner_conformance.adapter_rows import check_adapters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@searched(MUTANTS)
 def test_it_is_caught(mutant: Mutant) -> None:
     """By its tokens or by the padding."""
     detection = detect(mutant)

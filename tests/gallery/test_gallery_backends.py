@@ -13,10 +13,11 @@ from capture_planner.plugins.backend import Backend
 from capture_planner_conformance import Case, Check, Scene, Shape
 from capture_planner_conformance.scene import Arrive, CaptureAttack, DraftScheme, Reload, RunBatch, Serve, Step
 from gallery.backends import MUTANTS
-from gallery.core import LATE, Mutant, detect
+from gallery.core import Mutant, detect
 from gallery.padding import CopiesTable, RenamedReference
 from gallery.paged import PagedBackend
 from gallery.scheduled import ScheduledReference
+from support.mutants import searched
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = conformance.SearchProfile(name="few", examples=4, steps=12)
@@ -42,13 +43,7 @@ def test_the_healthy_backends_pass(brought: Callable[[], Backend]) -> None:
     assert outcome.log.forwards["target FULL"], "nothing was replayed"
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(mutant, id=mutant.name, marks=[pytest.mark.thorough] if mutant.name in LATE else [])
-        for mutant in MUTANTS
-    ],
-)
+@searched(MUTANTS)
 def test_each_mutant_is_caught(mutant: Mutant) -> None:
     """The default profile finds it."""
     caught = detect(mutant, minimize=False)

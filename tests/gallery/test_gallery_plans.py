@@ -6,6 +6,7 @@ from capture_planner.analysis.data_parallel import agree
 from capture_planner.analysis.lint import RULES, Severity, lint
 from gallery import plans as planned
 from gallery import ranks
+from support.mutants import searched
 from support.runner_conformance.rank_agreement import check_agreement
 
 FOUND_BY = {
@@ -35,7 +36,6 @@ FOUND_BY = {
     "requests-are-tokens": "CP010",
 }
 MUTANTS = pytest.mark.parametrize("mutant", planned.MUTANTS, ids=lambda mutant: mutant.name)
-RANKS = pytest.mark.parametrize("mutant", ranks.MUTANTS, ids=lambda mutant: mutant.name)
 
 
 def wrong(plan):
@@ -75,7 +75,7 @@ def test_ranks_as_they_are_agree():
     assert check_agreement(agree, 1, vectors=100) is None
 
 
-@RANKS
+@searched(ranks.MUTANTS)
 def test_ranks_that_go_apart_are_found_with_any_seed(mutant):
     """Small, with two ranks or three; and the same seed finds the same."""
     says = mutant.agreement(1)

@@ -14,9 +14,10 @@ from capture_planner.modes import GraphMode
 from capture_planner_conformance import Case, Check, SearchProfile, Shape, SuiteOptions, conform, play, under_test
 from capture_planner_conformance.scene import Arrive, CaptureAttack, DraftScheme, RunBatch, Serve, Step
 from gallery import patching
-from gallery.core import LATE, Mutant, detect
+from gallery.core import Mutant, detect
 from gallery.runner_state import Planning
 from gallery.runners import MUTANTS
+from support.mutants import searched
 from support.runner_conformance import RunnerCheck, RunnerScene, runner_under_test
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,15 +177,7 @@ def name_of(mutant: Mutant) -> str:
     return mutant.name
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(mutant, marks=[pytest.mark.thorough] if mutant.name in LATE else [])
-        for mutant in MUTANTS
-        if mutant.name not in CASES
-    ],
-    ids=name_of,
-)
+@searched(mutant for mutant in MUTANTS if mutant.name not in CASES)
 def test_it_is_caught(mutant: Mutant) -> None:
     """The suite, which knows nothing of mutants, finds it with its default profile."""
     assert detect(mutant, minimize=False) is not None

@@ -7,18 +7,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from gallery.core import LATE, Mutant, detect
+from gallery.core import Mutant, detect
 from gallery.sampling import MUTANTS
+from support.mutants import searched
 from support.runner_conformance.sampled import check_sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(mutant, marks=[pytest.mark.thorough] if mutant.name in LATE else []) for mutant in MUTANTS],
-    ids=lambda mutant: mutant.name,
-)
+@searched(MUTANTS)
 def test_it_is_caught(mutant: Mutant) -> None:
     """By a token or by the distribution."""
     detection = detect(mutant)
