@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -622,7 +623,74 @@ def phase(bench: Bench, request: Mapping[str, Any], emit: Emit) -> None:
     emit({"added": added, **figures})
 
 
-SECTIONS = {each.__name__: each for each in (probe, latency, state, growth, tokens, observe, plans, phase)}
+# Sleep
+
+
+def wake(bench: Bench, request: Mapping[str, Any], emit: Emit) -> None:
+    """Sleep, wake and serve: with the graphs kept, all captured first, and captured as the traffic needs them.
+
+    Full speed is the first step of the target on a FULL graph.
+    """
+    load, few = request["load"], _fewest(bench)
+    used: Counter[Any] = Counter()
+    first: dict[str, float] = {}
+    for role, manager in bench.live.managers.items():
+        _count(role, manager, used, first)
+    bench.engine.run(load, f"{request['tag']}warm", 3)
+    needed = sorted(((role, desc) for role, table in bench.start.items() for desc in table.graphs),
+                    key=lambda graph: -used[graph])  # fmt: skip
+
+    def as_needed() -> Iterator[None]:
+        for graph in needed:
+            bench.live.add([graph])
+            bench.live.use(bench.start)
+            yield
+
+    for turn in range(int(request.get("rounds", 3))):
+        for how in ("graphs kept", "captured first", "captured as needed"):
+            if how != "graphs kept":
+                anew(bench, few)
+            awake = free()
+            slept = timed(lambda: bench.engine.engine.sleep(1))
+            asleep = free()
+            began = time.perf_counter()
+            bench.engine.engine.wake_up()
+            woke = time.perf_counter()
+            bench.live.change(bench.start if how == "captured first" else bench.live.now())
+            captured = time.perf_counter()
+            parts = as_needed() if how == "captured as needed" else iter(())
+            first.clear()
+            figures = bench.engine.run(load, f"{request['tag']}{turn}{how[-3:]}", 20 + turn, _next(parts))
+            ended = time.perf_counter()
+            for _ in parts:
+                figures["unfinished"] = True
+            row = {"wake": how, "round": turn, "sleep_seconds": slept, "given_back_mib": asleep - awake,
+                   "free_asleep_mib": asleep, "wake_seconds": woke - began, "capture_seconds": captured - woke,
+                   "first_step_seconds": min(first.values()) - began, "full_speed_seconds": first["FULL"] - began,
+                   "all_served_seconds": ended - began}  # fmt: skip
+            emit({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} | figures)
+
+
+def _next(parts: Iterator[None]) -> Callable[[int], None]:
+    """Return what takes one of the parts before each step, while there are any."""
+    return lambda _: next(parts, None)
+
+
+def _count(role: Role, manager: Any, used: Counter[Any], first: dict[str, float]) -> None:
+    """Let a manager count the graphs that it dispatches to, and note when the target first used each mode."""
+    dispatch = manager.dispatch
+
+    def counted(*args: Any, **options: Any) -> Any:
+        desc = dispatch(*args, **options)
+        used[role, desc] += 1
+        if role is Role.TARGET:
+            first.setdefault(desc.cg_mode.name, time.perf_counter())
+        return desc
+
+    manager.dispatch = counted
+
+
+SECTIONS = {each.__name__: each for each in (probe, latency, state, growth, tokens, observe, plans, phase, wake)}
 
 
 def main() -> None:

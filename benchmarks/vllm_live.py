@@ -9,7 +9,9 @@ Sections, each by itself with ``--only``, for each K of ``--k``:
   was no tie;
 - ``shift``: a load that shifts in four phases, served under vLLM's own list, the plan of the first phase, the plan of
   all phases together, each phase's own plan gone over to while requests run (``live``), and the same without the change
-  (``oracle``). ``capture-planner tune`` makes the plan of each phase from an observation of it. One restart is timed.
+  (``oracle``). ``capture-planner tune`` makes the plan of each phase from an observation of it. One restart is timed;
+- ``wake``: an engine sleeps, wakes and serves, with its graphs kept, all captured first, and captured as needed;
+- ``kill``: an engine is killed while its graphs change, and another one starts and serves.
 
 All engines are child processes (_live_worker.py) with random weights of the shape of Qwen3-0.6B. Results are written as
 they come: a run that is cut off keeps them. Needs a CUDA GPU with room for four engines of about 20 GiB, and vLLM 0.33.
@@ -35,7 +37,7 @@ from _bench import CONSOLE, finish, parser
 from capture_planner.records._base import replace
 
 WORKER = Path(__file__).with_name("_live_worker.py")
-SECTIONS = ("probe", "growth", "tokens", "shift")
+SECTIONS = ("probe", "growth", "tokens", "shift", "wake", "kill")
 PHASES: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("chat", {"in_flight": 32, "mean_output": 160}, 220),
     ("wave of long prompts", {"in_flight": 250, "max_prompt": 3000, "mean_output": 100}, 700),
@@ -51,10 +53,11 @@ TUNE_SECONDS = 150.0
 """Most time that a run waits for ``tune``."""
 
 
-def arguments_of(k: int, folder: Path, *, exact: bool) -> dict[str, Any]:
+def arguments_of(k: int, folder: Path, *, exact: bool, sleeps: bool) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for an engine; writes its models.
 
     :param exact: float32 with real acceptance and few graphs, for tokens; else as it would serve.
+    :param sleeps: whether it can sleep.
     """
     options: dict[str, Any] = {"kv_cache_memory_bytes": (6 if exact else 12) * GIB, "enable_prefix_caching": False}
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, *([192, 256] if k else [])]
@@ -63,6 +66,8 @@ def arguments_of(k: int, folder: Path, *, exact: bool) -> dict[str, Any]:
         options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     else:
         options["compilation_config"] = {"max_cudagraph_capture_size": 1024}
+    if sleeps:
+        options["enable_sleep_mode"] = True
     group = Group(name=f"k{k}", k=k, options=options, loads=(), columns=())
     found: dict[str, Any] = group.arguments(folder)["options"]
     if exact and k:
@@ -254,10 +259,10 @@ def _own_sizes() -> list[int]:
 
 def start(
     k: int, folder: Path, stack: ExitStack, results: Results, *, exact: bool, name: str,
-    more: Mapping[str, str] | None = None,
+    sleeps: bool = False, more: Mapping[str, str] | None = None,
 ) -> LiveChild:  # fmt: skip
     """Let an engine begin to start."""
-    command = [sys.executable, str(WORKER), json.dumps(arguments_of(k, folder, exact=exact))]
+    command = [sys.executable, str(WORKER), json.dumps(arguments_of(k, folder, exact=exact, sleeps=sleeps))]
     variables = dict(more or {})
     if not exact and not variables:
         variables = {"CAPTURE_PLANNER_OBSERVE": str(folder / f"observed-{k}"), "CAPTURE_PLANNER_PROFILE": "1"}
@@ -282,15 +287,44 @@ def main(words: Sequence[str] | None = None) -> int:
         folder = (arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         exact = {"tokens", "growth"} & {*arguments.only}
-        serving = {"probe", "shift"} & {*arguments.only}
+        serving = {"probe", "shift", "kill"} & {*arguments.only}
         # All start together: most of a start is the host's, and nothing is timed yet.
         exacts = [start(k, folder, stack, results, exact=True, name="exact") for k in arguments.k if exact]
         servers = [start(k, folder, stack, results, exact=False, name="server") for k in arguments.k if serving]
+        sleepers = [
+            start(k, folder, stack, results, exact=False, name="sleeper", sleeps=True)
+            for k in arguments.k
+            if "wake" in arguments.only
+        ]
         exacts = [each for each in exacts if each.started("exact", limits.left)]
         servers = [each for each in servers if each.started("server", limits.left)]
+        sleepers = [each for each in sleepers if each.started("sleeper", limits.left)]
         correct(exacts, exact, limits)
+        for each in sleepers:
+            load = {"in_flight": 100, "requests": 500, "mean_output": 120}
+            each.ask("wake", limits.left, do="wake", load=load, tag="w", rounds=arguments.rounds)
+            each.child.end()
         measure(servers, serving, folder, results, arguments, limits, stack)
+        if "kill" in serving:
+            for k in arguments.k:
+                killed(k, folder, stack, results, limits)
     return 0
+
+
+def killed(k: int, folder: Path, stack: ExitStack, results: Results, limits: Limits) -> None:
+    """Kill an engine while its graphs change one at a time, and let the next one serve the same load."""
+    load = {"in_flight": 100, "requests": 300, "mean_output": 120}
+    for name in ("killed", "after the kill"):
+        engine = start(k, folder, stack, results, exact=False, name=slug(name))
+        if not engine.started("kill", limits.left):
+            return
+        engine.send(do="latency", load=load, tag="k", rounds=1)
+        if name == "killed":
+            # Its row "none" comes first; then each step has a change.
+            results.add("kill", k, {"until": engine.child.answer(None, limits.left)})
+            time.sleep(2)
+            engine.child.kill()
+        engine.receive("kill", limits.left)
 
 
 def correct(engines: Sequence[LiveChild], sections: set[str], limits: Limits) -> None:
