@@ -138,6 +138,7 @@ def audited():
     return put, audit(put, usable_shapes(put)[0], fields={"skips", "slot_mapping"})
 
 
+@pytest.mark.thorough
 def test_what_nothing_reads_is_over_declared(audited):
     """The backend's own field alone; the runner's are its own affair."""
     _, found = audited
@@ -146,6 +147,7 @@ def test_what_nothing_reads_is_over_declared(audited):
     assert all(each.attack in Attack for each in found)
 
 
+@pytest.mark.thorough
 def test_what_matters_says_where_and_comes_again(audited):
     """Slots that are not padded are written to somebody's page, and the smallest batch shows it."""
     put, found = audited

@@ -224,6 +224,7 @@ class FaultyReference(Reference):
             setattr(self, name, fault)
 
 
+@pytest.mark.thorough
 def test_rows_without_a_token_come_down_to_three_requests() -> None:
     """Five requests with rows of 2, 2, 0, 1 and 0 tokens show no more than three do."""
     tested = under_test(FaultyReference(reserve=EmptyRowFault))
