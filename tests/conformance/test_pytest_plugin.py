@@ -341,6 +341,7 @@ class TestUnknown(ConformanceTests):
 """
 
 
+@pytest.mark.thorough
 def test_one_empty_subclass_runs_everything_and_one_without_a_backend_fails_with_a_sentence(tmp_path: Path) -> None:
     """With all options accepted; the text names the author's class and no module of ours, and no warning comes."""
     (tmp_path / "test_mine.py").write_text(MINE, "utf-8")

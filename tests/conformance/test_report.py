@@ -113,7 +113,7 @@ def text(report: Conformance) -> str:
     return capture.get()
 
 
-@at_most(8)
+@at_most(3)
 @given(report=REPORTS)
 def test_tables_and_page_have_what_was_found_and_tried(report: Conformance) -> None:
     """Every finding with its law and steps, every count, every verdict; the page is of bounded size."""
