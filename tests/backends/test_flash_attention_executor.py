@@ -183,7 +183,7 @@ def test_every_library_equals_the_reference(data, world, full):
     assert not got[sum(queries) :].any()
 
 
-@settings(max_examples=max(settings.default.max_examples // 2, 5))
+@settings(max_examples=max(settings.default.max_examples // 2, 3))
 @given(st.data(), worlds(), st.lists(st.booleans(), min_size=2, max_size=3))
 def test_rows_of_an_earlier_batch_become_padding(data, world, kinds):
     """Larger and smaller batches after one another: the mask of real rows is that of the last."""
@@ -198,7 +198,7 @@ def test_rows_of_an_earlier_batch_become_padding(data, world, kinds):
             assert not got[sum(queries) :].any()
 
 
-@settings(max_examples=max(settings.default.max_examples // 2, 5))
+@settings(max_examples=max(settings.default.max_examples // 2, 3))
 @given(st.data(), worlds())
 def test_prepare_writes_no_mask_if_the_number_of_tokens_is_unchanged(data, world):
     """Other lengths of as many tokens launch nothing; torch counts what is written to a tensor."""

@@ -101,7 +101,7 @@ def test_the_copy_is_found_by_its_name(installed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "examples"), [(0, 8), *(pytest.param(seed, 150, marks=pytest.mark.thorough) for seed in range(10))]
+    ("seed", "examples"), [(0, 4), *(pytest.param(seed, 150, marks=pytest.mark.thorough) for seed in range(10))]
 )
 def test_the_template_passes_the_suite(seed: int, examples: int, imported: ModuleType, one_thread: None) -> None:
     """With the scenes that its author's copy is tested with: what it supports no graph of is no scene."""

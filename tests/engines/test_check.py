@@ -260,7 +260,7 @@ LIMITED = {
 }
 
 
-@settings(max_examples=max(settings.default.max_examples // 3, 5))
+@settings(max_examples=max(settings.default.max_examples // 3, 3))
 @given(st.sampled_from(sorted(LIMITED)), st.integers(1, 700), st.sets(st.integers(1, 400), max_size=4))
 def test_fix_flags_remove_their_findings(engine, seqs, sizes):
     """Decodes without a graph, and those that are padded far, have one close by once the flags are followed."""

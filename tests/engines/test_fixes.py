@@ -26,7 +26,7 @@ from engines.generators import sglang, tensorrt_llm, vllm
 PRICED = re.compile(r"give (?P<words>.+) \((?P<price>(?:\d+ (?:more|fewer) graphs?, |as many graphs, )[^()]+)\)")
 IN_FILE = re.compile(r"(?P<name>\w+): (?P<value>.+) in the file of --config")
 H100 = find_environment("h100")
-FEW = settings(max_examples=max(settings.default.max_examples // 2, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 2, 3))
 ABOUT_A_MODEL = "EN007"
 """Its fix names a folder, which no word of the command line can stand for."""
 

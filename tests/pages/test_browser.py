@@ -28,7 +28,7 @@ from support.plots import plots  # noqa: E402
 
 CHECKS = (Path(__file__).parent / "checks.js").read_text("utf-8")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-FEW = settings(max_examples=max(settings.default.max_examples // 10, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 10, 3))
 
 
 @pytest.fixture(scope="module")

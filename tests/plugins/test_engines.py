@@ -170,7 +170,7 @@ def test_example_engine_captures_and_dispatches():
         tiny.emulate(["--nope"], H100)
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(plans(max_reqs=16, max_tokens=64))
 def test_example_engine_exports_its_sizes(plan):
     """And the export is proved like any other."""

@@ -22,7 +22,7 @@ from support.runs import pages_for, planned, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
-FEW = settings(max_examples=max(settings.default.max_examples // 3, 4))
+FEW = settings(max_examples=max(settings.default.max_examples // 3, 3))
 
 
 def serve(plan, target, drafter, requests, answers=None, **options):

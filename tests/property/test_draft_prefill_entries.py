@@ -4,7 +4,7 @@ vLLM dispatches once for both. Here each role is dispatched by its own entries, 
 """
 
 import attrs
-from hypothesis import assume, event, given, reject
+from hypothesis import assume, event, given, reject, settings
 
 from capture_planner.dispatch import Dispatcher
 from capture_planner.errors import PlanningError
@@ -28,6 +28,7 @@ def is_shared(spec):
     return is_drafted and spec.sizes.policy is not Policy.MEASURED
 
 
+@settings(max_examples=max(settings.default.max_examples // 2, 3))
 @given(deployments(max_reqs=24, max_tokens=128, where=is_shared))
 def test_the_draft_prefill_has_the_targets_graphs_wherever_it_has_its_mode(deployment):
     """But for adapters, which drafters have none of, and drafters with rows of their own; without a budget."""

@@ -36,7 +36,7 @@ FROZEN = PaddingContract(
 )
 SIZES = Sizes(policy=Policy.EXPLICIT, num_tokens=(4, 16), num_reqs=(1, 3))
 HOW = ("replaced", "moved", "resized", "restrided")
-HALF = settings(max_examples=max(settings.default.max_examples // 2, 5))
+HALF = settings(max_examples=max(settings.default.max_examples // 2, 3))
 
 
 @attrs.frozen(eq=False)

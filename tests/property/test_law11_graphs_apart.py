@@ -13,7 +13,7 @@ from capture_planner_runner.execution.fields import tensor_of
 from support.worlds import Watcher, bits, persistent, requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 3))
 SEEDS = st.integers(0, 1 << 16)
 
 

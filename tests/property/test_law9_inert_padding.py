@@ -17,7 +17,7 @@ from capture_planner_runner.options import Options
 from support.worlds import LONGEST, VOCABULARY, Watcher, bits, caches_of, requests_of, serve, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 3))
 SEEDS = st.integers(0, 1 << 16)
 SAFE = {"input_ids": VOCABULARY, "positions": LONGEST}
 """Fields that a padded row may hold any value of, and how many there are."""

@@ -199,7 +199,7 @@ def drafting(k):
     return plan, *models(plan)
 
 
-@settings(max_examples=max(settings.default.max_examples // 2, 4))
+@settings(max_examples=max(settings.default.max_examples // 2, 3))
 @given(data=st.data(), k=st.sampled_from((1, 3)), seed=st.integers(0, 9))
 def test_synthetic_acceptance_is_drawn_for_the_place_where_a_step_begins(data, k, seed):
     """Drafts are then output, so that one that is accepted elsewhere shows."""

@@ -16,7 +16,7 @@ from support.runs import pages_for, planned, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
-FEW = settings(max_examples=max(settings.default.max_examples // 3, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 3, 3))
 OPTIONS = st.builds(
     Options,
     temperature=st.sampled_from((0.05, 0.7, 1.5)),

@@ -26,7 +26,7 @@ from support.runs import CPU, VOCABULARY, requests_for, runnable_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REGISTRY = load_backends()
-FEW = settings(max_examples=max(settings.default.max_examples // 2, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 2, 3))
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mixture of experts": MixtralConfig}
 OPTIONS = st.builds(
     Options,

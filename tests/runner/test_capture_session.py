@@ -25,7 +25,7 @@ from support.probe import Probe
 from support.worlds import requests_of, spec_of, world_of, worlds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 3))
 GRAPHS = [mode for mode in GraphMode if mode is not GraphMode.NONE]
 
 

@@ -15,7 +15,7 @@ from capture_planner_runner.options import Options
 from support.worlds import LONGEST, requests_of, serve, spec_of, world_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 4, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 4, 3))
 DRAFTERS = {
     "eagle of two layers": Speculative(method=Method.EAGLE, num_tokens=3, model=DraftModel(num_layers=2)),
     "one mtp module": Speculative(method=Method.MTP, num_tokens=3),

@@ -33,7 +33,7 @@ from support.runs import CPU, requests_for, runnable_specs
 from support.worlds import requests_of, serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = settings(max_examples=max(settings.default.max_examples // 5, 5))
+FEW = settings(max_examples=max(settings.default.max_examples // 5, 3))
 
 
 # Healthy ---------------------------------------------------------------------------------------

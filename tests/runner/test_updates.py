@@ -157,7 +157,7 @@ def test_drafts_prepared_on_the_device_are_those_of_the_host(case, padded):
         assert settled.gained[row] == 0 or outcome.token[place] == places.tokens[place, places.length[place] - 1]
 
 
-@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
 @given(verifications(), st.integers(0, 2), st.booleans())
 def test_the_kernel_prepares_drafts_as_torch_does(fused, case, padded, decodes):
     """Every field of both roles, real and padded."""
@@ -233,7 +233,7 @@ def test_a_corrected_step_is_the_one_that_the_host_makes_when_it_has_read_the_la
     event(f"some drafts were rejected: {bool((before.ahead[rows] > 0).any())}")
 
 
-@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
 @given(steps_ahead(), st.integers(0, 2), st.booleans())
 def test_the_kernel_corrects_as_torch_does(fused, case, padded, synthetic):
     """All fields of both roles, and what synthetic acceptance accepts."""
@@ -245,7 +245,7 @@ def test_the_kernel_corrects_as_torch_does(fused, case, padded, synthetic):
     assert not synthetic or torch.equal(our_counts[:, 0], their_counts[:, 0])
 
 
-@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
 @given(steps.situations(), st.integers(0, 2), st.integers(1, 3), st.booleans())
 def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
     """Positions, lengths and slots up to the model's end, and the tokens that come next."""
@@ -264,7 +264,7 @@ def test_the_kernel_moves_on_as_torch_does(fused, batch, padded, moves, takes):
         assert found[0]["input_ids"][: len(computed)].tolist() == tokens[: len(computed)].tolist()
 
 
-@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
 @given(
     st.lists(st.integers(-1, 6), min_size=1, max_size=300, unique_by=lambda place: place if place >= 0 else id),
     st.integers(1, 4),
@@ -291,7 +291,7 @@ def test_the_kernels_keep_drafts_as_torch_does(fused, mapping, width, again, col
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
 @given(st.lists(st.integers(-9, 50), min_size=1, max_size=300))
 def test_pending_tokens_are_taken_from_the_answers(fused, ids):
     """A negative id is the answer of a row; the others are themselves."""
@@ -309,7 +309,7 @@ def test_lengths_of_another_type_are_refused():
         TokenFields.of(held, 16, 64)
 
 
-@settings(max_examples=max(settings.default.max_examples // 4, 5))
+@settings(max_examples=max(settings.default.max_examples // 4, 3))
 @given(
     st.integers(0, 5),
     st.integers(1, 3),

@@ -112,7 +112,7 @@ def pools_of(inputs: PlanInputs | SimpleNamespace, known: Profile, ladders: list
     return sum(map(max, needs.values()))
 
 
-@settings(max_examples=max(settings.default.max_examples, 40))
+@settings(max_examples=max(settings.default.max_examples, 12))
 @given(problems())
 def test_what_graphs_take_is_added_up_over_all_of_them(
     problem: tuple[PlanInputs, BudgetBounds, list[Ladder], Profile],

@@ -185,7 +185,7 @@ def test_the_page_of_every_kind_of_run_is_whole(name):
     assert drawn == {figure for figure, is_wanted in wanted.items() if is_wanted}
 
 
-@settings(max_examples=max(settings.default.max_examples // 6, 5))
+@settings(max_examples=max(settings.default.max_examples // 6, 3))
 @given(ledgers.reports())
 def test_the_page_of_any_report_is_whole(report):
     """Balanced, self-contained, and with every number of the tables."""
