@@ -27,6 +27,7 @@ import io
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -70,8 +71,13 @@ def pytest_configure() -> None:
     reading.parse = lru_cache(maxsize=128)(documents.parse)
 
 
+LAST = {"backends", "conformance", "gallery", "gpu"}
+"""Folders whose tests search and serve, and take most of the time of all."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave ``thorough`` tests to the profile of that name, unless ``-m`` says what to run."""
+    """Begin with what is cheap, and leave ``thorough`` tests to the profile of that name, unless ``-m`` names some."""
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] in LAST)
     if PROFILE == "thorough" or config.option.markexpr:
         return
     slow = [item for item in items if item.get_closest_marker("thorough")]
@@ -79,8 +85,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in slow]
 
 
+UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
+"""The second since the epoch after which no test begins: ``.ci/run`` bounds its time on a machine of any speed."""
+
+
 def pytest_runtest_setup() -> None:
-    """Leave what is imported to no later garbage collection: a capture that leaves tensors behind looks at it all."""
+    """Begin no test after the end, and leave what is imported to no later garbage collection.
+
+    A capture that leaves tensors behind looks at all of it.
+    """
+    if time.time() > UNTIL:
+        pytest.skip("not begun before TESTS_UNTIL: this machine needs more time for all tests")
     if len(sys.modules) > _FROZEN.get("modules", 0) + 50:
         gc.collect()
         gc.freeze()

@@ -1,6 +1,8 @@
 """The tests themselves: none ends early in silence, and mutation testing has those of each module."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +70,25 @@ def test_mutants_are_no_gap_only_as_a_rule_says() -> None:
     assert equivalent("planning/sizing/minimax", line, "rounds -= 2") is not None
     assert equivalent("planning/sizing/minimax", line, "rounds += 1") is None
     assert equivalent("planning/sizing/policies", line, "rounds -= 2") is None
+
+
+def test_no_test_begins_after_the_end_that_ci_sets(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is skipped with the reason, which the closing lines count."""
+    file = str(TREE / "conftest.py")
+    (plugin,) = (each for each in pytestconfig.pluginmanager.get_plugins() if getattr(each, "__file__", "") == file)
+    plugin.pytest_runtest_setup()
+    monkeypatch.setattr(plugin, "UNTIL", 0.0)
+    with pytest.raises(pytest.skip.Exception, match="not begun before TESTS_UNTIL"):
+        plugin.pytest_runtest_setup()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_runs_beside_the_tests_is_printed_and_counts(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Behind what the last command prints, in the order of the commands."""
+    beside = [f"python -c 'import sys; print({number}); sys.exit({code})'" for number in (1, 2)]
+    done = subprocess.run([sys.executable, "tools/together.py", *beside, "python -c 'print(3)'"], check=False)
+    assert done.returncode == int(code > 0)
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("$ ")]
+    assert lines == ["3", "1", f"exit code {code}", "2", f"exit code {code}"]
