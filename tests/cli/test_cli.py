@@ -241,7 +241,7 @@ def test_schema(run: Run, kind: str) -> None:
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=60, **options)
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=300, **options)
 
 
 @pytest.mark.parametrize(

@@ -72,5 +72,5 @@ with terminable():
         threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         lock(mutex)
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert (ran.returncode, ran.stderr) == (TERMINATED, "terminated\n")

@@ -51,7 +51,7 @@ def child(tmp_path):
 
     def called(code):
         variables = {**os.environ, "PYTHONPATH": paths}
-        return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300)
 
     return called
 

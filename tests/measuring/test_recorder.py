@@ -261,7 +261,7 @@ def test_killed_process_loses_at_most_one_interval(tmp_path: Path) -> None:
 def test_process_that_ends_writes_everything(tmp_path: Path) -> None:
     """By ``atexit``, without a call of ``close``."""
     process = serve(tmp_path, 60.0, "for _ in range(1000): recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)")
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 0
     assert codec.load_observation(tmp_path / "rank0.yaml").roles[0].steps == 1000
 
@@ -271,7 +271,7 @@ def test_fork_writes_nothing(tmp_path: Path) -> None:
     """A worker that a process forks must not replace the file of its parent."""
     fork = "recorder.count(Role.TARGET, 3, 3, 1, True, 0, 1, None)\nimport os\nif os.fork(): os.wait(); os._exit(0)"
     process = serve(tmp_path, 60.0, fork)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert codec.load_observation(tmp_path / "rank0.yaml").roles[0].steps == 0
 
 

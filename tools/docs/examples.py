@@ -177,7 +177,7 @@ class Workspace:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
         self.exit_code = process.returncode
         return process.stdout
