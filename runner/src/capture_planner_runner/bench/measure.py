@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -26,9 +26,6 @@ from capture_planner_runner.bench.rig import QUICK, Effort, Rig, decoding_length
 from capture_planner_runner.bench.throughput import Load, throughput
 from capture_planner_runner.launch.request import refuse_plan
 from capture_planner_runner.options import Options, refuse_acceptance
-
-if TYPE_CHECKING:
-    pass
 
 QUICK_LOAD = Load(requests=8, prompt=16, output=16)
 CACHE_SHARE = 0.6
