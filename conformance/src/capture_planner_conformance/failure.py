@@ -108,6 +108,7 @@ class Violation(AssertionError):
         """Return the violation that an exception of a capture or a step is; ``where`` are values of its ``Failure``."""
         if isinstance(error, Violation):
             return cls(attrs.evolve(error.failure, **where))
+        # What is no violation of another law is still an error that a capture or a step raised.
         check: Law = Check.RAN
         if isinstance(error, GuardError):
             check = Check.FROZEN
@@ -118,6 +119,7 @@ class Violation(AssertionError):
         if check is Check.BOUNDED:
             message = f"an index is beyond what it indexes ({message})"
         message += _place(error)
+        # The device refuses an operation inside a capture; the backend must do it before.
         if isinstance(error, CaptureError):
             message = f"not capturable: {message}"
         return cls(Failure(check=check, message=message[:600], **where))
@@ -144,6 +146,7 @@ def _place(error: BaseException) -> str:
         elif name in _CHECKS:
             found = f" in a check of the suite, whose values have another shape or range than they may, at {place}"
             is_check = True
+        # Called on from a check into the runner: the error is not about the check's values.
         elif package in _OURS and is_check:
             found, is_check = "", False
     return found

@@ -131,6 +131,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         with self._recorded():
             self._stage = make(self.subject, self._scene)
         most = self._scene.num_reqs
+        # A large scene is about its number of requests: with fewer it would be a small one.
         is_large = most > MOST_REQS
         count = st.just(most) if is_large else st.one_of(st.just(most), st.integers(1, most))
         for _ in range(data.draw(count, label="requests")):
@@ -161,6 +162,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         scene, rows = self._scene, []
         left = scene.num_tokens
         for live in data.draw(st.permutations(self._live()), label="order"):
+            # A chunk ends with its prompt: what follows is a decode.
             most = live.prompt - live.computed if live.computed < live.prompt else 1 + scene.drafts
             most = min(most, left - scene.extra_slots, scene.shape.longest - live.computed)
             if most < 0:
@@ -169,6 +171,7 @@ class ConformanceMachine(RuleBasedStateMachine):
             accepted = data.draw(st.integers(0, max(count - 1, 0)), label="accepted")
             rows.append((live.number, count, accepted))
             left -= count + scene.extra_slots
+        # The planner admits no batch of fewer tokens than requests, even if some rows are empty.
         if sum(count for _, count, _ in rows) >= len(rows) > 0:
             self._run(data, rows)
 
@@ -204,6 +207,7 @@ class ConformanceMachine(RuleBasedStateMachine):
             self._do(Depart(request=left.pop().number))
         longest = self._scene.shape.longest
         length = data.draw(self._lengths(), label="length")
+        # A decode needs room behind its prompt; a chunk must fit into it.
         length = min(length, longest - count) if is_decode else max(length, count)
         before = set(self._stage.live)
         self._do(Arrive(prompt=length, computed=length if is_decode else 0))
@@ -248,6 +252,7 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Release the backend, unless the set-up failed."""
+        # Hypothesis also calls this where the set-up was rejected.
         if hasattr(self, "_stage"):
             self.log.add(self._stage.watch)
             self.log.end(self._scene, len(self._steps))
@@ -264,12 +269,14 @@ class ConformanceMachine(RuleBasedStateMachine):
                 drawn = [(live.number, data.draw(drafts, label="drafts")) for live in rows]
                 self._run(data, [(n, 1 + d, data.draw(st.integers(0, d), label="accepted")) for n, d in drawn])
                 return
+            # Fewer requests may have another K by the schedule, so it is asked again.
             rows = rows[1:]
         self.advance_mixed(data)
 
     def _run(self, data: st.DataObject, rows: Sequence[tuple[int, int, int]]) -> None:
         live = self._stage.live
         shape = tuple((count, live[number].computed >= live[number].prompt) for number, count, _ in rows)
+        # Kept for ``recur``; a scene has few shapes, so a list is fast enough.
         if shape not in self._shapes:
             self._shapes.append(shape)
         most = self._stage.most_loras(len(rows))
@@ -307,6 +314,7 @@ def _lengths(scene: Scene, sizes: Sequence[int] = ()) -> SearchStrategy[int]:
     """Return lengths of sequences, the interesting ones often: around pages, ``sizes`` and the longest."""
     size, longest = scene.shape.page_size, scene.shape.longest
     edges = {1, size, size + 1, 2 * size, longest - 1 - scene.drafts, longest - 2, longest - 1, longest}
+    # Kernels split keys at their own sizes, and go wrong next to them.
     edges |= {each + more for each in sizes for more in (-1, 0, 1)}
     special = sorted(edge for edge in edges if 1 <= edge <= longest)
     return st.one_of(st.integers(1, min(12, longest)), st.sampled_from(special), st.integers(1, longest))

@@ -139,6 +139,7 @@ class Tables(nn.Module):
         key = ids.cpu().numpy().tobytes(), first
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
+                # All at once: it happens seldom, and a batch's rows are asked for twice in a row.
                 self._known.clear()
             self._known[key] = self.attended(ids, first).flatten(1)
         return self._known[key]
@@ -160,7 +161,9 @@ class Tables(nn.Module):
         for layer, window in enumerate(shape.windows):
             seen = positions <= rows[:, None]
             if window is not None:
+                # A window of w tokens has the row's own and w - 1 before it.
                 seen &= positions > rows[:, None] - window
+            # Capped before the mask: the tanh of minus infinity is finite, and hidden keys would be seen.
             if (cap := shape.softcap_of(layer)) is not None:
                 scores[layer] = cap * (scores[layer] / cap).tanh()
             scores[layer].masked_fill_(~seen, -torch.inf)
@@ -295,6 +298,7 @@ class ProbeAdapters:
 
     @contextmanager
     def applied(self, lanes: torch.Tensor, active: torch.Tensor) -> Iterator[None]:
+        # Rows of padding have no lane, match none, and so take adapter 0, which adds nothing.
         own = lanes[:, None] == torch.arange(len(active), device=lanes.device)
         self._target.added = self._target.adapters.index_select(0, torch.where(own, active, 0).sum(1))
         try:
@@ -346,6 +350,7 @@ class ProbeDrafter(_Probe):
     ) -> torch.Tensor:
         layers = range(self.tables.shape.layers)
         if self.kind is DraftScheme.MODULES:
+            # A module is one layer of the tables, with a cache of its own.
             layers = layers[module : module + 1]
         ids = input_ids.long()
         mixed = self.mixed(self.tables.outputs(self.of_rows, ids, positions, attend, layers), hidden)

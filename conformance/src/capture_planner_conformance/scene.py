@@ -109,6 +109,7 @@ class DraftScheme(enum.Enum):
 
     def speculative(self, drafts: int, schedule: tuple[Tier, ...], chain: Chain, *, sinks: bool) -> Speculative:
         """Return the speculation of a spec with this drafter, at K of ``drafts``."""
+        # A module for each draft, and two at least: one module alone would be a chain.
         layers = {DraftScheme.LAYERS: 2, DraftScheme.MODULES: max(drafts, 2)}.get(self, 1)
         method = Method.EAGLE3 if self.reads_aux else Method.EAGLE
         if self is DraftScheme.MODULES:
@@ -289,6 +290,7 @@ class Scene:
     def spec(self, backend: str) -> Spec:
         """Return what the planner is asked for."""
         shape = self.shape
+        # A shape with windows has a layer of each kind.
         layers = self.layers + shape.windowed
         groups: tuple[GroupSpec, ...] = ()
         if shape.windowed:

@@ -143,6 +143,7 @@ class SceneBatch:
         counts = self.counts.tolist()
         if role is Role.DRAFT_PREFILL and self.scene.has_own_rows:
             counts = [each.count for each in self.draft_rows]
+        # A prompt chunk can have the length of a decode; it is none (law 5).
         past_prompt, is_uniform = bool(self._is_decode.all()), len(set(counts)) == 1
         return Batch(
             role=role,
@@ -227,6 +228,7 @@ class SceneBatch:
             found.tokens[row, :at] = live.tokens[:at]
             found.tokens[row, at : at + count + 1] = self.fed(live, count + 1, accepted)
             found.computed[row], found.prompt[row] = at, live.prompt
+            # One token at least is new, also of a request that is past its prompt.
             found.length[row] = max(live.prompt, at + 1)
             found.table[row, : len(live.pages)] = live.pages
             found.pool_row[row] = self.pool_row(live)

@@ -247,6 +247,7 @@ class Stage(AbstractContextManager["Stage"]):
         if first_use is not None and first_use.is_due():
             self.watch.between(first_use.capture)
         for done in self.runner.session.captured:
+            # A lazy entry whose capture was given up leaves its batches eager for good.
             if done.waiver is not None and done.waiver.reason is Reason.LAZY:
                 raise Check.RAN.violation(done.waiver.message, role=done.role, entry=done.entry)
         self._check_born()
@@ -269,6 +270,7 @@ class Stage(AbstractContextManager["Stage"]):
                 runner.capture(order=attack.arranged)
             except Exception as raised:
                 error = raised
+        # The session ended before the attention call that should have failed: nothing was attacked.
         if self.graphs.broken is None:
             if error is not None:
                 raise error
@@ -277,10 +279,12 @@ class Stage(AbstractContextManager["Stage"]):
         where = {"role": role, "entry": entry}
         if error is None:
             raise Check.RECOVERED.violation("an error inside a capture session is not raised", **where)
+        # Another error is the backend's own, and is reported as such.
         if not _is_injected(error):
             raise error
         if role.value not in str(error) or str(entry) not in str(error):
             raise Check.RECOVERED.violation(f"the error names no role and entry: {error}", **where)
+        # A graph of a broken session may replay a kernel that was never recorded.
         kept = [run.role.value for run in runner.roles.values() if run.graphs]
         if kept or runner.dispatcher.plan.num_graphs:
             owner = ", ".join(kept) or "the dispatcher"
@@ -329,6 +333,7 @@ class Stage(AbstractContextManager["Stage"]):
     def _shifts(self, role: Role, layers: int) -> tuple[int, ...]:
         """Return how much later than its position each layer of a model reads its token."""
         kind = self.scene.drafter
+        # The first module reads the token one position later, and each further module one more.
         if kind is DraftScheme.MODULES and role.is_drafter:
             return tuple(range(1, layers + 1))
         return (int(role.is_drafter and kind.reads_states),) * layers
@@ -376,6 +381,7 @@ class Stage(AbstractContextManager["Stage"]):
         first_use = self.runner.first_use()
         dispatch = EAGER if eager else self.runner.dispatcher.dispatch(batch)
         if first_use is not None and not eager:
+            # The graph is captured after this step: the step itself runs eager, as the first use of a shape does.
             first_use.request_capture(batch)
         run = self.runner.roles[batch.role]
         run.run_chain(batch, dispatch, made, steps, perf_counter())
@@ -412,6 +418,7 @@ class _CappedBackend(RegisteredBackend):
     is_windowed: bool
 
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
+        # The group of full attention keeps its own limit, so the planner has two to go by.
         own = super().support(role, model, environment)
         if self.is_windowed and model.window is None:
             return own
@@ -465,6 +472,7 @@ def _wider(entries: tuple[Entry, ...], more: int, parallel: Parallel) -> Iterato
     for entry in entries:
         if entry not in largest:
             yield entry
+        # A graph of decodes stays one: its tokens are a multiple of each request's, aligned for all ranks.
         elif entry.tokens_each is not None:
             step = request_step(entry.tokens_each, parallel)
             reqs = -(-((entry.num_reqs or 0) + more) // step) * step

@@ -126,6 +126,7 @@ def conform(
     shapes, refused = usable_shapes(subject, options.shapes)
     log = Log(shapes=shapes, on_change=progress)
     failures = check_declared(subject, shapes)
+    # Wrong declarations make every scene wrong, so nothing else is searched.
     if not failures and (failure := search(subject, shapes, options, log)) is not None:
         failures.append(with_causes(subject, failure) if options.blame else failure)
     audited: tuple[AuditResult, ...] = ()
@@ -194,6 +195,7 @@ def _minimized(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions,
         log.on_change(log)
     again = [results[-1] is not None]
     if options.shrink or not again[0]:
+        # Not for a case that is as it was found and fails: that costs REPEATS scenes, and is no smaller case.
         again += [play(subject, subject.loads(failure.case)).failure is not None for _ in range(1, REPEATS)]
     if not all(again):
         failure = attrs.evolve(failure, failed=(sum(again), len(again)))
@@ -205,6 +207,7 @@ def replay(subject: Subject, text: str) -> PlayResult:
     """Run a printed case. Raises ``RunError`` for text that is no case, and for a case that runs nothing."""
     case = subject.loads(text)
     result = play(subject, case)
+    # A case without steps is a capture alone, which is tested by being made.
     if result.failure is None and case.steps and not result.log.forwards:
         raise RunError(
             f"nothing of this case runs: none of its {counted(len(case.steps), 'step')} applies; "
@@ -262,6 +265,7 @@ def _wrong(subject: Subject, shape: Shape) -> Iterator[tuple[Role, str]]:
                 "padding": partial(backend.padding, *asked),
                 "support": partial(backend.support, *asked),
             }
+            # All before any second call: an answer may depend on what another question left behind.
             once = {name: call() for name, call in calls.items()}
             for name, call in calls.items():
                 if call() != once[name]:
@@ -290,6 +294,7 @@ def untried(kind: type[Scene], log: Log, drafts: Sequence[int]) -> Iterator[str]
     yield from (f"{name}: {reason}" for name, reason in log.refused.items())
     names = [*(feature.name for feature in kind.features.values()), WINDOW]
     names += [VARYING, *map(str, DraftScheme)] if any(drafts) else []
+    # With few scenes some features are never drawn, and a pass says nothing about them.
     absent = [name for name in names if not log.features[name] and name not in log.refused]
     yield from (f"{name}: no scene had it" for name in absent)
     for role in Role:

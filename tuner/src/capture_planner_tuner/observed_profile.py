@@ -43,6 +43,7 @@ def observed_profile(observation: Observation, model: Model, device: Device, com
     Raises ``CapturePlannerError`` where it has no times: the engine neither profiled its graphs nor sampled its steps.
     """
     notes: list[str] = []
+    # A served name is the operator's own, so it is a note and no error.
     if observation.model not in (None, model.name):
         notes.append(f"the engine served {observation.model}; its figures count as those of {model.name}")
     times: dict[Family, dict[int, list[Timed]]] = {}
@@ -110,6 +111,7 @@ def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Fami
         for graph in role.trials
         if (graph.entry.mode, graph.entry.query_len, graph.entry.num_tokens) not in captured
     ]
+    # Adapters slow a graph down, and a profile has no family of graphs with them.
     for graph in (*role.graphs, *trials):
         if graph.milliseconds and not graph.entry.active_loras:
             yield entry_family(role.role, graph.entry), graph.entry.num_tokens, (graph.milliseconds, 1)
@@ -121,6 +123,7 @@ def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Fami
         timed = _time_of(role, batch)
         if timed is None or batch.active_loras or batch.num_tokens < 1:
             continue
+        # Eager steps have any number of tokens, so those of one doubling are taken together.
         if batch.graph is None:
             doubling = eager(batch.query_len if batch.past_prompt else None), (batch.num_tokens - 1).bit_length()
             sampled.setdefault(doubling, []).append((batch.num_tokens, timed))
@@ -129,6 +132,7 @@ def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Fami
             yield entry_family(role.role, entry), entry.num_tokens, timed
     # Of a size there is seldom more than one such step, and the first ones compile kernels, which takes seconds.
     for (family, _), alike in sampled.items():
+        # At the largest of them: a smaller batch takes no longer.
         yield family, max(tokens for tokens, _ in alike), _weighed([timed for _, timed in alike])
 
 
@@ -164,6 +168,7 @@ def _non_decreasing(sizes: Mapping[int, Timed]) -> dict[int, float]:
     pools: list[tuple[list[Timed], list[int]]] = []
     for tokens in sorted(sizes):
         timings, members = [sizes[tokens]], [tokens]
+        # Sizes whose times fall are pooled until they no longer do (pool adjacent violators).
         while pools and _weighed(pools[-1][0])[0] > _weighed(timings)[0]:
             before, others = pools.pop()
             timings, members = before + timings, others + members
@@ -173,6 +178,7 @@ def _non_decreasing(sizes: Mapping[int, Timed]) -> dict[int, float]:
 
 def _weighed(timings: list[Timed]) -> Timed:
     """Return one timing of several: the median over all repeats, as far as medians of parts tell it."""
+    # More repeats than a hundred change no median, and would take memory for each step of a run.
     medians = [milliseconds for milliseconds, repeats in timings for _ in range(min(repeats, 100))]
     return statistics.median(medians), sum(repeats for _, repeats in timings)
 
@@ -192,6 +198,7 @@ def _fit(observation: Observation, notes: list[str]) -> Fit:
     reported = "memory is what the device reported around each capture, allocator and driver together"
     notes.append(f"{reported}; what the largest {largest}")
     fit = fit_graphs([samples], alone)
+    # What the whole capture took above its graphs is the base: it is paid once, whatever is captured.
     rest = 0.0 if observation.graph_mib is None else observation.graph_mib - sum(sample.mib for sample in samples)
     total = sum(sample.seconds for sample in samples)
     seconds = 0.0 if observation.capture_seconds is None else observation.capture_seconds - total
@@ -412,6 +419,7 @@ def _slope(kinds: Sequence[Sequence[ServedStep]]) -> float:
         rest = _mean([(each.rest, each.weight) for each in alike])
         above += sum(each.weight * (each.num_reqs - reqs) * (each.rest - rest) for each in alike)
         below += sum(each.weight * (each.num_reqs - reqs) ** 2 for each in alike)
+        # A steeper slope would make the base overhead of this kind negative.
         most = min(most, max(rest, 0.0) / reqs)
     return min(max(above / below, 0.0), most) if below else 0.0
 

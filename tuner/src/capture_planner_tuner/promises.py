@@ -155,6 +155,7 @@ def _verdict(own: SideCheck | None, without: float | None, classes: Sequence[Cla
     too_little = PromiseVerdict.TOO_LITTLE_DATA
     if own is None:
         return too_little, "no step of a promised shape was timed"
+    # Before numbers: few steps of promised shapes say that the load is another one.
     if own.share < LEAST_SHARE:
         return too_little, f"only {own.share:.0%} of the steps have a promised shape and a time"
     if own.steps < LEAST_STEPS:
@@ -164,6 +165,7 @@ def _verdict(own: SideCheck | None, without: float | None, classes: Sequence[Cla
     took, where = f"the mean step takes {own.measured_ms:.2f} ms", ""
     timed = [each for each in classes if each.role is Role.TARGET and each.measured_ms is not None]
     if timed:
+        # By time lost in all of its steps: a rare row may be far off and matter little.
         worst = max(timed, key=lambda each: each.excess_ms)
         where = f"; most of it in {worst.name}: {worst.measured_ms:.2f} ms, not {worst.promised_ms:.2f}"
         if worst.other_mode:
@@ -197,6 +199,7 @@ def _observed(observation: Observation) -> list[_Step]:
 def _time(count: BatchCount) -> tuple[float | None, int, float]:
     """Return the mean milliseconds of a step, of how many steps it is, and its standard error."""
     timed, error = count.intervals or count.samples, count.interval_error
+    # Older observations have no error of their own.
     assumed = SCATTER * (count.interval or 0.0) / math.sqrt(max(timed, 1))
     return count.interval, timed, assumed if error is None else error
 
@@ -217,9 +220,11 @@ def _promised_ms(side: ExpectedSteps, step: _Step) -> float | None:
     including, below, above = _about(side, step)
     if including:
         weight = sum(row.share for row in including)
+        # Shares of a promise can all be 0: rows that no step was expected in.
         if not weight:
             return sum(row.milliseconds for row in including) / len(including)
         return sum(row.milliseconds * row.share for row in including) / weight
+    # Below the first row a step takes at most what that row does; above the last one nothing was promised.
     if above is None or below is None:
         return None if above is None else above.milliseconds
     part = (step.extent - below.last) / (above.first - below.last)

@@ -23,6 +23,7 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
     if data is None:
         return None
     kind = data.get("decoding_type")
+    # Known to the engine: no spelling mistake, and no refusal of the engine's.
     if kind in _NOT_EMULATED:
         problems.skip((*path, "decoding_type"), f"the graphs of {kind}")
         return None
@@ -52,8 +53,10 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
         problems.skip((*path, "use_dynamic_tree"), "a tree of drafts whose length changes", "leave it out")
     if changing and data.get("use_mtp_vanilla"):
         problems.skip((*path, "use_mtp_vanilla"), "a length of drafts that changes, for vanilla MTP")
+    # The engine turns the limit of a one-engine method into a schedule of one threshold.
     if most is not None and algorithm.dynamic and schedule is None:
         schedule, most = {most: drafts}, None
+    # K of a plan is at most 255.
     longest = 2 * drafts - 1 if algorithm.doubled else total
     if longest > _MOST_DRAFTS:
         problems.skip((*path, "max_draft_len"), f"decodes of {1 + longest} tokens a request", "draft fewer tokens")
@@ -65,6 +68,7 @@ def read_drafting(value: Any, problems: Problems) -> Drafting | None:
 def _max_draft_len(kind: str, data: Mapping[str, Any], path: Path, problems: Problems) -> int | None:
     """Return K. MTP may leave it to the checkpoint, which is not available here."""
     name, value = "max_draft_len", data.get("max_draft_len")
+    # The older name of the same number, which the engine still reads.
     if kind == "MTP" and "max_draft_len" not in data and "num_nextn_predict_layers" in data:
         name, value = "num_nextn_predict_layers", data["num_nextn_predict_layers"]
     where = (*path, name)
@@ -96,6 +100,7 @@ def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[i
         if draft_len > drafts:
             says = f"a length of {draft_len} is more than max_draft_len, {drafts}"
             problems.refuse(where, says, f"give at most {drafts}")
+    # Half of a schedule would be judged by rules that the whole one may keep.
     if len(problems) > before:
         return None
     if not found:
@@ -133,6 +138,7 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
         if wide is None or breadth is not None:
             problems.refuse(where, "a dynamic tree needs a value of at least 1", "give 1 or more")
         return drafts
+    # The engine's default: topK tokens at each of the K levels.
     if given is None:
         return breadth * drafts
     total = integer(given, total_path, problems)

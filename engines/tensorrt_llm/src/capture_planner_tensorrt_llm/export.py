@@ -39,6 +39,7 @@ def export_tensorrt_llm(plan: Plan) -> Export:
     refuse_varying(plan, "TensorRT-LLM")
     target, drafts = plan.role(Role.TARGET), longest_draft(plan)
     sizes: tuple[int, ...] = ()
+    # Its graphs of decodes are full ones.
     if target.mode.decode_mode is GraphMode.FULL:
         most = plan.limits.max_num_reqs
         sizes = tuple(sorted({min(size, most) for size in decode_sizes(plan, target, 1 + drafts)}))
@@ -56,6 +57,7 @@ def export_tensorrt_llm(plan: Plan) -> Export:
     schedule = draft_len_schedule(plan)
     if speculative is not None and drafts:
         options["speculative_config"] = {"decoding_type": _METHODS[speculative.method], "max_draft_len": drafts}
+        # MTP modules are in the target's own checkpoint.
         if speculative.method is not Method.MTP:
             options["speculative_config"]["speculative_model"] = DRAFT_MODEL
         if schedule is not None:
@@ -106,6 +108,7 @@ def _losses(plan: Plan, target: RolePlan, schedule: dict[int, int] | None, backe
             )
             yield Loss("schedule", says, all_scopes(plan))
         elif schedule is not None:
+            # The engine merges the thresholds into the sizes, so that each tier ends with a graph.
             added = [last for last in schedule if last not in decode_sizes(plan, target, 1)]
             if added:
                 says = f"the engine adds the last batch of each draft length to the sizes: {len(added)} more"

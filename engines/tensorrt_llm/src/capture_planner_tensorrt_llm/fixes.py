@@ -38,6 +38,7 @@ class TensorRTLLMFixes(Fixes):
         sizes, listed = set(emulation.sizes), bool(emulation.asked_sizes)
         if code == "EN001":
             most, covered = max(run.last for run in runs), min(run.first for run in runs) - 1
+            # A list decides its own maximum.
             if not listed:
                 yield _config(emulation, max_batch_size=most)
             yield _config(emulation, batch_sizes=sorted({*sizes, most}))
@@ -57,6 +58,7 @@ class TensorRTLLMFixes(Fixes):
 
     def after(self, emulate: Emulator, command: Sequence[str], change: FlagChange, machine: Environment) -> Emulation:
         flags = tuple((name, values) for name, values in change.flags if name.startswith("-"))
+        # Options that are keys of the file alone: the file is read as if it had them.
         keys = {name: yaml.safe_load(values[0]) for name, values in change.flags if not name.startswith("-")}
         with replacing(keys):
             return emulate(self.applied(command, FlagChange(flags)), machine)

@@ -62,6 +62,7 @@ class ServeCommand:
             else problem
             for problem in problems
         ]
+        # Without a file there is no line to name.
         if self.file is None:
             return renamed
         try:
@@ -82,6 +83,7 @@ def read_flags(command: Sequence[str], problems: Problems) -> ServeCommand:
             continue
         name, equals, value = word.partition("=")
         if name in OPTIONS["switches"]:
+            # Click takes no value for a switch.
             if equals:
                 problems.refuse((name,), "a switch takes no value", "write it without one")
             continue
@@ -91,6 +93,7 @@ def read_flags(command: Sequence[str], problems: Problems) -> ServeCommand:
             remedy = old.remedy(values) if old else did_you_mean(name, ACCEPTED, listed)
             problems.refuse((name,), "unknown flag", remedy)
         if not equals:
+            # The word behind an unknown flag is its value, unless that is a flag itself.
             if not words or (name not in ACCEPTED and words[0].startswith("-")):
                 if name in ACCEPTED:
                     problems.refuse((name,), "its value is missing", "give its value behind it")

@@ -67,6 +67,7 @@ class TargetGraphs:
 
     def on_rank(self, batch: Batch, largest_rank: int) -> Dispatch:
         """Return the graph for a batch where the largest of all ranks decodes ``largest_rank`` requests."""
+        # Before the mode: a batch that cannot be is no batch that runs eager.
         if not 0 < batch.num_reqs <= batch.num_tokens:
             return Dispatch(None, reason=Reason.NOT_ADMISSIBLE)
         if not self.decodes(batch):
@@ -75,6 +76,7 @@ class TargetGraphs:
         entry = None if draft_len is None else self._entries.get((self.size_on_rank(batch, largest_rank), draft_len))
         if entry is not None:
             return served(entry, batch)
+        # Within the sizes, what lacks a graph is the draft length, or a size that nothing pads to.
         beyond = not self.sizes or largest_rank > self.sizes[-1]
         return Dispatch(None, reason=Reason.SIZES if beyond else Reason.UNCOVERED)
 
@@ -95,6 +97,7 @@ class TargetGraphs:
         return 1 if self.drafting is None else self.drafting.width(draft_len)
 
     def _draft_len(self, batch: Batch) -> int | None:
+        # 0 where lengths differ, which no draft length gives.
         width = batch.uniform_query_len or 0
         if self.drafting is None:
             return 0 if width == 1 else None
@@ -109,6 +112,7 @@ def agreed(graphs: TargetGraphs, ranks: Sequence[Batch]) -> tuple[Dispatch, ...]
     eager, the others do not. A rank that is idle decodes one dummy request: it is asked for with that.
     """
     alone = [graphs.dispatch(batch) for batch in ranks]
+    # Padding goes by the largest rank, so that all ranks come to one size.
     largest = max((batch.num_reqs for batch in ranks), default=0)
     decode = all(graphs.decodes(batch) and batch.num_reqs > 0 for batch in ranks)
     if not decode or len({graphs.size_on_rank(batch, largest) for batch in ranks}) > 1:

@@ -84,6 +84,7 @@ def rounded_up(sizes: Sequence[int], num_reqs: int, draft_len: int, schedule: Ma
     if schedule is not None:
         lengths = [scheduled_draft_len(schedule, size) for size in sizes[first:]]
         found = bisect_left(lengths, -draft_len, key=lambda length: -length)
+        # No size has this length: its threshold is above the largest size.
         if found == len(lengths) or lengths[found] != draft_len:
             return 0
         first += found
@@ -104,6 +105,7 @@ def padded_size(
     ``largest_rank`` is the size of the largest batch of all attention-DP ranks, or ``num_reqs``. A batch is left as it
     is where no size holds it, or where the size is more than the engine's ``max_batch_size``.
     """
+    # Dummies would join in vain: no graph holds the batch.
     if not sizes or largest_rank > sizes[-1]:
         return num_reqs
     size = rounded_up(sizes, largest_rank, draft_len, schedule)

@@ -67,6 +67,7 @@ class Drafting:
 
     def draft_len_of(self, width: int) -> int | None:
         """Return the draft length at which a request has so many tokens; or None."""
+        # Checked by ``width`` below: an odd width of PARD is no draft length but 0.
         draft_len = width // 2 if self.algorithm.doubled else width - 1
         return draft_len if draft_len >= 0 and self.width(draft_len) == width else None
 
@@ -76,12 +77,14 @@ class Drafting:
         tiers: list[tuple[int, int, int]] = []
         thresholds = self.schedule or {}
         together = rules.most_together(max_batch_size, max_num_tokens, 1 + longest)
+        # NGram stops drafting above it, which a plan states as a tier of K = 0.
         if self.schedule is None and self.max_concurrency is not None and together > self.max_concurrency:
             thresholds = {self.max_concurrency: self.total_draft_tokens}
         first = 1
         for threshold, draft_len in thresholds.items():
             tiers.append((first, threshold, self.width(draft_len) - 1))
             first = threshold + 1
+        # Above the last threshold nothing is drafted.
         if thresholds and first <= max_batch_size:
             tiers.append((first, max_batch_size, 0))
         return Speculative(method=self.algorithm.method, num_tokens=longest, schedule=tuple(tiers))

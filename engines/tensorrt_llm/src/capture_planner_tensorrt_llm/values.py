@@ -53,6 +53,7 @@ class Problems:
 def integer(value: Any, path: Path, problems: Problems, *, low: int | None = None) -> int | None:
     """Return an integer, given as a number, boolean or string; None, with a problem, for anything else."""
     number: int | None = None
+    # As pydantic's lax mode takes them: True is 1, and 8.0 is 8.
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         number = int(value)
     elif isinstance(value, str):
@@ -96,6 +97,7 @@ def only(
 ) -> None:
     """Record each unknown key; ``older``: keys of other releases."""
     names = sorted(known)
+    # A list of all options helps nobody to find one.
     listed = f"known are {', '.join(names)}" if len(names) <= 20 else "leave it out"
     for key, value in data.items():
         if key not in names:
@@ -106,5 +108,6 @@ def only(
 
 def shown(value: Any) -> str:
     """Write a value, cut where it is long."""
+    # A value can be a whole mapping of the file.
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

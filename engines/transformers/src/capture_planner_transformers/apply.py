@@ -75,11 +75,13 @@ def apply(
         kv_sizes=None if kv_sizes is None else tuple(sorted(set(kv_sizes))),
         strict=is_strict() if strict is None else strict,
         recorder=_recorder(observe),
+        # The model's own attribute hides its class's method, so taking it away is all.
         remove=(lambda: vars(target).pop("init_continuous_batching", None) and None) if is_model else _nothing,
     )
     if not is_model:
         attach(target, application)
         return application
+    # A second plan would wrap the first, and the managers of both would run under one of them.
     if "init_continuous_batching" in vars(target):
         raise RunError(f"{name}: this model runs another plan; call remove() of what apply() returned for that first")
     original = type(target).init_continuous_batching
@@ -145,11 +147,13 @@ class Creation:
 
         processor = self._create(self._manager)
         seam.check_attributes(processor, seam.PROCESSOR)
+        # transformers makes the processor once and hands it out again.
         if isinstance(processor.model_runner, PlannedRunner):
             return processor
         processor.model_runner = runner = self._runner(processor)
         processor.scheduler.schedule_batch = runner.scheduling(processor.scheduler.schedule_batch)
         runner.warmup(self._manager.model)
+        # transformers logs a capture that fails and goes on.
         missing = [key for key in runner.table.keys if key not in runner.captured]
         if missing and any(processor.model_runner.cb_config.cuda_graph_booleans):
             says = f"{len(missing)} of {len(runner.table.keys)} graphs were not captured, {missing[0]} first"
@@ -208,6 +212,7 @@ def attach(manager: Any, application: Application) -> None:
     name, plan = application.name, application.plan
     seam.check_attributes(manager, ("continuous_batching_config", "batch_processor", "distributed_helper", "model"))
     applied = vars(manager).get("_create_batch_processor")
+    # A manager that the model made has the plan already: applying it again is no error.
     if isinstance(applied, Creation):
         if applied.application.plan != plan:
             raise RunError(f"{name}: this manager runs {applied.application.name} already; make a new manager")
@@ -223,6 +228,7 @@ def attach(manager: Any, application: Application) -> None:
         raise RunError(f"{name}: graphs of compiled forward passes are not supported; set default_compile_level=0")
     for difference in _model_differences(plan, manager.model.config.get_text_config()):
         _differ(application, difference)
+    # Given by hand and different: it is replaced below, which the operator should know.
     if config.max_batch_tokens not in (None, plan.limits.max_num_tokens):
         _differ(
             application, f"max_batch_tokens is {config.max_batch_tokens}, and the plan has {plan.limits.max_num_tokens}"
@@ -261,6 +267,7 @@ def _model_differences(plan: Plan, config: Any) -> Iterator[str]:
     }
     for ours, theirs in names.items():
         planned, real = getattr(plan.model, ours), getattr(config, theirs, None)
+        # Some configurations leave a number out, such as head_dim.
         if None not in (planned, real) and planned != real:
             yield f"{theirs} is {real}, and the plan's {ours} {planned}"
 

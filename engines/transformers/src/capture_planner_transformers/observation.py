@@ -67,6 +67,7 @@ class Ledger:
     def count(self, step: EngineStep, answer: GraphAnswer) -> None:
         """Count a step, and log the first of each reason for eager."""
         key, reason = answer.key, answer.reason
+        # One line for each reason: a server runs thousands of steps a minute.
         if key is None and not self.steps[key, reason]:
             LOG.warning(
                 "%s: a batch of %d tokens, %d requests and %d cache reads runs eager: %s",
@@ -91,6 +92,7 @@ def observed(
     entries = [entry for entry in target.entries if entry.mode is GraphMode.FULL and entry.num_tokens in sizes]
     graphs = []
     for entry in entries:
+        # An entry has a graph for each size of cache reads, and costs what they cost together.
         own = [costs[key] for key in captured if key[0] == entry.num_tokens and key in costs]
         seconds, size = sum(cost[0] for cost in own), sum(cost[1] for cost in own)
         graphs.append(ObservedGraph(entry=entry, seconds=round(seconds, 4), mib=round(size / _MIB, 2)))

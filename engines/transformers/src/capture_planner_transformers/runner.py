@@ -71,6 +71,7 @@ class PlannedRunner(ModelRunner):
         self.captured: frozenset[Key] = frozenset()
         self.pools = tuple(PlannedBuffer() for _ in device_ios(self.inputs_and_outputs))
         for io, pool in zip(device_ios(self.inputs_and_outputs), self.pools, strict=True):
+            # Each set of static inputs needs graphs of its own: a replay reads the inputs that it was captured with.
             io.graphs = pool
         self._requests: Sequence[Any] = ()
         self._warming: tuple[int, int] | None = None
@@ -88,6 +89,7 @@ class PlannedRunner(ModelRunner):
 
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
         """Return the sizes of the plan's entry; of a step without one, the real sizes."""
+        # A warm-up step has the sizes of its graph, and is no step of a request.
         if self._warming is not None:
             return self._warming
         states = [request.state for request in self._requests]
@@ -110,6 +112,7 @@ class PlannedRunner(ModelRunner):
         answer = self.table.answer(step)
         if answer.key is None or answer.key in self.captured:
             return answer
+        # Planned and not captured: with graphs on, its capture failed, mostly for lack of memory.
         graphs = self.use_cuda_graph_decode if step.block_table else self.use_cuda_graph_varlen
         return GraphAnswer(answer.entry, None, Reason.MEMORY if graphs else Reason.MODE)
 
@@ -133,6 +136,7 @@ class PlannedRunner(ModelRunner):
             return
         self._warm = True
         for pool in self.pools:
+            # A device without graphs warms up nothing, and all steps run eager.
             for key in self.table.keys if self.use_cuda_graph_varlen or self.use_cuda_graph_decode else ():
                 self._capture_key(model, key)
             pool.closed = True
@@ -140,6 +144,7 @@ class PlannedRunner(ModelRunner):
                 self.inputs_and_outputs.swap_io_pairs()
         if hasattr(self.cache, "reset"):  # since 5.23, as in its own warm-up: return all memory to the global pool
             self.cache.reset()
+        # Steps alternate between the sets, so a graph counts where every set has it.
         self.captured = frozenset.intersection(*(pool.keys for pool in self.pools))
         self.ledger.begin(self.table, self.captured)
 
@@ -155,6 +160,7 @@ class PlannedRunner(ModelRunner):
             self.run_one_warmup(model, tokens, past)
         finally:
             self._warming = None
+        # Kernels of the capture may still run, and would end up in the next graph's time.
         _synchronize()
         self.ledger.captured(key, time.perf_counter() - started, _reserved() - before)
 

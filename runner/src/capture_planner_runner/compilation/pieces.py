@@ -117,12 +117,14 @@ def traced(
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     device = next(tensor.device for tensor, _ in inputs.values())
+    # ``attend.real`` reaches a model only through its calls, and compiled pieces may read it as well.
     given = {**inputs, "real": (torch.empty(0, dtype=torch.bool, device=device), 0)}
     fakes = [_fake(mode, *each) for each in given.values()]
     rows: Any = fakes[-1].shape[0]
     calls: list[TracedCalls] = []
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        # make_fx may run the forward more than once: the last trace is the one that is kept.
         *others, real = tensors
         calls.append(TracedCalls(real))
         return list(forward(calls[-1], **dict(zip(inputs, others, strict=True))))
@@ -135,12 +137,15 @@ def traced(
     for node in module.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
+        # A collective of the model's own is outside ALL_REDUCE, where the runner checks that all ranks are there.
         if node.target.namespace in ("c10d", "_c10d_functional"):
             raise RunError(f"its forward calls other ranks ({node.target}), which is not compiled")
         if reads_host(node.target, fx.map_arg(node.args, lambda each: each.meta.get("val"))):
             raise RunError(f"its forward reads a device value on the host ({node.target})")
+    # The trace would hold for this one number of tokens.
     if rows.node.maybe_as_int() is not None:
         raise RunError("its forward needs the number of tokens as a fixed number (by len, int or a comparison)")
+    # Any other guard splits batches by their size, and the pieces are compiled for one side of it.
     guards = sorted({str(guard.expr) for guard in shapes.guards})
     if guards:
         raise RunError(f"its forward takes other paths for other numbers of tokens: it checks {', '.join(guards[:3])}")
@@ -155,6 +160,7 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dimension: int | None) -> 
     if dimension is not None:
         # Dimensions of one extent are one symbol, and no other dimension has this extent.
         sizes[dimension], dynamic[dimension] = _ROWS, DimDynamic.DUCK
+        # The layout is the input's own: a permuted input stays permuted, or kernels would be compiled for another one.
         order = sorted(range(len(sizes)), key=lambda index: -strides[index])
         tensor = torch.empty([sizes[index] for index in order], dtype=tensor.dtype, device=tensor.device).permute(
             *(order.index(index) for index in range(len(sizes)))
@@ -195,6 +201,7 @@ def _with_weights(mode: FakeTensorMode, module: fx.GraphModule, weights: Iterabl
                 continue  # a number that the forward makes a tensor of
             raise RunError(f"its forward reads a tensor {list(tensor.shape)} that is not among its weights")
         if id(tensor) not in placeholders:
+            # Behind the placeholders that are there: a Trace has T, the inputs and the weights in this order.
             with graph.inserting_after(last):
                 last = graph.placeholder(f"weight_{len(read)}")
             last.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
@@ -338,11 +345,13 @@ def compiled(trace: Trace, compiler: Compiler, among: Collectives = WHOLE) -> Co
         within = set(part)
         outs = [node for node in part if node in results or any(user not in within for user in node.users)]
         operators = [node.target for node in part if isinstance(node.target, torch._ops.OpOverload)]
+        # What nothing reads, and what writes nothing, is dead code of the trace.
         if not outs and not any(operator._schema.is_mutable for operator in operators):
             continue
         sources, graph, key = _piece(part, outs)
         if key not in functions:
             module = fx.GraphModule(trace.module, graph)
+            # Layers of one kind share a function; their weights are among its arguments.
             functions[key] = compiler(module, [node.meta["val"] for node in sources])
         for node in outs:
             places[node] = len(places)
@@ -352,6 +361,7 @@ def compiled(trace: Trace, compiler: Compiler, among: Collectives = WHOLE) -> Co
     lasts: list[tuple[int, ...]] = []
     for step in reversed(steps):
         writes = step.writes if isinstance(step, _Piece) else (step.write,)
+        # From the end: what no later step reads is dropped after this one, so that a graph's memory is reused.
         lasts.append(tuple({*step.reads, *writes} - kept))
         kept = kept | {*step.reads}
     return CompiledForward(
@@ -430,6 +440,7 @@ def _piece(part: Sequence[fx.Node], outs: Sequence[fx.Node]) -> tuple[list[fx.No
         (node.op, str(node.target), repr(fx.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}")))
         for node in part
     ]
+    # Strides are part of a kind: a kernel compiled for one layout reads another one wrongly.
     kinds = [_kind(node.meta["val"]) for node in reads]
     return reads, graph, (repr(lines), repr(kinds), tuple(numbers[node] for node in outs))
 

@@ -102,6 +102,7 @@ def assemble(
     :param observer: of all roles; where graphs are compared, an ``EagerCheck`` of each role has it as its inner one.
     """
     refuse_planning_backends(plan, registry)
+    # Before anything is allocated: what is refused costs no memory.
     policy = ExecutionPolicy.of(plan, registry, options, is_gpu=device.type == "cuda")
     most_drafts = 0 if plan.speculative is None else plan.speculative.num_tokens
     # The host that runs ahead does not know how many drafts the step before keeps: a draw for each number.
@@ -130,9 +131,11 @@ def assemble(
             f"model.recurrent: the plan has {planned}{without}; {model.name} has states of {sum(model.state_widths)} "
             "elements; plan the model that is run"
         )
+    # An edited plan can leave only the row for padding.
     if plan.states is not None and plan.states.rows < _FEWEST_STATES:
         raise RunError(f"states.rows: {plan.states.rows} leaves no row for a request; plan it again")
     recurrent = RecurrentLayers(own, state_caches(plan, model.state_widths, dtype_of(plan.model.dtype), device))
+    # By whether it is the drafter's: its two roles share layers, and with them caches and windows.
     windows: dict[bool, Windows] = {False: model.windows}
     drafting = None
     if drafter is not None and plan.speculative is not None:
@@ -172,7 +175,9 @@ def assemble(
         mine = fields[role.role]
         attention = RoleAttention(role.role, reserved[role.role], mine, updates, plan.model.max_model_len, ranks)
         largest = max((entry.num_tokens for entry in role.entries), default=0)
+        # The check runs each pass again, so it wraps what runs; an observer only watches.
         check = None if comparison is None else EagerCheck(comparison, largest, observer)
+        # No drafter has recurrent layers.
         of_role = RecurrentLayers(mine, ()) if role.role.is_drafter else recurrent
         body = bodies[role.role]
         roles[role.role] = RoleRun(role, body, mine, attention, of_role, context, check or observer, wrapper=check)
@@ -226,8 +231,10 @@ def _draft_bodies(
 ) -> dict[Role, Body]:
     """Return the bodies of the first draft pass and, in a chain, of the draft decodes after it."""
     prefill, state, updates = fields[Role.DRAFT_PREFILL], drafting.state, drafting.updates
+    # A head proposes the token two positions after the state that it reads; a draft model, the next one.
     distance = 1 + (speculative.method is not Method.DRAFT_MODEL)
     kind = DraftPrefillBody
+    # Modules and parallel drafts are all made in the first pass; nothing decodes after it.
     if not speculative.is_chain:
         kind = ModulesBody if speculative.is_modules else ParallelDraftBody
     hidden = _zeros(plan, prefill, drafter.hidden_size)
@@ -318,6 +325,7 @@ def reserve_all(
             mine = caches[role.role.is_drafter]
             for group, layers in zip(role.groups, layers_of(role, windows[role.role.is_drafter]), strict=True):
                 attention = Attention.of(plan, role.role, layers=group.layers, window=group.window)
+                # Keys and values of a layer are one tensor where the backend's kernels read them so.
                 packed = getattr(registry[group.backend].backend, "packs_cache", False)
                 for layer in layers:
                     if layer not in mine:
@@ -357,11 +365,13 @@ def _executor(registered: RegisteredBackend, reservation: Reservation) -> Execut
     assert isinstance(registered.backend, RunnableBackend), "refuse_planning_backends comes first"
     try:
         executor: Executor = registered.backend.reserve(reservation)
+    # It names itself already.
     except BackendError:
         raise
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise BackendError(f"{label} broke in {where}: {message}; tell its authors") from error
+    # A rank with a part of the context returns partial results, which the ranks merge.
     attend = "attend" if reservation.attention.decode_context == 1 else "attend_part"
     missing = [call for call in ("prepare", attend, "layout", "release") if not hasattr(executor, call)]
     if missing:
@@ -393,6 +403,7 @@ def layers_of(role: RolePlan, windows: Windows) -> list[list[int]]:
                 f"{role.role.value}: the group {group.name} has {group.layers} layers, and the model has "
                 f"{len(fitting)} {'in all' if alone else what}; plan the model that is run"
             )
+        # Groups of one window split its layers in their order, so each takes only what it was planned for.
         found.append(fitting[: group.layers])
         left = [layer for layer in left if layer not in found[-1]]
     if left:

@@ -103,6 +103,7 @@ class Distribution:
         """Yield percentiles, in ascending order of ``percents``."""
         last, seen, ordered = 0.0, 0, iter(self.pairs)
         for percent in percents:
+            # Nearest rank, in whole numbers: a float product can land one rank too low.
             rank = -(-percent * self.count // 100)
             while seen < rank:
                 last, times = next(ordered)
@@ -220,6 +221,7 @@ class Tally:
         mode.padded_reqs += times * forward.padded_reqs
         if forward.query_len is not None:
             self.decodes[role] += times
+            # A uniform decode may also run on a PIECEWISE graph; of varying ones only FULL graphs count.
             self.covered[role] += times * (entry is not None)
         if forward.max_query_len is not None:
             self.varying[role] += times
@@ -234,6 +236,7 @@ class Tally:
             self.fallbacks[shape] += times
         if role is Role.TARGET:
             self.adapters[forward.active_loras, -1 if entry is None else entry.active_loras] += times
+        # The host submits a fused chain once, for all of its repeats.
         self.host_seconds.add(forward.host_seconds / times, times)
 
     def add_step(self, step: Step) -> None:
@@ -257,6 +260,7 @@ class Tally:
             self.waited[request.waited_for] += 1
         if request.first_token is not None:
             self.first_token.add(request.first_token)
+        # Cut off: its tokens count, but its latencies would be those of the interruption.
         if request.finished is None:
             return
         self.finished += 1
@@ -343,6 +347,7 @@ class Session:
 
     def add_request(self, request: RequestResult) -> None:
         """Add a request that is finished or cut off."""
+        # Sampled by number, not by chance, so that a run has the same rows again.
         number = self.tally.requests
         self.tally.add_request(request)
         if number % self.every_request == 0:
@@ -372,6 +377,7 @@ class Session:
         try:
             yield
         finally:
+            # Assigned, not added: a second capture replaces the first one's graphs.
             self.capture_seconds = perf_counter() - started
 
     @contextmanager

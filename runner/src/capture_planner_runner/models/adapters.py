@@ -70,6 +70,7 @@ class _Stack(nn.Module):
 
     def __init__(self, layer: nn.Linear, products: Sequence[Product | None]) -> None:
         super().__init__()
+        # Products of all adapters have one shape, so a graph can pick any of them; zeros fill the narrower ones.
         rank = max(len(product.down) for product in products if product is not None)
         down = layer.weight.new_zeros(len(products) + 1, rank, layer.in_features)
         up = layer.weight.new_zeros(len(products) + 1, layer.out_features, rank)

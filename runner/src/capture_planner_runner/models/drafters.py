@@ -65,6 +65,7 @@ class _MixingLayer(_Layer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, 0)
+        # Attention reads the embedding next to the state, so its projections are twice as wide as the library's.
         for name in ("q_proj", "k_proj", "v_proj"):
             width = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, width, bias=config.attention_bias))
@@ -112,6 +113,7 @@ class _Head(nn.Module):
         config._attn_implementation = INTERFACE
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.norm: nn.Module = nn.Identity()
+        # Only what the folder has weights for is made; the rest is the target's, as published heads leave it out.
         vocab, hidden = self.vocab_size, self.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if "embed_tokens.weight" in own else None
         self.lm_head = nn.Linear(hidden, vocab, bias=False) if "lm_head.weight" in own else None
@@ -128,6 +130,7 @@ class _Head(nn.Module):
         """Return the likeliest token of each row ``[N, hidden_size]``, ``int64[N]`` of the target's."""
         normed = self.norm(hidden)
         own = self.lm_head
+        # A reduced vocabulary counts its own tokens: ``d2t`` is how far each is from the target's.
         token = self._target_likeliest(normed) if own is None else self._vocabulary.likeliest(own(normed))
         return token if self.d2t is None else token + self.d2t[token]
 
@@ -140,6 +143,7 @@ class _Head(nn.Module):
         own = self._vocabulary.whole(self.lm_head(normed))
         if self.d2t is None:
             return own
+        # Tokens that the head cannot draft have probability 0, so that none is drawn.
         tokens = torch.arange(self.vocab_size, device=own.device) + self.d2t
         return own.new_full((len(own), self._target_vocab_size), -torch.inf).index_copy_(1, tokens, own)
 
@@ -187,6 +191,7 @@ class Eagle(_Head):
         self.fc = nn.Linear(hidden + target.hidden_size, hidden, bias="fc.bias" in own)
         self._add_mask(own, target.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(self.num_layers))
+        # EAGLE's first layer reads what ``fc`` mixes as it is: its checkpoints have no norm for it.
         self.layers[0].input_layernorm = nn.Identity()
 
     @torch.no_grad()
@@ -211,6 +216,7 @@ class Eagle3(_Head):
         super().__init__(config, target, own, name)
         hidden, depth = config.hidden_size, target.num_layers
         nested = getattr(config, "eagle_config", None) or {}
+        # Published heads have the key at the top or in ``eagle_config``.
         configured = getattr(config, AUX_LAYER_IDS, None) or nested.get(AUX_LAYER_IDS)
         wanted = configured or (2, depth // 2, depth - 3)
         # Small targets do not have the layers that real ones are tapped at; the same one may be twice.

@@ -33,9 +33,11 @@ def grid_of(shape: tuple[int, ...], block: Block) -> Block:
 def quantized(weight: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight in FP8 with its scales, float32: the largest number of each block becomes the largest of FP8."""
     *others, rows, columns = weight.shape
+    # Zeros fill the last blocks, and change no largest number.
     padded = functional.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
     (above, beside), (height, width) = grid_of(weight.shape, block), block
     largest = padded.view(*others, above, height, beside, width).abs().amax((-3, -1))
+    # A block of zeros has no largest number to divide by.
     scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
     numbers = weight.float() / _spread(scale, block, weight.shape)
     return numbers.clamp(-_LARGEST, _LARGEST).to(FP8), scale
@@ -83,6 +85,7 @@ class Fp8Weight(nn.Module):
         if scale.shape[axis] > 1:
             first, last = place.start // self.unit(axis), place.stop // self.unit(axis)
             scale = scale.narrow(axis, first, last - first)
+        # Cloned below: a view would keep the whole weight in memory.
         weight = self.weight.detach().narrow(axis, place.start, place.stop - place.start)
         return weight.clone(), scale.clone()
 
@@ -106,6 +109,7 @@ class Fp8Linear(Fp8Weight):
 
     def part(self, axis: int, place: slice) -> Fp8Linear:
         """Return these rows (axis -2) or columns (-1), whole units of them."""
+        # Columns are inputs: their partial sums are added over ranks, and the bias belongs to each output.
         bias = self.bias[place].clone() if axis == ROWS and self.bias is not None else self.bias
         return Fp8Linear(*self.cut(axis, place), bias, self.block, self.dtype)
 

@@ -109,6 +109,7 @@ class Fp8Format:
             if leaf == self.scale:
                 grid = grid_of(weight := stored[f"{layer}.weight"].tensor.shape, self.block_of(weight))
                 found[f"{layer}.{SCALE}"] = item.tensor.float().view(grid)
+            # Scales of activations are left out: inputs are not quantized here.
             elif leaf != self.activation_scale:
                 found[name] = item.tensor
         return _with_joined_experts(found)
@@ -129,6 +130,7 @@ class Fp8Format:
         """Yield what an FP8 tensor lacks."""
         file, shape = stored[name].file, stored[name].tensor.shape
         layer, _, leaf = name.rpartition(".")
+        # Scales are those of linear layers: other FP8 tensors would be read as if their scale were 1.
         if leaf != "weight" or len(shape) != 2:
             yield f"{file}: {name} is FP8 of shape {list(shape)}, expected the weight of a linear layer"
             return
@@ -142,6 +144,7 @@ class Fp8Format:
         if scale is None:
             return
         has, grid = scale.tensor.shape, grid_of(shape, self.block_of(shape))
+        # The scale of a whole weight is published as a scalar, as [1] and as [1, 1].
         fits = has == grid or (self.block == _WHOLE and scale.tensor.numel() == 1)
         if not fits or not scale.tensor.is_floating_point():
             says = f"shape {list(has)} and dtype {str(scale.tensor.dtype).removeprefix('torch.')}"
@@ -150,6 +153,7 @@ class Fp8Format:
     def refuse_others(self, folder: Path, model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> None:
         """Raise ``RunError`` where FP8 weights and the FP8 layers of a loaded model are not the same."""
         modules = dict(model.named_modules())
+        # A missing scale is a layer that only the configuration has as FP8, an unexpected one only the weights.
         for names, has, lacks in ((missing, "config.json", "safetensors"), (unexpected, "safetensors", "config.json")):
             layers = sorted(name.removesuffix(f".{SCALE}") for name in names if name.endswith(f".{SCALE}"))
             if wrong := [layer for layer in layers if layer in modules]:
@@ -178,6 +182,7 @@ def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
         if tensor.dtype is FP8 and (match := _EXPERT.fullmatch(name)):
             experts.setdefault(match["experts"], {})[int(match["number"]), match["layer"]] = name
     for prefix, names in experts.items():
+        # By the largest number, so that a gap in the numbers is reported as missing.
         count = 1 + max(number for number, _ in names)
         whole = {(number, layer) for number in range(count) for layer in itertools.chain(*_PROJECTIONS.values())}
         if other := sorted(whole ^ names.keys()):
@@ -242,6 +247,7 @@ def _compressed(given: Mapping[str, Any], where: str) -> Fp8Format:
     is_fp8 = (numbers.get("num_bits"), numbers.get("type"), numbers.get("symmetric", True)) == (8, "float", True)
     _expect(where, "weights", weights, "symmetric float of 8 bits", is_fp8)
     sparsity = given.get("sparsity_config")
+    # compressed-tensors writes a sparsity_config also where nothing is sparse.
     is_dense = not sparsity or (isinstance(sparsity, dict) and sparsity.get("format") == "dense")
     _expect(where, "sparsity_config", sparsity, "none, or format dense", is_dense)
     for name in ("kv_cache_scheme", "transform_config"):
@@ -249,6 +255,7 @@ def _compressed(given: Mapping[str, Any], where: str) -> Fp8Format:
     ignored = _names(where, "ignore", given.get("ignore"))
     strategy = str(numbers.get("strategy"))
     _expect(where, "strategy", strategy, "tensor, channel or block", strategy in ("tensor", "channel", "block"))
+    # A channel is one output row with all of its inputs.
     block: tuple[int | None, int | None] = {"tensor": _WHOLE, "channel": (1, None)}.get(strategy, _WHOLE)
     if strategy == "block":
         block = _block(where, "block_structure", numbers.get("block_structure"))

@@ -35,6 +35,7 @@ def library_errors(subject: str) -> Iterator[None]:
     """
     try:
         yield
+    # It says what is wrong already, in words of ours.
     except CapturePlannerError:
         raise
     except Exception as error:
@@ -47,6 +48,7 @@ def library_errors(subject: str) -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Show what transformers logs and Python warns of at the end; after an error, which has a line of its own, none."""
     logger, kept = logging.getLogger("transformers"), MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
+    # Kept, not silenced: what the library says matters where loading succeeds.
     handlers, logger.handlers = logger.handlers, [kept]
     try:
         with warnings.catch_warnings(record=True) as warned:

@@ -174,12 +174,14 @@ class ComparisonLog:
     def add_error(self, error: LargestError) -> None:
         """Keep an error, if it is the largest one of its kind of tensor."""
         before = self._largest.get(error.tensor)
+        # One row for each kind of tensor, however long the run is.
         if before is None or error.error > before.error:
             self._largest[error.tensor] = error
 
     def owner(self, slot: int, page_size: int) -> tuple[str | None, int | None]:
         """Return the request and the token of a slot of the cache; None twice for a free slot."""
         page, offset = divmod(slot, page_size)
+        # Only asked for a row that differs, so no index from pages to requests is kept.
         for name, pages in self._pages.items():
             if page in pages:
                 return name, pages.index(page) * page_size + offset
@@ -301,6 +303,7 @@ class OutputCheck:
         else:
             differing = f"{len(self.differing)} of " if self.differing else ""
             verdict = f"not verified: {differing}{total}{cut_off}"
+        # A wrong layer makes nearly every request a fault.
         listed = [f"  {fault}" for fault in self.faults[:MAX_FAULTS]]
         if len(self.faults) > MAX_FAULTS:
             listed.append(f"  and {counted(len(self.faults) - MAX_FAULTS, 'other fault')}")
@@ -325,6 +328,7 @@ class OutputCheck:
                 f"layers: {sum(scale.is_within for scale in every):,} of {len(every):,} scales within their bound; "
                 f"worst: {worst}"
             )
+            # A pass would say less than it seems to: the noise hides an error of this size.
             if self.resolution > LARGEST_SCALE:
                 lines.append(
                     f"an error of {LARGEST_SCALE:.0%} in one layer may stay hidden: the noise of these "

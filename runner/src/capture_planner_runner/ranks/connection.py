@@ -49,6 +49,7 @@ def meet(
     """
     keys = [f"card/{each}" for each in range(size)]
     begun, each = clock(), SHORTEST
+    # Shown before anything is read: two ranks that both wait to read would never meet.
     board.post(keys[rank], json.dumps(card))
     while None in (texts := board.read(keys)):
         (verdict,) = board.read([VERDICT])
@@ -89,6 +90,7 @@ class ControlPlane:
             pause = min(2 * pause, LONGEST)
         self.watch.done()
         pairs = [json.loads(text or "") for text in texts]
+        # Ranks that are at different topics have gone apart, and their values mean different things.
         if (wrong := apart(self.watch.names, {rank: at for rank, (at, _) in enumerate(pairs)})) is not None:
             self.watch.accuse(wrong)
             self.watch.check()
@@ -106,10 +108,12 @@ class ControlPlane:
         """
         keys = [f"collect/{topic}/{rank}" for rank in range(self.size)]
         self._board.post(keys[self.rank], json.dumps(value))
+        # Only the first rank reports; the others need not wait for it.
         if self.rank:
             return (None,) * self.size
         waited = 0.0
         while None in (texts := self._board.read(keys)):
+            # After a verdict a rank may be gone, and its word will never come.
             if self.watch.verdict is not None if seconds is None else waited >= seconds:
                 break
             self._pause(LONGEST)
@@ -163,6 +167,7 @@ class Patience:
 
     def waits_for(self, missing: Collection[int], waited: float) -> bool:
         """Return True while ranks that have not parted are waited for, after ``waited`` seconds."""
+        # A blamed rank may still want to read its verdict, but is not waited for longer than that takes.
         awaited = set(missing).difference(self.gone(), self.blamed if waited > self.grace else ())
         return bool(awaited) and waited <= self.seconds
 
@@ -229,6 +234,7 @@ def _end_with(connection: Connection, error: BaseException) -> None:
 def _part_from(board: Board, me: RankProcess, patience: Patience, *, hosts_store: bool) -> None:
     """Read and write no more; a store in this process waits until no other rank does."""
     if not hosts_store:
+        # The store is in another process: it need only know that this rank reads no more.
         board.post(f"parted/{me.rank}", "")
         return
     ranks, begun = range(1, me.size), monotonic()
@@ -256,6 +262,7 @@ def _threads(watch: RankWatch, limits: WaitLimits, end: EndProcess) -> Callable[
         while not stop.wait(limits.beat):
             watch.guard(end)
 
+    # Two: ``look`` may hang in the store, and ``guard`` must then still end this process in time.
     threads = [threading.Thread(target=work, name=work.__name__, daemon=True) for work in (look, guard)]
     for thread in threads:
         thread.start()
@@ -270,6 +277,7 @@ def _threads(watch: RankWatch, limits: WaitLimits, end: EndProcess) -> Callable[
 
 def _on_signals(watch: RankWatch) -> Callable[[], None]:
     """Let SIGTERM wait for its reason, since torchrun sends it to all when a rank has died. Return what undoes it."""
+    # Python allows signal handlers only there; a test or a notebook may call from another thread.
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
