@@ -1,6 +1,7 @@
 """The tests themselves: none ends early in silence, and mutation testing has those of each module."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,11 +85,24 @@ def test_no_test_begins_after_the_end_that_ci_sets(
         plugin.pytest_runtest_setup()
 
 
+def together(*commands: str, **variables: str) -> tuple[int, list[str]]:
+    """Run tools/together.py; return its exit code, and its lines but for the commands."""
+    script = [sys.executable, "tools/together.py", *commands]
+    done = subprocess.run(script, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=False)
+    return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("$ ")]
+
+
 @pytest.mark.parametrize("code", [0, 3])
-def test_what_runs_beside_the_tests_is_printed_and_counts(code: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """Behind what the last command prints, in the order of the commands."""
-    beside = [f"python -c 'import sys; print({number}); sys.exit({code})'" for number in (1, 2)]
-    done = subprocess.run([sys.executable, "tools/together.py", *beside, "python -c 'print(3)'"], check=False)
-    assert done.returncode == int(code > 0)
-    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("$ ")]
-    assert lines == ["3", "1", f"exit code {code}", "2", f"exit code {code}"]
+def test_what_runs_together_is_printed_one_after_the_other_and_counts(code: int) -> None:
+    """In the order of the commands, whichever ends first."""
+    commands = [f"python -c 'import sys; print({number}); sys.exit({code})'" for number in (1, 2)]
+    lines = ["1", f"exit code {code}", "2", f"exit code {code}"]
+    assert together(*commands, TESTS_UNTIL="inf") == (int(code > 0), lines)
+
+
+def test_what_runs_together_is_stopped_at_the_end_that_ci_sets() -> None:
+    """What has ended by then counts; what has not is said, and is no failure."""
+    waits = "python -c 'import time; print(1, flush=True); time.sleep(600)'"
+    code, lines = together(waits, TESTS_UNTIL="0")
+    assert code == 0
+    assert lines[-1].startswith("not finished 1200 s after TESTS_UNTIL")

@@ -1,36 +1,46 @@
-"""Run the last of several commands, and the others beside it; what those say is printed when all have ended.
+"""Run commands at the same time, and print what each says when it has ended.
 
-    python tools/together.py "mypy capture_planner" "sphinx-build docs site" "pytest -n auto"
+    python tools/together.py "mypy capture_planner" "sphinx-build docs site"
 
-The exit code is 0 if that of every command is.
+The exit code is 0 if that of every command is. Where ``TESTS_UNTIL`` is set, as by ``.ci/run``, what has not ended
+``GRACE`` seconds after it is stopped, and printed as not finished.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+
+GRACE = 1200
 
 
 def main(commands: Sequence[str]) -> int:
     """Run the command lines, without a shell, and return the exit code."""
-    *others, last = map(shlex.split, commands)
+    until = float(os.environ.get("TESTS_UNTIL", "inf")) + GRACE
+    codes = []
     with ExitStack() as stack:
-        # Files, not pipes: nobody reads while the last one runs, and a full pipe would stop its writer.
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in others]
-        beside = [
-            subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
-            for words, file in zip(others, files, strict=True)
+        # Files, not pipes: only one is read at a time, and a full pipe would stop the writers of the others.
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        running = [
+            subprocess.Popen(shlex.split(command), stdout=file, stderr=subprocess.STDOUT)
+            for command, file in zip(commands, files, strict=True)
         ]
-        codes = [subprocess.run(last, check=False).returncode]
-        for words, process, file in zip(others, beside, files, strict=True):
-            codes.append(process.wait())
+        for command, process, file in zip(commands, running, files, strict=True):
+            try:
+                codes.append(process.wait(None if until == float("inf") else max(until - time.time(), 0)))
+                end = f"exit code {codes[-1]}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                end = f"not finished {GRACE} s after TESTS_UNTIL: this machine needs more time for it"
             file.seek(0)
-            said = file.read().decode(errors="replace")
-            sys.stdout.write(f"$ {shlex.join(words)}\n{said}exit code {codes[-1]}\n")
+            sys.stdout.write(f"$ {command}\n{file.read().decode(errors='replace')}{end}\n")
     return int(any(codes))
 
 
