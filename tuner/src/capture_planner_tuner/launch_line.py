@@ -74,6 +74,7 @@ def _without(flags: Sequence[str], problems: Sequence[Problem]) -> tuple[list[st
             inside = name in contrary
             if inside:
                 notes.append(f"{name} is not in the launch line: {contrary[name]}")
+        # The words behind a flag are its values, and are left out with it.
         if not inside:
             kept.append(word)
     return kept, notes

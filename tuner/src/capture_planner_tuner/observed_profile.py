@@ -285,7 +285,7 @@ def with_overheads(profile: Profile, observation: Observation) -> Profile:
             error=round(served.error_ms if math.isfinite(served.error_ms) else served.mean_ms, 5),
             steps=served.steps,
         )
-        for (mode, query_len), milliseconds in sorted(apart.items(), key=str)
+        for (mode, query_len), milliseconds in sorted(apart.items(), key=str)  # None has no order among query lengths
         for served in (by_kind[mode, query_len],)
     )
     fitted = replace(
@@ -303,6 +303,7 @@ def served_steps(profile: Profile, observation: Observation) -> tuple[tuple[Serv
 
     :param profile: its overheads do not count.
     """
+    # With its overheads, a price would contain what is to be fitted.
     bare = replace(profile, overheads=(), step_milliseconds=0.0, step_milliseconds_per_request=0.0)
     prices = Prices(Costs(bare), observation, {role.role: role.mode for role in observation.roles})
     graph_of = {role.role: _graph_of(role, observation) for role in observation.roles}
@@ -375,6 +376,7 @@ def _fit_overheads(steps: Sequence[ServedStep], *, overlaps: bool) -> tuple[floa
     """Return the milliseconds of a request, the base overhead, and the overhead of each kind."""
     by_kind = grouped(steps, lambda step: step.kind)
     slope, base = 0.0, _base(by_kind, 0.0, overlaps=overlaps)
+    # Only where drafts overlap does the base decide which steps count for the slope.
     for _ in range(ROUNDS if overlaps else 1):
         # Where the drafter's graphs take longer than the host, steps say nothing about the host's work.
         telling = (

@@ -274,6 +274,7 @@ def _holes(left: _Side, right: _Side, role: Role, kind: Kind) -> Iterator[Hole]:
             mode=mode,
         )
         for (side, query_len, loras, reason, mode), extents in found.items()
+        # Neighbours among the extents that both have: one that traffic never had does not split a hole.
         for first, last in _runs(extents, sorted({key[0] for key in shared if key[1] == loras}))
     ]
     yield from sorted(holes, key=lambda hole: (hole.eager, hole.active_loras, hole.first, hole.mode.value))

@@ -62,12 +62,12 @@ class FlashAttention:
         """Declare the fields that the selected library needs in addition to the common ones.
 
         The kernels take the runner's query_start_loc, seq_lens and block_table unchanged; a padded
-        row has no tokens and length 0. What the host reads at launch is baked in, so it is planned
-        at its worst case.
+        row has no tokens and length 0.
         """
         library = select(model, environment)
         if library is None:
             return PaddingContract()
+        # What the host reads at launch is baked into the graph, so it is planned at its worst case.
         fields = [_frozen("max_query_len"), _frozen("max_seq_len")]
         if library.splits:
             fields.append(_frozen("num_splits"))
@@ -79,11 +79,9 @@ class FlashAttention:
         return PaddingContract(fields=tuple(fields))
 
     def refresh(self, role: Role, model: Attention, environment: Environment) -> Refresh:
-        """In the graph, except under decode context parallelism.
-
-        There the host decides from the lengths whether to attend to the context at all, and vLLM
-        0.33 keeps the fused chain off (``supports_draft_decode_metadata_update``).
-        """
+        """In the graph, except under decode context parallelism."""
+        # With several ranks the host decides from the lengths whether to attend to the context at all, and vLLM 0.33
+        # keeps the fused chain off (`supports_draft_decode_metadata_update`).
         in_graph = select(model, environment) is not None and model.decode_context == 1
         return Refresh.IN_GRAPH if in_graph else Refresh.HOST
 

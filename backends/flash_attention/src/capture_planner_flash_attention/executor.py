@@ -52,8 +52,10 @@ class FlashAttentionExecutor:
             return
         self._layout = (self._num_splits(metadata),)
         field = self._schedule_field
+        # The call itself schedules its tiles: in all libraries but FlashAttention 3, and there in draft chains.
         if field is None:
             return
+        # A schedule follows from lengths and the shape of the heads: any layer serves, and an empty query.
         layer, cache = next(iter(self._caches.items()))
         query = cache.keys.new_empty(0, self._attention.num_heads, self._attention.head_dim)
         schedule = self._kernel.schedule(self._call(layer, query, Scoring(scale=1.0), metadata))
@@ -88,11 +90,8 @@ class FlashAttentionExecutor:
         torch.where(self._is_real[: len(out)], result, self._zero, out=out)
 
     def _mark_rows(self, count: int) -> None:
-        """Mark the first ``count`` rows as real, all others as padding.
-
-        Only rows whose mark changes are written: a decode with the requests of the step before launches
-        nothing.
-        """
+        """Mark the first ``count`` rows as real, all others as padding."""
+        # Only marks that change are written: a decode with the requests of the step before launches nothing.
         if count != self._num_real:
             low, high = sorted((count, self._num_real))
             self._is_real[low:high] = count > self._num_real

@@ -78,6 +78,7 @@ class FlashAttention4:
         self._attend = module.flash_attn_varlen_func
         self._causal = attention.causal
         left, right = _window(attention)
+        # Here None is what -1 is to the other libraries: no bound on that side.
         self._window = None if left < 0 else left, None if right < 0 else right
 
     def run(self, call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
@@ -142,6 +143,7 @@ class FlashAttention3:
 
         Layers with a softcap have tiles of another size, so the captured call schedules those itself.
         """
+        # `run` has no longest KV to pass: there it is the width of the page table, so it must be the same here.
         num_reqs, pages = call.page_table.shape
         page_size = call.keys.shape[1]
         metadata = self._schedule(
@@ -178,6 +180,7 @@ class FlashAttention2:
             "softcap": call.softcap or 0.0,
             **self._mask,
         }
+        # The call for mixed batches takes no number of splits.
         if call.query_len is not None:
             rows = call.query.reshape(-1, call.query_len, *call.query.shape[1:])
             result = self._uniform(
@@ -207,6 +210,7 @@ class TorchVarlen:
 
     def __init__(self, module: Any, attention: Attention) -> None:
         self._attend = module.varlen_attn_out
+        # Pages came with torch 2.13; an AttributeError is how `load` reports a version without the call.
         if _parameter(self._attend, "block_table") is None:
             raise AttributeError("varlen_attn_out takes no block_table")
         self._window = _window(attention)

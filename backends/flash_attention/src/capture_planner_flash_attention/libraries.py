@@ -185,9 +185,11 @@ def num_splits(library: Library, entry: Entry, attention: Attention, environment
     """
     if library is FA3:
         # An upper bound: the kernel splits each request as far as its length is worth.
+        # Splits times tokens are bounded, and with them the graph's pool, which holds the partial outputs.
         return max(1, MAX_SPLITS * SPLIT_TOKENS // max(entry.num_tokens, SPLIT_TOKENS))
     if library is FA2:
         # It splits every request this often: fill the multiprocessors once when all rows are real.
         blocks = (entry.num_reqs or 1) * attention.num_kv_heads
         return min(max((environment.device.multiprocessors or 1) // blocks, 1), MAX_SPLITS)
+    # The calls of FlashAttention 4 and torch are made with a single split.
     return 1

@@ -53,6 +53,7 @@ class FlashInfer:
         if refused is not None:
             return Support(level=GraphSupport.NEVER, reason=f"{refused}.")
         level, why = _level(model, environment)
+        # Only the prefill wrapper has a buffer of lengths, whose size the library fixes.
         capped = kernel_family(model, environment) is KernelFamily.PREFILL
         return Support(
             level=level,
@@ -63,17 +64,17 @@ class FlashInfer:
     def padding(self, role: Role, model: Attention, environment: Environment) -> PaddingContract:
         """Declare the fields of the kernels that serve this group.
 
-        Wrappers take their own page lists. A padded row repeats the last offset, so it has no pages, and
-        its last page has length 0: only then do the lengths of host and device agree. XQA and trtllm-gen
-        take seq_lens and block_table. Sequences must be at least as long as their query, in padded
-        rows too, so a padded row attends to the null page.
+        Wrappers take their own page lists; XQA and trtllm-gen take seq_lens and block_table.
         """
         if refusal(model, environment) is not None:
             return PaddingContract()
         family = kernel_family(model, environment)
         if family.is_wrapper:
+            # A padded row repeats the last offset, so it has no pages. Only if its last page has length 0, too, do
+            # the lengths of host and device agree.
             return PaddingContract(fields=PAGE_LISTS + _WRAPPER_FIELDS[family])
         fields = [_frozen("max_query_len"), _frozen("max_seq_len")]
+        # A sequence must be at least as long as its query, in padded rows too: those attend to the null page.
         if model.max_query_len > 1:
             fields.append(
                 MetadataField(name="seq_lens", axis=Axis.REQUEST, fill=Fill.CONSTANT, value=model.max_query_len)

@@ -71,9 +71,11 @@ class FlashInferExecutor:
         }
         self._kernel: PlanlessKernel | None = None
         if self._family.is_wrapper:
+            # One for each shape, as `workspace_parts` counts them; graphs of one shape share it.
             batches = dict.fromkeys(_batch_shape(entry) for entry in graphs)
             for batch, memory in zip(batches, memories[1:], strict=True):
                 self._wrappers[batch] = self._new_wrapper(library, memory, reservation, *batch)
+        # Without full graphs nothing runs the kernel: all other steps take the eager wrapper.
         elif graphs:
             self._kernel = PlanlessKernel(
                 library,
@@ -143,6 +145,7 @@ class FlashInferExecutor:
                 f"{self._where}, layer {layer}: its softcap is {softcap}, and an earlier layer of the group "
                 f"has {self._softcap}; one plan serves all layers of a group, so make two groups of them"
             )
+        # `prepare` planned before any layer had named its softcap, so without one.
         if softcap != self._softcap:
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise BackendError(
@@ -183,6 +186,7 @@ def load() -> Any:
     """Import FlashInfer; raises ``BackendError`` if that fails."""
     try:
         library = importlib.import_module("flashinfer")
+        # `PlanlessKernel` takes its launch from there.
         importlib.import_module("flashinfer.decode")
     except ImportError as error:
         raise BackendError(
@@ -281,6 +285,7 @@ def _split_workspace(reservation: Reservation, parts: WorkspaceParts) -> tuple[l
                 f"flashinfer: {_where(reservation)}: the plan has {memory.numel()} bytes of {kind}, and its "
                 f"entries need {need}; plan again with this version"
             )
+    # In the order of `WorkspaceParts`. Floats are shared by all wrappers: no two of their launches run at once.
     ints = reservation.workspace[:pinned].view(parts.plans, INT_WORKSPACE)
     rest = reservation.workspace[pinned : parts.device]
     memories = [

@@ -75,6 +75,7 @@ class PlanlessKernel:
             )
         query_len = metadata.max_query_len
         options = dict(self._options)
+        # Only XQA takes a mask, and only for queries of several tokens.
         if query_len in self._masks:
             options["mask"] = self._masks[query_len][: metadata.num_reqs]
         self._launch(

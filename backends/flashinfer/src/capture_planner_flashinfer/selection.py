@@ -61,13 +61,10 @@ def planless_family(model: Attention, environment: Environment) -> KernelFamily 
 
 
 def wrapper_family(model: Attention) -> KernelFamily:
-    """Return the wrapper that serves a group without a planless kernel.
-
-    A decode wrapper uses tensor cores from four query heads per KV head on, or for an 8-bit cache
-    (SGLang 0.5.23, ``should_use_tensor_core``).
-    """
+    """Return the wrapper that serves a group without a planless kernel."""
     if model.max_query_len > 1:
         return KernelFamily.PREFILL
+    # As in SGLang 0.5.23 (`should_use_tensor_core`): from four query heads per KV head on, or for an 8-bit cache.
     dense = model.num_heads >= 4 * model.num_kv_heads or model.kv_dtype in (DataType.FP8, DataType.NVFP4)
     return KernelFamily.TENSOR_CORE if dense else KernelFamily.CUDA_CORE
 
@@ -90,6 +87,7 @@ def xqa_splits(environment: Environment) -> bool:
 
 
 def _is_fixed(environment: Environment) -> bool:
+    # () sorts before all versions: an unknown one counts as not fixed.
     return (environment.package(PACKAGE) or ()) >= (0, 7, 1)
 
 
@@ -107,6 +105,7 @@ def refusal(model: Attention, environment: Environment) -> str | None:
     if model.latent is not None:
         served = device.sm[0] == 10
         return None if served else f"FlashInfer's latent attention needs SM100, not {where} (vLLM 0.33)"
+    # The rules below are about SM75 alone, the only older device that is left.
     if device.sm >= (8, 0):
         return None
     if version < (0, 6, 16):

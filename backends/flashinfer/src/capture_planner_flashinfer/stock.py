@@ -64,6 +64,7 @@ class Stock:
         return self._wrappers[num_reqs, query_len]
 
     def _new_wrapper(self, num_reqs: int) -> Any:
+        # Only `bench` needs it, so not before its first call. FlashInfer expects zeros at first use.
         if self._workspace is None:
             self._workspace = torch.zeros(self._floats, dtype=torch.uint8, device=self._device)
         starts, queries, indices, last = (

@@ -54,6 +54,7 @@ def workspace_parts(model: Attention, environment: Environment, entries: Sequenc
     return WorkspaceParts(
         plans=1 + wrappers,
         counters=max((counters(model, environment, e) for e in graphs), default=0) if counters else 0,
+        # With 0, as `max` takes no single number, which is all that there is without graphs.
         floats=max(eager(model, environment), *(_FLOATS[family](model, environment, e) for e in graphs), 0),
     )
 
@@ -106,6 +107,7 @@ def eager(model: Attention, environment: Environment) -> int:
 def _cuda_core(model: Attention, environment: Environment, entry: Entry) -> int:
     """Return the size for a CUDA-core decode, whose grid is split up to every resident block."""
     tiles = _BLOCKS_PER_SM * _multiprocessors(environment) // model.num_kv_heads
+    # 16: the sums behind the partial outputs are aligned to as many bytes.
     return _heads(model) * tiles * (model.head_dim + 1) * 4 + 16
 
 

@@ -145,6 +145,7 @@ class ReferenceExecutor:
 
     def _positions(self, pages: int, device: torch.device) -> torch.Tensor:
         """Return the position in the sequence of each key of so many pages, ``int64[S]``."""
+        # Ranks share a sequence token by token: key i of a rank is at position i * ranks + rank.
         keys = torch.arange(pages * self._page_size, device=device)
         return keys if self._ranks == 1 else keys * self._ranks + self._rank
 
@@ -193,6 +194,7 @@ class ReferenceExecutor:
         # A weight of 0 does not keep NaN out. Pages before a window may be freed, so that what is
         # masked is what no query of the row sees, not only what lies beyond the sequence.
         values = values.masked_fill(~visible.any(1)[..., None, None], 0)
+        # Rows that see no key have a sum of 0: the clamp makes them zeros, not NaN.
         mean = torch.einsum("nqhgs,nshd->nqhgd", weights, values) / total.clamp(min=torch.finfo(dtype).tiny)
         if self._ranks > 1:
             mean = torch.cat([mean, top + total.log()], dim=-1)
@@ -204,6 +206,7 @@ class ReferenceExecutor:
         expected = {
             _QUERY_START_LOC: (metadata.num_reqs + 1,),
             _SEQ_LENS: (metadata.num_reqs,),
+            # A table may be wider than the step needs.
             _BLOCK_TABLE: (metadata.num_reqs, max(pages, *shape[_BLOCK_TABLE][1:])),
         }
         for name in _FIELDS:

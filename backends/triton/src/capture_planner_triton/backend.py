@@ -30,8 +30,7 @@ class Triton:
     def support(self, role: Role, model: Attention, environment: Environment) -> Support:
         """ALWAYS on SM80 and newer, for ordinary heads in bfloat16, float16 or float32; else NEVER.
 
-        Older devices have no bfloat16 tensor cores and no asynchronous copies to shared memory; SM89 and newer take an
-        FP8 KV cache, without scales. Triton's interpreter for CPUs is for tests.
+        SM89 and newer take an FP8 KV cache, without scales. Triton's interpreter for CPUs is for tests.
         """
         refused = _missing(environment, model) or refusal(model)
         if refused is not None:
@@ -93,6 +92,7 @@ def _missing(environment: Environment, model: Attention) -> str | None:
     device = environment.device
     if device.kind is not DeviceKind.CUDA:
         return "Triton compiles for GPUs, and its interpreter is for tests; use the reference backend"
+    # Older devices have no bfloat16 tensor cores and no asynchronous copies to shared memory.
     if device.sm < (8, 0):
         return "the kernel needs SM80 or newer"
     if model.kv_dtype is DataType.FP8 and device.sm < FP8_SM:

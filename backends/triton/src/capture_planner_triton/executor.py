@@ -49,6 +49,7 @@ class TritonExecutor:
         model, cache = self._attention, self._caches[layer]
         starts, lengths, table = (metadata.fields[name] for name in ("query_start_loc", "seq_lens", "block_table"))
         heads, kv_heads = model.num_heads, model.num_kv_heads
+        # Without a split the kernel writes no partial results, and this may be shorter than a part.
         partial = self._workspace[: partial_bytes(model, metadata.num_tokens, cut.splits) // 4]
         # The sums lie behind the partial outputs, in the same memory.
         sums = partial[metadata.num_tokens * heads * cut.splits * model.head_dim :]
@@ -156,6 +157,7 @@ class TritonExecutor:
             )
         for entry in reservation.entries:
             need = entry_partial_bytes(model, reservation.environment, entry)
+            # PIECEWISE entries have no requests: their steps split only as far as the workspace goes.
             if entry.num_reqs is not None and reservation.workspace.numel() < need:
                 raise BackendError(
                     f"{where}: {entry} needs a workspace of {need} bytes, and it has "

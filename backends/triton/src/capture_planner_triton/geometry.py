@@ -127,6 +127,7 @@ def geometry(
     # Each request may end with a tile that it does not fill.
     blocks = num_tokens // queries + num_reqs if blocks_each is None else num_reqs * blocks_each
     keys = min(fitting, MAX_KEYS)
+    # The keys that any query of a tile sees: the windows of its tokens overlap.
     reach = max_seq_len if model.window is None else min(max_seq_len, model.window + queries)
     splits = min(PROGRAMS * multiprocessors // (blocks * model.num_kv_heads), MAX_SPLITS, _ceil_div(reach, keys))
     if workspace is not None:
@@ -138,6 +139,7 @@ def geometry(
         width=width,
         blocks=blocks,
         blocks_each=blocks_each,
+        # 0 where the blocks alone fill the device, or the workspace holds no part.
         splits=max(splits, 1),
         warps=8 if rows * width > 64 * 128 else 4,
         stages=2 * _IN_FLIGHT + 1,

@@ -124,6 +124,7 @@ def attend(
         first = (block - tl.load(starts + owner) // queries - owner) * queries
     start = tl.load(starts + owner)
     query_len = tl.load(starts + owner + 1) - start
+    # The grid is that of the padded extents: surplus blocks and padded requests have no queries.
     if first >= query_len:
         return
 
@@ -174,10 +175,12 @@ def attend(
         slot = (key % page_size).to(tl.int64)
         read = in_range[:, None] & in_head[None, :]
         at_key = page * keys_page + slot * keys_slot + kv_head.to(tl.int64) * keys_head
+        # Of an FP8 cache this converts; any other has the dtype of the queries.
         k = tl.load(keys + at_key[:, None] + far_dim[None, :] * keys_dim, mask=read, other=0.0).to(q.dtype)
         at_value = page * values_page + slot * values_slot + kv_head.to(tl.int64) * values_head
         v = tl.load(values + at_value[:, None] + far_dim[None, :] * values_dim, mask=read, other=0.0).to(q.dtype)
 
+        # "ieee", here and below: float32 would else be rounded to TF32.
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if softcapped:
             # tanh by an exponential that cannot overflow; the interpreter has no tanh.
@@ -206,6 +209,7 @@ def attend(
     result = acc / total_weight[:, None]
     if split:
         cell = (token * (group * tl.num_programs(1)) + head) * splits + tl.program_id(2)
+        # A part without keys writes -inf, as `merge` reads the sums of all parts of a real row.
         tl.store(sums + cell, top + tl.log2(total_weight), mask=real)
         place = cell[:, None] * head_dim + dim[None, :]
         tl.store(partial + place, result, mask=(real & some)[:, None] & in_head[None, :])

@@ -174,6 +174,7 @@ class JournalFolder:
             observation = read_workers(folder)
         except (CapturePlannerError, OSError) as error:
             problems.append(f"{RUNS}/{number}: skipped: {str(error).splitlines()[0]}")
+            # Whatever the error: only an engine that has captured its graphs writes observations.
             return SeenRun(number=number, captured=True)
         plan = plans.get(observation.plan) if observation.plan is not None else None
         promise = None if plan is None else plan.promise
@@ -239,7 +240,7 @@ def held(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
             return
         yield True
     finally:
-        os.close(handle)
+        os.close(handle)  # which unlocks it
 
 
 _WITHOUT_GRAPHS = (
@@ -299,6 +300,7 @@ class AutoLaunch:
     def _guarded(self, prepare: Callable[[], EngineStart]) -> EngineStart:
         try:
             return prepare()
+        # An error of ours must not keep a server from starting.
         except Exception as error:
             self.say(f"an error of capture-planner, {_named(error)}; the engine runs by itself")
             return EngineStart(decision=None, words=self.words, variables=self.variables)
@@ -333,6 +335,7 @@ class AutoLaunch:
         self, decision: StartDecision, plan: Plan | None, words: tuple[str, ...], records: Sequence[JournalRecord]
     ) -> EngineStart:
         """Write and show a start, and return it with the variables of the plugin inside the engine."""
+        # First, since a folder that turns out not to be writable is not observed into either.
         self._append([*records, start_record(decision, self._deployment(), _now(), plan)])
         run = self.folder.run(decision.run)
         self.announce(decision, plan, run if self.writes else None)
@@ -415,6 +418,7 @@ def _with_graphs(words: Sequence[str]) -> Iterator[str]:
     for word in words:
         if word.startswith("-"):
             inside = word.partition("=")[0].replace("_", "-") in _WITHOUT_GRAPHS
+        # The words behind a flag are its values, and go with it.
         if not inside:
             yield word
 

@@ -88,11 +88,14 @@ def compare(
         each or _deployment(letter, argument, document, machine.environment)
         for letter, argument, document, each in zip("AB", (a, b), documents, loaded, strict=True)
     )
+    # Plans and observations have a machine of their own: nothing is assumed for them.
     assumptions = machine.assumptions if None in loaded else ()
     for letter, side in (("A", left), ("B", right)):
         assumptions += tuple(f"{letter}: {each}" for each in (side.assumptions if isinstance(side, Emulation) else ()))
     loads = [_load(side, sources, values) for side in (left, right)] if sources else []
+    # Not strict: without traffic there are no loads.
     notes = [f"{letter}: {note}" for letter, load in zip("AB", loads, strict=False) for note in load[1]]
+    # Notes that are the same on both sides are shown once, without a letter.
     shared = loads[0][1] if loads and loads[0][1] == loads[1][1] else None
     assumptions += tuple(notes if shared is None else shared)
     compared = side_by_side(left, right, (loads[0][0], loads[1][0]) if loads else None, names=(a, b))
@@ -114,6 +117,7 @@ def _checked(b: str, documents: Sequence[Document | None], plan_file: Path | Non
         return None
     found = plan_file or kept_plan(Path(b), after.plan)
     if found is None:
+        # Only of two observations is a verdict expected: with another A, a missing plan is no news.
         if before is not None:
             show_notes([f"B ran under the plan {after.plan}; give it as --plan FILE, and its promise is checked"])
         return None
@@ -130,6 +134,7 @@ def _load(
     side: Plan | Emulation, sources: Sequence[str], values: Mapping[str, Any]
 ) -> tuple[Mapping[Batch, int], tuple[str, ...]]:
     """Return the steps that a side makes of traffic, and what is to be said of them."""
+    # Read once for each side: a trace of requests runs through that side's own scheduler.
     with reading_bar(sources, None) as advance:
         traffic, _ = read_traffic(sources, source_options(values).completed(side, None, None), advance)
     steps = steps_of(traffic, side)

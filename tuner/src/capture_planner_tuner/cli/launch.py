@@ -164,6 +164,7 @@ def launch(
     """
     if auto_folder is not None:
         others = {"--observe": observe, "--profile": profile, "--strict": strict}
+        # With no PLAN in front, click takes the first word of the command for it.
         words = _auto_words(auto_folder, (plan_file, *command), others)
         prepared, code = prepared_launch(auto_folder, words, dry_run=dry_run, seconds=tune_seconds)
         if code is None:
@@ -173,6 +174,7 @@ def launch(
         raise click.UsageError(f"PLAN is missing: {_EXAMPLE}")
     if not command:
         raise click.UsageError(f"the engine's command is missing: {_EXAMPLE}")
+    # click takes the next option as the value where the folder is forgotten.
     if observe is not None and str(observe).startswith("-"):
         raise click.UsageError(f"--observe needs a FOLDER, got {observe}.")
     if plan_file == "-" or plan_file.startswith("/dev/") or Path(plan_file).is_fifo():
@@ -187,6 +189,7 @@ def launch(
     variables, own = split_variables(command)
     # What is exported reaches the engine, too.
     exported = {name: os.environ[name] for name in (OBSERVE, PROFILE, STRICT) if os.environ.get(name)}
+    # Variables in front of the command win over exported ones, and this command's options over both.
     variables = {**exported, **variables, PLAN: str(Path(plan_file).absolute())}
     variables |= {OBSERVE: str(observe.absolute())} if observe is not None else {}
     variables |= {name: "1" for name, wanted in ((PROFILE, profile), (STRICT, strict)) if wanted}
@@ -238,6 +241,7 @@ def _auto_words(folder: Path, command: Sequence[str | None], others: Mapping[str
 
 def _is_program(word: str, rest: Sequence[str]) -> bool:
     """Whether a word that should name a plan begins a command instead."""
+    # A file wins: a plan may be named like a program.
     if Path(word).exists():
         return False
     every = [item.value for item in engines().values()]
@@ -297,6 +301,7 @@ def _run(words: Sequence[str], variables: Mapping[str, str], applied: str, comma
     :param command: the command without the plan.
     :raises EngineError: the program is not there.
     """
+    # The mark of another launch around this one would be made by this engine.
     inherited = {name: value for name, value in os.environ.items() if name != STARTED}
     ended = run_marked(words, {**inherited, **variables})
     if ended.code and not ended.interrupted and not ended.captured:

@@ -67,6 +67,7 @@ def profile(
     to.show(lambda: result, partial(profile_report, result))
     if output is not None:
         to.write(output, lambda: record_text(output, result))
+    # After the file is written: an interrupted profile is kept, and only its notes tell of the interruption.
     if any(note.startswith("interrupted") for note in result.notes):
         exit_interrupted()
 
@@ -74,7 +75,7 @@ def profile(
 def _observed(file: str, source: str, environment: str | None) -> Profile:
     """Take figures from an observation; the model is the plan's, and the device the plan's or the one named.
 
-    Raises ``click.UsageError`` where the observation is of another device: its figures are no other's.
+    Raises ``click.UsageError`` where the observation is of another device.
     """
     given = [options.dashed(name) for name in MEASURING if options.stated(name)]
     if given:
@@ -95,6 +96,7 @@ def _observed(file: str, source: str, environment: str | None) -> Profile:
             named = unknown if observation.device else "no device"
             raise click.UsageError(f"the observation names {named}; describe it with --environment.")
         model, device = document.load(Spec).model, machine.device
+    # Figures of one device are no other's. An observation that names none is taken at the caller's word.
     if observation.device not in (None, device.name):
         raise click.UsageError(
             f"{source} was observed on {observation.device}, and {environment or file} is of {device.name}; give "

@@ -233,6 +233,7 @@ def _folder_conflict(folder: Path, files: Sequence[str]) -> str | None:
             folder.mkdir()
             folder.rmdir()
             return None
+    # The error's own text would not say that the folder above is what is missing.
     except FileNotFoundError:
         return f"{folder}: no such folder to make it in"
     except OSError as error:
@@ -247,6 +248,7 @@ def _write(folder: Path, to: Output, found: TuneResult) -> None:
     """Write what reproduces the plan, and the command that uses it."""
     texts = found.texts()
     if not texts:
+        # With --format json, standard output is the document and nothing else.
         click.echo(f"nothing is written to {folder}: no change is proposed", err=to.is_json)
         return
     script = found.script()

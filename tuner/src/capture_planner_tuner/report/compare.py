@@ -152,6 +152,7 @@ def _classes(checked: PromiseCheck) -> Grid:
         if each.steps >= least
     ]
     columns = ("steps, under the plan", "runs", "promised", "measured", "steps", "in another mode")
+    # Rows are in the promise's order; ties at the limit would make them too many.
     return Grid.of(columns, rows[:MAX_CLASSES], text=2)
 
 

@@ -41,6 +41,7 @@ def figures_of(tuning: Tuning) -> Iterator[str]:
         return
     gap = f"time between two outputs {_change(today.gap_ms, proposed.gap_ms)} in the mean"
     text = f"{gap} and {_change(today.gap_p99_ms, proposed.gap_p99_ms)} at p99"
+    # Says why p99 hardly moves: it is a step that neither side has a graph for.
     if today.gap_p99_eager and proposed.gap_p99_eager:
         text += ", a step without a graph on both sides"
     if noise is not None and noise.low is not None and noise.high is not None:
@@ -59,6 +60,7 @@ def figures_of(tuning: Tuning) -> Iterator[str]:
 def _change(before: float, after: float) -> str:
     return (
         f"{milliseconds(before)} to {milliseconds(after)}"
+        # As `milliseconds` writes them: two figures that read alike are no change.
         if round(before, 3) != round(after, 3)
         else milliseconds(before)
     )
@@ -89,6 +91,7 @@ def _room(result: TuneResult, mib: float) -> str:
 
 def _than(change: float, form: str, less: str = "less") -> str:
     text = form.format(abs(change))
+    # Compared as written: a change below the last digit is none.
     if text == form.format(0):
         return "as today"
     return f"{text} {'more' if change > 0 else less}"
@@ -118,6 +121,7 @@ def flags_of(beyond: Beyond) -> Iterator[str]:
     bounds = beyond.bounds
     if bounds.graphs is not None:
         yield f"--max-graphs {bounds.graphs}"
+    # Rounded up, here and below: a smaller bound would exclude the very table that it is for.
     if bounds.memory_mib is not None:
         yield f"--memory {-(-bounds.memory_mib // 1):.0f}MiB"
     if bounds.seconds is not None:
@@ -272,6 +276,7 @@ def _sides(result: TuneResult) -> Section | None:
     roles = [role for role in Role if role in today.eager_share or role in proposed.eager_share]
     rows: list[Row] = [
         ("time per token", lambda side: milliseconds(side.token_ms)),
+        # The other objectives have rows of their own below.
         *([(subject_of(objective), lambda side: milliseconds(side.objective))] if objective.startswith("p") else []),
         ("mean step", lambda side: milliseconds(side.mean_step_ms)),
         ("between two outputs, mean", lambda side: milliseconds(side.gap_ms)),
@@ -288,6 +293,7 @@ def _sides(result: TuneResult) -> Section | None:
     shift = result.tuning.shift
     if shift is not None:
         both = (percent(max(regret, 0.0)) for regret in (shift.today, shift.proposed))
+        # Above the price, which has three rows, and the eager steps of each role.
         cells.insert(len(cells) - 3 - len(roles), ("with twice the load", *both))  # type: ignore[arg-type]
     if result.latencies is not None:
         cells[5:5] = list(_waits(*result.latencies))
@@ -397,6 +403,7 @@ def _objective(side: SideFigures, objective: str) -> tuple[str, ...]:
     """Return the cell of an objective that has a column of its own."""
     if objective == "mean":
         return ()
+    # Regret is a ratio to a graph of the batch's own size: 1 is no loss.
     return (percent(max(side.objective - 1, 0.0)) if objective == "regret" else milliseconds(side.objective),)
 
 
@@ -431,6 +438,7 @@ def _pareto_chart(tuning: Tuning) -> Chart | None:
         "regret": [("Worst step by graphs", "objective", PlotAxis("times its own size", "ratio"), 1.0)],
     }
     chosen = tuning.objective
+    # Axes are in s and B, figures in ms and MiB: `scale` converts.
     for title, name, axis, scale in (
         *own.get(chosen, [(f"{chosen} step by graphs", "objective", PlotAxis(f"{chosen} step", "s"), 1e-3)]),
         ("Mean step by graphs", "mean_step_ms", PlotAxis("mean step", "s"), 1e-3),
@@ -497,6 +505,7 @@ class _Load:
 def _few(values: Sequence[int]) -> list[int]:
     """Return at most ``MAX_POINTS`` of ascending values, evenly, the first and the last among them."""
     last = len(values) - 1
+    # A set: with fewer values than points several of them round to the same index.
     return [values[index] for index in sorted({round(last * at / (MAX_POINTS - 1)) for at in range(MAX_POINTS)})]
 
 

@@ -545,13 +545,10 @@ def _quoted(word: str) -> str:
 
 
 def _wanted(spec: Spec, today: Emulation, options: TuneOptions, objective: str) -> Spec:
-    """Return the spec with measured sizes, under the bounds of the options, or else its own.
-
-    A schedule that is measured stays as it is today: steps of other draft lengths give other tokens, and the sides
-    would not be judged on the same work.
-    """
+    """Return the spec with measured sizes, under the bounds of the options, or else its own."""
     old = spec.sizes
-    # Draft lengths are not what is tuned here.
+    # A measured schedule stays as it is today: with other draft lengths a step gives other tokens, and the sides would
+    # not be judged on the same work.
     if spec.speculative is not None and isinstance(spec.speculative.schedule, ScheduleSource):
         spec = replace(spec, speculative=today.speculative)
     sizes = Sizes(
@@ -564,6 +561,7 @@ def _wanted(spec: Spec, today: Emulation, options: TuneOptions, objective: str) 
     )
     bounds = {"max_graphs": options.graphs, "memory": options.memory, "seconds": options.seconds}
     stated = {name: value for name, value in bounds.items() if value is not None}
+    # Sizes of a role's own would come before the measured ones.
     roles = {role.value: replace(spec.roles.of(role), sizes=None) for role in Role}
     return replace(spec, sizes=sizes, roles=Roles(**roles), budget=replace(spec.budget, **stated))
 
@@ -575,6 +573,7 @@ def _usual(spec: Spec, environment: Environment, backends: Registry) -> frozense
         return frozenset(
             map(finding_key, lint(make_plan(replace(spec, sizes=Sizes(), budget=budget), environment, backends)))
         )
+    # Then each warning counts against a table.
     except PlanningError:
         return frozenset()
 
@@ -591,6 +590,7 @@ def _within(spec: Spec, count: int, kept: TuningBounds | None) -> Spec:
     """Return the spec with a budget of so many graphs, and of the memory and time that are kept to."""
     budget = replace(spec.budget, max_graphs=count)
     if kept is not None:
+        # Rounded up: a table of just that memory must still fit.
         memory = None if kept.memory_mib is None else math.ceil(kept.memory_mib * MIB)
         budget = replace(budget, memory=memory, seconds=kept.seconds or None)
     return replace(spec, budget=budget)
@@ -607,6 +607,7 @@ def _of_profile(problem: Problem, file: str) -> Problem:
 
 def grown(traffic: Traffic, share: float = MORE_TRAFFIC) -> Traffic:
     """Return traffic with a share of more steps, drawn from those that it has."""
+    # A fixed seed: the same traffic gives the same churn.
     draw = random.Random(0)
     more = (max(0, round(draw.gauss(each.count * share, math.sqrt(each.count * share)))) for each in traffic.batches)
     batches = (attrs.evolve(each, count=each.count + add) for each, add in zip(traffic.batches, more, strict=True))

@@ -352,6 +352,7 @@ class TableSearch:
         free = self._made.get((count, None))
         if free is not None and bounds.hold(free.chosen):
             return free
+        # `count` bounds the graphs: bounds that differ in their number alone share a table.
         return self._candidate(count, attrs.evolve(bounds, graphs=None))
 
     def _candidate(self, count: int, kept: TuningBounds | None) -> Candidate:
@@ -547,6 +548,7 @@ class TableSearch:
 
 
 def _beyond(value: float, most: float | None) -> float | None:
+    # With the tolerance of `TuningBounds.hold`.
     return None if most is None or value <= most * (1 + 1e-9) else value
 
 
@@ -625,6 +627,7 @@ def tune(
         return attrs.evolve(kept, reason="graphs are turned off, so no sizes are chosen; allow them, and tune again")
     search = TableSearch(case, propose, progress)
     past = search.past
+    # Not 0 graphs, which `most` would read as no bound.
     own = TuningBounds(graphs=max(len(today.graphs), 1), memory_mib=before.memory_mib, seconds=before.seconds)
     wide = _wider(room or TuningBounds(), own)
     # Without a budget: what today takes, then more memory and time, then more graphs too.
