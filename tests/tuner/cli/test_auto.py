@@ -15,7 +15,7 @@ from capture_planner.records._base import digest
 from capture_planner.records.plan import Plan
 from capture_planner_tuner.auto import start
 from capture_planner_tuner.auto.decisions import TuneProposal, graphs_of
-from capture_planner_tuner.auto.start import JournalFolder
+from capture_planner_tuner.auto.start import JournalFolder, _with_graphs
 from capture_planner_tuner.cli import launch as auto
 from capture_planner_tuner.journal import Event, JournalRecord
 from support.auto_engine import PosedEngine, promised, served
@@ -159,6 +159,22 @@ def test_other_flags_are_observed_anew(loop: Loop) -> None:
     lines = loop.start(words=(*SERVE, "--max-model-len", "4096"))
     assert loop.ran[-1] == "itself"
     assert "another deployment (the command line changed)" in lines[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--port", "8001"),
+        ("--port=8001",),
+        ("--api_key=secret",),
+        ("--disable-log-requests",),
+        ("--host", "::", "--uds=x"),
+    ],
+)
+def test_a_model_behind_flags_without_graphs_is_part_of_the_deployment(flags: tuple[str, ...]) -> None:
+    """A plan of another model must not be taken for its own."""
+    words = ("vllm", "serve", *flags, "Qwen/Qwen3-8B", "--served-model-name", "a", "b")
+    assert [*_with_graphs(words)] == ["vllm", "serve", "Qwen/Qwen3-8B"]
 
 
 def test_damage_is_skipped_with_a_line(loop: Loop) -> None:

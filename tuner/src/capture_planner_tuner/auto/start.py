@@ -13,6 +13,7 @@ What cannot be read in it is skipped, with a sentence.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -243,12 +244,14 @@ def held(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
         os.close(handle)  # which unlocks it
 
 
-_WITHOUT_GRAPHS = (
-    *("--host", "--port", "--uds", "--api-key", "--hf-token", "--served-model-name", "--root-path", "--chat-template"),
-    *("--uvicorn-log-level", "--disable-log-requests", "--enable-log-requests", "--disable-log-stats"),
-    *("--allowed-origins", "--ssl-keyfile", "--ssl-certfile", "--otlp-traces-endpoint"),
-)
-"""Flags that change no graph: a command line that differs in them alone is the same deployment."""
+_WITHOUT_GRAPHS: Mapping[str, float] = {
+    **dict.fromkeys(("--disable-log-requests", "--enable-log-requests", "--disable-log-stats"), 0),
+    **dict.fromkeys(("--host", "--port", "--uds", "--api-key", "--hf-token", "--root-path", "--chat-template"), 1),
+    **dict.fromkeys(("--uvicorn-log-level", "--allowed-origins", "--ssl-keyfile", "--ssl-certfile"), 1),
+    **{"--otlp-traces-endpoint": 1, "--served-model-name": math.inf},
+}
+"""Flags that change no graph, with the most values behind each: a command line that differs in them alone is the same
+deployment."""
 
 
 @attrs.frozen(kw_only=True)
@@ -414,12 +417,18 @@ class AutoLaunch:
 
 def _with_graphs(words: Sequence[str]) -> Iterator[str]:
     """Yield the words without flags that change no graph, and their values."""
-    inside = False
+    left: float = 0
     for word in words:
         if word.startswith("-"):
-            inside = word.partition("=")[0].replace("_", "-") in _WITHOUT_GRAPHS
-        # The words behind a flag are its values, and go with it.
-        if not inside:
+            name, equals, _ = word.partition("=")
+            values = _WITHOUT_GRAPHS.get(name.replace("_", "-"))
+            left = 0 if values is None or equals else values
+            if values is None:
+                yield word
+        # Values go with their flag; what stands behind those may be the model.
+        elif left:
+            left -= 1
+        else:
             yield word
 
 
