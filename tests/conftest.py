@@ -12,7 +12,7 @@ slow, and a faster test holds the same law:
   that comes down to three; a run of pytest over a backend's tests, of which the pages have an example;
 - bench: other draft lengths, the pages that each figure needs, interruptions between figures, and all figures of a
   plan with a fused chain; the command's own tests measure all figures and interrupt one;
-- gallery: the mutants of ``gallery.core.LATE``, which take nine tenths of the time of all, and three of the four
+- gallery: the mutants of ``gallery.core.LATE``, which take most of the time of all, and three of the four
   healthy backends; ``tox -e gallery`` searches all mutants with 20 seeds;
 - report: a page of 200,000 forwards instead of 20,000;
 - engines: the benchmark of transformers at its smallest, whose parts have tests of their own.
@@ -27,7 +27,6 @@ import io
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -85,17 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in slow]
 
 
-UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
-"""The second since the epoch after which no test begins: ``.ci/run`` bounds its time on a machine of any speed."""
-
-
 def pytest_runtest_setup() -> None:
-    """Begin no test after the end, and leave what is imported to no later garbage collection.
-
-    A capture that leaves tensors behind looks at all of it.
-    """
-    if time.time() > UNTIL:
-        pytest.skip("not begun before TESTS_UNTIL: this machine needs more time for all tests")
+    """Leave what is imported to no later garbage collection: a capture that leaves tensors behind looks at it all."""
     if len(sys.modules) > _FROZEN.get("modules", 0) + 50:
         gc.collect()
         gc.freeze()

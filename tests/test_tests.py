@@ -1,7 +1,6 @@
 """The tests themselves: none ends early in silence, and mutation testing has those of each module."""
 
 import ast
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,36 +72,12 @@ def test_mutants_are_no_gap_only_as_a_rule_says() -> None:
     assert equivalent("planning/sizing/policies", line, "rounds -= 2") is None
 
 
-def test_no_test_begins_after_the_end_that_ci_sets(
-    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is skipped with the reason, which the closing lines count."""
-    file = str(TREE / "conftest.py")
-    (plugin,) = (each for each in pytestconfig.pluginmanager.get_plugins() if getattr(each, "__file__", "") == file)
-    plugin.pytest_runtest_setup()
-    monkeypatch.setattr(plugin, "UNTIL", 0.0)
-    with pytest.raises(pytest.skip.Exception, match="not begun before TESTS_UNTIL"):
-        plugin.pytest_runtest_setup()
-
-
-def together(*commands: str, **variables: str) -> tuple[int, list[str]]:
-    """Run tools/together.py; return its exit code, and its lines but for the commands."""
-    script = [sys.executable, "tools/together.py", *commands]
-    done = subprocess.run(script, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=False)
-    return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("$ ")]
-
-
 @pytest.mark.parametrize("code", [0, 3])
 def test_what_runs_together_is_printed_one_after_the_other_and_counts(code: int) -> None:
     """In the order of the commands, whichever ends first."""
     commands = [f"python -c 'import sys; print({number}); sys.exit({code})'" for number in (1, 2)]
-    lines = ["1", f"exit code {code}", "2", f"exit code {code}"]
-    assert together(*commands, TESTS_UNTIL="inf") == (int(code > 0), lines)
-
-
-def test_what_runs_together_is_stopped_at_the_end_that_ci_sets() -> None:
-    """What has ended by then counts; what has not is said, and is no failure."""
-    waits = "python -c 'import time; print(1, flush=True); time.sleep(600)'"
-    code, lines = together(waits, TESTS_UNTIL="0")
-    assert code == 0
-    assert lines[-1].startswith("not finished 1200 s after TESTS_UNTIL")
+    script = [sys.executable, "tools/together.py", *commands]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("$ ")]
+    assert done.returncode == int(code > 0)
+    assert lines == ["1", f"exit code {code}", "2", f"exit code {code}"]

@@ -2,45 +2,31 @@
 
     python tools/together.py "mypy capture_planner" "sphinx-build docs site"
 
-The exit code is 0 if that of every command is. Where ``TESTS_UNTIL`` is set, as by ``.ci/run``, what has not ended
-``GRACE`` seconds after it is stopped, and printed as not finished.
+The exit code is 0 if that of every command is.
 """
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 
-GRACE = 1200
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line, without a shell; its two streams come as one."""
+    words = shlex.split(command)
+    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 def main(commands: Sequence[str]) -> int:
-    """Run the command lines, without a shell, and return the exit code."""
-    until = float(os.environ.get("TESTS_UNTIL", "inf")) + GRACE
+    """Run the command lines, and return the exit code."""
     codes = []
-    with ExitStack() as stack:
-        # Files, not pipes: only one is read at a time, and a full pipe would stop the writers of the others.
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
-        running = [
-            subprocess.Popen(shlex.split(command), stdout=file, stderr=subprocess.STDOUT)
-            for command, file in zip(commands, files, strict=True)
-        ]
-        for command, process, file in zip(commands, running, files, strict=True):
-            try:
-                codes.append(process.wait(None if until == float("inf") else max(until - time.time(), 0)))
-                end = f"exit code {codes[-1]}"
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                end = f"not finished {GRACE} s after TESTS_UNTIL: this machine needs more time for it"
-            file.seek(0)
-            sys.stdout.write(f"$ {command}\n{file.read().decode(errors='replace')}{end}\n")
+    with ThreadPoolExecutor(len(commands)) as pool:
+        for command, done in zip(commands, pool.map(run, commands), strict=True):
+            sys.stdout.write(f"$ {command}\n{done.stdout}exit code {done.returncode}\n")
+            codes.append(done.returncode)
     return int(any(codes))
 
 
