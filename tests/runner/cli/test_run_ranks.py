@@ -21,7 +21,7 @@ from support.timelines import assert_timeline_of, tracks_of
 
 pytest.importorskip("transformers")
 
-LONGEST = 300.0
+LONGEST = 60.0
 SPEC = spec_for(3).replace("max_model_len: 64", "max_model_len: 128")
 SPREAD = SPEC.replace("num_kv_heads: 1", "num_kv_heads: 2").replace("num_heads: 2,", "num_heads: 4,")
 FEW = ("--prompt-tokens", "1:9", "--output-tokens", "2:6", "--format", "json")
@@ -165,7 +165,9 @@ def test_a_run_that_is_stopped_reports_what_ran(number, code, says, folder):
     while not all((dumped / f"rank-{rank}").is_dir() for rank in range(2)) and monotonic() < until:
         sleep(0.05)
     os.kill(ranks[1] if number == signal.SIGKILL else process.pid, number)
+    started = monotonic()
     assert wait([process], LONGEST)
+    assert monotonic() - started < 30.0
     assert process.code == code, process.err
     assert process.err.count(says) == 1 or not says
     assert process.out, process.err
