@@ -656,7 +656,8 @@ def wake(bench: Bench, request: Mapping[str, Any], emit: Emit) -> None:
             began = time.perf_counter()
             bench.engine.engine.wake_up()
             woke = time.perf_counter()
-            bench.live.change(bench.start if how == "captured first" else bench.live.now())
+            if how == "captured first":
+                bench.live.change(bench.start)
             captured = time.perf_counter()
             parts = as_needed() if how == "captured as needed" else iter(())
             first.clear()

@@ -45,6 +45,8 @@ PHASES: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("batch", {"in_flight": 200, "max_prompt": 64, "mean_output": 160}, 800),
 )
 """Phases of the load that shifts: name, load, and requests for two to four seconds."""
+CHANGED_LOAD = {"in_flight": 100, "requests": 500, "mean_output": 120}
+"""What is served while graphs change, or after waking."""
 ARMS = ("itself", "first", "static", "live", "oracle")
 HALF_HOUR = 1800.0
 OBSERVED_STEPS = 4000
@@ -287,7 +289,7 @@ def main(words: Sequence[str] | None = None) -> int:
         folder = (arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         exact = {"tokens", "growth"} & {*arguments.only}
-        serving = {"probe", "shift", "kill"} & {*arguments.only}
+        serving = {"probe", "shift"} & {*arguments.only}
         # All start together: most of a start is the host's, and nothing is timed yet.
         exacts = [start(k, folder, stack, results, exact=True, name="exact") for k in arguments.k if exact]
         servers = [start(k, folder, stack, results, exact=False, name="server") for k in arguments.k if serving]
@@ -301,11 +303,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sleepers = [each for each in sleepers if each.started("sleeper", limits.left)]
         correct(exacts, exact, limits)
         for each in sleepers:
-            load = {"in_flight": 100, "requests": 500, "mean_output": 120}
-            each.ask("wake", limits.left, do="wake", load=load, tag="w", rounds=arguments.rounds)
+            each.ask("wake", limits.left, do="wake", load=CHANGED_LOAD, tag="w", rounds=arguments.rounds)
             each.child.end()
         measure(servers, serving, folder, results, arguments, limits, stack)
-        if "kill" in serving:
+        if "kill" in arguments.only:
             for k in arguments.k:
                 killed(k, folder, stack, results, limits)
     return 0
@@ -313,12 +314,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def killed(k: int, folder: Path, stack: ExitStack, results: Results, limits: Limits) -> None:
     """Kill an engine while its graphs change one at a time, and let the next one serve the same load."""
-    load = {"in_flight": 100, "requests": 300, "mean_output": 120}
     for name in ("killed", "after the kill"):
         engine = start(k, folder, stack, results, exact=False, name=slug(name))
         if not engine.started("kill", limits.left):
             return
-        engine.send(do="latency", load=load, tag="k", rounds=1)
+        engine.send(do="latency", load={**CHANGED_LOAD, "requests": 300}, tag="k", rounds=1)
         if name == "killed":
             # Its row "none" comes first; then each step has a change.
             results.add("kill", k, {"until": engine.child.answer(None, limits.left)})
@@ -347,11 +347,10 @@ def measure(
 ) -> None:  # fmt: skip
     """Run what is timed, one engine after another, while the others wait."""
     if "probe" in sections:
-        load = {"in_flight": 100, "requests": 500, "mean_output": 120}
         for engine in engines:
-            engine.ask("probe", limits.left, do="state", load={**load, "requests": 150}, tag="p")
+            engine.ask("probe", limits.left, do="state", load={**CHANGED_LOAD, "requests": 150}, tag="p")
             engine.ask("probe", limits.left, do="probe")
-            engine.ask("latency", limits.left, do="latency", load=load, tag="l")
+            engine.ask("latency", limits.left, do="latency", load=CHANGED_LOAD, tag="l")
     shifts = [Shift(each, folder, results, arguments) for each in engines if "shift" in sections]
     for each in shifts:
         each.observe(limits)
