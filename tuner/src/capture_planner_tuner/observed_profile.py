@@ -123,7 +123,7 @@ def _points(role: ObservedRole, lengths: Collection[int]) -> Iterator[tuple[Fami
         timed = _time_of(role, batch)
         if timed is None or batch.active_loras or batch.num_tokens < 1:
             continue
-        # Eager steps have any number of tokens, so those of one doubling are taken together.
+        # Token counts of eager steps rarely repeat, so they are grouped by powers of two.
         if batch.graph is None:
             doubling = eager(batch.query_len if batch.past_prompt else None), (batch.num_tokens - 1).bit_length()
             sampled.setdefault(doubling, []).append((batch.num_tokens, timed))

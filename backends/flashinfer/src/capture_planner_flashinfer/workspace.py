@@ -54,7 +54,7 @@ def workspace_parts(model: Attention, environment: Environment, entries: Sequenc
     return WorkspaceParts(
         plans=1 + wrappers,
         counters=max((counters(model, environment, e) for e in graphs), default=0) if counters else 0,
-        # With 0, as `max` takes no single number, which is all that there is without graphs.
+        # The 0 is for plans without graphs: `max` needs two values or an iterable.
         floats=max(eager(model, environment), *(_FLOATS[family](model, environment, e) for e in graphs), 0),
     )
 

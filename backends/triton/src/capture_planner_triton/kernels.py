@@ -124,7 +124,7 @@ def attend(
         first = (block - tl.load(starts + owner) // queries - owner) * queries
     start = tl.load(starts + owner)
     query_len = tl.load(starts + owner + 1) - start
-    # The grid is that of the padded extents: surplus blocks and padded requests have no queries.
+    # The grid covers padded requests and the longest query, so some blocks have no queries.
     if first >= query_len:
         return
 

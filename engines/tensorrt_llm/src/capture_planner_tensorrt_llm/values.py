@@ -97,7 +97,7 @@ def only(
 ) -> None:
     """Record each unknown key; ``older``: keys of other releases."""
     names = sorted(known)
-    # A list of all options helps nobody to find one.
+    # The full list is too long for an error message.
     listed = f"known are {', '.join(names)}" if len(names) <= 20 else "leave it out"
     for key, value in data.items():
         if key not in names:

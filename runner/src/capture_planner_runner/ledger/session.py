@@ -260,7 +260,7 @@ class Tally:
             self.waited[request.waited_for] += 1
         if request.first_token is not None:
             self.first_token.add(request.first_token)
-        # Cut off: its tokens count, but its latencies would be those of the interruption.
+        # The run ended first: its tokens count, but it has no latency.
         if request.finished is None:
             return
         self.finished += 1

@@ -109,7 +109,7 @@ class Fp8Format:
             if leaf == self.scale:
                 grid = grid_of(weight := stored[f"{layer}.weight"].tensor.shape, self.block_of(weight))
                 found[f"{layer}.{SCALE}"] = item.tensor.float().view(grid)
-            # Scales of activations are left out: inputs are not quantized here.
+            # The runner does not quantize activations, so their scales are not loaded.
             elif leaf != self.activation_scale:
                 found[name] = item.tensor
         return _with_joined_experts(found)
@@ -130,7 +130,7 @@ class Fp8Format:
         """Yield what an FP8 tensor lacks."""
         file, shape = stored[name].file, stored[name].tensor.shape
         layer, _, leaf = name.rpartition(".")
-        # Scales are those of linear layers: other FP8 tensors would be read as if their scale were 1.
+        # Only linear layers have scales. Any other FP8 tensor would be loaded without one.
         if leaf != "weight" or len(shape) != 2:
             yield f"{file}: {name} is FP8 of shape {list(shape)}, expected the weight of a linear layer"
             return
