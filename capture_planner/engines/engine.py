@@ -83,6 +83,16 @@ class Fixes:
         """Return the command line with a change: the flags replace what it says."""
         return appended(command, change)
 
+    def without(self, command: Sequence[str], flags: Iterable[str]) -> list[str]:
+        """Return the command line without some flags and their values; here, every word up to the next flag is one."""
+        dropped, kept, drops = set(flags), list[str](), False
+        for word in command:
+            if word.startswith("-"):
+                drops = word.partition("=")[0].replace("_", "-") in dropped
+            if not drops:
+                kept.append(word)
+        return kept
+
     def after(self, emulate: Emulator, command: Sequence[str], change: FlagChange, machine: Environment) -> Emulation:
         """Emulate a command line with a change; raises ``FlagError`` where the engine refuses it."""
         return emulate(self.applied(command, change), machine)

@@ -214,3 +214,40 @@ def test_fixes_alone_and_together_emulate_each_command_line_once(line):
 def test_sound_default_deployment_has_notes_alone(call, line, machine):
     """Nothing that a default deployment does by design is a warning; the exit code is 0."""
     assert call("check", "--engine", *line.split(), "--environment", machine).code == 0
+
+
+MODEL = ("org/model",)
+PIECES = {
+    "vllm": {
+        "--enforce-eager": [("--enforce-eager",), ("--enforce_eager",)],
+        "--enable-lora": [("--enable-lora",), ("--no-enable-lora",)],
+        "--headless": [("--headless",)],
+        "--max-num-seqs": [("--max-num-seqs", "64"), ("--max_num_seqs=64",)],
+        "--cudagraph-capture-sizes": [("--cudagraph-capture-sizes", "1", "2", "4")],
+        "--tensor-parallel-size": [("-tp", "2"), ("-tp=2",), ("--tensor-parallel-size", "2")],
+        "--compilation-config": [("-cc.cudagraph_mode=NONE",), ("--compilation-config", '{"cudagraph_mode": "NONE"}')],
+    },
+    "sglang": {
+        "--disable-cuda-graph": [("--disable-cuda-graph",)],
+        "--cuda-graph-bs": [("--cuda-graph-bs", "1", "2"), ("--cuda_graph_bs=1",)],
+        "--model-path": [("--model-path", *MODEL), (f"--model-path={MODEL[0]}",)],
+    },
+}
+"""Spellings of some flags with their values."""
+
+
+@pytest.mark.parametrize("name", PIECES)
+@given(data=st.data())
+def test_command_without_some_flags_keeps_every_other_word(name, data):
+    """A model stays where it stands, behind a switch or a value too."""
+    pieces = PIECES[name]
+    chosen = data.draw(st.permutations(sorted(pieces)))
+    words = [(flag, data.draw(st.sampled_from(pieces[flag]))) for flag in chosen]
+    if name == "vllm":
+        # Behind a list, argparse takes the model for one of its values.
+        places = [0, *(at + 1 for at, (flag, _) in enumerate(words) if flag != "--cudagraph-capture-sizes")]
+        words.insert(data.draw(st.sampled_from(places)), ("", MODEL))
+    dropped = data.draw(st.sets(st.sampled_from(sorted(pieces))))
+    command = [word for _, piece in words for word in piece]
+    kept = [word for flag, piece in words if flag not in dropped for word in piece]
+    assert find_engine(name).fixes.without(command, dropped) == kept

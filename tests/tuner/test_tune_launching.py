@@ -33,6 +33,14 @@ def test_launch_lines_leave_out_what_contradicts_the_plan() -> None:
     assert any("--cudagraph-capture-sizes" in note for note in line.notes)
 
 
+def test_launch_lines_keep_the_model_behind_a_switch() -> None:
+    """The model was dropped with ``--enforce-eager``, as if it were its value."""
+    words = ["--enforce-eager", "my/folder", "--max-num-seqs", "12", "--max-num-batched-tokens", "40"]
+    line = launch_line(find_engine("vllm"), planned(SPEC), words, "plan.yaml")
+    assert line.command is not None
+    assert line.command.endswith("-- vllm serve my/folder --max-num-seqs 12 --max-num-batched-tokens 40")
+
+
 def test_launch_lines_are_absent_where_launch_would_refuse() -> None:
     """A plan of other draft lengths cannot be launched with these flags, and each reason is given."""
     config = '{"method":"eagle3","model":"my/drafter","num_speculative_tokens":5}'

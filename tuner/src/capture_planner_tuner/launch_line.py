@@ -9,7 +9,7 @@ import attrs
 
 from capture_planner.engines.engine import Engine
 from capture_planner.engines.shell import split_variables
-from capture_planner.errors import FlagError, Problem
+from capture_planner.errors import FlagError
 from capture_planner.records.plan import Plan
 
 
@@ -56,25 +56,9 @@ def fitting_flags(engine: Engine, plan: Plan, flags: Sequence[str]) -> tuple[lis
         engine.launch(plan, flags)
     except FlagError as error:
         # Flags that only set sizes give way to the plan; a contradiction that is left is an error.
-        kept, notes = _without(flags, error.problems)
+        contrary = {str(each.path[0]): each.message for each in error.problems if len(each.path) == 1}
+        given = [name for name in contrary if engine.fixes.without(flags, [name]) != list(flags)]
+        kept = engine.fixes.without(flags, given)
         engine.launch(plan, kept)
-        return kept, notes
+        return kept, [f"{name} is not in the launch line: {contrary[name]}" for name in given]
     return list(flags), []
-
-
-def _without(flags: Sequence[str], problems: Sequence[Problem]) -> tuple[list[str], list[str]]:
-    """Return the flags that have no problem, and a note on each that was left out."""
-    contrary = {str(problem.path[0]): problem.message for problem in problems if len(problem.path) == 1}
-    kept: list[str] = []
-    notes: list[str] = []
-    inside = False
-    for word in flags:
-        if word.startswith("-"):
-            name = word.partition("=")[0].replace("_", "-")
-            inside = name in contrary
-            if inside:
-                notes.append(f"{name} is not in the launch line: {contrary[name]}")
-        # The words behind a flag are its values, and are left out with it.
-        if not inside:
-            kept.append(word)
-    return kept, notes

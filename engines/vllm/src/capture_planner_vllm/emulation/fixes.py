@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -76,7 +77,24 @@ class VllmFixes(Fixes):
             yield _given(emulation, {"cudagraph_mm_encoder": False}, (), instead=bool(emulation.encoders))
 
     def applied(self, command: Sequence[str], change: FlagChange) -> list[str]:
-        return appended(_without(command, {name_of(flag) for flag, _ in change.flags}), change)
+        return appended(self.without(command, (flag for flag, _ in change.flags)), change)
+
+    def without(self, command: Sequence[str], flags: Iterable[str]) -> list[str]:
+        """Return a command line without some flags, however they are written, and without their values."""
+        names = {name_of(flag) for flag in flags}
+        kept: list[str] = []
+        left: float = 0
+        for word in command:
+            if word.startswith("-") and not word[1:2].isdigit():
+                name = name_of(word)
+                left = 0 if name not in names or "=" in word else _values(name)
+                kept += [] if name in names else [word]
+            elif left:
+                left -= 1
+            # Behind the values of a flag may stand the model.
+            else:
+                kept.append(word)
+        return kept
 
     def advice(self, code: str, emulation: Emulation, role: Role, about: Any) -> str:
         if code == "EN001":
@@ -221,19 +239,9 @@ def _given(
     return FlagChange(tuple(flags), instead)
 
 
-def _without(command: Sequence[str], names: set[str]) -> list[str]:
-    """Return a command line without some flags, however they are written, and without their values."""
-    kept: list[str] = []
-    left = 0
-    for word in command:
-        if word.startswith("-") and not word[1:2].isdigit():
-            name = name_of(word)
-            drops = name in names
-            many = flag_table().get(name, {}).get("nargs") in ("+", "*")
-            left = 0 if not drops or "=" in word else len(command) if many else 1
-            kept += [] if drops else [word]
-        elif left:
-            left -= 1
-        else:
-            kept.append(word)
-    return kept
+def _values(name: str) -> float:
+    """Return the most words that a flag takes as its values."""
+    entry = flag_table().get(name, {})
+    if entry.get("kind") in ("switch", "on"):
+        return 0
+    return math.inf if entry.get("nargs") in ("+", "*") else 1
