@@ -25,7 +25,7 @@ from capture_planner.cli.common import (
 from capture_planner.cli.components import EngineName, refuse_several, show_each
 from capture_planner.cli.options import POSITIVE, ParsedText, flag
 from capture_planner.engines import Component, components, emulate, find_engine
-from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, Trials, fixed_together
+from capture_planner.engines.check import ENGINE_RULES, OBSERVED_RULES, ChangeTrials, fixed_together
 from capture_planner.engines.check import check as check_flags
 from capture_planner.engines.load import EngineLoad, load_text, ranked, reached_graphs
 from capture_planner.report.engine import findings_report
@@ -199,7 +199,7 @@ def _check_one(
     emulation = emulate(name, component.words, machine.environment)
     show_notes(emulation.notes)
     own = find_engine(name)
-    trials = Trials(own, machine.environment)
+    trials = ChangeTrials(own, machine.environment)
     found = check_flags(emulation, own, trials)
     findings = tuple(each for each in found if each.rule.code not in ignore)
     assumptions = (*machine.assumptions, *emulation.assumptions)

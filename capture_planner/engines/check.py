@@ -128,7 +128,7 @@ NOTHING = "nothing to do"
 
 
 @attrs.frozen
-class Trials:
+class ChangeTrials:
     """Emulations of an engine's command lines with a change, on one machine.
 
     Each is made once: the fixes of several findings are the same changes, and emulating takes most of a check.
@@ -151,7 +151,7 @@ class Trials:
 
 
 def check(
-    emulation: Emulation, engine: Engine | None = None, trials: Trials | None = None
+    emulation: Emulation, engine: Engine | None = None, trials: ChangeTrials | None = None
 ) -> tuple[EngineFinding, ...]:
     """Return all findings, by code; ``engine`` is the installed one of the emulation's name by default.
 
@@ -179,7 +179,7 @@ class Together:
     """Codes of the findings that stay."""
 
 
-def fixed_together(emulation: Emulation, findings: Sequence[EngineFinding], trials: Trials) -> Together | None:
+def fixed_together(emulation: Emulation, findings: Sequence[EngineFinding], trials: ChangeTrials) -> Together | None:
     """Return changes that remove the findings of several fixes, each of which adds none; None if one is enough.
 
     The fixes of ``check`` are proved one by one, and two of them may contradict each other. Here each is chosen for
@@ -209,7 +209,7 @@ def _diagnoses(subject: CheckInput) -> Diagnoses:
     return {(code, each.role): each for code, rule in sorted(ENGINE_RULES.items()) for each in rule.check(subject)}
 
 
-def _step(current: Emulation, found: Diagnoses, trials: Trials) -> tuple[Emulation, Diagnoses, FlagChange] | None:
+def _step(current: Emulation, found: Diagnoses, trials: ChangeTrials) -> tuple[Emulation, Diagnoses, FlagChange] | None:
     """Return the first change that removes a finding and adds none, with what it makes of the engine."""
     for (code, role), diagnosis in found.items():
         for change in islice(trials.engine.fixes.changes(code, current, role, diagnosis.runs), MOST_TRIED):
@@ -250,7 +250,7 @@ def _remedy(before: Emulation, changes: Iterable[FlagChange], removed: Callable[
     return "; or ".join(found[instead] for instead in (False, True) if instead in found)
 
 
-def _finding(subject: CheckInput, rule: EngineRule, diagnosis: Diagnosis, trials: Trials | None) -> EngineFinding:
+def _finding(subject: CheckInput, rule: EngineRule, diagnosis: Diagnosis, trials: ChangeTrials | None) -> EngineFinding:
     """Return a finding with its fix."""
     engine, before = subject.engine, subject.emulation
     # Advice in words, which holds unless a change of the flags is proved to help.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from capture_planner.analysis.lint import Severity
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import find_engine
-from capture_planner.engines.check import NOTHING, Trials, check, fixed_together
+from capture_planner.engines.check import NOTHING, ChangeTrials, check, fixed_together
 from capture_planner.engines.engine import FlagChange
 from capture_planner.errors import FlagError
 from capture_planner_tensorrt_llm.flags import read_flags
@@ -67,7 +67,7 @@ def follow(name, command, environment):
     """Follow every fix of a command line's findings; return how many were followed."""
     engine, followed = find_engine(name), 0
     before = engine.emulate(command, environment)
-    for each in check(before, engine, Trials(engine, environment)):
+    for each in check(before, engine, ChangeTrials(engine, environment)):
         if each.fix.startswith(NOTHING):
             assert each.severity is Severity.NOTE
             continue
@@ -177,7 +177,7 @@ def test_cheaper_fix_of_uncovered_decodes_is_fewer_requests(line):
     name, *command = shlex.split(line)
     engine = find_engine(name)
     before = engine.emulate(command, H100)
-    fix = next(each.fix for each in check(before, engine, Trials(engine, H100)) if each.rule.code == "EN001")
+    fix = next(each.fix for each in check(before, engine, ChangeTrials(engine, H100)) if each.rule.code == "EN001")
     (_, dear), (change, cheap) = changes_in(fix)
     assert "more graphs" in dear
     assert "more graphs" not in cheap
@@ -203,7 +203,7 @@ def test_fixes_alone_and_together_emulate_each_command_line_once(line):
 
     engine = find_engine(name)
     counted = attrs.evolve(engine, emulate=counting)
-    before, trials = counted.emulate(command, H100), Trials(counted, H100)
+    before, trials = counted.emulate(command, H100), ChangeTrials(counted, H100)
     fixed_together(before, check(before, counted, trials), trials)
     assert len(emulated) > 1
     assert set(emulated.values()) == {1}
