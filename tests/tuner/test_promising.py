@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 from capture_planner import load_backends, plan
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines.deployments import emulation_of
-from capture_planner.modes import Role
+from capture_planner.modes import GraphMode, Role
 from capture_planner.planning.costs import Costs
 from capture_planner.planning.measured.steps import steps_of
 from capture_planner.records._base import digest, replace
 from capture_planner.records.model import Method, Speculative
 from capture_planner.records.observation import BatchCount, Observation
 from capture_planner.records.plan import Plan
-from capture_planner.records.promise import MAX_PROMISED
+from capture_planner.records.promise import MAX_PROMISED, PromisedSteps
 from capture_planner.records.spec import Limits, Policy, Sizes, Spec
 from capture_planner.records.traffic import Traffic, TrafficCount
 from capture_planner_tuner.journal import PromiseVerdict
 from capture_planner_tuner.promises import check_promise
+from capture_planner_tuner.tuning import judgement
 from capture_planner_tuner.tuning.judgement import Pricing, promise_of
 from support.observing import observation_of
 from support.tuning import MODEL, profile
@@ -106,6 +107,23 @@ def test_law16_rows_add_up_to_the_mean_step(traffic: Traffic) -> None:
         assert math.isclose(sum(row.milliseconds * row.share for row in target), mean, rel_tol=1e-4)
         assert math.isclose(sum(row.share for row in target), 1.0, rel_tol=1e-4)
         assert 0 < side.error_ms < mean
+
+
+@given(st.data())
+def test_promises_of_many_kinds_have_no_more_rows_than_one_may(data: st.DataObject) -> None:
+    """Of 255 drafts, each length and mode may have a row of its own, which no other can be merged with."""
+    kinds = st.tuples(st.integers(1, 256), st.sampled_from((GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)))
+    number = MAX_PROMISED + data.draw(st.integers(1, 20))
+    found = data.draw(st.lists(kinds, min_size=number, max_size=number, unique=data.draw(st.booleans())))
+    rows = [
+        PromisedSteps(
+            role=Role.TARGET, query_len=query_len, first=1, last=1, mode=mode, milliseconds=1, share=(at + 1) / 4e4
+        )
+        for at, (query_len, mode) in enumerate(found)
+    ]
+    merged = judgement._merged(rows)
+    assert len(merged) == MAX_PROMISED
+    assert all(row.share > 0 for row in merged)
 
 
 @given(traffics(), st.sampled_from((0.9, 1.0, 1.05, 1.5)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
 from capture_planner import load_backends, plan
+from capture_planner.analysis.arrivals import ServingLatency
 from capture_planner.codec.shipped import find_environment
 from capture_planner.engines import emulate, find_engine
 from capture_planner.engines.spec_of import spec_of
@@ -98,6 +100,18 @@ def test_the_verdict_stands_first_and_assumptions_last(report: TuneResult) -> No
     text = page_of(shown)
     assert "&lt;assumed&gt;" in text
     assert "<assumed>" not in text
+
+
+@pytest.mark.parametrize("objective", ["mean", "p99"])
+def test_waits_for_a_first_token_stand_behind_the_times_of_steps(report: TuneResult, objective: str) -> None:
+    """Whatever the objective, which has a row of its own if it is a percentile."""
+    waits = ServingLatency(first_token_p50=1.0, first_token_p99=2.0, inter_token_p50=3.0, inter_token_p99=4.0)
+    tuning = attrs.evolve(report.tuning, objective=objective)
+    shown = tune_report(attrs.evolve(report, tuning=tuning, latencies=(waits, waits)))
+    (sides,) = (each for each in shown.sections if each.name == "sides")
+    names = [row[0] for row in sides.grids[0].rows]
+    at = names.index("step with prompts")
+    assert [f"wait for a first token, {each}" for each in ("p50", "p99")] == names[at + 1 : at + 3]
 
 
 def test_curves_end_with_all_steps(report: TuneResult) -> None:

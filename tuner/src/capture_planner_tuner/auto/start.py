@@ -208,7 +208,7 @@ def kept_plan(observed: Path, plan: str) -> Path | None:
     :param observed: an observation in the folder of a run, or that folder.
     :param plan: the digest of the plan.
     """
-    for folder in (observed.parent, *observed.parents):
+    for folder in (observed, *observed.parents):
         file = folder / plan_file(plan)
         if (folder / JOURNAL).exists() and file.exists():
             return file

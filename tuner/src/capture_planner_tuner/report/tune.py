@@ -274,7 +274,7 @@ def _sides(result: TuneResult) -> Section | None:
         return None
     objective = result.tuning.objective
     roles = [role for role in Role if role in today.eager_share or role in proposed.eager_share]
-    rows: list[Row] = [
+    times: list[Row] = [
         ("time per token", lambda side: milliseconds(side.token_ms)),
         # The other objectives have rows of their own below.
         *([(subject_of(objective), lambda side: milliseconds(side.objective))] if objective.startswith("p") else []),
@@ -282,21 +282,25 @@ def _sides(result: TuneResult) -> Section | None:
         ("between two outputs, mean", lambda side: milliseconds(side.gap_ms)),
         ("between two outputs, p99", lambda side: milliseconds(side.gap_p99_ms)),
         ("step with prompts", lambda side: "" if side.prompt_step_ms is None else milliseconds(side.prompt_step_ms)),
-        ("slower than with every size", lambda side: percent(max(side.regret, 0.0))),
-        ("at worst", lambda side: percent(max(side.worst_regret, 0.0))),
+    ]
+    regrets: list[Row] = [
+        ("slower than with every size", lambda side: _regret(side.regret)),
+        ("at worst", lambda side: _regret(side.worst_regret)),
+    ]
+    price: list[Row] = [
         ("graphs", lambda side: f"{side.graphs:,}"),
         ("memory of the graphs", lambda side: f"{side.memory_mib:,.0f} MiB"),
         ("start-up for them", lambda side: f"{side.seconds:.1f} s"),
         *((f"eager steps, {role}", partial(_eager, role)) for role in roles),
     ]
-    cells = [(name, write(today), write(proposed)) for name, write in rows]
+    waits = () if result.latencies is None else _waits(*result.latencies)
     shift = result.tuning.shift
-    if shift is not None:
-        both = (percent(max(regret, 0.0)) for regret in (shift.today, shift.proposed))
-        # Above the price, which has three rows, and the eager steps of each role.
-        cells.insert(len(cells) - 3 - len(roles), ("with twice the load", *both))  # type: ignore[arg-type]
-    if result.latencies is not None:
-        cells[5:5] = list(_waits(*result.latencies))
+    shifted = () if shift is None else [("with twice the load", _regret(shift.today), _regret(shift.proposed))]
+
+    def both(rows: list[Row]) -> Iterator[tuple[str, str, str]]:
+        return ((name, write(today), write(proposed)) for name, write in rows)
+
+    cells = [*both(times), *waits, *both(regrets), *shifted, *both(price)]
     grid = Grid.of(("", "today", "proposed"), cells, text=1)
     return Section(name="sides", title="Today and proposed", parts=(grid, *_noise(result.tuning)))
 
@@ -308,6 +312,10 @@ def _waits(today: ServingLatency, proposed: ServingLatency) -> Iterator[tuple[st
             milliseconds(getattr(today, name)),
             milliseconds(getattr(proposed, name)),
         )
+
+
+def _regret(share: float) -> str:
+    return percent(max(share, 0.0))
 
 
 def _eager(role: Role, side: SideFigures) -> str:

@@ -514,7 +514,10 @@ def _place(item: tuple[_Row, _Tally]) -> tuple[object, ...]:
 
 
 def _merged(rows: Iterable[PromisedSteps]) -> list[PromisedSteps]:
-    """Return no more rows than a promise may have: neighbours of one kind and mode become one, the rarest first."""
+    """Return no more rows than a promise may have.
+
+    Neighbours of one kind and mode become one, the rarest first. Where no two are alike, the rarest row is left out.
+    """
     left = list(rows)
     while len(left) > MAX_PROMISED:
         near = [
@@ -522,6 +525,10 @@ def _merged(rows: Iterable[PromisedSteps]) -> list[PromisedSteps]:
             for at, (a, b) in enumerate(pairwise(left))
             if (a.role, a.query_len, a.mode) == (b.role, b.query_len, b.mode)
         ]
+        # Drafts of many lengths: each kind and mode has one row, and the rarest are not promised.
+        if not near:
+            left.remove(min(left, key=lambda row: row.share))
+            continue
         share, at = min(near)
         a, b = left[at : at + 2]
         weight = a.share / share if share else 0.5  # shares may be rounded to 0
