@@ -87,6 +87,10 @@ def test_heads_that_cannot_run_are_refused(tmp_path, target):
     write(tmp_path, tensors | {"d2t": tensors["d2t"] + VOCAB}, num_hidden_layers=1, draft_vocab_size=DRAFTED)
     with pytest.raises(RunError, match="d2t leads outside"):
         load_drafter(tmp_path, speculative(Method.EAGLE3), target)
+    twice = tensors["d2t"].index_fill(0, torch.tensor([1]), int(tensors["d2t"][0]) - 1)
+    write(tmp_path, tensors | {"d2t": twice}, num_hidden_layers=1, draft_vocab_size=DRAFTED)
+    with pytest.raises(RunError, match="to a token of the target twice"):
+        load_drafter(tmp_path, speculative(Method.EAGLE3), target)
     write(tmp_path, tensors | {"model.fc.weight": tensors["fc.weight"].clone()}, num_hidden_layers=1)
     with pytest.raises(RunError, match="under another name too"):
         load_drafter(tmp_path, speculative(Method.EAGLE3), target)

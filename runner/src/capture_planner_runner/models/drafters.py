@@ -488,6 +488,9 @@ def load_drafter(
         tokens = drafter.d2t + torch.arange(drafter.vocab_size, device=drafter.d2t.device)
         if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
             raise RunError(f"{drafter.name}: d2t leads outside the target's {target.vocab_size} tokens")
+        # Of two drafted tokens that are the same token of the target, only one has a probability there.
+        if len(tokens.unique()) < len(tokens):
+            raise RunError(f"{drafter.name}: d2t leads to a token of the target twice, expected each once")
     with library_errors(f"{name} cannot be spread over ranks"):
         drafter.spread()
     return drafter
