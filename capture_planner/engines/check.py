@@ -17,7 +17,7 @@ from capture_planner.dispatch.dispatcher import Dispatch, served
 from capture_planner.engines import engines, find_engine
 from capture_planner.engines.checkpoints import ASSUMED, FAMILY, KNOWN
 from capture_planner.engines.deployments import BatchAnswer, GraphRows, Run, emulation_of, runs, walk
-from capture_planner.engines.emulation import Emulation, draft_steps_of
+from capture_planner.engines.emulation import Emulation
 from capture_planner.engines.engine import Engine, FlagChange
 from capture_planner.engines.verdict import change_text
 from capture_planner.errors import InvalidValue
@@ -129,16 +129,23 @@ NOTHING = "nothing to do"
 
 @attrs.frozen
 class ChangeTrials:
-    """Emulations of an engine's command lines with a change, on one machine.
+    """Emulations of an engine's command line and of changes of it, on one machine.
 
-    Each is made once: the fixes of several findings are the same changes, and emulating takes most of a check.
+    Each is made and walked once: the fixes of several findings are the same changes, and that takes most of a check.
     """
 
     engine: Engine
     environment: Environment
-    _made: dict[tuple[tuple[str, ...], FlagChange], CheckInput] = attrs.field(
+    _made: dict[tuple[tuple[str, ...], FlagChange | None], CheckInput] = attrs.field(
         factory=dict, init=False, eq=False, repr=False
     )
+
+    def unchanged(self, emulation: Emulation) -> CheckInput:
+        """Return the input of rules for a command line as it is."""
+        key = tuple(emulation.command), None
+        if key not in self._made:
+            self._made[key] = _subject(emulation, self.engine)
+        return self._made[key]
 
     def after(self, before: Emulation, change: FlagChange) -> CheckInput:
         """Return the input of rules for a changed command line; raises ``FlagError`` where the engine refuses it."""
@@ -158,7 +165,7 @@ def check(
     With ``trials`` each fix is emulated before it is advised, and has its price.
     """
     engine = engine or find_engine(emulation.engine)
-    subject = _subject(emulation, engine)
+    subject = _subject(emulation, engine) if trials is None else trials.unchanged(emulation)
     return tuple(
         _finding(subject, each, diagnosis, trials)
         for code, each in sorted(ENGINE_RULES.items())
@@ -189,7 +196,7 @@ def fixed_together(emulation: Emulation, findings: Sequence[EngineFinding], tria
     fixes = {(each.rule.code, each.diagnosis.role): each.fix for each in findings if each.fix.startswith("give ")}
     if len(set(fixes.values())) < 2:
         return None
-    current, found, changes = emulation, _diagnoses(_subject(emulation, trials.engine)), []
+    current, found, changes = emulation, _diagnoses(trials.unchanged(emulation)), []
     while (step := _step(current, found, trials)) is not None:
         current, found, change = step
         changes.append(change)
@@ -310,16 +317,18 @@ def decodes_without_graph(subject: CheckInput) -> Iterator[Diagnosis]:
     """
     wanted = {role: mode.decode_mode for role, mode in subject.emulation.modes.items()}
     # A role in which no decode has a graph was configured to have none.
-    graphed = {a.batch.role for a in subject.answers if a.batch.kind is Kind.DECODE and a.best is not None}
+    decodes = (answer for answer in subject.answers if answer.batch.kind is Kind.DECODE)
+    graphed = {a.batch.role for a in decodes if a.answer.entry is not None or a.best is not None}
 
     def lacking(answer: BatchAnswer) -> bool:
-        mode, best = wanted[answer.batch.role], answer.best
+        mode, ran = wanted[answer.batch.role], answer.answer.mode
         # Without a mode nothing was wanted; mixed batches have rules of their own.
-        if answer.batch.kind is Kind.MIXED or mode is GraphMode.NONE:
+        if answer.batch.kind is Kind.MIXED or mode is GraphMode.NONE or ran is GraphMode.FULL:
             return False
         # Piecewise is what was asked for here: only decodes without any graph lack one.
         if mode is GraphMode.PIECEWISE:
-            return best is None and answer.batch.role in graphed
+            return ran is GraphMode.NONE and answer.best is None and answer.batch.role in graphed
+        best = answer.best
         return best is None or best.mode is not GraphMode.FULL
 
     for role, selected in subject.by_role(lacking):
@@ -558,7 +567,7 @@ _NOT_INSTALLED = Engine(
 def answers_of(role: ObservedRole, emulation: Emulation) -> Iterator[tuple[BatchCount, BatchAnswer]]:
     """Yield each batch of a role that ran, with the graph that it ran on as the answer."""
     graphs = next(manager.graphs for manager in emulation.managers if manager.role is role.role)
-    rows, families = GraphRows(graphs), emulation.families(role.role)
+    rows = GraphRows(graphs, emulation.families(role.role))
     for count in role.batches:
         batch = count.batch(role.role)
         # Prompts that have the shape of a decode are none (law 5).
@@ -568,8 +577,7 @@ def answers_of(role: ObservedRole, emulation: Emulation) -> Iterator[tuple[Batch
             answer = Dispatch(None, reason=count.reason)
         else:
             answer = served(role.graphs[count.graph].entry, batch)
-        best = rows.best(batch, draft_steps_of(batch, families))
-        yield count, BatchAnswer(batch=batch, answer=answer, best=best, last=batch.extent(batch.kind))
+        yield count, BatchAnswer(batch=batch, answer=answer, graphs=rows, last=batch.extent(batch.kind))
 
 
 def _steps(observation: Observation, emulation: Emulation, diagnosis: Diagnosis) -> int:

@@ -7,7 +7,7 @@ the truth for any release of the engine.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -33,14 +33,19 @@ from capture_planner.records.text import counted
 
 @attrs.frozen(kw_only=True)
 class BatchAnswer:
-    """One batch, the engine's answer, and the captured graph that would serve it best."""
+    """One batch, the engine's answer, and the graphs that could have served it."""
 
     batch: Batch
     answer: Dispatch
-    best: Entry | None
-    """The cheapest compatible graph that is captured; None where no graph is compatible."""
+    graphs: GraphRows = attrs.field(eq=False, repr=False)
+    """What the role captures."""
     last: int
     """The extent up to which larger batches get the same answer; its own up to the largest graph."""
+
+    @property
+    def best(self) -> Entry | None:
+        """The cheapest compatible graph that is captured; None where no graph is compatible."""
+        return self.graphs.best(self.batch)
 
     @property
     def extent(self) -> int:
@@ -50,11 +55,13 @@ class BatchAnswer:
     @property
     def misses_graph(self) -> bool:
         """Whether a compatible graph is captured, and the batch runs eager, or PIECEWISE for a FULL one."""
-        best, mode = self.best, self.answer.mode
-        # Without a compatible graph eager is right.
-        if best is None:
+        mode = self.answer.mode
+        # Nothing is better than a full graph, and most batches have one: the others are not compared with it.
+        if mode is GraphMode.FULL:
             return False
-        return mode is GraphMode.NONE or (best.mode is GraphMode.FULL and mode is not GraphMode.FULL)
+        best = self.best
+        # Without a compatible graph eager is right.
+        return best is not None and (mode is GraphMode.NONE or best.mode is GraphMode.FULL)
 
 
 @attrs.frozen(kw_only=True)
@@ -90,30 +97,31 @@ def walk(emulation: Emulation) -> tuple[BatchAnswer, ...]:
     """Dispatch every admissible batch of every role; beyond the largest graph, one batch represents all larger ones."""
     answers = []
     for manager in emulation.managers:
-        graphs, families = GraphRows(manager.graphs), emulation.families(manager.role)
+        families = emulation.families(manager.role)
+        graphs = GraphRows(manager.graphs, families)
         largest = max((graph.entry.num_tokens for graph in manager.graphs), default=0)
         # Beyond the largest graph nothing is captured, so all answers there are the same.
         for batch, last in batches(manager.role, emulation, families=families, upto=largest):
-            best = graphs.best(batch, draft_steps_of(batch, families))
-            answers.append(BatchAnswer(batch=batch, answer=manager.dispatch(batch), best=best, last=last))
+            answers.append(BatchAnswer(batch=batch, answer=manager.dispatch(batch), graphs=graphs, last=last))
     return tuple(answers)
 
 
 class GraphRows:
-    """Captured graphs in rows that differ in size only, so that few are compared with a batch."""
+    """A role's graphs in rows that differ in size only, so that few are compared with a batch."""
 
-    def __init__(self, graphs: Iterable[CapturedGraph]) -> None:
+    def __init__(self, graphs: Iterable[CapturedGraph], families: Sequence[DecodeFamily]) -> None:
         rows: dict[tuple[object, ...], list[CapturedGraph]] = {}
         for graph in graphs:
             entry = graph.entry
             kind = (entry.mode, entry.query_len, entry.active_loras, entry.draft_steps, graph.max_query_len)
             rows.setdefault(kind, []).append(graph)
         by_cost = (sorted(row, key=lambda graph: graph.entry.cost) for row in rows.values())
+        self._families = families
         self._rows = [([graph.entry.num_tokens for graph in row], row) for row in by_cost]
 
-    def best(self, batch: Batch, steps: int | None) -> Entry | None:
+    def best(self, batch: Batch) -> Entry | None:
         """Return the cheapest graph that serves the batch."""
-        first = []
+        steps, first = draft_steps_of(batch, self._families), []
         for tokens, row in self._rows:
             for graph in row[bisect_left(tokens, batch.num_tokens) :]:
                 rejection = graph.rejection(batch, steps)
