@@ -76,6 +76,21 @@ class ListOfFirstBatch(PagedExecutor):
             self._list[:pages].copy_(listed)
 
 
+class StartsOfTheLargestDecode(PagedExecutor):
+    """Keeps query offsets in a buffer for as many requests as the largest uniform decode graph has."""
+
+    def __init__(self, reservation: Reservation) -> None:
+        super().__init__(reservation)
+        decodes = [entry.num_reqs or 0 for entry in reservation.entries if entry.query_len is not None]
+        self._reqs = max(decodes, default=reservation.limits.max_num_reqs)
+
+    def ends(self, metadata: Metadata, request: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the last offsets of the buffer for requests that have none there."""
+        if name == "qo_indptr":
+            request = request.clamp(max=self._reqs - 1)
+        return super().ends(metadata, request, name)
+
+
 E = BugClass.E
 MUTANTS = (
     Mutant(
@@ -98,5 +113,12 @@ MUTANTS = (
         bug_class=E,
         says="The page list has room for what the capture had, not for the longest sequences",
         backend=lambda: PagedBackend(ListOfFirstBatch),
+    ),
+    Mutant(
+        name="starts-of-the-largest-decode",
+        threads=(),
+        bug_class=E,
+        says="A buffer along requests is sized by the largest uniform decode graph, and batches without one have more",
+        backend=lambda: PagedBackend(StartsOfTheLargestDecode),
     ),
 )

@@ -97,6 +97,11 @@ def scenes(
     near = st.sampled_from([size for size in close if 1 <= size <= num_tokens])
     some = st.sets(st.one_of(st.integers(1, num_tokens), near), min_size=1, max_size=3)
     few = st.sets(st.integers(1, num_reqs), min_size=1, max_size=2)
+
+    def closed(found: set[int]) -> set[int]:
+        # Two counts are left as they are: then some decodes have more requests than the largest graph for them.
+        return found if len(found) > 1 else found | {num_reqs}
+
     scheduled = k > 1 and num_reqs > 1 and draw(st.integers(0, 2)) > 0
     shape = draw(st.sampled_from(shapes))
     page = shape.page_size
@@ -108,7 +113,7 @@ def scenes(
         num_tokens=num_tokens,
         layers=draw(st.integers(1, 2)),
         size_tokens=tuple(sorted(draw(some) | {num_tokens})) if explicit else (),
-        size_reqs=tuple(sorted(draw(st.one_of(st.just(set()), few)) | {num_reqs})) if explicit else (),
+        size_reqs=tuple(sorted(draw(st.one_of(st.just({num_reqs}), few.map(closed))))) if explicit else (),
         drafts=k,
         schedule=draw(schedules(k, num_reqs)) if scheduled else (),
         drafter=drafter,
