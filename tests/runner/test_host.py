@@ -217,10 +217,14 @@ def test_processor_of_a_machine_with_a_gpu_is_described_without_gpu(cuda):
     assert (environment.device.kind, environment.driver, environment.cuda) == (DeviceKind.CPU, None, None)
 
 
-def test_a_plan_runs_on_the_kind_of_device_that_it_is_for():
-    """CPU on the processor, CUDA on the first device, by its index."""
+def test_a_plan_runs_on_the_kind_of_device_that_it_is_for(monkeypatch):
+    """CPU on the processor, CUDA on the current device, by its index: of each rank its own."""
+    environment = Environment(name="e", device=H100)
     assert host.device_of(Environment(name="e", device=CPU)) == torch.device("cpu")
-    assert host.device_of(Environment(name="e", device=H100)) == torch.device("cuda:0")
+    assert host.device_of(environment) == torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert host.device_of(environment) == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize("device", [None, H100])

@@ -102,9 +102,11 @@ def _driver() -> tuple[str | None, str]:
 
 
 def device_of(environment: Environment) -> torch.device:
-    """Return the device that a plan of this environment runs on: the first of its kind."""
-    kind = environment.device.kind
-    return torch.device("cuda", 0) if kind is DeviceKind.CUDA else torch.device("cpu")
+    """Return the device that a plan of this environment runs on: the current one of its kind, at first the first."""
+    if environment.device.kind is not DeviceKind.CUDA:
+        return torch.device("cpu")
+    # Asking torch for the current device would initialize CUDA, which the fork of ranks does not survive.
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def facts() -> dict[str, str]:
