@@ -226,6 +226,7 @@ def _without(command: Sequence[str], names: set[str]) -> list[str]:
     kept: list[str] = []
     left = 0
     for word in command:
+        # A negative number is a value.
         if word.startswith("-") and not word[1:2].isdigit():
             name = name_of(word)
             drops = name in names
