@@ -54,6 +54,7 @@ NAMED = re.compile(r"\b(?:vllm|sglang|trtllm|modelSpec|model_id)\b", re.IGNORECA
 """A file without one of these starts no server."""
 OMNI = re.compile(r"--omni\b|vllm[-_]omni|\bdiffusion", re.IGNORECASE)
 """vLLM-Omni is another program behind the same command."""
+# Whole words, as letters of a hash may read like one. The first group is of AMD.
 _DEVICE = re.compile(
     r"(?<![a-z0-9])(?:(mi\d{3}x?)|(g?b\d{3}|h\d{2,3}|gb10|a100|a10|l40s?|rtx-?[a-z0-9-]+))(?![a-z0-9])"
 )
@@ -139,6 +140,7 @@ def _row(
     named = f"{path.relative_to(root)} {_at(data, 'resources', 'gpu_type') or ''}".lower()
     device, says = _machine(named, data, machine)
     if device not in shipped_environments():
+        # The engine then answers by the flags alone, or refuses.
         command = attrs.evolve(command, variables={**command.variables, OTHER_DEVICE: device})
     work = _work(command)
     image = engine.history.release_of_image(command.image)
@@ -151,6 +153,7 @@ def _row(
         outcome=OTHER,
         work=work,
     )
+    # Before anything is read: its flags would be refused as unknown.
     if OMNI.search(row.command):
         return attrs.evolve(row, reason="vLLM-Omni, or a model that diffuses")
     command, served = _by_served_name(command)
@@ -179,6 +182,7 @@ def _emulated(
 ) -> tuple[Emulation | CapturePlannerError, ShellCommand, tuple[str, ...]]:
     """Emulate a command, of another release with the names of this one; or return the error."""
     changes: tuple[str, ...] = ()
+    # Each turn takes old names or one flag out of the command, so that this ends.
     while True:
         try:
             return emulate_line(engine.name, read_command(engine, command), environment), command, changes
@@ -208,6 +212,7 @@ def _without_new_values(engine: Engine, command: ShellCommand, error: CapturePla
     problems = error.problems if isinstance(error, FlagError) else []
     flags = [str(each.path[0]) for each in problems if each.path and "invalid choice" in each.message]
     left = list(command.words)
+    # One at a time, as the next error names what else there is. ``--flag=value`` is one word, and its error stays.
     if not flags or flags[0] in engine.flags or flags[0] not in left:
         return command, ()
     at = left.index(flags[0])
@@ -220,6 +225,7 @@ def _by_served_name(command: ShellCommand) -> tuple[ShellCommand, tuple[str, ...
     """Return a command with the public name that a folder of its container is served under, and the change."""
     words = list(command.words)
     flagged = re.search(r"--served-model-name[= ]([\w.-]+/[\w.-]+)", " ".join(words))
+    # The model stands near the front. A dot in the last five letters is that of a file's ending.
     folders = [
         at for at, word in enumerate(words[:8]) if word.startswith("/") and "." not in word.rpartition("/")[2][-5:]
     ]
@@ -244,12 +250,14 @@ def _answered(row: AuditRow, emulation: Emulation, most: int | None) -> AuditRow
     judged = answers if emulation.graphs and row.work != "prefill" else ()
     lacking = [one for one in judged if one.batch.kind is Kind.DECODE and eager(one)]
     modes = {graph.entry.mode for graph in emulation.graphs if graph.role is Role.TARGET}
+    # Where there are both, the piecewise graphs are those of mixed batches.
     decodes = GraphMode.FULL if GraphMode.FULL in modes else GraphMode.PIECEWISE
     sizes = {
         graph.entry.num_tokens
         for graph in emulation.graphs
         if graph.role is Role.TARGET and graph.entry.mode is decodes and not graph.prompts_only
     }
+    # Mixed batches are asked for too: a size that they alone come to counts as used.
     used = {
         one.answer.entry.num_tokens
         for one in answers
@@ -299,6 +307,7 @@ def _facts(emulation: Emulation) -> str:
 
 def _machine(named: str, data: Mapping[str, Any], machine: str | None) -> tuple[str, str]:
     """Return the machine's name, or that of a device which is not NVIDIA's, and where it comes from."""
+    # The last is the most exact: the file's own ``gpu_type`` stands behind the path, and a folder before its files.
     for other, device in reversed(_DEVICE.findall(named.replace("_", "-"))):
         if other or device in shipped_environments():
             return other or device, f"{other or device}, stated"
@@ -311,9 +320,11 @@ def _machine(named: str, data: Mapping[str, Any], machine: str | None) -> tuple[
 def _work(command: ShellCommand) -> str:
     """Return what a worker runs: ``prefill``, ``decode``, or both where it says neither."""
     text = f"{command.component} {' '.join(command.words)}".lower()
+    # In vLLM's ``--kv-transfer-config``, a producer of KV caches is a worker of prefills.
     for work, sign in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
         name = command.component.lower()
         given = rf"--disaggregation-mode[= ]{work}\b|--is-{work}-worker|\"{sign}\""
+        # An aggregated worker runs both, whatever else its name has.
         if (work in name and not name.startswith("agg")) or re.search(given, text):
             return work
     return "both"
@@ -321,12 +332,14 @@ def _work(command: ShellCommand) -> str:
 
 def _load(path: Path, data: Mapping[str, Any], command: ShellCommand, work: str, concurrency: int | None) -> StatedLoad:
     """Return the load that a recipe of srt-slurm or Dynamo states, or else the one of the command line."""
+    # A recipe of srt-slurm with variants has what they share under ``base``.
     base = data.get("base", data)
     bench = _at(base, "benchmark") or {}
     listed = bench.get("concurrencies") or _at(bench, "env", "CONC")
     kind = {"decode": "decode_workers", "prefill": "prefill_workers"}.get(work, "agg_workers")
     workers = _at(base, "resources", kind) or 1
     named = re.search(r"-c(?:onc)?(\d+)(?:-|$)", path.stem) if bench else None
+    # A list of numbers, or a text of them as ``4x48``.
     numbers = [int(each) for each in re.findall(r"\d+", json.dumps(listed))] if listed else []
     if numbers:
         return StatedLoad(requests=max(numbers), workers=workers, source="its benchmark, at most")
@@ -341,6 +354,7 @@ def _load(path: Path, data: Mapping[str, Any], command: ShellCommand, work: str,
 @cache
 def _perf(path: Path) -> int | None:
     """Return the concurrency of the nearest ``perf.yaml``, as Dynamo's recipes have it."""
+    # Next to the manifest, or in ``perf`` of the model's folder, which is two above.
     for folder in list(path.parents)[:4]:
         for each in (folder / "perf.yaml", folder / "perf" / "perf.yaml"):
             text = each.read_text("utf-8") if path.name.startswith("deploy") and each.is_file() else ""
@@ -368,6 +382,7 @@ def _yaml(path: Path) -> Mapping[str, Any]:
         found = list(yaml.load_all(path.read_text("utf-8"), FASTEST)) if path.suffix in (".yaml", ".yml") else []
     except yaml.YAMLError:
         return {}
+    # In Dynamo's manifests the graph comes last, behind the ConfigMaps of its workers.
     return next((each for each in reversed(found) if isinstance(each, Mapping)), {})
 
 
@@ -458,6 +473,7 @@ def _summary(rows: Sequence[AuditRow], files: Mapping[str, int]) -> Section:
         "workers and ranks. What is only allowed costs nothing at that load.",
         Grid.of(("folder", *_COUNTS), ((name, *_counts(rows, name, count)) for name, count in files.items()), text=1),
     ]
+    # Without the flag in front, servers with one reason count together.
     reasons = Counter(re.sub(r"^\S*: ", "", row.reason)[:110] for row in rows if row.outcome in (REFUSED, NOT_EMULATED))
     parts += [
         "",
@@ -476,6 +492,7 @@ _COUNTS = (
 
 
 def _counts(rows: Sequence[AuditRow], folder: str, files: int) -> Iterator[str]:
+    # A row without outcome is a file that could not be read; the summary names it.
     own = [row for row in rows if row.where.startswith(f"{folder}/") and row.outcome]
     outcomes = Counter(row.outcome for row in own)
     emulated = len(own) - outcomes[OTHER]
@@ -507,6 +524,7 @@ def markdown(report: Report) -> str:
 
 
 def _escaped(text: str, *, tone: bool) -> str:
+    # A bar ends a cell even between backquotes; ``<`` begins a tag only outside of them.
     plain = " ".join(text.split()).replace("|", "\\|")
     return f"`{plain}`" if tone and plain else plain.replace("<", "&lt;")
 
@@ -535,6 +553,7 @@ def audit(
         counts[folder.name] = len(files)
         one = partial(audit_file, root=folder, machine=machine, concurrency=concurrency)
         with ProcessPoolExecutor(jobs) if jobs > 1 else _InProcess() as pool:
+            # A few files at a time: fewer messages, and still no process that has much more left than the others.
             results = pool.map(one, files, chunksize=4)
             with click.progressbar(results, length=len(files), label=folder.name, file=sys.stderr) as shown:
                 rows += [row for found in shown for row in found]

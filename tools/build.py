@@ -28,6 +28,7 @@ PLUGINS = [
         path.parent
         for kind in ("backends", "engines")
         for path in (ROOT / kind).glob("*/pyproject.toml")
+        # What users copy to write a backend, and no distribution.
         if path.parent.name != "template"
     ),
 ]
@@ -35,6 +36,7 @@ PLUGINS = [
 
 def build(source: Path, target: Path, *, sdist: bool) -> list[Path]:
     """Build the wheel of one distribution, and its source distribution if asked to."""
+    # A build takes the project from the current folder (PEP 517).
     with contextlib.chdir(source), contextlib.redirect_stdout(io.StringIO()):
         names = [build_wheel(str(target)), *([build_sdist(str(target))] if sdist else [])]
     return [target / name for name in names]
@@ -44,6 +46,7 @@ def install(sources: Sequence[Path]) -> None:
     """Build the wheels of distributions, and install them into this environment."""
     with tempfile.TemporaryDirectory() as folder:
         wheels = [wheel for source in sources for wheel in build(source, Path(folder), sdist=False)]
+        # The version stays while the code changes, so pip would keep what it has; no index has these packages.
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall"]
         subprocess.run([*pip, *map(str, wheels)], check=True)
 
@@ -61,6 +64,7 @@ def main() -> None:
         return
     if options.folder is None:
         parser.error("name a folder, or pass --install-plugins")
+    # Absolute, as ``build`` changes the folder.
     target = options.folder.resolve()
     target.mkdir(parents=True, exist_ok=True)
     for source in (ROOT, *plugins):

@@ -21,6 +21,7 @@ def script() -> str:
     section = re.search(r"^## Set up\n(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S)
     assert section is not None, "CONTRIBUTING.md has no section 'Set up'"
     commands = "".join(re.findall(r"^```sh\n(.*?)^```$", section[1], re.M | re.S))
+    # The result of the pipe is that of pytest: ``pipefail`` is set below.
     bounded, count = re.subn(r"^pytest$", "PYTEST_ADDOPTS='--collect-only -q' pytest | tail -3", commands, flags=re.M)
     assert count == 1, "the section runs pytest other than once"
     return f"set -exo pipefail\n{bounded}"
@@ -28,10 +29,12 @@ def script() -> str:
 
 def main() -> None:
     """Clone, and run the commands."""
+    # These would bring packages and options of the caller into the clone's environment.
     unset = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
+        # A clone has what is committed alone, so that a forgotten file shows.
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         sys.exit(subprocess.run(["bash", "-c", script()], cwd=clone, env=environment, check=False).returncode)
 

@@ -22,6 +22,7 @@ def locked_plans() -> Iterator[tuple[Path, str]]:
     """Yield each locked plan's file with the text that its spec gives now."""
     backends = registry.load_backends()
     for path in sorted((PLANS / "locked").glob("*.yaml")):
+        # A spec's name may have dots, as ``llama-3.1-8b``; an environment's has none.
         name, _, environment = path.stem.rpartition(".")
         spec = codec.load_spec(PLANS / "specs" / f"{name}.yaml")
         yield path, codec.dumps(plan(spec, catalog.find_environment(environment), backends))

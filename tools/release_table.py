@@ -30,6 +30,7 @@ class Anything:
     """Stands for what decides nothing: every attribute, call and item of it is one more."""
 
     def __getattr__(self, name: str) -> Any:
+        # ``copy`` and others ask for such names, and take any answer for support.
         if name.startswith("__"):
             raise AttributeError(name)
         return Anything()
@@ -71,6 +72,7 @@ class Sources:
     def _parse(self, path: str) -> ast.Module | None:
         try:
             text = (self._folder / path).read_bytes() if self._wheel is None else self._wheel.read(path)
+        # KeyError is that of a wheel without the file; the others are those of a folder.
         except (KeyError, FileNotFoundError, NotADirectoryError):
             return None
         return ast.parse(text)
@@ -100,7 +102,9 @@ class Sources:
         found = self.find(*places)
         if not isinstance(found, ast.FunctionDef):
             return None
+        # A copy, as the tree is kept and asked for other parts.
         node = _WithoutImports().visit(copy.deepcopy(found))
+        # A decorator that is a stand-in would return no function.
         node.decorator_list, node.returns = [], None
         for each in (*node.args.args, *node.args.kwonlyargs):
             each.annotation = None
@@ -122,6 +126,7 @@ class _WithoutImports(ast.NodeTransformer):
     """Imports bind nothing: their names are those given, or anything."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        # An import may be all that a branch has.
         return ast.Pass()
 
     visit_Import = visit_ImportFrom  # type: ignore[assignment]  # noqa: N815
@@ -131,6 +136,7 @@ class _Bare(ast.NodeTransformer):
     """A function without texts, types and log lines: what is left decides."""
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        # Whether it raises is a rule, what it says is not.
         return ast.Raise(exc=None, cause=None)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
@@ -138,9 +144,11 @@ class _Bare(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         said = isinstance(node.value, ast.Call) and ast.unparse(node.value.func).startswith(("logger.", "log_", "warn"))
+        # A branch may be left empty: the code is only compared, never run.
         return None if said or isinstance(node.value, ast.Constant) else self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        # ``ast.unparse`` asks an assignment for its line.
         return None if node.value is None else ast.Assign([node.target], self.visit(node.value), lineno=1)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
@@ -160,6 +168,7 @@ def bare(sources: Sources, places: Sequence[str]) -> str:
 # vLLM ----------------------------------------------------------------------------------------------------------------
 
 _LEVELS = tuple(f"OPTIMIZATION_LEVEL_0{level}" for level in range(4))
+# One for each branch of ``get_batch_defaults`` at least: it names A100 and 12.1.
 _DEVICES = {
     "48 GiB": (48, "l40", (8, 9)),
     "80 GiB": (80, "h100", (9, 0)),
@@ -184,6 +193,7 @@ def _vllm_sizes(sources: Sources, seqs: int, tokens: int, k: int = 0, family: in
     drafts = SimpleNamespace(num_speculative_tokens=k, uses_dynamic_speculative_decoding=lambda: False)
     function(
         SimpleNamespace(
+            # Not ``Anything``, which is true and would turn graphs off.
             model_config=SimpleNamespace(enforce_eager=False),
             compilation_config=compilation,
             scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens),
@@ -222,6 +232,7 @@ def _vllm_budgets(sources: Sources) -> dict[str, list[int]]:
 
 
 def _vllm_values(sources: Sources) -> dict[str, Any]:
+    # Read, not run: a level is a dictionary that names its mode.
     levels = [sources.find(f"config/vllm.py:{level}") for level in _LEVELS]
     modes = [re.search(r"CUDAGraphMode\.(\w+)", ast.unparse(each)) for each in levels if each is not None]
     listed = sources.find("config/vllm.py:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
@@ -230,11 +241,14 @@ def _vllm_values(sources: Sources) -> dict[str, Any]:
     rule = sources.find("config/vllm.py:VllmConfig._is_default_v2_model_runner_model")
     names += ["dense"] if rule is not None and "not model_config.is_moe" in ast.unparse(rule) else []
     return {
+        # Limits beyond each ceiling, so that the ceiling shows.
         "largest_size": _vllm_sizes(sources, 4096, 1 << 20)[-1],
         "largest_size_sm100": _vllm_sizes(sources, 4096, 1 << 20, family=100)[-1],
+        # Numbers that no step of 8 or 16 comes to: only a rule of its own makes them sizes.
         "requests_are_a_size": 100 in _vllm_sizes(sources, 100, 8192),
         "widths_are_sizes": 51 in _vllm_sizes(sources, 100, 8192, k=2) or 300 in _vllm_sizes(sources, 100, 8192, k=2),
         "budget_is_a_size": 99 in _vllm_sizes(sources, 1024, 99),
+        # 4 tokens cannot be split evenly over 8 ranks.
         "sequence_parallel_sizes": 4 not in _vllm_sizes(sources, 100, 8192, tensor=8),
         "budgets": _vllm_budgets(sources),
         "modes_by_level": [each[1] for each in modes if each],
@@ -314,6 +328,7 @@ def _sglang_memory(sources: Sources, memory: int, **given: Any) -> tuple[int, in
     phases = Unset(decode=Unset(), prefill=Unset())
     lists = ("cuda_graph_batch_sizes", "cpu_graph_batch_sizes", "piecewise_cuda_graph_tokens")
     lists += ("decode_cuda_graph_batch_sizes", "prefill_cuda_graph_batch_sizes")
+    # With the fraction given, the function skips the part that asks for the model.
     view = Unset(tp_size=1, pp_size=1, dp_size=1, device="cuda", mem_fraction_static=0.5, model_path="x")
     vars(view).update({f"_generate_{name}": lambda *_: [1] for name in lists})
     vars(view).update(cuda_graph_config=phases, _cuda_graph_config_locked=set(), use_mla_backend=lambda: latent)
@@ -329,11 +344,14 @@ def _sglang_memory(sources: Sources, memory: int, **given: Any) -> tuple[int, in
         declare_resolution=declare,
         get_device_memory_capacity=lambda _: memory << 10,
         use_mla_backend=lambda _: latent,
+        # The function sets a copy, and what it sets is read below: here the copy is the same record.
         copy=SimpleNamespace(deepcopy=lambda value: value),
         _DEFAULT_PP_PREFILL_CUDA_GRAPH_MAX_TOKENS=8192,
     )
     assert function is not None
+    # Older releases pass the memory; newer ones ask for it.
     function(*([view] if function.__code__.co_argcount == 1 else [view, memory << 10]))
+    # Before there was one record for both phases, each had a flag.
     decode = phases.decode.max_bs if phases.decode.max_bs is not None else view.cuda_graph_max_bs
     prefill = phases.prefill.max_bs if phases.prefill.max_bs is not None else view.piecewise_cuda_graph_max_tokens
     return view.chunked_prefill_size, decode, prefill
@@ -349,6 +367,7 @@ def _sglang_sizes(sources: Sources, places: Sequence[str], most: int, **given: A
 
 
 def _sglang_values(sources: Sources) -> dict[str, Any]:
+    # One for each range of memory that the function tells apart.
     memories = (16, 24, 48, 80, 141, 180)
     wide = 16384
     return {
@@ -365,6 +384,7 @@ def _sglang_values(sources: Sources) -> dict[str, Any]:
             sources, 80, pp_size=2, chunked_prefill_size=wide, cuda_graph_config=_breakable()
         )[2],
         "prefill_max_of_llama_2": _sglang_memory(sources, 80, model_path="llama-2", chunked_prefill_size=wide)[2],
+        # Up to here each list has come to its widest step.
         "decode_sizes": _steps(_sglang_sizes(sources, _DECODES, 1024)),
         "decode_sizes_of_speculation": _steps(_sglang_sizes(sources, _DECODES, 1024, speculative_algorithm="EAGLE")),
         "prefill_sizes": _steps(_sglang_sizes(sources, _PREFILLS, wide)),
@@ -387,6 +407,7 @@ def _sglang_prefill_graphs(sources: Sources) -> str:
     """Return how prefills are captured by default."""
     file = "srt/model_executor/cuda_graph_config.py"
     found = sources.find(f"{file}:default_prefill_backend", f"{file}:CudaGraphConfig.prefill")
+    # Read, not run: releases have it as a function, or as a field with a default.
     match = re.search(r"Backend\.(BREAKABLE|TC_PIECEWISE)", "" if found is None else ast.unparse(found))
     return "tc_piecewise" if match is None else match[1].lower()
 
@@ -399,6 +420,7 @@ def _steps(sizes: Sequence[int]) -> str:
         end = at + 1
         while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[end] - sizes[end - 1]:
             end += 1
+        # Three sizes are shorter written out.
         if end - at > 2 and end < len(sizes):
             parts.append(f"{sizes[at]} to {sizes[end]} by {sizes[at + 1] - sizes[at]}")
             at = end + 1
@@ -461,6 +483,7 @@ def releases(package: str, folder: Path) -> dict[str, Sources]:
     """Return the sources in a folder by release, newest first."""
     found = {}
     for place in folder.glob(f"{package}-*"):
+        # What follows a ``+`` is the wheel's build, as ``+cu130``, and no part of the release.
         match = re.match(rf"{package}-([\d.]+(?:post\d+)?)(?:-.*whl)?$", place.name.replace("+", "-"))
         if match and (place.suffix == ".whl" or (place / package).is_dir()):
             found[match[1]] = Sources(package, place)
@@ -475,6 +498,7 @@ def number(release: str) -> Key:
 def changes(by_release: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values where they change, from the newest release back: each holds down to the next one."""
     rows = [*by_release.items()]
+    # No value is None, so that the newest release always has a row.
     newer = [None, *(value for _, value in rows)]
     return {release: value for (release, value), before in zip(rows, newer, strict=False) if value != before}
 

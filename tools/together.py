@@ -23,7 +23,9 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
 def main(commands: Sequence[str]) -> int:
     """Run the command lines, and return the exit code."""
     codes = []
+    # Threads are enough: each waits for a process.
     with ThreadPoolExecutor(len(commands)) as pool:
+        # In the order of the commands: a later one that has ended waits, so that outputs never mix.
         for command, done in zip(commands, pool.map(run, commands), strict=True):
             sys.stdout.write(f"$ {command}\n{done.stdout}exit code {done.returncode}\n")
             codes.append(done.returncode)

@@ -14,6 +14,7 @@ ITSELF, EXPERT, TUNED = COLUMNS = ("by itself", "expert's list", "tuned")
 MISSING = "Not measured yet."
 
 SHAPES = {"0.6b": "Qwen3-0.6B", "8b": "Qwen3-8B", "30b-a3b": "Qwen3-30B-A3B"}
+# Of the models as published; a run may have fewer.
 LAYERS = {"0.6b": 28, "8b": 36, "30b-a3b": 48}
 
 ARRIVING = (
@@ -137,6 +138,7 @@ def promises(folder: Path = RESULTS) -> str:
 def _promise(found: Mapping[str, float] | None) -> str:
     if found is None:
         return NO_VALUE
+    # Times by how much the host slowed down since the observation, as the engine by itself shows.
     stated = found["stated_ms"] * found.get("drift", 1.0)
     return f"{stated:.2f}, took {found['measured_ms']:.2f} ({found['off']:+.1%})"
 
@@ -149,6 +151,7 @@ def deployments(folder: Path = RESULTS) -> str:
             name.replace("-", " "),
             "/".join(str(sum(engine(result, column)["graphs"].values())) for column in (ITSELF, TUNED)),
             (result.get("tune") or {}).get("verdict") or NO_VALUE,
+            # These groups have two loads, in the order of the columns.
             *[ratio(result, TUNED, load, "tokens_per_second") for load in result["loads"]],
         )
         for name, result in found.items()
@@ -161,6 +164,7 @@ def targets(pattern: str = VLLM, folder: Path = RESULTS) -> str:
     """Return how many targets of each kind are met, by the newest file that has each group."""
     kinds: dict[str, list[bool]] = {}
     for name, result in newest(pattern, folder).items():
+        # A file has the targets of all its groups, as ``group: load, target (figures)``.
         for text, met in result["file"]["targets"].items():
             group, _, target = text.partition(" (")[0].partition(": ")
             if group == name:

@@ -41,6 +41,7 @@ def row_of(name: str, result: dict[str, Any] | None) -> tuple[object, ...]:
     if "broke" in result:
         return (name, provenance["date"][:10], on, NO_VALUE, "broke", *[NO_VALUE] * 4)
     host = result["host"]
+    # A host without a GPU has no driver.
     versions = {"torch": host["torch"], "driver": host.get("driver"), **_libraries(result, provenance)}
     return (
         name,

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 BLOCK = re.compile(r"(?P<file><!-- file: (?P<name>\S+) -->\n+)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
 _PIPELINE = re.compile(
+    # No character that a shell gives a meaning: such a command goes to a shell.
     r"(?:(?P<source>[^|]+)\| *)?capture-planner (?P<arguments>[^|<>;&$`]*)"
     r"(?:\|(?P<filter>.+)|> (?P<target>\S+))?"
 )
@@ -47,6 +48,7 @@ def blocks(text: str, kind: str) -> Iterator[str]:
 
 def commands(block: str) -> Iterator[tuple[str, str]]:
     """Yield the commands of a console block, each with the output that the page shows."""
+    # What stands before the first command is no output.
     for part in re.split(r"^(?=\$ )", block, flags=re.M)[1:]:
         command, _, shown = part.removeprefix("$ ").partition("\n")
         yield command, shown
@@ -57,6 +59,7 @@ def updated(command: str, shown: str, output: str) -> str:
 
     An output with lines of dots stays short: each of its parts becomes the part of the new output that is most like it.
     """
+    # Only these measure. A number in the output of another command has to be right.
     mask = _masked if re.search(r"capture-planner (?:run|bench) |pytest ", command) else str
     parts = [re.escape(part) for part in _DOTS.split(mask(shown))]
     if re.fullmatch("(?:.*\n)*?".join(parts), mask(output)):
@@ -71,10 +74,12 @@ def _shortened(parts: list[str], output: str) -> str:
         size = min(part.count("\n"), len(lines) - start)
         first = start if number == 0 else max(start, len(lines) - size)
         if 0 < number < len(parts) - 1:
+            # It keeps what it knows of ``b``: windows are set as ``a``. ``autojunk`` would ignore frequent characters.
             likeness = difflib.SequenceMatcher(b=part, autojunk=False)
             scores = []
             for index in range(start, len(lines) - size + 1):
                 likeness.set_seq1("".join(lines[index : index + size]))
+                # Of windows that are equally alike, the first.
                 scores.append((likeness.quick_ratio(), -index))
             first = -max(scores)[1]
         shown.append("".join(lines[first : first + size]))
@@ -118,6 +123,7 @@ class Workspace:
 
     def run(self, command: str) -> str:
         """Run one command as a shell would, and return what it prints."""
+        # No shell lives from one command to the next.
         if command == "echo $?":
             return f"{self.exit_code}\n"
         if editable := re.fullmatch(r"pip install .*--editable (\S+)", command):
@@ -127,10 +133,12 @@ class Workspace:
             return self._shell(command)
         stdin = self._shell(pipeline["source"]) if pipeline["source"] else ""
         arguments = shlex.split(pipeline["arguments"])
+        # Written through, as its bytes are read from the buffer below it.
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
         if not pipeline["filter"] and not pipeline["target"]:
             self._call(arguments, stdin, out, out)
             return _text(out)
+        # Only standard output goes down the pipe; a terminal shows the other before it.
         err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
         self._call(arguments, stdin, out, err)
         if pipeline["target"]:
@@ -162,11 +170,13 @@ class Workspace:
         for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None) or "").startswith(str(self.folder)):
                 del sys.modules[name]
+        # A finder knows a folder by its time of change, which files written soon after may leave as it was.
         importlib.invalidate_caches()
 
     def _shell(self, command: str, stdin: str = "") -> str:
         # Some programs print more where CI is set; a page is the same everywhere.
         variables = {name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS")}
+        # An empty part of PYTHONPATH would be the current folder.
         python_path = os.pathsep.join([*self.plugin_path, variables.get("PYTHONPATH", "")]).strip(os.pathsep)
         process = subprocess.run(
             ["bash", "-c", command],
@@ -217,4 +227,5 @@ def _text(stream: io.TextIOWrapper) -> str:
 
 def _environment() -> dict[str, str]:
     scripts = sysconfig.get_path("scripts")
+    # Width and colours of a page are the same in every terminal.
     return {"PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")]), "COLUMNS": "100", "TERM": "dumb"}

@@ -25,6 +25,7 @@ def reference(kind: type, *, written_by_hand: bool) -> str:
     sections, seen = [], {kind}
     waiting = [kind]
     while waiting:
+        # First in, first out: a record stands near what names it.
         current = waiting.pop(0)
         sections.append(_section(current, written_by_hand))
         for _, hint in fields_of(current):
@@ -68,6 +69,7 @@ def type_text(hint: Any) -> str:
         if BYTES in args:
             return "size such as `2GiB`"
         bounds = _bound_text(constraints(hint))
+        # Bounds of a whole number or a text say what it is.
         return bounds if args[0] in (str, int) else f"{type_text(args[0])} {bounds}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_text(arg) for arg in args if arg is not type(None))
@@ -105,6 +107,7 @@ def _default_text(attribute: attrs.Attribute[Any], *, is_size: bool) -> str:
     default = default_of(attribute)
     if default is attrs.NOTHING:
         return ""
+    # The defaults in a record are in its own section.
     if default in ((), {}, "", None) or attrs.has(type(default)):
         return "; optional"
     if is_size:

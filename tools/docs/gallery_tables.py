@@ -19,6 +19,7 @@ def campaign() -> dict[str, Any]:
     ``later`` says what was searched after it, and when. Raises ``FileNotFoundError``.
     """
     campaigns = results.files("gallery-*.json")
+    # A campaign over some mutants, or over what is healthy alone, only adds to one over everything.
     whole = [index for index, each in enumerate(campaigns) if each["healthy"]["searched"] and each["mutants"]]
     if not whole:
         raise FileNotFoundError("benchmarks/results has no gallery-*.json: run tox -e gallery -- --output")
@@ -86,6 +87,7 @@ def table() -> str:
 def checks() -> str:
     """Return every check of the suite, and every rule that found a mutant, with how many it found."""
     caught = Counter(by for mutant in campaign()["mutants"] for by in mutant["by"])
+    # The runner's checks are in the tests, which are no package.
     sys.path.append(str(results.ROOT / "tests"))
     from support.runner_conformance import RunnerCheck
 

@@ -26,6 +26,7 @@ def render(page: Path) -> str:
     """Return a page as it should be."""
     text = _PART.sub(lambda m: f"{m['open']}\n{PARTS[m['name']]()}\n\n{m['close']}", page.read_text("utf-8"))
     with tempfile.TemporaryDirectory() as folder:
+        # Resolved, as modules of a page are told by comparing paths.
         workspace = Workspace(Path(folder).resolve())
         return BLOCK.sub(lambda match: workspace.render(match, page), text)
 

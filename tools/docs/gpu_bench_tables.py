@@ -24,11 +24,13 @@ FIGURES = {
 def machine() -> str:
     """Where, when and with what, of the bench and of the campaign."""
     lines: list[tuple[list[str], str]] = []
+    # A file may have results of several backends, and is named once.
     for file in (bench(), *{c["file"]["name"]: c["file"] for c in campaigns().values()}.values()):
         where, hardware = file["provenance"], file["provenance"]["hardware"]
         facts = f"{hardware.get('gpu', 'no GPU')}, {where['date'][:10]}, {_versions(where['packages'])}"
         if not lines or facts != lines[-1][1]:
             lines.append(([], facts))
+        # Without its date: ``-2`` begins the year.
         lines[-1][0].append(f"[{file['name'].partition('-2')[0]}](../../benchmarks/results/{file['name']})")
     return "\n".join(f"- {', '.join(links)}: {facts}." for links, facts in lines)
 
@@ -57,6 +59,7 @@ def targets() -> str:
         cells = []
         for backend in backends:
             mine = reached.get((k, subject, backend))
+            # A figure that was measured, without this target: it is one of other backends.
             other = NO_VALUE if measured.get((backend, k), {}).get(target["figure"]) else NOT_MEASURED
             cells.append(other if mine is None else _verdict(mine))
         rows.append((str(k), singular(subject), limit, *cells))

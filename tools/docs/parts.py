@@ -48,6 +48,7 @@ def rules() -> str:
         sections += [f"### {code}", f"**{rule.name}**: {rule.severity.value}, class {kind}.", rule.explanation]
         fix = f"Fix: {rule.remedy}." + (f" Spec: `{'.'.join(rule.spec_path)}`." if rule.spec_path else "")
         sections += [f"Reported in {_links(rule.threads)}. {fix}" if rule.threads else fix]
+    # Drift has a code and no rule, as it is found by comparison.
     by_class.setdefault("J (observability)", []).append(f"[{DRIFT_CODE}](#{DRIFT_CODE.lower()}) drift")
     return "\n\n".join(["\n".join(f"- {kind}: {', '.join(codes)}" for kind, codes in by_class.items()), *sections])
 
@@ -101,6 +102,7 @@ def _member_docs(enumeration: type[Enum]) -> Iterator[tuple[str, str]]:
     """Yield the value of each member of an enumeration with the docstring under it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(enumeration))).body[0]
     assert isinstance(body, ast.ClassDef)
+    # The docstring of a member is the statement behind it.
     for member, text in zip(body.body, body.body[1:], strict=False):
         if isinstance(member, ast.Assign) and isinstance(text, ast.Expr):
             yield ast.literal_eval(member.value), ast.literal_eval(text.value).replace("``", "`")
@@ -110,6 +112,7 @@ def policies() -> str:
     """Return every size policy with its docstring and its options."""
     rows = []
     for name, meaning in _member_docs(spec.Policy):
+        # The record's own table, so that the page cannot differ from what it refuses.
         options = [f"`{option}`" for option, takers in spec._OPTIONS.items() if spec.Policy(name) in takers]
         rows.append((f"`{name}`", meaning, ", ".join(options) or "none"))
     return table(("policy", "sizes", "options"), rows, text=3)
@@ -119,6 +122,7 @@ def figures() -> str:
     """Return what each policy gives for up to 256 requests on an H100, without drafts and with K = 3."""
     limits, machine = spec.Limits(max_num_reqs=256, max_num_tokens=8192), find_environment("h100")
     minimax = {f"minimax, {n}": spec.Sizes(policy=spec.Policy.MINIMAX, graphs=n) for n in (35, 18)}
+    # In the table already, or nothing without sizes or measurements.
     left_out = {"default", "minimax", "explicit", "measured"}
     others = {policy.value: spec.Sizes(policy=policy) for policy in spec.Policy if policy.value not in left_out}
     rows = []
@@ -147,6 +151,7 @@ def laws() -> str:
     """Return the property tests of the laws, each with the first line of its file."""
     rows = []
     paths = (ROOT / "tests" / "property").glob("test_law*.py")
+    # By number: as texts, 10 comes before 2.
     for path in sorted(paths, key=lambda path: int(re.sub(r"\D", "", path.name))):
         statement = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]
         rows.append(f"- {statement} ([{path.stem[5:]}](../../{path.relative_to(ROOT).as_posix()}))")
@@ -168,6 +173,7 @@ def _sections(kind: type, written_by_hand: bool) -> dict[str, str]:
     return {section.partition("\n")[0]: section for section in sections}
 
 
+# Called only for a page that has the part: some need files that another page does without.
 PARTS: dict[str, Callable[[], str]] = {
     "laws": laws,
     "rules": rules,

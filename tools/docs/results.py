@@ -22,6 +22,7 @@ MIBI = 1 << 20
 def files(pattern: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return the content of the matching files, oldest first, each with its ``name``."""
     documents = [{"name": path.name, **json.loads(path.read_text("utf-8"))} for path in sorted(folder.glob(pattern))]
+    # By the date inside: a name has the day alone, and words in front of it.
     return sorted(documents, key=lambda file: datetime.fromisoformat(file["provenance"]["date"]))
 
 
@@ -57,6 +58,7 @@ def reports(k: int | None = None) -> dict[tuple[str, int], dict[str, Any]]:
 def of(figure: str, k: int | None = None) -> Iterable[tuple[str, Any]]:
     """Yield each backend that measured a figure, with the figure."""
     for (backend, _), report in reports(k).items():
+        # A figure that is empty was not measured.
         if report.get(figure):
             yield backend, report[figure]
 

@@ -13,6 +13,7 @@ from capture_planner_tensorrt_llm.values import Path, Problems, boolean, integer
 _CONFIG = "--config"
 _READ = ("enable_attention_dp", "cuda_graph_config", "speculative_config")
 _ENCODER = ("num_tokens", "max_num_token", "seq_lens", "max_seq_len")
+# The most requests of a plan; of tokens it is 1 << 20.
 _MOST = {"max_batch_size": 1 << 16}
 _SPARSE = {"dsa": True, "deepseek_v4": False}
 """Sparse attention that skips its indexer for short sequences, each with whether it does so by default."""
@@ -31,6 +32,7 @@ def resolve(command: Sequence[str]) -> ServeSettings:
     sparse: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     algorithm = sparse.get("algorithm")
     for name, emulated in OPTIONS["emulated_values"].items():
+        # Of these two algorithms one setting alone changes graphs, which ``by_length`` carries.
         if name == "sparse_attention_config" and algorithm in _SPARSE:
             continue
         if name in values and values[name] not in emulated["values"]:
@@ -87,6 +89,7 @@ def _graphs(value: Any, problems: Problems) -> GraphConfig | None:
     data = None if value is None else mapping(value, path, problems)
     if data is None:
         return None
+    # Without a mode, a key of encoders decides.
     mode = data.get("mode", "encode" if any(data.get(key) not in (None, 0) for key in _ENCODER) else "decode")
     if mode == "encode":
         problems.skip(path, "graphs of encoders", "give batch_sizes or max_batch_size")

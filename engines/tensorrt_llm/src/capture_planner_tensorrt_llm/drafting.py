@@ -114,6 +114,7 @@ def _schedule(value: Any, drafts: int, path: Path, problems: Problems) -> dict[i
             f"give {first}: {drafts}",
         )
         return None
+    # A plan's schedule has at most 64 tiers, the one above the last threshold included.
     if len(found) > 63 or max(found) > 1 << 20:
         problems.skip(path, "more than 63 thresholds, or one above a million", "give fewer")
         return None
@@ -134,6 +135,7 @@ def _total(data: Mapping[str, Any], drafts: int, path: Path, problems: Problems)
     where = (*path, "dynamic_tree_max_topK")
     wide = data.get("dynamic_tree_max_topK")
     breadth = None if wide is None else integer(wide, where, problems)
+    # A value that is no number has its problem already.
     if breadth is None or breadth < 1:
         if wide is None or breadth is not None:
             problems.refuse(where, "a dynamic tree needs a value of at least 1", "give 1 or more")

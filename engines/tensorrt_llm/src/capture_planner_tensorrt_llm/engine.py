@@ -51,6 +51,7 @@ def emulate(command: Sequence[str], environment: Environment) -> Emulation:
         limits=Limits(max_num_reqs=requests, max_num_tokens=tokens),
         speculative=None if drafting is None else drafting.speculative(requests, tokens),
         assumptions=(BY_LENGTH,) if resolved.by_length and graphs.shapes else (),
+        # With attention DP each tensor-parallel rank schedules batches of its own.
         parallel=Parallel(data=resolved.tensor) if resolved.attention_dp else Parallel(tensor=resolved.tensor),
     )
 

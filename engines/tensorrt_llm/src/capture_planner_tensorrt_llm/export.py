@@ -42,10 +42,12 @@ def export_tensorrt_llm(plan: Plan) -> Export:
     # Its graphs of decodes are full ones.
     if target.mode.decode_mode is GraphMode.FULL:
         most = plan.limits.max_num_reqs
+        # Alignment to ranks may have rounded a size beyond the limit, where the engine captures none.
         sizes = tuple(sorted({min(size, most) for size in decode_sizes(plan, target, 1 + drafts)}))
     options: dict[str, Any] = {
         "max_batch_size": plan.limits.max_num_reqs,
         "max_num_tokens": plan.limits.max_num_tokens,
+        # Attention DP divides the tensor-parallel ranks: the product is all of them.
         "tensor_parallel_size": plan.parallel.tensor * plan.parallel.data,
         "enable_attention_dp": plan.parallel.data > 1,
         "cuda_graph_config": {"enable_padding": True, "batch_sizes": list(sizes)} if sizes else None,

@@ -51,6 +51,7 @@ class TensorRTLLMFixes(Fixes):
             yield _config(emulation, batch_sizes=sorted(sizes))
             yield _config(emulation, batch_sizes=sorted(n for n in sizes if n <= emulation.limits.max_num_reqs))
         elif code == "EN005":
+            # Too few tokens for one decode leave no size; this is the default.
             yield FlagChange.of("--max_num_tokens", 8192)
             yield FlagChange(((_CONFIG, ("null",)),), instead=True)
         elif code == "EN006":

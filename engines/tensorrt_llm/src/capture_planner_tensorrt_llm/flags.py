@@ -103,6 +103,7 @@ def read_flags(command: Sequence[str], problems: Problems) -> ServeCommand:
             result.file, result.file_flag = value, name
         elif name in OPTIONS["flags"]:
             key = OPTIONS["flags"][name]["key"]
+            # ``backend`` is the one flag that is no number.
             result.values[key] = value if key == "backend" else integer(value, (name,), problems)
             result.spelled[key] = name
     return result

@@ -60,6 +60,7 @@ def _repeats(shapes: Counter[Shape]) -> frozenset[Any]:
 
 def _count(shapes: Counter[Shape], options: SourceOptions) -> SourceCounts:
     added: Counter[Shape] = Counter()
+    # Ranks of attention DP schedule batches of their own, so their lines add up.
     for ((_, kind), reqs, tokens), count in shapes.items():
         if reqs and tokens:
             added[kind, reqs, tokens] += count

@@ -83,6 +83,7 @@ def rounded_up(sizes: Sequence[int], num_reqs: int, draft_len: int, schedule: Ma
     first = bisect_left(sizes, num_reqs)
     if schedule is not None:
         lengths = [scheduled_draft_len(schedule, size) for size in sizes[first:]]
+        # Negated, as ``bisect`` wants keys that rise.
         found = bisect_left(lengths, -draft_len, key=lambda length: -length)
         # No size has this length: its threshold is above the largest size.
         if found == len(lengths) or lengths[found] != draft_len:

@@ -58,6 +58,7 @@ class Drafting:
     @property
     def draft_lens(self) -> tuple[int, ...]:
         """The draft lengths that each size is captured with, where there is no schedule."""
+        # Batches above ``max_concurrency`` draft nothing.
         without = not self.algorithm.one_engine and self.max_concurrency is not None
         return (self.total_draft_tokens, 0) if without else (self.total_draft_tokens,)
 

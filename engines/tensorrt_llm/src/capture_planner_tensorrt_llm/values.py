@@ -72,6 +72,7 @@ def integer(value: Any, path: Path, problems: Problems, *, low: int | None = Non
 
 def boolean(value: Any, path: Path, problems: Problems) -> bool:
     """Return a boolean, given as one, as 0 or 1, or as a word; False, with a problem, for anything else."""
+    # pydantic's lax mode takes 0 and 1 of each type of number.
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     word = _WORDS.get(value.lower()) if isinstance(value, str) else None

@@ -114,6 +114,7 @@ def _recorder(observe: str | Path | None) -> Recorder | None:
         return None
     seconds = os.environ.get(SECONDS, "30")
     try:
+        # Absolute, as a server may change its folder later.
         return Recorder(Path(folder).resolve(), f"transformers-{os.getpid()}", float(seconds))
     except ValueError:
         raise RunError(f"{SECONDS} is {seconds}: expected a number of seconds") from None
@@ -152,9 +153,11 @@ class Creation:
             return processor
         processor.model_runner = runner = self._runner(processor)
         processor.scheduler.schedule_batch = runner.scheduling(processor.scheduler.schedule_batch)
+        # Now, as a capture between two steps would hold up every request.
         runner.warmup(self._manager.model)
         # transformers logs a capture that fails and goes on.
         missing = [key for key in runner.table.keys if key not in runner.captured]
+        # Without graphs nothing was to be captured, and nothing is amiss.
         if missing and any(processor.model_runner.cb_config.cuda_graph_booleans):
             says = f"{len(missing)} of {len(runner.table.keys)} graphs were not captured, {missing[0]} first"
             _differ(self.application, f"{says}: transformers' log has the reason")

@@ -50,6 +50,7 @@ class Ledger:
     def captured(self, key: Key, seconds: float, size: int) -> None:
         """Add the cost of one capture."""
         before = self.costs.get(key, (0.0, 0))
+        # ``torch.cuda.graph`` returns cached blocks first, which can lower reserved memory by more than a graph adds.
         self.costs[key] = before[0] + seconds, before[1] + max(size, 0)
 
     def begin(self, table: GraphTable, captured: frozenset[Key]) -> None:
@@ -88,6 +89,7 @@ def observed(
     """Return what is known after capture: one graph for each entry, whose costs are those of all its cache reads."""
     plan = table.dispatcher.plan
     target = plan.role(Role.TARGET)
+    # An entry counts from one graph on, of whatever cache reads.
     sizes = {key[0] for key in captured}
     entries = [entry for entry in target.entries if entry.mode is GraphMode.FULL and entry.num_tokens in sizes]
     graphs = []
@@ -139,6 +141,7 @@ def _asked(table: GraphTable, entries: Sequence[Entry]) -> Callable[[Batch], tup
             return None, dispatch.reason
         if dispatch.entry in indices:
             return indices[dispatch.entry], None
+        # With other graphs there, this one's capture failed; without any, none was to be made.
         return None, Reason.MEMORY if dispatch.mode is GraphMode.FULL and entries else Reason.MODE
 
     return answer

@@ -117,6 +117,7 @@ class PlannedRunner(ModelRunner):
         return GraphAnswer(answer.entry, None, Reason.MEMORY if graphs else Reason.MODE)
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., Any], bool]:
+        # A graph runs where the step was padded to one, whatever transformers would choose.
         return super()._get_forward_fn(use_block_table)[0], self.pad_inputs
 
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:

@@ -87,6 +87,7 @@ def fitting(sizes: Sequence[int], count: int) -> int | None:
 
 def most_reads(entry: Entry, plan: Plan, limit: int) -> int:
     """Return the most tokens that the requests of one step can read from a cache of ``limit`` tokens."""
+    # A mixed entry states no requests: each may have one token.
     requests = min(entry.num_reqs or entry.num_tokens, plan.limits.max_num_reqs)
     return min(limit, requests * plan.model.max_model_len)
 
@@ -95,6 +96,7 @@ def reachable(reads: Sequence[int], entry: Entry, plan: Plan, limit: int) -> tup
     """Return the sizes that some step of ``entry`` needs; a decode always reads, a prompt may read nothing."""
     most = most_reads(entry, plan, limit)
     below = (-1, *reads)
+    # The first size that holds the most reads is needed, larger ones are not.
     return tuple(
         size
         for before, size in zip(below, reads, strict=False)
@@ -155,6 +157,7 @@ def _keys(
         for size in reachable(reads, entry, plan, limit):
             yield entry.num_tokens, size
     if block_table:
+        # Only entries that decodes reach need a graph with a block table; the dispatcher says which.
         for requests in range(1, plan.limits.max_num_reqs + 1):
             found = dispatcher.dispatch(Batch.decode(Role.TARGET, requests, 1)).entry
             if found is not None and found.mode is GraphMode.FULL:

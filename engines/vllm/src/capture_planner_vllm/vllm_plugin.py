@@ -26,6 +26,7 @@ def register() -> None:
     observe = bool(os.environ.get(OBSERVE)) or os.environ.get(PROFILE) == "1"
     if not os.environ.get(PLAN) and not observe:
         return
+    # Imported late: vLLM calls this in every process, mostly without a variable.
     from capture_planner_vllm.inside import hooks
 
     hooks.install(apply=os.environ.get(APPLY) != "0", observe=observe)

@@ -29,14 +29,17 @@ def request_pool(r: Startup) -> int:
     tokens = None if tokens is None else tokens // args.page_size * args.page_size
     source = r.sources.get("max_running_requests", "default")
     if args.max_running_requests is not None:
+        # A rank has at least one request since 0.5.23 (resolve_max_num_reqs).
         pool = max(int(has("one-request-each")), args.max_running_requests // args.attn_dp_size)
         if r.attention_dp:
             says = f"{args.attn_dp_size} attention-DP ranks share the requests: {pool} each"
             r.decisions.note("requests-per-rank", args.max_running_requests, pool, says)
             source = "requests-per-rank"
     elif tokens is None:
+        # Memory decides how many tokens there are; every estimate is at least this.
         pool = _POOL_LEAST
     else:
+        # resolve_max_num_reqs of mem_cache/kv_cache_configurator.py.
         pool = max(min(int(tokens / context(r) * 512), _POOL_MOST), _POOL_LEAST)
         source = r.sources["max_total_tokens"]
     if tokens is not None and pool > tokens // 2:
@@ -67,6 +70,7 @@ def gathers(r: Startup) -> tuple[bool, bool]:
     args, dense = r.args, r.args.moe_dense_tp_size
     experts = args.moe_a2a_backend == "none"
     groups = args.tp_size // args.attn_dp_size
+    # require_mlp_tp_gather and require_attn_tp_gather of utils/common.py.
     mlp = r.attention_dp and (dense is None or not args.enable_dp_lm_head or experts or dense > groups)
     attention = not args.disable_attn_tp_gather and not (experts and dense is None)
     return mlp, attention and (groups > 1 or not r.attention_dp)
@@ -119,6 +123,7 @@ def _target_decodes(r: Startup, pool: int) -> DecodeGraphs | None:
     if args.speculative_algorithm is None:
         return _decodes(r, Role.TARGET, pool, 1)
     width = args.speculative_num_draft_tokens
+    # Such a server verifies nothing, and its pool has no room for it (capture_decode_graph).
     if args.disaggregation_mode == "prefill":
         return None
     found = _decodes(r, Role.TARGET, pool, width)
@@ -134,6 +139,7 @@ def _decodes(r: Startup, role: Role, pool: int, width: int, steps: int | None = 
     drafts = role.is_drafter
     wanted = sorted(set(r.decode.bs))
     # A drafter's runner filters by requests, whatever the width of its own batches.
+    # Overlapping microbatches split the rows of each request, so requests have to divide as well.
     whole = drafts or r.args.enable_two_batch_overlap
     found = decode_sizes(wanted, pool=pool, alignment=alignment(r), width=1 if whole else width)
     if found and found[0] < 1:
@@ -188,6 +194,7 @@ def _lora_cases(r: Startup) -> tuple[int, ...]:
 def _slots(r: Startup, pool: int) -> int:
     slots = r.prefill.full_prefill_max_req
     if slots is None:
+        # The default that capture resolves once the pool is known (cuda_graph_setup.py).
         slots = max(r.args.chunked_prefill_size // 512, 1)
     return min(int(slots), pool)
 
@@ -198,6 +205,7 @@ def _prefill_list(r: Startup, pool: int) -> tuple[int, ...]:
         return ()
     if any(size < 1 for size in prefill.bs):
         raise refusal("--cuda-graph-bs-prefill", "SGLang cannot capture a prefill of no tokens", "give sizes from 1 on")
+    # A capture has no more dummy requests than slots, each of at most the context's length.
     most = (_slots(r, pool) if prefill.backend == FULL else pool) * context(r)
     found = prefill_sizes(prefill.bs, most=most, alignment=alignment(r))
     if not found:
@@ -219,6 +227,7 @@ def _prefills(r: Startup, role: Role, pool: int, sizes: tuple[int, ...]) -> Pref
         return None
     slots = _slots(r, pool) if whole else None
     lora = bool(args.enable_lora) and not role.is_drafter
+    # Ranks could disagree on which batches fit the adapters' static buffers (lora_manager.py).
     if lora and (r.attention_dp or args.lora_backend == "torch_native"):
         why = "attention DP" if r.attention_dp else "torch_native adapters"
         r.decisions.note("no-lora-prefill", r.prefill.backend, DISABLED, f"prefills with {why} run eager", role)
@@ -234,6 +243,7 @@ def _prefills(r: Startup, role: Role, pool: int, sizes: tuple[int, ...]) -> Pref
         mode=GraphMode.FULL if whole else GraphMode.PIECEWISE,
         sizes=sizes,
         num_reqs=slots,
+        # The adapters' static buffers have so many rows (init_prefill_cuda_graph_batch_info).
         max_reqs=slots if whole else min(sizes[-1], pool) if lora else None,
         max_seq_len=r.prefill.max_seq_len if has("prefill-length") else None,
         loras=args.max_loras_per_batch if lora else 0,

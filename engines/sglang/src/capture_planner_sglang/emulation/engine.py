@@ -131,6 +131,7 @@ def _assumptions(r: Startup) -> tuple[str, ...]:
 def _speculative(r: Startup) -> Speculative | None:
     """What a verification has of each request; STANDALONE is stated as EAGLE, whose graphs it has, NGRAM too."""
     drafted = (r.args.speculative_num_draft_tokens or 0) - 1
+    # A plan's K is at most 255.
     if r.args.speculative_algorithm is None or not 1 <= drafted <= 255:
         return None
     eagle3 = r.args.speculative_algorithm == "EAGLE3"
@@ -140,6 +141,7 @@ def _speculative(r: Startup) -> Speculative | None:
 def _drafts(r: Startup, pool: int) -> tuple[DecodeFamily, ...] | None:
     """Return a drafter's chain: a token for each branch, in all steps but the first."""
     args = r.args
+    # N-gram drafts take no passes, and of an unknown model its rules decide.
     if args.speculative_algorithm not in EAGLE_FAMILY or r.by_flags:
         return None
     steps = args.speculative_num_steps - 1

@@ -57,6 +57,7 @@ def export_sglang(plan: Plan) -> Export:
     settings: dict[str, Any] = {
         "model-path": plan.model.name,
         "max-running-requests": plan.limits.max_num_reqs,
+        # Chunks bound the tokens of a step; where they are off, the other flag does.
         "chunked-prefill-size": plan.limits.max_num_tokens,
         "max-prefill-tokens": plan.limits.max_num_tokens,
     }
@@ -200,6 +201,7 @@ def _role_sizes(role: RolePlan, width: int, longest: int) -> tuple[tuple[int, ..
     if mode.mixed_mode is not GraphMode.NONE:
         says = "SGLang takes the sizes of prompts from --cuda-graph-bs-prefill, in tokens, not from the plan's entries"
         decisions.append(decision("sglang-prefill-flags", mode.value, mode.decode_mode.value, says))
+    # Entries of other lengths serve batches that never happen: SGLang drafts one number at all times.
     entries = [e for e in role.entries if e.mode is GraphMode.FULL and e.query_len == width and e.num_reqs]
     by_case = {
         loras: {e.num_reqs for e in entries if e.active_loras == loras} for loras in {e.active_loras for e in entries}

@@ -110,6 +110,7 @@ def most_requests(r: Startup) -> int | None:
         lazy = args.mamba_radix_cache_strategy == "extra_buffer_lazy"
         if lazy and not overlap:
             raise refusal(_STRATEGY, "SGLang's extra_buffer_lazy needs the overlap schedule", "give extra_buffer")
+        # _calculate_mamba_ratio: three slots for each request, and those that track its state for prefixes.
         each = 3 + (0 if args.mamba_radix_cache_strategy == "no_buffer" else 2 if overlap and not lazy else 1)
     return None if size is None else int(size // args.attn_dp_size // each)
 

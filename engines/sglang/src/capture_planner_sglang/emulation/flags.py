@@ -203,6 +203,7 @@ def parse_any(command: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str
     variables, own = split_variables(command)
     rest, path = _split_config(own)
     from_file = [] if path is None else _words(read_flags(path, "SGLang", "tp-size: 2", may_be_empty=True))
+    # The command line comes last, as of a flag given twice the last counts.
     given = [*from_file, *rest]
     spelled = RELEASES.without_gone(given, HISTORY)
     sglang_parser().refuse_gone(spelled, RELEASES.newer_flags(given))
@@ -221,6 +222,7 @@ def name_of(flag: str) -> str:
     head = flag.partition("=")[0]
     head = head if head.startswith("-") else f"--{head}"
     actions = sglang_parser()._option_string_actions
+    # argparse takes any beginning of a name that fits one flag.
     fitting = [head] if head in actions else [name for name in actions if name.startswith(head)]
     return actions[fitting[0]].dest if fitting else head
 

@@ -43,6 +43,7 @@ def _shape(key: Key) -> Shape:
     prompted, tokens, decoding = map(int, key[1:])
     if not prompted:
         return DECODE, decoding, 0
+    # The message has the tokens of prompts only, so the number of decodes is kept for --query-len.
     return (PROMPTS, decoding) if decoding else PROMPTS, prompted + decoding, tokens
 
 

@@ -80,12 +80,15 @@ def default_backends(r: Startup) -> None:
     args, mode = r.args, r.args.disaggregation_mode
     free = (PREFILL, "backend") not in r.locked
     for rule, off, says in (
+        # Large buckets over pipeline stages can be slower than eager (apply_cuda_graph_compatibility).
         ("pipeline-prefill", args.pp_size > 1, _STAGES),
         ("overlap-prefill", args.enable_two_batch_overlap, "two overlapping microbatches have no prefill graphs"),
+        # Replays fault for models with images, except for those that SGLang lists.
         ("multimodal-prefill", r.model.has("multimodal") and not r.model.has("multimodal_prefill_graphs"), _IMAGES),
     ):
         if off and free:
             r.disable(PREFILL, rule, says)
+    # Other sizes can hang DeepEP's all-to-all while it is captured (apply_deepep_adjustments).
     if args.moe_a2a_backend == "deepep" and r.prefill.backend == BREAKABLE:
         sizes = r.prefill.bs if r.prefill.bs is not None else sglang_tokens(r.prefill.max_bs or _DEEPEP_TOKENS)
         aligned = sorted({-(-size // _DEEPEP_STEP) * _DEEPEP_STEP for size in sizes})
@@ -128,6 +131,7 @@ def _fill_decode(r: Startup) -> None:
         top = tabled("decode_max_by_memory", newest)[memory_class(memory)][tensor >= 4]
         device = f"a device of {memory / GiB:.0f} GiB with {tensor} tensor-parallel ranks"
         r.change(DECODE, "max_bs", top, "decode-max-by-memory", f"{device} has decode graphs for up to {top} requests")
+        # The default alone comes down; of a maximum that a flag gives, the pool cuts sizes later.
         most = args.max_running_requests
         if most is not None and top > most and tabled("decode_max_by_requests", True):
             says = f"at most {most} requests run, so the default of {top} comes down"
@@ -162,11 +166,13 @@ def _fill_prefill(r: Startup) -> None:
             if short == most != prefill.max_bs:
                 r.change(PREFILL, "max_bs", most, rule, says)
             _lower_prefill(r, most, rule, "latent attention")
+        # Larger forwards of pipeline stages stay eager by default (handle_gpu_memory_settings).
         staged = tabled("prefill_max_of_stages", _PIPELINE_PREFILL_TOKENS) == _PIPELINE_PREFILL_TOKENS
         if staged and args.pp_size > 1 and prefill.backend == BREAKABLE and (PREFILL, "bs") not in r.locked:
             _lower_prefill(r, _PIPELINE_PREFILL_TOKENS, "pipeline-prefill-max", "with pipeline stages")
         if args.max_total_tokens is not None:
             _lower_prefill(r, args.max_total_tokens, "prefill-max-by-pool", "the KV pool's size")
+        # By the path alone, until an issue of these models is fixed (handle_gpu_memory_settings).
         if "llama-2" in args.model_path.lower():
             _lower_prefill(r, _LLAMA_2_PREFILL_TOKENS, "prefill-max-of-llama-2", "a Llama 2 by its name")
     # A list is taken as it is, whatever lowered the maximum above.

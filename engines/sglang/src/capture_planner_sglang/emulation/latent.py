@@ -70,6 +70,7 @@ def limit_prefills(r: Startup) -> None:
     if not r.model.latent:
         return
     asked = (PREFILL, "backend") in r.locked
+    # Under a prefill graph this backend falls back to FlashAttention, which is slower (cuda_graph_hook.py).
     if r.model.architecture == _PREFILLS_OFF and r.attention[0] == "trtllm_mla" and not asked:
         says = f"prefills of a {_PREFILLS_OFF} on trtllm_mla run without graphs until a flag asks for them"
         r.disable(PREFILL, "prefills-of-trtllm-mla", says)
@@ -102,4 +103,5 @@ def draft_prefills_decode(r: Startup) -> bool:
     own = r.args.speculative_draft_attention_backend or chosen
     if own in ("fa3", "fa4") and not has("draft-prefills-of-flash-attention"):
         return False
+    # FlashInferMLAAttnBackend is none of the types that eagle_worker_v2.py has graphs for.
     return not (r.draft.latent and chosen == "flashinfer")

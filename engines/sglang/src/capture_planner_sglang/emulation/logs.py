@@ -50,6 +50,7 @@ def _find_decodes(block: bytes) -> list[Key]:
 
 def _find_prefills(block: bytes) -> list[Key]:
     return [
+        # Replayed tokens are not new, and run in the batch all the same.
         (seqs, int(tokens) + (int(again[1]) if (again := _REPLAY.search(rest)) else 0))
         for seqs, tokens, rest in _PREFILL.findall(block)
         if b" batch" not in rest

@@ -32,7 +32,9 @@ def decode_sizes(sizes: Iterable[int], *, pool: int, alignment: int, width: int)
     alignment does not divide is dropped; a list that passes the pool's end is cut there.
     """
     wanted = set(sizes)
+    # Rounded up, or a pool that is no multiple would lose its own size (get_batch_sizes_to_capture).
     most = aligned(pool, alignment)
+    # A small pool would else end between two sizes, and its largest batches run eager.
     if max(wanted, default=0) > most:
         wanted.add(most)
     return tuple(sorted(size for size in wanted if size * width % alignment == 0 and size <= most))

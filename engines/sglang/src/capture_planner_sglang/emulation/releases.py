@@ -9,6 +9,7 @@ RELEASES = Releases("SGLang", __package__, "0.5.23")
 
 has, tabled = RELEASES.has, RELEASES.value
 
+# The tiers of handle_gpu_memory_settings (arg_groups/memory_hook.py).
 _CLASSES = ((20, "16 GiB"), (35, "24 GiB"), (60, "48 GiB"), (90, "80 GiB"), (160, "141 GiB"))
 
 

@@ -123,6 +123,7 @@ def read_model(path: str, flag: str = "--model-path", replaced: Mapping[str, Any
 def _context(text: Mapping[str, Any], ropes: tuple[Mapping[str, Any], ...]) -> int:
     """Return the longest sequence: what is stated, times the factor of a rotary embedding it lacks."""
     stated = next((text[key] for key in _LENGTHS if text.get(key) is not None), _LENGTH_LEFT_OUT)
+    # get_context_length finds a factor only where all layers have one kind of rotary embedding.
     rope = ropes[0] if len(ropes) == 1 else {}
     # What has a length before scaling, its own or one that Transformers fills in, states the scaled one.
     scaled = "original_max_position_embeddings" in rope or rope.get("rope_type") in ("llama3", "yarn", "longrope")

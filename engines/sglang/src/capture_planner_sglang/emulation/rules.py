@@ -239,8 +239,10 @@ def _default_attention(r: Startup) -> str:
     if r.model.architecture in _ATTENTION and (r.model.architecture != _SINKS or halves == (None, None)):
         return _ATTENTION[r.model.architecture][0].get(major, "triton")
     linear = topk is None or (topk == 1 and args.page_size in (1, None))
+    # FlashInfer has been slower on Hopper since 0.6.1 (sglang#17411).
     if major == 9 and linear:
         return "fa3"
+    # trtllm_mha drafts and verifies one branch only.
     if major == 10 and linear and (args.speculative_algorithm is None or topk is not None):
         return "trtllm_mha"
     return "flashinfer"
@@ -250,6 +252,7 @@ def _choose_page(r: Startup, named: set[str | None]) -> None:
     args = r.args
     if "trtllm_mha" in {*named, args.speculative_draft_attention_backend} and args.page_size not in (16, 32, 64, 128):
         r.rewrite("page_size", 64, "page-of-attention", "trtllm_mha has pages of 16, 32, 64 or 128 tokens")
+    # With several branches fa4 runs over pages of 1 token (_fa4_page_constraint).
     whole_pages = r.environment.device.sm[0] == 10 and (args.speculative_eagle_topk or 0) <= 1
     if "fa4" in named and whole_pages and args.page_size != 128 and not r.model.latent:
         r.rewrite("page_size", 128, "page-of-attention", "fa4 has pages of 128 tokens on SM100")
@@ -330,6 +333,7 @@ def _choose_draft_size(r: Startup) -> None:
         reason = f"{assumption}; SGLang chooses by the architecture, which its config.json gives"
         others = "--speculative-eagle-topk and --speculative-num-draft-tokens"
         raise refusal(flag, reason, f"name a folder with its config.json, or give {flag}, {others}")
+    # _auto_choose_speculative_params of arg_groups/speculative_hook.py.
     steps, topk, tokens = (5, 4, 8) if not standalone and r.model.architecture in _LLAMA_DRAFT else (3, 1, 4)
     says = f"no draft size is given: {steps} steps, {topk} branches and {tokens} tokens are chosen"
     r.rewrite("speculative_num_steps", steps, "draft-size-by-model", says)

@@ -63,6 +63,7 @@ def disagreements(plan: Plan, facts: ResolvedFacts) -> Iterator[str]:
         yield f"the plan is for {most} requests of a rank: give --max-running-requests {wanted}, not {has}"
     if facts.tp_size != plan.parallel.tensor:
         yield f"the plan is for {plan.parallel.tensor} tensor-parallel ranks: give --tp-size {plan.parallel.tensor}"
+    # With adapters SGLang's graphs are others: each size is captured for them.
     if facts.enable_lora != (plan.lora is not None):
         does, give = ("has no", "remove") if plan.lora is None else ("has", "give")
         yield f"the plan {does} adapters: {give} --enable-lora"

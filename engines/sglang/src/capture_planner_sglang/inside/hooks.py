@@ -41,6 +41,7 @@ def register(path: str | None, folder: str | None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found, unused-ignore]
 
     plan = None if not path else load_plan(path)
+    # Of each use only its own functions are checked: a strange one of the other is no obstacle.
     wanted = (*(seam.APPLY if plan is not None else ()), *(seam.OBSERVE if folder else ()))
     strange = [*dict.fromkeys(seam.unknown(wanted))]
     # Before anything is registered: SGLang gets all hooks or none.
@@ -98,6 +99,7 @@ class PlanHooks:
         registry.register(seam.SIZES, self.sizes, kinds.AROUND)
         registry.register(seam.CAPTURE, self.capture_target, kinds.AROUND)
         registry.register(seam.DRAFT_CLASS, self.draft_class, kinds.AROUND)
+        # get_batch_sizes_to_capture is not told for whom it is asked; the __init__ around it is.
         for runner in seam.RUNNERS.values():
             registry.register(f"{runner}.__init__", self.build, kinds.AROUND)
 
@@ -126,6 +128,7 @@ class PlanHooks:
     def build(self, original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
         """Run the ``__init__`` of a runner, which captures: the sizes asked for inside are those of its role."""
         kind = type(runner)
+        # By the exact class, as a subclass may capture other shapes.
         role = self._roles.get(f"{kind.__module__}.{kind.__qualname__}")
         # A role that keeps SGLang's own sizes has none to compare: SGLang bounds them by its request pool.
         wanted = self._planned.by_role.get(role) if self._sizes and role is not None else None
@@ -138,6 +141,7 @@ class PlanHooks:
             original(runner, *args, **kwargs)
         finally:
             self._building.pop()
+        # launch --auto takes a run without the mark for one that failed under its plan.
         mark_started()
         if role is None or not wanted:
             return
@@ -172,6 +176,7 @@ class PlanHooks:
         # A drafter's decodes may come this way too, and have a role of their own.
         if self._sizes.get(Role.TARGET) != () or runner is None or runner.is_draft_worker:
             return original(*args, **kwargs)
+        # As capture_decode_graph names what it did not capture; metrics are kept by these names.
         phase = "target_verify" if runner.spec_algorithm.is_speculative() else "decode"
         module = resolve(seam.CAPTURE.rpartition(".")[0])
         return module.GraphCapture(runner=None, memory_phase=phase, memory_usage_gb=0, capture_time=0)

@@ -70,6 +70,7 @@ class SglangObserver:
     def register(self, registry: Any, kinds: Any) -> None:
         """Register the hooks with SGLang's ``HookRegistry``; ``kinds`` is its ``HookType``."""
         runners = [(role, path, False) for role, path in seam.RUNNERS.items()]
+        # One class has the prompts' graphs of target and drafter; its runner says whose they are.
         for role, path, prompts in (*runners, (None, seam.PREFILL_RUNNER, True)):
             registry.register(f"{path}.__init__", partial(self.built, role, prompts), kinds.AFTER)
             registry.register(f"{path}.capture_one_shape", self.captured, kinds.AROUND)
@@ -108,6 +109,7 @@ class SglangObserver:
         return set(runner.backend._graphs), self._free(), time.perf_counter()
 
     def _after_capture(self, runner: Any, before: set[Any], free: int, started: float) -> None:
+        # Free memory can grow meanwhile, where the allocator gives back what it cached.
         seconds, memory = time.perf_counter() - started, max(free - self._free(), 0) / (1 << 20)
         made = [key for key in runner.backend._graphs if key not in before]
         costs = self._costs.setdefault(id(runner), {})
@@ -172,6 +174,7 @@ class SglangObserver:
     def eager(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``EagerRunner.execute``, and count the step: it has no graph, whatever its role."""
         run = partial(original, runner, batch, *args, **kwargs)
+        # An idle rank runs along with the others, without a batch; a chain counts as a whole.
         if self._recorder is None or self._in_chain or batch.forward_mode.is_idle():
             return run()
         return self._eager_step(self._safely(_eager_shape, runner, batch), run)
@@ -179,6 +182,7 @@ class SglangObserver:
     def chain(self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a chain of draft decodes, which comes here only where it is eager, and count it as one step."""
         run = partial(original, worker, batch, *args, **kwargs)
+        # With one step the draft prefill makes the only draft.
         if self._recorder is None or self._in_chain or batch.forward_mode.is_idle() or worker.speculative_num_steps < 2:
             return run()
         num_reqs, width = batch.batch_size, worker.topk
@@ -221,6 +225,7 @@ class SglangObserver:
         if shape is None:
             return run()
         self._calls[shape[0]] += 1
+        # The first of so many, so that a role that seldom runs has a time as well.
         if self._calls[shape[0]] % _EVERY != 1:
             return run()
         self._safely(self._start, shape)
@@ -254,6 +259,7 @@ class SglangObserver:
 
 def _eager_shape(runner: Any, batch: Any) -> Shape:
     mode, drafter, tokens = batch.forward_mode, runner.model_runner.is_draft_worker, len(batch.input_ids)
+    # In these modes all requests have the same number of tokens; the others run prompts.
     decode = mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
     role = Role.TARGET if not drafter else Role.DRAFT_DECODE if mode.is_decode() else Role.DRAFT_PREFILL
     width = tokens // batch.batch_size if decode else None

@@ -51,6 +51,7 @@ def observation_of(
     parallel, spec, schedule = context.get_parallel(), context.get_spec(), context.get_schedule()
     graph, model = context.get_exec().graph.cuda_graph_config, scheduler.tp_worker.model_runner
     settings, missing = _settings(context)
+    # Not the flag: SGLang clamps sizes to the pool, which memory may have made smaller.
     pool, chunk = int(model.req_to_token_pool.size), schedule.chunked_prefill_size or 0
     drafted = (spec.speculative_num_draft_tokens or 1) if spec.speculative_algorithm else 1
     # A chunk bounds prefills; a verification has the drafts of all requests at once.
@@ -72,6 +73,7 @@ def observation_of(
         engine_version=resolve("sglang.version").__version__,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         torch=torch.__version__,
+        # SGLang numbers the ranks of a replica by stage first.
         rank=parallel.pp_rank * parallel.tp_size + parallel.tp_rank,
         world_size=parallel.tp_size * parallel.pp_size,
         started=timestamp(),
@@ -133,6 +135,7 @@ def _roles(
     tables = observer.tables()
     prompt_mode = resolve("sglang.srt.model_executor.forward_batch_info").ForwardMode.EXTEND
     for role in Role:
+        # Without a drafter, or a chain, there are no such batches to ask for.
         if (role.is_drafter and not drafts) or (role is Role.DRAFT_DECODE and chain is None):
             continue
         decodes, prompts = observer.runners.get((role, False)), observer.runners.get((role, True))

@@ -52,6 +52,7 @@ class CapturedRunner:
 
     @property
     def mode(self) -> GraphMode:
+        # FullCudaGraphBackend; the other classes of runner_backend capture in segments.
         full = type(self.runner.backend).__name__.startswith("Full")
         return GraphMode.FULL if full else GraphMode.PIECEWISE
 
@@ -69,6 +70,7 @@ class CapturedRunner:
         if self.mode is not GraphMode.FULL or self.prompts:
             return self
         milliseconds = {}
+        # As the runner's own execute does around a replay.
         with self.runner.model_context(), self.runner.backend.replay_session():
             for key in self.keys:
                 times = [self._replay(key, event(), event()) for _ in range(1 + _REPLAYS)]
@@ -100,6 +102,7 @@ class CapturedRunner:
         # Drafters have no adapters.
         loras = 0 if self.role.is_drafter or key.variant_label == "nolora" else max_loras
         if self.prompts:
+            # A full graph has so many requests baked in; of a breakable one attention runs outside.
             slots = self.runner._capture_req_slots if self.mode is GraphMode.FULL else None
             return Entry(mode=self.mode, num_tokens=key.size, num_reqs=slots, active_loras=loras)
         steps = draft_steps if self.role is Role.DRAFT_DECODE else None
@@ -126,6 +129,7 @@ class CapturedRunner:
             # The runner keeps no key of a prefill, but it takes the next size.
             sizes = runner.capture_num_tokens
             return self._key(sizes[bisect_left(sizes, shape[2])])
+        # Only the target has several graphs of a size, and only its runner keeps which it replayed.
         return runner._replay_graph_key if self.role is Role.TARGET else runner._make_graph_key(runner.bs)
 
     def _key(self, size: int) -> Any:
@@ -144,6 +148,7 @@ class CapturedRunner:
         """
         if self.prompts:
             return self._prompt(batch, table, prompt_mode)
+        # As can_run_graph does by spec_info: a batch of another width runs eager.
         if batch.uniform_query_len != self.width:
             return None, Reason.UNCOVERED
         return self._decode(batch.num_reqs, batch.active_loras, table)
@@ -158,6 +163,7 @@ class CapturedRunner:
             batch_size=num_reqs,
             seq_lens=SimpleNamespace(numel=lambda: num_reqs),
             input_ids=SimpleNamespace(numel=lambda: num_reqs * self.width),
+            # As if all attention-DP ranks had the same batch.
             original_global_num_tokens_cpu=[num_reqs],
             can_run_decode_cuda_graph=True,
             lora_ids=["adapter" if loras else None] * num_reqs,

@@ -16,6 +16,7 @@ from capture_planner.modes import Role
 
 LOG = logging.getLogger("capture_planner.sglang")
 
+# The hooks depend on names within functions, which patch releases change too.
 VERSIONS = ("0.5.23",)
 
 _RUNNER = "sglang.srt.model_executor.runner"

@@ -46,6 +46,7 @@ class VllmAttention:
         it.
     """
 
+    # vLLM's layers take keys and values in one tensor.
     packs_cache = True
 
     def __init__(self, engine: str, *, zeroes: bool = True, frozen: bool = True) -> None:

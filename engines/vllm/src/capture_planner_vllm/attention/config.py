@@ -52,6 +52,7 @@ def configuration(reservation: Reservation, engine: str) -> Any:
             cudagraph_mode=CUDAGraphMode[_mode(entries).value],
             cudagraph_capture_sizes=sizes,
             max_cudagraph_capture_size=sizes[-1] if sizes else 0,
+            # Of its own: vLLM refuses a layer's name that a context has already.
             static_forward_context={},
         ),
         speculative_config=speculation if drafts else None,
@@ -109,6 +110,7 @@ def _mode(entries: Sequence[Entry]) -> GraphMode:
 
 def _base(model: AttentionFacts, page_size: int, engine: str) -> Any:
     """Return vLLM's configuration for layers of that shape, made once in a process."""
+    # What a role's entries and limits decide is changed in a copy, so that these few numbers are the key.
     shape = (model.num_heads, model.num_kv_heads, model.head_dim, model.max_model_len, model.dtype.value)
     return _made(shape, page_size, engine)
 
@@ -120,6 +122,7 @@ def _made(shape: tuple[int, int, int, int, str], page_size: int, engine: str) ->
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": heads * head_dim,
+        # Attention reads neither this nor the vocabulary, and no weights are made.
         "intermediate_size": 64,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

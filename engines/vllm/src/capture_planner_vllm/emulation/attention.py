@@ -73,13 +73,16 @@ class AttentionChoice:
         if self.capability < _SM80:
             return None
         major, head = self.capability[0], head_size or 0
+        # The defaults and fallbacks of get_flash_attn_version (backends/fa_utils.py), in its order.
         version = self.flash_attn or {9: 3, 10: 4}.get(major, 2)
         if major >= 10 and version == 3:  # FA3 is of Hopper alone
             version = 4 if major in (10, 11) else 2
         if version == 3 and major == 9 and head > 256:  # FA3 has no larger heads
             version = 4
+        # FA4 has a kernel of its own for this size, which not every caller takes.
         if version == 4 and head == 256 and major in (10, 11) and (not wide or self._spoils_wide(block)):
             version = 2
+        # Tensor memory limits the heads of FA4 on Blackwell.
         if version == 4 and major >= 10 and head > 128 and head != 256:
             version = 2
         usable = {2: True, 3: major == 9, 4: major in (9, 10, 11)}[version]
@@ -104,6 +107,7 @@ class AttentionChoice:
         if self.by_model:
             return GraphSupport.ALWAYS  # The most that any model's layers have.
         if self.model.chunked:
+            # Its builder reports no support, whatever backend it wraps (layers/attention/chunked_local_attention.py).
             return GraphSupport.NEVER
         own = self._support(backend)
         # The weakest group decides, and recurrent layers report no more than this.
@@ -115,8 +119,10 @@ class AttentionChoice:
             full = self.flash_attn_version() in ((3, 4) if has("fa4-graphs") else (3,))
             return GraphSupport.ALWAYS if full else GraphSupport.UNIFORM_BATCH
         if backend == "FLASHINFER":
+            # XQA has no log-sum-exp to merge the ranks' parts by, and trtllm-gen no graph of varying lengths then.
             if self.decode_context > 1:
                 return GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            # FlashInfer's FA2 kernels run decodes of several tokens where attention is causal.
             if self.capability < _SM90:
                 wide = self.causal and has("fa2-wide-decodes")
             else:
@@ -207,6 +213,7 @@ class AttentionChoice:
             return size in (64, 128, 256, 512)
         if backend == "TRITON_ATTN":
             return size >= 32
+        # The sizes that FlashInfer's kernel has (mla/flashinfer_mla.py).
         if backend == "FLASHINFER_MLA" and self.model.nope_size not in (64, 128, 192):
             return False
         if backend.endswith("FA4"):
@@ -248,6 +255,7 @@ class AttentionChoice:
         return 16
 
     def _has_sinks(self, backend: str) -> bool:
+        # FA2 takes no sinks.
         if backend == "FLASH_ATTN":
             return self.capability >= _SM90 and self.flash_attn_version() in (3, 4)
         if backend == "FLASHINFER":
@@ -258,6 +266,7 @@ class AttentionChoice:
         """Return the key of the order: on Blackwell it depends on the KV cache and on the heads of a rank."""
         if self.capability[0] != 10:
             return "sparse_order"
+        # By the benchmarks of vllm#35807: FlashInfer first for quantized caches, other kernels by the heads of a rank.
         if self._quantized:
             return "sparse_order_quantized"
         return (
@@ -283,6 +292,7 @@ class AttentionChoice:
                 raise self.model.refusal(flag, message, "leave the flag out, or give another")
             return name
         major = self.capability[0]
+        # FlashInfer's non-causal path has problems on SM100, so FlashAttention comes first there (platforms/cuda.py).
         key = "order_sm100" if major == 10 and self.causal else "order"
         if self.model.mla:
             key = {10: "mla_order_sm100", 12: "mla_order_sm120"}.get(major, "mla_order")

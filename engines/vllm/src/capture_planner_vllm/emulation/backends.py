@@ -37,10 +37,12 @@ def final_settings(config: Configuration) -> VllmSettings:
     # Of a model that is not emulated, the drafter's graphs are the model's to decide.
     if spec is not None and spec.has_draft_cache and config.model.odd is None:
         draft = _draft_attention(config, spec)
+        # vLLM takes the weakest of all layers, the drafter's included (vllm#49547, #50619).
         if draft.shared < support:
             weakest, support = draft.backend, draft.shared
     if varlen:
         _set_adaptive_mode(config, attention, backend)
+    # CudagraphDispatcher asserts it (v1/cudagraph_dispatcher.py).
     if v1 and config.mode.has_piecewise and not (config.breakable or config.compiles_around_attention):
         message = "vLLM's V1 runner captures pieces that end at attention, which is not split off"
         raise refusal(COMPILATION, message, "leave it out, or ask for a mode without PIECEWISE", "splitting_ops")
@@ -56,6 +58,7 @@ def final_settings(config: Configuration) -> VllmSettings:
         note=lambda rule, old, new, text: config.note(rule, old.value, new.value, text, backend=weakest),
     )
     sizes, max_size = config.sizes, config.max_size
+    # A size that was no multiple of 1 + K had a short request, whose prefill branch was captured (vllm#28207).
     if v1 and mode.decode_mode is GraphMode.FULL and tokens and sizes:
         sizes = legacy.speculative_sizes(sizes, max_size, query_len=1 + tokens, mode=mode)
         max_size = sizes[-1]

@@ -76,12 +76,14 @@ class Configuration(ServeOptions):
         if self.ubatching and self.data == 1:
             self.note("overlap", "on", "off", "a single data-parallel rank splits no batch, and has no graph for it")
         longest = spec.max_len if v2 and spec is not None and has("draft-bounds-length") else None
+        # V2 cannot skip the drafter for longer sequences (_limit_max_model_len_to_draft).
         if longest is not None and longest < self.max_model_len:
             self.note("draft-length", self.max_model_len, longest, "the draft model takes no longer prompts")
             self.max_model_len = longest
         self._check_state(state_length, self.max_model_len)
         if spec is not None and spec.length is not None:
             self._check_state(state_length, spec.length)
+        # Limits of V1 (v1_async_sched_incompat, config/vllm.py); before 0.33 V2 had those of drafters too.
         without_async = spec is not None and (spec.method not in _ASYNC_ON_V1 or spec.unpadded)
         either = v2 and has("async-on-v2")
         incompatible = (without_async and not either) or (not v2 and self.pipeline > 1)
@@ -169,6 +171,7 @@ class Configuration(ServeOptions):
         tokens = spec.tokens if spec is not None else 0
         if spec is not None and self.schedule is not None:
             reason = None
+            # Ranks would wait for each other's collectives (_maybe_disable_dynamic_sd_for_data_parallel).
             if self.data > 1:
                 reason = "data-parallel ranks could draft different numbers of tokens"
             elif self.runner is RunnerVersion.V1 and spec.method not in _DYNAMIC_ON_V1 and has("schedule-by-method"):
@@ -198,6 +201,7 @@ class Configuration(ServeOptions):
         elif of_target and self.model.encoder_decoder and self.mode is not GraphMode.NONE:
             message = "only decodes of an encoder-decoder are captured"
             self.set_mode("encoder-decoder", GraphMode.FULL_DECODE_ONLY, message)
+        # A graph of the whole forward leaves the connector no place between two layers.
         if works_between_layers(self.connector) and GraphMode.FULL in self.mode.allowed:
             self.set_mode("kv-connector", GraphMode.PIECEWISE, "this KV connector works between layers")
 
@@ -214,6 +218,7 @@ class Configuration(ServeOptions):
         if self.eager or self.mode is GraphMode.NONE:
             self.sizes, self.max_size = (), 0
             return
+        # GptOssForCausalLMConfig of models/config.py; sizes of the user's own stay.
         if self.model.architecture == WIDE and self.user_sizes is None and self.user_max is None:
             self.note("model", 512, 1024, "for this model vLLM raises the largest size to 1024")
             self.user_max = 1024
@@ -223,6 +228,7 @@ class Configuration(ServeOptions):
             raise refusal("--max-cudagraph-capture-size", message, "give 1 or more")
         if user is not None and not user:
             raise refusal("--cudagraph-capture-sizes", "vLLM requires at least one size", "give one, or mode NONE")
+        # Each tier has the sizes of its own width, up to its widest batch: a later count replaces the earlier.
         widest = {1 + k: size for size, k in enumerate(self.drafted) if size}
         self.sizes = vllm_tokens(
             max_num_reqs=self.seqs,
@@ -250,6 +256,7 @@ class Configuration(ServeOptions):
 
     def _last_rewrites(self) -> None:
         self._without_compilation()
+        # V1 wraps no model of stock torch.compile in graphs, and V2 follows it.
         if self.runner is RunnerVersion.V2 and self.compile == 1 and self.mode is not GraphMode.NONE:
             self.set_mode("stock-compile", GraphMode.NONE, "V2 captures nothing around stock torch.compile")
             self.sizes, self.max_size = (), 0
@@ -287,11 +294,13 @@ class Configuration(ServeOptions):
                 message = "vLLM cannot fuse attention that is split off"
                 raise refusal(COMPILATION, message, "drop one of both", "splitting_ops")
         elif self.splitting is None:
+            # Also for FULL: the pieces stay, as they cost less host time where a batch has no graph (vllm#20059).
             self.splitting = [*names()["attention_ops"]]
         elif not self.splitting:
             after = {GraphMode.PIECEWISE: GraphMode.NONE, GraphMode.FULL_AND_PIECEWISE: GraphMode.FULL}
             self.set_mode("nothing-split", after.get(self.mode, self.mode), "no operator divides the graph")
         ranks = self.data if self.model.experts else 1  # replicas without experts exchange nothing
+        # DeepEP's high-throughput kernels are made for prefills; pieces around them are an open question (vllm#25093).
         if self.compile == 3 and self.all2all == "deepep_high_throughput" and ranks > 1:
             self.set_mode("deepep", GraphMode.NONE, "DeepEP's high-throughput kernels are not captured")
 
@@ -317,6 +326,7 @@ class Configuration(ServeOptions):
             self.runner, self.ubatching = runner, overlaps
 
     def _rewrite_again(self, *, of_target: bool = True) -> None:
+        # In a copy, what the first pass has resolved counts as given.
         self.user_sizes, self.user_max = list(self.sizes), self.max_size
         self._schedule_without_full()
         self._limit_modes(of_target=of_target)

@@ -27,5 +27,6 @@ def works_between_layers(config: Mapping[str, Any]) -> bool:
     if name == "MultiConnector":
         children = extra.get("connectors")
         known = [child for child in children if isinstance(child, dict)] if isinstance(children, list) else []
+        # In a list, so that an unknown connector behind one that decides is refused too.
         return any([*map(works_between_layers, known)])
     return name == "LMCacheConnectorV1" and bool(extra.get("use_layerwise", False))

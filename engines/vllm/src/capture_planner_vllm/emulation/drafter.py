@@ -47,8 +47,10 @@ def draft_modes(
         case DrafterKind.CHAIN:
             return mode, decode
         case DrafterKind.MODULES:
+            # Compiled pieces do not depend on which module runs, so they would replay another one.
             return (decode if mode.has_piecewise and not breakable else mode), None
         case DrafterKind.PARALLEL:
+            # Where its own layers support less, vLLM runs the draft eager (dflash/speculator.py).
             return None, decode if support >= GraphSupport.UNIFORM_BATCH else GraphMode.NONE
     return None, None
 

@@ -54,6 +54,7 @@ class EncoderOptions:
 
     def graphs(self, most: int) -> EncoderGraphs:
         """Return the graphs for batches of up to ``most`` tokens."""
+        # Given both, vLLM takes them as they are; given one, it infers the other from the model.
         if self.budgets and self.items:
             if self.items > self.budgets[0]:
                 message = f"{self.items} images do not fit the least budget of {self.budgets[0]} tokens"

@@ -159,6 +159,7 @@ def _drafts(settings: VllmSettings, speculative: Speculative | None) -> tuple[De
     if not settings.draft_query_len or speculative is None:
         return None
     tokens, tiers = settings.max_num_batched_tokens, speculative.tiers(settings.max_num_seqs)
+    # A batch that drafts k tokens verifies 1 + k of each request, and the token budget holds no more.
     ends = ((first, min(last, tokens // (1 + k))) for first, last, k in tiers if k)
     requests = Domain(tuple((first, last) for first, last in ends if first <= last))
     return (DecodeFamily(query_len=settings.draft_query_len, draft_steps=None, requests=requests),)

@@ -53,6 +53,7 @@ def export_vllm(plan: Plan, ratio: Fraction | None = None) -> Export:
     target = plan.role(Role.TARGET)
     sizes, losses = _sizes(plan, target) if ratio is None else (_coarser(plan, target, ratio), ())
     sizes = _with_drafts(plan, sizes)
+    # Without sizes, any other mode would capture vLLM's own list.
     compilation: dict[str, Any] = {"cudagraph_mode": GraphMode.NONE.value}
     if sizes:
         compilation = {"cudagraph_mode": target.mode.value, "cudagraph_capture_sizes": list(sizes)}

@@ -85,6 +85,7 @@ class VllmFixes(Fixes):
         kept: list[str] = []
         left: float = 0
         for word in command:
+            # A negative number is a value.
             if word.startswith("-") and not word[1:2].isdigit():
                 name = name_of(word)
                 left = 0 if name not in names or "=" in word else _values(name)

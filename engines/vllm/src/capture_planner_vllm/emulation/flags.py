@@ -181,6 +181,7 @@ def _undotted(words: Sequence[str]) -> list[str]:
             if following is None:
                 raise refusal(name.partition(".")[0], f"the value of {name} is missing", "give one")
             text = following
+        # `--flag.key+ a,b` is vLLM's way to write a list.
         if name.endswith("+"):
             name, text = name[:-1], json.dumps(text.split(","))
         flag, *keys = name.split(".")
@@ -198,6 +199,7 @@ def _loose(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         pass
+    # Numbers may be short here too, as in 80g.
     try:
         return short_number(text)
     except (ValueError, argparse.ArgumentTypeError):

@@ -39,7 +39,9 @@ def launch_vllm(plan: Plan, command: Sequence[str]) -> Launch:
     problems += problem
     drafts = settings.pop("speculative-config", None)
     lacking = {name: value for name, value in settings.items() if _given(line, name) is None}
+    # Only a command line without contradictions can be resolved.
     refusal = None if problems else _backend_refusal(plan, command, lacking)
+    # Where vLLM chooses the target's backend, it chooses the drafter's too.
     if drafts is not None and refusal is not None:
         drafts = {key: value for key, value in drafts.items() if key != "attention_backend"}
     speculative, problem = _drafts(line, drafts, named=bool(command))

@@ -31,6 +31,7 @@ def speculative_sizes(sizes: tuple[int, ...], max_size: int, *, query_len: int, 
         return sizes
     rounded = {-(-size // query_len) * query_len for size in sizes}
     kept = sorted(size for size in rounded if size <= max_size)
+    # Rounding up may leave no size, though one request of 1 + K tokens fits.
     if not kept and query_len <= max_size:
         kept = [query_len]
     if not kept:
@@ -101,6 +102,7 @@ class PaddedManager:
         """Return the adapter count to look for; drafters run without adapters."""
         if batch.active_loras <= 0 or self.role.is_drafter:
             return 0
+        # Graphs are captured for the most adapters only, so that every count looks for those.
         if not self.specialize_lora:
             return self.max_loras + 1
         cases = [case for case in self.lora_cases if case]
@@ -125,6 +127,7 @@ class PaddedManager:
                     yield Entry(mode=GraphMode.PIECEWISE, num_tokens=size, active_loras=case)
                 elif self.mode.mixed_mode is GraphMode.FULL:
                     yield self._full(size, False, case)
+                # Sizes are whole requests here, so vLLM's lower bound of 1 + K tokens always holds.
                 if self.mode.is_separate and size <= self.query_len * self.max_num_reqs:
                     yield self._full(size, True, case)
 

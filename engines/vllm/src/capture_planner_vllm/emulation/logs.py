@@ -36,8 +36,10 @@ _DUMMY, _EMPTY = "dummy", "empty"
 
 # Every repetition is bounded, so that no line takes more time than its length: a log may hold anything.
 _ITERATION = re.compile(
+    # The engine's number stands before the match, so that a search begins at the marker.
     rb"Iteration\((?:(?<=(\d\d\d): Iteration\()|)\d+\): (\d{1,9}) context requests, (\d{1,9}) context tokens, "
     rb"(\d{1,9}) generation requests, (\d{1,9}) generation tokens(?:, )iteration elapsed time: (\d{1,18}\.?\d{0,18}) ms"
+    # A line ends plainly, in a JSON string, or before a colour code.
     rb'(?=( \(dummy\))?(?:[,\r\n"\\\x1b]|\Z))'
 )
 _CLOCK = re.compile(rb"INFO\S{0,20} \S{0,20}?(\d\d-\d\d \d\d:\d\d:\d\d)\S{0,20} \S{0,200}(?:loggers|cuda_graph)\.py:")

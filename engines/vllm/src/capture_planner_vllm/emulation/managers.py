@@ -43,6 +43,7 @@ def managers(settings: VllmSettings) -> tuple[Manager, ...]:
     elif settings.draft_decode_mode is not None and most > 1:
         # With K = 1 no position follows the first, and the engine captures nothing for one.
         decode = table(Role.DRAFT_DECODE, settings.draft_decode_mode, 1)
+        # K below 2 has no chain, and vLLM captures the longest first (SpeculatorCudaGraphManager.capture).
         lengths = tuple(sorted({k - 1 for k in lookup if k > 1}, reverse=True))
         chains = lengths if settings.draft_fused else None
         result.append(DraftDecode(table=decode, draft_tokens=lookup, chains=chains))

@@ -30,6 +30,7 @@ WIDE = "GptOssForCausalLM"
 _MAMBA2 = ("FalconH1", "GraniteMoeHybrid", "NemotronH")
 _SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _UNEQUAL = "MiMoV2FlashForCausalLM"
+# vLLM's default_max_len where config.json states no length (config/model.py).
 _LENGTH_LEFT_OUT = 2048
 _MODELOPT = "modelopt"
 _DIFFUSES = re.compile("diffusion", re.IGNORECASE)
@@ -181,9 +182,11 @@ def _from_config(checkpoint: Checkpoint) -> ModelFacts:
     config, text = checkpoint.config, checkpoint.text
     heads = int(text.get("num_attention_heads") or text.get("encoder_attention_heads") or 0)
     width = int(text.get("hidden_size") or text.get("d_model") or 0)
+    # By model_type too, as vLLM's is_deepseek_mla: a rank alone makes no model MLA.
     mla = text.get("kv_lora_rank") is not None and str(text.get("model_type") or "") in names()["mla_types"]
     quantized = _quantization(config.get("quantization_config") or text.get("quantization_config") or {})
     size = int(text.get("head_dim") or (width // heads if heads else 0) or 128)
+    # The cache holds the compressed state and the rotary part, as one head.
     if mla:
         size = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
     architecture = str((config.get("architectures") or [""])[0])
@@ -240,10 +243,12 @@ def _lengths(checkpoint: Checkpoint) -> tuple[int, int]:
     unstated = ASSUMED_LENGTH if checkpoint.source in (KNOWN, FAMILY) else _LENGTH_LEFT_OUT
     longest = text.get("model_max_length") or min(stated, default=unstated)
     kinds = [rope["rope_type"] for rope in checkpoint.rope]
+    # Gemma 3 states its scaled length (config/model.py).
     if "gemma3" not in str(text.get("model_type")):
         factors = [rope.get("factor", 1) for rope in checkpoint.rope if rope["rope_type"] not in _SCALED]
         longest = int(longest * ((factors or [1])[-1] or 1))
     limit = max(int(longest), int(text.get("model_max_length") or 0))
+    # Short sequences get worse with scaled positions, so vLLM's default is the length before scaling.
     if "longrope" in kinds or "su" in kinds:
         return int(text.get("original_max_position_embeddings") or longest), limit
     return int(longest), limit
@@ -253,6 +258,7 @@ def _quantization(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a checkpoint's quantization with its method, which of ModelOpt's the algorithm names."""
     named, inner, by = given.get("quant_method"), given.get("quantization"), (given.get("producer") or {}).get("name")
     own = inner if isinstance(inner, dict) else given
+    # ModelOpt's own format has no quant_method, but a producer (_normalize_quantization_config).
     if named not in (None, "", _MODELOPT) or (not named and (own is given or by != _MODELOPT)):
         return given
     methods = {"NVFP4": "modelopt_fp4", "MXFP8": "modelopt_mxfp8", "MIXED_PRECISION": "modelopt_mixed"}
@@ -284,6 +290,7 @@ def _sinks(architecture: str, text: Mapping[str, Any]) -> bool:
 
 def _has_state(config: Mapping[str, Any]) -> bool:
     kinds = config.get("layer_types")
+    # A model of a hybrid architecture may have attention layers alone, and lists them.
     return kinds is None or not all(kind in ("attention", "full_attention") for kind in kinds)
 
 

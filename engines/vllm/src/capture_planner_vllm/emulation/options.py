@@ -206,10 +206,12 @@ class ServeOptions:
     def _batch_defaults(self) -> tuple[int, int]:
         """Return the tokens and requests that ``vllm serve`` starts from on this device."""
         device = self.environment.device
+        # GB10 has the memory of a large GPU, not its compute (engine/arg_utils.py).
         small = device.sm == (12, 1) and has("gb10-budgets")
         # Before 0.28 the largest devices had the budgets of those of 80 GiB.
         if device.memory >= 160 * GiB and tabled("budgets", _BUDGETS)["180 GiB"] == _BUDGETS["180 GiB"]:
             return 16384, 1024
+        # Large budgets slow an A100 down, whatever its memory (vllm#17885).
         if device.memory >= 70 * GiB and "a100" not in device.name.lower() and not small:
             return 8192, 1024
         return 2048, 256
@@ -217,6 +219,7 @@ class ServeOptions:
     def _budgets(self) -> None:
         line = self.line
         tokens, seqs = self._batch_defaults()
+        # Experts that run batches of all ranks have a budget of their own (use_batched_dp_moe).
         if self.all2all in ("deepep_low_latency", "nixl_ep") and self.expert and self.data > 1:
             tokens = 256
         if self.performance == "throughput":

@@ -34,6 +34,7 @@ class Overlap:
         entry = graph.entry
         if entry.mode is not GraphMode.FULL or entry.num_reqs is None or entry.num_tokens % entry.num_reqs:
             return None
+        # Requests of one length keep the split that was captured (_maybe_ubatch_twin).
         width = entry.num_tokens // entry.num_reqs
         if entry.query_len not in (None, width) or entry.num_tokens < max(self.microbatches, self.decode_tokens):
             return None
@@ -51,6 +52,7 @@ class Overlap:
         It has one graph for a number of tokens, and a batch that is split otherwise than its graph runs eager.
         """
         rows, most = batch.num_tokens + own.padded_tokens, self.microbatches - 1
+        # is_last_ubatch_empty of v1/worker/ubatch_utils.py: such a batch is not split.
         has_empty = rows // self.microbatches * most >= batch.num_tokens
         splits = self.splits(batch.num_tokens, decode=decode) and not has_empty
         entry = own.entry

@@ -18,9 +18,11 @@ def model_dtype(line: CommandLine, model: ModelFacts, capability: tuple[int, int
     dtype = str(line.get("dtype", "auto")).lower()
     dtype = _SHORT.get(dtype, dtype)
     supported = ["bfloat16"] if capability >= (8, 0) else []
+    # These models are unstable in float16 (_FLOAT16_NOT_SUPPORTED_MODELS).
     supported += ["float32"] if model.model_type in _NO_HALF else ["float16", "float32"]
     if dtype == "auto":
         preferred = "float16" if pooling and "float16" in supported else supported[0]
+        # vLLM serves float32 checkpoints in 16 bits unless a flag says otherwise.
         own = preferred if model.dtype == "float32" else model.dtype
         return own if own in supported else preferred
     if dtype not in supported:
@@ -53,6 +55,7 @@ def cache_dtype(line: CommandLine, model: ModelFacts, dtype: str) -> str:
     if cache not in names()["cache_dtypes"]:
         known = ", ".join(names()["cache_dtypes"][:6])
         raise refusal("--kv-cache-dtype", f"vLLM has no KV cache dtype {cache}", f"give one such as {known}")
+    # DeepSeek V3.2's own cache is bfloat16, and vLLM makes the flag auto (models/config.py).
     if cache == "bfloat16" and model.architecture == "DeepseekV32ForCausalLM":
         return "auto"
     return check_cache("--kv-cache-dtype", (model.cache or "auto") if cache == "auto" else cache, dtype)

@@ -229,6 +229,7 @@ class _Search:
         for size in [0, *self._candidates]:
             layer = layers.get(size, {})
             if len(layer) > _KEPT:
+                # Those that have settled most, at the least cost: they have the fewest batches left to cover.
                 kept = sorted(layer.items(), key=lambda item: (-item[0].final, item[1][0]))[:_KEPT]
                 layer = layers[size] = dict(kept)
             for state, (value, _) in layer.items():

@@ -109,6 +109,7 @@ def speculation(line: CommandLine, target: ModelFacts, tensor: int, max_len: int
         schedule=schedule,
         model=draft,
         drafter=_drafter(method, draft, tokens),
+        # A draft head runs in the target's process group, a whole model in its own (standalone_ar/speculator.py).
         tensor=(ranks or tensor) if method == "draft_model" else tensor,
         backend=backend,
         adaptive=bool(part.boolean("enable_adaptive_verification")),
@@ -198,6 +199,7 @@ def _method_and_tokens(
         # vLLM never reads K off the module of method mtp, but does off one that another method drafts with.
         if tokens is None and name is not None and method != "mtp":
             tokens = (draft.block or None) if method == "dspark" else count
+        # The modules take turns, so that K is whole rounds of them.
         elif tokens is not None and count is not None and tokens > count and (not count or tokens % count):
             raise part.refuse(_TOKENS, f"vLLM requires a multiple of the {count} modules", "give one")
     if tokens is None:
@@ -214,6 +216,7 @@ def _by_model(part: Part, method: str, name: str, draft: ModelFacts) -> str:
     table = rules()["speculative_methods"]
     by_architecture = table["by_architecture"].get(draft.architecture)
     for text, named in table["by_name"].items():
+        # By the draft's name first, as in vLLM: AngelSlim/Qwen3-8B_eagle3 drafts by EAGLE-3.
         if text in name.lower() or by_architecture == named:
             return str(named)
     if draft.architecture == "DSparkDraftModel" and draft.model_type == "qwen3":
@@ -243,6 +246,7 @@ def _check_draft(part: Part, method: str, draft: ModelFacts, target: ModelFacts)
         remedy = f"name a draft that is made for {method}"
         raise part.refuse("model", f"vLLM looks for {name} and has no such drafter", remedy)
     different = draft.vocabulary != target.vocabulary and draft.known and target.known
+    # Drafts are verified by token id, and the ids of two vocabularies differ.
     if method == "draft_model" and different and not _heterogeneous(part, method):
         sizes = f"the target's vocabulary has {target.vocabulary} tokens, the draft's {draft.vocabulary}"
         raise part.refuse("model", sizes, "name a draft model with the target's tokenizer")

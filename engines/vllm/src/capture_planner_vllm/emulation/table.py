@@ -107,6 +107,7 @@ class TableManager:
     def __attrs_post_init__(self) -> None:
         graphs = tuple(sorted(self._captured(), key=_order))
         groups: dict[tuple[GraphMode, int], dict[int, list[CapturedGraph]]] = {}
+        # vLLM reverses its lists for the look-up: of equal sizes the last captured is tried first.
         for graph in reversed(graphs):
             entry = graph.entry
             groups.setdefault((entry.mode, entry.active_loras), {}).setdefault(entry.num_tokens, []).append(graph)
@@ -131,6 +132,7 @@ class TableManager:
         """Return the graph that the table gives, or None."""
         if query.num_tokens <= 0:
             return None
+        # Other cases are not tried: vLLM keys its table by tokens and case.
         loras = self._case(query.loras)
         for mode in (GraphMode.FULL, GraphMode.PIECEWISE):
             # Of each mode only the nearest captured count: what is behind it is shadowed (vllm#53407, #56136).
@@ -198,6 +200,7 @@ class TableManager:
         common = {"mode": self.mode.decode_mode, "active_loras": case}
         if self.varlen:
             if size <= self.max_num_reqs * self.query_len:
+                # Any mix of lengths, so there may be a request for each token.
                 graph = self._graph(num_tokens=size, num_reqs=min(size, self.max_num_reqs), **common)
                 yield attrs.evolve(graph, max_query_len=self.query_len)
             return

@@ -145,6 +145,7 @@ def _pruned(entries: Iterable[Entry], num_tokens: int, facts: ManagerFacts) -> I
 
 
 def _room(entry: Entry, num_reqs: int) -> int:
+    # A PIECEWISE graph pads no requests, so it has room for any number.
     return num_reqs if entry.num_reqs is None else min(entry.num_reqs, num_reqs)
 
 
@@ -297,6 +298,7 @@ def descriptor_fields(entry: Entry, varlen: bool) -> dict[str, Any]:
         "cg_mode": entry.mode.name,
         "num_tokens": entry.num_tokens,
         "num_reqs": entry.num_reqs,
+        # vLLM keeps prompts out of a varlen graph by max_query_len alone, and leaves the uniform length unset.
         "uniform_token_count": None if varlen else entry.query_len,
         "max_query_len": entry.query_len if varlen else None,
         "num_active_loras": entry.active_loras,

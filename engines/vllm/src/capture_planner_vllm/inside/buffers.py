@@ -39,6 +39,7 @@ def _warming_up(manager: Any, create_forward: CreateForward) -> CreateForward:
             first = largest.pop()
             # Where vLLM begins with the largest itself, a second warm-up would only take time.
             if first.num_tokens > desc.num_tokens:
+                # NONE runs it eager, as vLLM does in its own warm-up.
                 create_forward(first, *args, **kwargs)(type(desc.cg_mode).NONE)
         return create_forward(desc, *args, **kwargs)
 

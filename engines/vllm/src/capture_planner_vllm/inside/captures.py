@@ -85,6 +85,7 @@ class Captures:
 
         :param capture: ``CudaGraphManager.capture``, unobserved.
         """
+        # Counted with the replays: vLLM's capture time has both in it.
         if self._trials is not None:
             start = time.perf_counter()
             self._tried[id(manager)] = self._trials.of(manager, log.own, capture, profile.replays)

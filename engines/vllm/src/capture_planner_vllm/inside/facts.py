@@ -93,6 +93,7 @@ def _range(tier: Sequence[Any]) -> str:
 
 def bonus_tokens(runner: Any) -> int:
     """Return the tokens that a request gets besides its accepted drafts."""
+    # 0 for DiffusionGemma (models/diffusion_gemma.py), 1 for the others and where a release lacks it.
     return int(getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1))
 
 
@@ -113,6 +114,7 @@ def tracks(runner: Any, captures: Captures | None, note: Note) -> tuple[Track, .
 
 
 def _track(role: Role, manager: Any, runner: Any, captures: Captures | None, speculative: Speculative | None) -> Track:
+    # Managers of parallel drafters lack it: their single pass makes all drafts.
     specialized = role is Role.DRAFT_DECODE and hasattr(manager, "specialize_spec_tokens")
     fused = specialized and bool(runner.speculator.supports_decode_metadata_update)
     graphs: list[ObservedGraph] = []
@@ -175,6 +177,7 @@ def dispatcher(track: Track, target: Track) -> probe.Asked:
 
     def answer(batch: Batch) -> probe.Answer:
         uniform, tokens, loras = batch.uniform_query_len, batch.num_tokens, batch.active_loras
+        # As the runner states it: a bound where lengths differ, and None where a row has a prompt.
         longest = (batch.query_len or target.manager.decode_query_len) if batch.past_prompt else None
         if track.role is Role.TARGET:
             desc = manager.dispatch(batch.num_reqs, tokens, uniform, loras, max_query_len=longest)
@@ -203,6 +206,7 @@ def observation(runner: Any, tracks: Sequence[Track], note: Note) -> Observation
     return Observation(
         engine="vllm",
         engine_version=_version(),
+        # vLLM numbers the workers of each replica from 0.
         rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
         # Replicas of a model without experts share nothing: each has data_parallel_size 1, and its index.
         replica=getattr(parallel, "data_parallel_index", 0) - parallel.data_parallel_rank,
@@ -282,6 +286,7 @@ def with_capture(base: Observation, capture: tuple[float, int] | None, replaying
     if capture is None:
         return base
     seconds, size = capture
+    # vLLM's figure is a difference of free memory, and is negative where the allocator gave some back.
     mib = round(max(size, 0) / MIB, 2)
     return replace(base, capture_seconds=round(max(seconds - replaying, 0), 3), graph_mib=mib)
 

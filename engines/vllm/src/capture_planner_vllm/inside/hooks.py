@@ -73,6 +73,7 @@ def install(*, apply: bool, observe: bool) -> None:
         after_import(MANAGERS, observe_managers)
         after_import(LEGACY_RUNNER, refuse_legacy_runner)
     if plan is not None and apply:
+        # From the start: vLLM logs why it rewrites a mode before it makes a manager.
         _reasons.listen(CONFIG, "vllm.config.compilation")
         after_import(CONFIG, apply_to_config)
         after_import(MANAGERS, apply_to_managers)
@@ -140,6 +141,7 @@ def _with_plan_sizes(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_cudagraph_sizes(config: Any) -> None:
         plan = current_plan()
         if plan is not None:
+            # First: vLLM's own method takes sizes that are set as the user's, and only checks them.
             set_sizes(plan, config)
         original(config)
 
@@ -163,6 +165,7 @@ def set_sizes(plan: Plan, config: Any) -> None:
         report(logging.ERROR, [f"no plan is applied: {obstacle}"])
         return
     sizes = plan_sizes(plan, config.scheduler_config.max_num_batched_tokens)
+    # vLLM asserts that a list has a size; a plan without graphs leaves its managers' tables empty instead.
     if not sizes:
         return
     given = compilation.cudagraph_capture_sizes
@@ -179,6 +182,7 @@ def _unknown_managers() -> str | None:
     module = sys.modules.get(MANAGERS)
     if module is not None:
         return next((f"this vLLM is not known: {problem}" for problem in _manager_problems(module)), None)
+    # As text: the front end makes a configuration too, and has no use for the worker's modules.
     spec = importlib.util.find_spec(MANAGERS)
     if spec is None or spec.origin is None or "def _init_candidates(self)" not in Path(spec.origin).read_text("utf-8"):
         return f"this vLLM is not known: {MANAGERS} has no CudaGraphManager._init_candidates"
@@ -230,6 +234,7 @@ def _filled(manager: Any, plan: Plan) -> bool:
     adapters = getattr(manager, "_lora_dispatch_map", None)
     try:
         return fill(manager, plan)
+    # Strict mode makes errors of reports; they are meant to end the start.
     except RunError:
         raise
     except Exception as error:
@@ -248,10 +253,12 @@ def fill(manager: Any, plan: Plan) -> bool:
     if refusal is not None:
         report(logging.ERROR, [refusal])
         return False
+    # What the manager that memory profiling made has noted holds no longer.
     decisions.pop(role_of(manager), None)
     facts = facts_of(manager, role_of(manager))
     table = role_table(plan, facts)
     _fill_tables(manager, plan, facts, table)
+    # What concerns the whole configuration is said once, with the target.
     if facts.role is Role.TARGET:
         lines = [*agreement.limit_differences(plan, manager.vllm_config)]
         lines += agreement.speculation_differences(plan, manager.vllm_config)
@@ -273,12 +280,14 @@ def _refusal(manager: Any, plan: Plan) -> str | None:
         return f"{own}: the plan has no role for it"
     if missing:
         return f"{own}: this vLLM is not known: it has no {', '.join(missing)}"
+    # 0.33 fills both here and nowhere else, so that entries in them come from code that is not known.
     if manager._candidates or manager._capture_descs:
         return f"{own}: this vLLM is not known: its tables are filled before _init_candidates"
     if role_of(manager) not in plan.planned:
         return f"{own}: the plan has no {role_of(manager)}"
     config = manager.vllm_config
     obstacle = agreement.obstacle(plan, config)
+    # A manager of mode NONE captures nothing, whatever the bound.
     if obstacle is None and manager.cudagraph_mode:
         obstacle = agreement.bound_obstacle(plan, config)
     return None if obstacle is None else f"no plan is applied: {obstacle}"
@@ -288,6 +297,7 @@ def role_of(manager: Any) -> Role:
     """Return the role of a known manager: its class says target or drafter, its decodes' length which pass."""
     if type(manager).__name__ == "ModelCudaGraphManager":
         return Role.TARGET
+    # One class serves both passes; only the prefill has the target's tokens for each request, 1 + K.
     wide = manager.decode_query_len > manager.vllm_config.num_speculative_tokens
     return Role.DRAFT_PREFILL if wide else Role.DRAFT_DECODE
 
@@ -297,6 +307,7 @@ def facts_of(manager: Any, role: Role) -> ManagerFacts:
     config = manager.vllm_config
     speculative = config.speculative_config
     mode = GraphMode[manager.cudagraph_mode.name]
+    # recoverSSM has room for decodes only: _init_candidates captures no mixed batch above their tokens.
     recurrent = getattr(config.cache_config, "use_kda_recoverssm", False)
     return ManagerFacts(
         role=role,
@@ -325,6 +336,7 @@ def _fill_tables(manager: Any, plan: Plan, facts: ManagerFacts, table: RoleTable
     names = {field.name for field in fields(descriptor)}
     varlen = facts.varlen_query_len is not None
 
+    # One object for each descriptor: the observer finds graphs by identity, as hashing one takes a microsecond.
     @functools.cache
     def described(entry: Any) -> Any:
         values = descriptor_fields(entry, varlen)
@@ -334,6 +346,7 @@ def _fill_tables(manager: Any, plan: Plan, facts: ManagerFacts, table: RoleTable
     captured: dict[Any, list[Any]] = {}
     for entry in table.entries:
         desc, drafts = described(entry), drafted_tokens(entry, plan.speculative, facts.dynamic)
+        # Under a schedule K is part of the key: specialize_spec_tokens looks for the chain of the scheduled length.
         if drafts is not None:
             chained = importlib.import_module(DRAFTERS).SpeculatorBatchDescriptor
             desc = chained(**vars(desc), num_speculative_tokens=drafts)
@@ -343,6 +356,7 @@ def _fill_tables(manager: Any, plan: Plan, facts: ManagerFacts, table: RoleTable
     # Entries that differ in their chain alone are one descriptor here; the drafter adds the chain that it runs.
     lists = {tried: [*dict.fromkeys(described(entry) for entry in tried)] for tried in set(table.candidates.values())}
     manager._candidates.update({key: lists[tried] for key, tried in table.candidates.items()})
+    # vLLM sends a count without an entry to its own largest case, so every count gets one.
     manager._lora_dispatch_map = dict(table.lora_dispatch)
     if facts.role is Role.DRAFT_DECODE and facts.dynamic:
         wrap(type(manager), "capture", with_planned_chains)

@@ -89,6 +89,7 @@ class Observer(StepHooks):
 
     def watch_managers(self, module: ModuleType) -> None:
         """Wrap the managers, and wait for the first to be made."""
+        # Without these two nothing of a capture can be read, so nothing else is wrapped.
         if self._fits(seams.DESCRIPTOR, module) and self._wrap(seams.INIT, self._init, module):
             self._wrap(seams.CAPTURE, self._capture, module)
             self._asks = self._fits(seams.DISPATCH, module)
@@ -114,6 +115,7 @@ class Observer(StepHooks):
         self._reads_joins = self._fits(seams.JOINED)
         self._wrap(seams.OUTPUT, self._get_output)
         self._wrap(seams.SHUTDOWN, self._shutdown)
+        # vLLM imports the module for a drafter only; without one nothing is missing.
         if seams.DRAFTERS in sys.modules:
             self._wrap(seams.SPECIALIZE, self._specialize)
 
@@ -143,6 +145,7 @@ class Observer(StepHooks):
 
     def _failed(self, doing: str, error: Exception) -> None:
         """Stop observing after an error of ours, and say so in the log and in the file; vLLM goes on."""
+        # First, so that no step logs any more.
         self._active = None
         LOG.error("%s", self._end(doing, error))
         try:
@@ -218,6 +221,7 @@ class Observer(StepHooks):
     def _record(self, runner: Any, base: Observation) -> None:
         """Write a file for a model runner, and count into it."""
         self._base = base
+        # A process that captures again gets another file, and the earlier one its last counts.
         self._finish()
         self._runners += 1
         name = file_name(base, self._runners)
@@ -246,6 +250,7 @@ class Observer(StepHooks):
             base = facts.with_answers(base, self._tracks)
         return replace(
             facts.with_capture(base, capture, 0 if captures is None else captures.replaying),
+            # The hooks note every role that they fill, so that a plan without notes was read and not applied.
             plan=digest(self._plan) if self._plan is not None and self._decisions else None,
             decisions=tuple(each for found in self._decisions.values() for each in found),
             roles=tuple(replace(role, eager=eager.get(role.role, ())) for role in base.roles),
@@ -254,6 +259,7 @@ class Observer(StepHooks):
 
     def _begin_eager(self, runner: Any, kwargs: Mapping[str, Any]) -> None:
         """Begin at the first real step where vLLM captures nothing."""
+        # Memory profiling and idle ranks run dummies, which are no requests' steps.
         if not kwargs.get("dummy_run") and runner.vllm_config.model_config.enforce_eager:
             self._begin(runner, None, None)
             self._runners = self._runners or 1

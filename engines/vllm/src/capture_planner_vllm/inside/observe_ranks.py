@@ -28,6 +28,7 @@ class ObservedGroup:
     def cpu_all_reduce_(self, vector: Any) -> Any:
         """Sum as the group does."""
         result = self._group.cpu_all_reduce_(vector)
+        # Summed in place: now each rank's column is in it.
         self._take(vector)
         return result
 

@@ -68,6 +68,7 @@ class StepHooks:
         watch = self._active
         if watch is not None:
             try:
+                # A copy, because vLLM writes the padded tokens into the same tensor once the ranks agree.
                 watch.log((VECTOR, vector.clone()))
             except Exception as error:
                 self._failed("counting what ranks bring", error)
@@ -91,6 +92,7 @@ class StepHooks:
                         SCHEDULED,
                         scheduler_output.scheduled_spec_decode_tokens if watch.drafts else None,
                         now,
+                        # Without the fields every step counts as one that waited for requests: no interval is kept.
                         not self._reads_joins
                         or len(scheduler_output.scheduled_new_reqs) == len(scheduler_output.num_scheduled_tokens),
                     )
@@ -162,6 +164,7 @@ class StepHooks:
             watch = self._active
             if watch is not None:
                 try:
+                    # The id alone: the output holds tensors of the device.
                     watch.log((SAMPLED, id(output), perf_counter()))
                     if watch.timing:
                         watch.end()

@@ -41,6 +41,7 @@ class StepPace:
         # The engine waited for a request, or a run that is no step came between: earlier steps have no known end.
         if ended is None or joined:
             self._launches.clear()
+        # As many steps are still ahead of the tokens that have come; the oldest beyond them is done.
         if ended is None or len(self._launches) <= self._ahead:
             return None
         outcome, launch = self._launches.popleft()

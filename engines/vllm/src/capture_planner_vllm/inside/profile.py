@@ -36,6 +36,7 @@ def replays(manager: Any, descriptors: Sequence[Any], create_forward: Callable[.
     import torch
 
     timed: list[list[tuple[Any, Any]]] = []
+    # As vLLM captures: tensors made in this mode cannot be written outside of it.
     with torch.inference_mode():
         for descriptor in descriptors:
             runs: list[tuple[Any, Any]] = []
@@ -100,6 +101,7 @@ def eager_sizes(
     size = max((entry.num_tokens for entry in graphs if entry.query_len is None), default=0)
     # Without graphs of mixed batches, everything above the decodes' graphs is eager.
     size = size or max((entry.num_tokens for entry in graphs), default=max_num_reqs)
+    # As vLLM's adaptive verification: half as much again, and then doubles.
     sizes = [size + size // 2]
     while size < max_num_tokens:
         size *= 2
@@ -126,7 +128,9 @@ def eager_costs(
     with watching(watch):
         for num_tokens, uniform in sizes:
             for _ in range(REPLAYS):
+                # Dummy tokens would count in the statistics by which vLLM moves experts between ranks.
                 runner._dummy_run(num_tokens, uniform_decode=uniform, skip_eplb=True)
+                # A dummy run drafts but samples nothing, so that no wrapper ends its last pass.
                 watch.end()
             device.settle()
             watch.flush()

@@ -34,6 +34,7 @@ def after_import(name: str, callback: Callback) -> None:
     if callback not in callbacks:
         callbacks.append(callback)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # In front, or another finder would answer for the module first.
         sys.meta_path.insert(0, _Finder())
 
 

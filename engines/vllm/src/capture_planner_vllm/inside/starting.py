@@ -43,6 +43,7 @@ def _explained(original: Callable[..., Any], named: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             result = original(*args, **kwargs)
+        # Not BaseException: a start that is interrupted has not failed.
         except Exception:
             LOG.error(
                 "vLLM ended in %s, before its graphs were captured; it ran under the plan %s; to start without it, "

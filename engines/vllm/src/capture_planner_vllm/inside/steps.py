@@ -109,6 +109,7 @@ class Track:
         """Return why a batch has no graph."""
         reason = self._reasons.get(shape)
         if reason is None:
+            # Mixed batches seldom have the same shape twice, so the table would grow as long as the server runs.
             if len(self._reasons) > 1 << 14:
                 self._reasons.clear()
             reason = self._reasons[shape] = self._reason(shape)
@@ -200,11 +201,14 @@ class Dispatches:
         target, past_prompt = self._target, query_len is not None
         if query_len is not None:
             query_len = int(query_len)  # drafters count with numpy
+            # A drafter dispatches the target's padded tokens; a uniform batch has exactly these.
             num_tokens = num_reqs * query_len
         if track.role is Role.TARGET:
+            # vLLM passes the longest query only of batches without a prompt: it keeps the others out of varlen graphs.
             past_prompt = past_prompt or max_query_len is not None
             target = num_tokens, query_len, past_prompt
         else:
+            # vLLM's drafters run without adapters.
             active_loras = 0
             if query_len is None and target is not None:
                 # The drafter dispatches the target's padded tokens; a batch has the real ones.
@@ -227,6 +231,7 @@ class Dispatches:
         found = self._decodes.get(key)
         if found is None:
             outcome = track.outcome(answer, (num_reqs, num_reqs, 1, True, 0))
+            # The draft prefill makes the first draft. A fused chain is one replay, single steps are one each.
             found = (outcome, 1 if track.fused else max(draft_tokens - 1, 1)), answer
             _remember(self._decodes, key, found)
         return found[0]
@@ -263,6 +268,7 @@ class Verifications:
         output, drafts, self._scheduled = event[1], self._scheduled, {}
         if len(self._outputs) > MOST_OUTPUTS:  # outputs that never came to the host
             self._outputs.clear()
+        # An id is free again once its object is gone, so an earlier output may have left drafts under it.
         self._outputs.pop(output, None)
         if drafts:
             self._outputs[output] = drafts if query_len is None else query_len - 1
@@ -305,6 +311,7 @@ class Verifications:
 def _frequencies(steps: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:
     """Return each number with how often it occurs in the sequences together."""
     try:
+        # Counted as bytes, which takes no object for each number.
         numbers = b"".join(map(bytes, steps))
     except ValueError:  # one over 255
         return Counter(chain.from_iterable(steps)).items()

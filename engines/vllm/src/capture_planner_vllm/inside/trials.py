@@ -109,6 +109,7 @@ class Trials:
                 - 1
                 + 2 * (getattr(self._runner, "speculator", None) is not None and _is_target(manager))
             )
+            # What a kind does not use of its share is left to the next ones.
             until = time.perf_counter() + (self._left - (time.perf_counter() - start)) / (1 + others)
             needs = 0.0  # bytes a token
             for descriptor in sizes:
@@ -152,6 +153,7 @@ class Trials:
                 capture(manager, create, "Timing CUDA graphs")
                 seconds = time.perf_counter() - start
                 device.settle()
+                # The engine's own buffers for outputs exist already; those of a trial come on top and go with it.
                 taken = free - device.free_memory() - _output_bytes(manager)
                 (milliseconds,) = replays(manager, [descriptor], create)
         finally:
@@ -251,6 +253,7 @@ def set_aside(manager: Any, descriptor: Any, builders: Iterator[Any]) -> Iterato
     saved: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, value: Any) -> None:
+        # A release without the attribute has nothing to set aside.
         if hasattr(owner, name):
             saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
@@ -262,8 +265,10 @@ def set_aside(manager: Any, descriptor: Any, builders: Iterator[Any]) -> Iterato
         for name in OUTPUTS:
             put(manager, name, [] if name == "aux_hidden_states" else None)
         if platform is not None:
+            # What binds its pool while it captures looks there, as in vLLM's own memory profiling.
             put(type(platform), "_global_graph_pool", pool)
         for module, name, table in WRAPPERS:
+            # A copy, as the set holds its wrappers weakly.
             for wrapper in list(getattr(getattr(sys.modules.get(module), name, None), "_all_instances", ())):
                 put(wrapper, "graph_pool", pool)
                 put(wrapper, table, {})
@@ -308,6 +313,7 @@ def _agreement(runner: Any) -> Callable[[bool], bool] | None:
     The workers of one replica run each forward together, so one that stops alone would let the others wait.
     """
     parallel = runner.vllm_config.parallel_config
+    # The group that is asked below joins the ranks of one replica's stage, and no others.
     if parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         return None
     if parallel.tensor_parallel_size == 1:

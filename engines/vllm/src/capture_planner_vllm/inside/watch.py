@@ -77,6 +77,7 @@ class StepWatch:
         """Never taken by a step, except by one that ends the observation."""
         self._dispatches, self._verifications = Dispatches(tracks), Verifications(bonus)
         self._clock: PassClock[Pass] = PassClock(event)
+        # Apart from the logged ones: timed dispatches are read at once, the others up to a second later.
         self._timed = Dispatches(tracks)
         self._target: Pass | None = None
         """The target's pass in a step that is timed."""
@@ -121,6 +122,7 @@ class StepWatch:
         """Pass on the times that are there."""
         for passed, milliseconds in self._clock.passed():
             outcome, passes = passed
+            # One pair of events spans all single steps of a chain, which count one by one.
             self.sink.sample(*outcome[:6], milliseconds / passes)
 
     def flush(self) -> None:
@@ -134,6 +136,7 @@ class StepWatch:
                     self._read([self._events.popleft() for _ in range(min(SLICE, len(self._events)))])
                     if self._events:
                         time.sleep(1e-4)  # shorter, and the engine would wake up too late to have the interpreter
+            # Later events depend on what could not be read, such as the target's batch.
             except Exception:
                 self._events.clear()
                 raise
@@ -173,6 +176,7 @@ class StepWatch:
                 self._vector = event[1]
             else:
                 pace.interrupted()
+                # With data parallelism a dummy run keeps an idle rank in the collectives of the others.
                 if self.ranks > 1:
                     self.sink.idle()
         distinct = {id(each): each for each in passes}  # those that are alike are the same object

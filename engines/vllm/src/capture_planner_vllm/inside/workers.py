@@ -69,6 +69,7 @@ def compare(manager: Any, topic: str, plan: str) -> None:
     try:
         place = _place(manager)
         if place is not None:
+            # Keys of a store stay: the managers that memory profiling makes and the real ones need different ones.
             _turns[topic] += 1
             refuse_differences(*place, f"{topic}, {_turns[topic]}", summary(manager._capture_descs, plan), SECONDS)
     # The one error that ends the start: a worker that went on alone would wait for ever.
