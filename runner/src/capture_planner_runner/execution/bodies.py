@@ -96,6 +96,7 @@ class TargetBody:
     def per_token(self, extents: Extents, attend: Attend) -> None:
         rows = extents.tokens
         hidden, *aux = self.forwards.run(self.forward, attend, *self._inputs(extents))
+        # Out of the graph's own memory, which the next replay of its pool overwrites.
         self.hidden[:rows].copy_(hidden)
         if self.aux is not None:
             self.aux[:rows].copy_(aux[0])
@@ -327,6 +328,7 @@ class DraftDecodeBody(_DraftBody):
         tokens = self.propose(hidden, states, slice(rows), inputs["positions"] + self.distance, self.state.column)
         self.state.hidden.index_copy_(0, states, hidden)
         self.updates.keep(self.state, mapping, tokens, first=False)
+        # Last: `positions` above is a view of the field that this moves on.
         self.updates.advance(self.token_fields, rows)
 
     def examples(self, extents: Extents) -> Iterator[tuple[int, Inputs]]:
