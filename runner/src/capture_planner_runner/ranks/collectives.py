@@ -136,9 +136,11 @@ class SymmetricCollectives(GroupCollectives):
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(partial.dtype)
+        # By dtype and size alone, which all ranks have in common: so all take the same path.
         if buffer is None or partial.nbytes > self.largest or partial.nbytes % _ALIGNMENT:
             return super().all_reduce(partial)
         self.calls += 1
+        # A view of the buffer that was exchanged: the other ranks read at its address.
         mine = buffer[: partial.numel()].view(partial.shape)
         total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, partial.contiguous(), "sum", self._name)
         return total

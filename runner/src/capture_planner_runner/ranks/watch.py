@@ -47,6 +47,7 @@ class Board:
         try:
             for number, part in enumerate(parts[1:], 1):
                 self._store.set(f"{key}.{number}", part)  # type: ignore[arg-type, unused-ignore]
+            # The first part comes last: it names their number, and a reader that finds it finds the others.
             self._store.set(key, f"{len(parts)} ".encode() + (parts or [b""])[0])  # type: ignore[arg-type, unused-ignore]
         except RuntimeError as error:
             raise self._broken(error) from error
@@ -54,6 +55,7 @@ class Board:
     def read(self, keys: Sequence[str]) -> tuple[str | None, ...]:
         """Return the texts of some keys; None for a missing one."""
         try:
+            # Both `multi_get` and `get` wait for a key that is missing, and `check` does not.
             if self._store.check(list(keys)):
                 found: list[bytes | None] = list(self._store.multi_get(list(keys)))
             else:
