@@ -113,6 +113,7 @@ class DenseForward:
                     input_ids=ids[:, part].flatten(),
                     embeddings=None,
                     positions=positions.expand(3, -1) if self.model.mrope else positions,
+                    # Slots other than the null slot, which would say that a row is padding.
                     attend=LayerCalls(
                         functools.partial(attention, int(part[0])), torch.ones_like(positions), attention.recur
                     ),
@@ -211,6 +212,7 @@ def _weigh(
         visible &= seen > rows - window
     scores = scores.masked_fill(~visible, -torch.inf)
     top = scores.amax(-1, keepdim=True)
+    # Less the largest score, or exp overflows.
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     if scoring.sinks is not None:
@@ -312,6 +314,7 @@ def scales(
             along, sizes = (own * weighted[at]).sum(1), size[at]
             for label, rows in judged.items():
                 total = float(sizes[rows].sum())
+                # A part that moves no row has no direction to find its scale along.
                 if not total or not math.isfinite(total):
                     continue
                 # The fewer rows, the more noise.

@@ -47,6 +47,7 @@ def row_errors(graph: torch.Tensor, eager: torch.Tensor) -> torch.Tensor:
     if not eager.is_floating_point():
         return torch.where((actual != expected).any(1), torch.inf, 0.0).double()
     apart = (actual.double() - expected.double()).norm(dim=1)
+    # Two rows of zeros are equal, and 0 / 0 would be NaN, which counts as infinite.
     return _finite(torch.where(apart == 0, 0.0, apart / expected.double().norm(dim=1)))
 
 

@@ -192,6 +192,7 @@ def check_output(
     kept = keeper.rows(sequences)
     dense = DenseForward(
         model=model,
+        # No forward reads the last token of a request.
         sequences=tuple(tokens[:-1] for tokens in sequences.values()),
         device=device,
         kv_dtype=kv_dtype,
