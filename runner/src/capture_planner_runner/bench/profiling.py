@@ -76,6 +76,7 @@ def _graph_ranges(plan: Plan, role: RolePlan, *, named: bool) -> Iterable[SizeRa
         by_family.setdefault(family, []).append(entry.num_tokens // (entry.query_len or 1))
     for family, sizes in by_family.items():
         last = max(sizes)
+        # Where a backend captures fewer requests than the limits admit, no graph is above its cap.
         if family[2] is not None and not capped:
             last = max(last, _most_requests(plan, role.role, family[2], family[3]))
         yield SizeRange(key=family, last=last, named=tuple(sorted(set(sizes))) if named else ())
@@ -111,6 +112,7 @@ def _most_requests(plan: Plan, role: Role, query_len: int, draft_steps: int | No
 def entry_of(family: Family, size: int, max_num_reqs: int) -> Entry:
     """Return the graph of a family and a size."""
     _, mode, query_len, draft_steps = family
+    # Each request of a mixed FULL graph has a token at least, and there are no more than the limit.
     reqs = size if query_len else None if mode is GraphMode.PIECEWISE else min(size, max_num_reqs)
     tokens = size * (query_len or 1)
     return Entry(mode=mode, num_tokens=tokens, num_reqs=reqs, query_len=query_len, draft_steps=draft_steps)
@@ -143,6 +145,7 @@ def passes(rig: Rig, runner: Runner, family: Family, size: int, context: int) ->
     role, (_, mode, query_len, _) = runner.roles[family[0]], family
     shape = entry_of(family, size, rig.plan.limits.max_num_reqs)
     if mode is GraphMode.NONE:
+        # For the extents of its inputs alone: the pass runs eager.
         shape = attrs.evolve(shape, mode=GraphMode.FULL)
     inputs = inputs_with_context(rig, role, shape, context, ROOM)
     batch = Batch(
@@ -309,6 +312,7 @@ def _together(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, conte
 
             def captured(graph: GraphCapture) -> None:
                 deadline.show(f"capture {graph.role.value} {graph.entry}")
+                # What was compiled since the last capture was compiled for this graph.
                 shares.append(sum(seconds))
                 seconds.clear()
 
@@ -336,6 +340,7 @@ def _steps(rig: Rig) -> Iterator[float]:
                 replayed = decoding.replayed()
                 seconds = window(rig, decoding)
                 if seconds is not None:
+                    # Noise can make the graphs alone take longer than the step.
                     yield max(0.0, seconds - bare_replay(rig, runner, replayed))
 
 
@@ -359,6 +364,7 @@ def _profile_of(rig: Rig, settings: ProfileSettings, findings: Findings, context
             GraphSample(
                 family=entry_family(graph.role, graph.entry),
                 tokens=graph.entry.num_tokens,
+                # Triton times its compilation itself, so the difference may come out below 0.
                 seconds=max(0.0, graph.seconds - compiled),
                 mib=graph.memory / MIB,
                 alone_mib=graph.alone / MIB,

@@ -130,6 +130,7 @@ def rounds(
     into ``times``, by curve and size, before it asks for the next round; a size that it leaves out is not asked for
     again.
     """
+    # By turns, so that every curve has some sizes if the time is over early.
     by_turns = zip_longest(*([(each.key, size) for size in each.seeds] for each in ranges))
     seeds = (size for size in chain.from_iterable(by_turns) if size is not None)
     searched = {each.key for each in ranges if each.search}
@@ -137,6 +138,7 @@ def rounds(
     while batch := list(islice(seeds, group)):
         asked.update(batch)
         yield batch
+    # Once at most: noise would dispute the same size without end.
     again: set[Size[K]] = set()
     while True:
         doubtful = [size for size in disputed(times, noise) if size not in again][:group]
