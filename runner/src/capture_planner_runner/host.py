@@ -71,6 +71,7 @@ def _cuda_device() -> Device:
     found = torch.cuda.get_device_properties(0)
     return Device(
         kind=DeviceKind.CUDA,
+        # The name of a device in an environment has no other characters, and at most 128.
         name=" ".join(re.sub(r"[^A-Za-z0-9._/+-]+", " ", found.name).split())[:128],
         capability=f"{found.major}.{found.minor}",
         memory=found.total_memory,

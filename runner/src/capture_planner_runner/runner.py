@@ -108,6 +108,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """The compiled forwards, and what could not be compiled."""
         if self.policy.compile:
             with contextlib.ExitStack() as release:
+                # Nothing has entered this context yet: where compiling breaks, the backends are released here.
                 release.push(self)
                 compile_bodies(tuple(self.roles.values()), self.device, self.compilation)
                 release.pop_all()
@@ -139,6 +140,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:
+            # An ExitStack calls the last first, and every one whatever the others raise.
             for role in reversed(tuple(self.roles.values())):
                 releases.callback(role.release)
 
@@ -161,9 +163,11 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         if any(role.graphs.pool is not None for role in self.roles.values()):
             raise RunError("this runner has captured already; make another one to capture again")
         if not self.policy.options.replay:
+            # Batches run at the padded sizes of their entries, and nothing is captured.
             self._dispatcher = Dispatcher(self.plan)
             return
         roles, strict = tuple(self.roles.values()), self.policy.options.strict
+        # An earlier session may have broken off, and its graphs are gone.
         self.session.captured.clear()
         # Not inference_mode: tensors made in it, as backends make them, could not be changed outside of it. A replay,
         # which dispatches no operator, would gain nothing from it.
@@ -212,6 +216,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """
         serving = self.start(requests, answers=answers, progress=progress)
         with contextlib.ExitStack() as end:
+            # After an error too: requests that are not finished are noted as cut off.
             end.callback(serving.cut_off)
             end.enter_context(self.session.serving())
             for _ in _steps(serving, step_seconds):
@@ -385,5 +390,6 @@ def _variants(roles: Sequence[RoleRun]) -> Iterator[tuple[RoleRun, int, Inputs]]
     """Yield each variant of a forward that graphs hold, and the one without adapters, with inputs for it."""
     for role in roles:
         for adapters in sorted({0} | {role.adapters_of(entry) for entry in role.plan.entries}):
+            # One token will do: a compiled forward is for any number of them.
             extents = Extents(tokens=1, reqs=1, pages=role.fields.capacity.pages, adapters=adapters)
             yield from ((role, *example) for example in role.body.examples(extents))
