@@ -58,6 +58,7 @@ class Fp8Format:
         Raises ``RunError`` where no linear layer would be, and for experts that are not gated or have biases.
         """
         head: Any = cast(Any, model).get_output_embeddings()
+        # By type: a subclass may do something else with its weight.
         linear = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each is not head}
         chosen = {name: each for name, each in linear.items() if not self.skips(name)}
         if not chosen:

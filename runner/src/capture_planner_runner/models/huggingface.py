@@ -110,9 +110,11 @@ def configuration_of(shape: Model) -> PreTrainedConfig:
     }
     if not shape.mrope:
         return LlamaConfig(**numbers)
+    # Sections are of rotary frequencies: one for every two elements of a head.
     half = shape.head_dim // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    # The library builds no such model without a vision tower; the smallest one, as the decoder alone is run.
     seeing = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": hidden, "deepstack_visual_indexes": []}
     return Qwen3VLConfig(text_config=numbers | {"rope_parameters": rope}, vision_config=seeing)
 
@@ -259,6 +261,7 @@ class HuggingFaceModel:
         self.among = among
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._logit_scale = float(getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
+        # Models name the list of their layers differently: it is the one of their number.
         lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
         layers = next((child for child in lists if len(child) == self.num_layers), None)
         if self._head is None or layers is None:
@@ -362,6 +365,7 @@ class HuggingFaceModel:
 
     def _arguments(self, positions: torch.Tensor, attend: Attend) -> dict[str, Any]:
         call = Call(attend, self.windows, positions)
+        # As a batch of one: [1, T], or [3, 1, T] with multimodal rope.
         return {"position_ids": positions.unsqueeze(-2), "use_cache": False, INTERFACE: call}
 
     @torch.no_grad()
@@ -375,6 +379,7 @@ class HuggingFaceModel:
             with RefuseHostReads():  # type: ignore[no-untyped-call]
                 with _errors_alone():
                     expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
+                # Only now: the library's own forward has said what is right.
                 for mixer in self._mixers:
                     mixer.mixer.forward = mixer.forward
                 hidden, _ = self.forward(input_ids=tokens, embeddings=None, positions=positions, attend=part)
@@ -466,6 +471,7 @@ def load_target(
         raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
     with library_errors(f"{name} cannot be executed"):
         model.eval().requires_grad_(False)
+        # Before it goes to the device, which needs memory for this rank's part alone.
         spread(model, model.tp_plan, kv_heads=_kv_heads(text), among=among, within=model.get_decoder())
         return HuggingFaceModel(model.to(device), name, shape.max_model_len, among, windows)
 
@@ -540,6 +546,7 @@ def _kv_heads(config: PreTrainedConfig) -> int:
 def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:
     """Raise ``RunError`` for what the configuration shows, before any weights are read."""
     where = f"{source} ({config.model_type})"
+    # A model of several parts, such as one that sees, has a configuration of its text part.
     has_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or text is not config
     if not has_decoder or config.is_encoder_decoder:
         raise RunError(f"{where} is not a causal language model; {SUPPORTED}")
@@ -562,6 +569,7 @@ def _windows(config: PreTrainedConfig) -> dict[int, int | None]:
     # Qwen configurations state a window that is not used.
     if getattr(config, "use_sliding_window", True) is False:
         window = None
+    # Without types of layers, a window that is stated is that of all layers.
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return {
         layer: window if kind == "sliding_attention" else None
