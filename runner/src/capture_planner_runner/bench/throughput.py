@@ -173,9 +173,9 @@ def transformers_rates(model: Any, first: Prompts, timed: Sequence[Prompts], out
     from transformers import GenerationConfig
 
     generation = GenerationConfig(  # type: ignore[no-untyped-call, unused-ignore]
-        # No token has the id -1: every answer is of the length that was asked for.
         max_new_tokens=output_tokens,
         do_sample=False,
+        # No token has the id -1: every answer is of the length that was asked for.
         eos_token_id=-1,
         pad_token_id=0,
     )
