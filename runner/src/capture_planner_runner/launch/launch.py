@@ -327,6 +327,7 @@ class _Launch:
                 self.stage = "serving"
                 self._serve(runner)
                 self.stage = ""
+            # `stage` says where it was stopped, and the report below what ran until then.
             except KeyboardInterrupt:
                 pass
             except Exception:
@@ -472,6 +473,7 @@ class _Launch:
     def _sampled_eagerly(self) -> Answers:
         """Serve the requests again without graphs, and return the output of each."""
         host.give_back(self.device)  # as after a rehearsal
+        # Eager, but at the padded sizes of the graphs: only a capture can then be the cause of another token.
         options = attrs.evolve(self.asked.options, replay=False, compare=False)
         with self._runner_of(self.variant, self.pages, options) as runner:
             runner.capture()

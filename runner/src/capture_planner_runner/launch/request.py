@@ -137,7 +137,14 @@ def drafter_of(
 
     states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
     return choose_drafter(
-        choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
+        # Another seed than the model's, or weights of the same shapes would have its numbers.
+        choice,
+        plan.speculative,
+        model,
+        num_states=states,
+        length=length,
+        chance=chance,
+        seed=seed + 1,
     )
 
 
