@@ -164,6 +164,7 @@ class StepLauncher:
     def launch_idle_step(self, planned: PlannedStep) -> None:
         """Run the forwards of a step on dummy batches, where other ranks have requests and this one has none."""
         self._begin(None)
+        # Dummy batches overwrite fields that an earlier graph has left for the next step.
         self._advanced = None
         # The forwards of other ranks hold collectives that wait for this one's.
         for role, batch in planned.batches.items():
@@ -379,6 +380,7 @@ class WarmUpLauncher(StepLauncher):
             if perf_counter() < self._deadline:
                 self.ran += 1
                 return super().launch(planned, started)
+        # Nothing ran, so no graph has filled the fields of the next step.
         scheduled, self._advanced = planned.scheduled, None
         assert scheduled is not None, "one replica warms up"
         self._count += 1
