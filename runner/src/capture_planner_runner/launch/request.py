@@ -136,15 +136,9 @@ def drafter_of(
     from capture_planner_runner.models.drafters import choose_drafter
 
     states, length = plan.limits.max_num_reqs, plan.model.max_model_len + plan.speculative.num_tokens + 1
+    # Another seed than the model's, or weights of the same shapes would have its numbers.
     return choose_drafter(
-        # Another seed than the model's, or weights of the same shapes would have its numbers.
-        choice,
-        plan.speculative,
-        model,
-        num_states=states,
-        length=length,
-        chance=chance,
-        seed=seed + 1,
+        choice, plan.speculative, model, num_states=states, length=length, chance=chance, seed=seed + 1
     )
 
 
