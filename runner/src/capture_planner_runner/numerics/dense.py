@@ -32,6 +32,7 @@ class WiderWeights:
     """
 
     def __init__(self, weights: Iterable[Weight], dtype: torch.dtype) -> None:
+        # By identity: tied weights are widened once.
         tensors = {id(tensor): tensor for _, module, name in weights for tensor in [getattr(module, name)]}
         self._pairs = [(t, t.data, t.data.to(dtype)) for t in tensors.values() if t.is_floating_point()]
 
@@ -87,6 +88,7 @@ class DenseForward:
             mine = None if shares is None else pad_sequence([shares[index] for index in some], batch_first=True)
             batch = self._batch(some, chunks, rounds_weights, scales, mine)
             found |= {index: rows[: len(sequences[index])] for index, rows in zip(some, batch, strict=True)}
+        # Batches were made by length: this is the order of the sequences again.
         return torch.cat([found[index] for index in range(len(sequences))])
 
     def _batch(
@@ -305,6 +307,7 @@ def scales(
         advance(f"layer {layer}")
         for part, direction, judged in (
             ("attention", attention, members),
+            # What a layer adds besides attention: the difference of the two directions.
             ("rest", whole - attention, members),
             *(("attention", direction, {kind: members["all"]}) for kind, direction in alone.items()),
         ):

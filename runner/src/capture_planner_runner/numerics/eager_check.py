@@ -60,6 +60,7 @@ class Taps:
         """Copy ``tensor [rows, ...]`` to the front of its buffer, which has rows for the largest graph."""
         if not self._is_on:
             return
+        # Outside of a capture, in the warm-up before it: what a capture makes, later replays overwrite.
         if key not in self._buffers:
             rows = max(self._rows, len(tensor))
             self._buffers[key] = tensor.new_zeros(rows, *tensor.shape[1:])
@@ -125,6 +126,7 @@ class _ComparedForward:
         if key.name == "draft_state.column":
             return None, None
         if key.name in CACHES:
+            # The slots of a chain follow each other, step by step.
             number, row = divmod(row, self.num_tokens)
         inputs = self.chain[number]
         if key.name.startswith("draft_state."):
@@ -338,6 +340,7 @@ class EagerCheck(ForwardObserver):
     ) -> None:
         """Refuse a slot that the graph wrote and this batch does not; any row may write the null page."""
         role = forward.role
+        # Read anew: of the cache before the replay there are checksums alone.
         cache = next(tensor for *of, tensor in _caches(role) if of == [key.layer, key.name])
         changed = prints(cache) != before_graph
         changed[forward.slots] = False
