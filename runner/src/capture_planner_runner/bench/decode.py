@@ -42,6 +42,7 @@ def decode(rig: Rig, advance: Callable[[str], None]) -> tuple[Decode, ...]:
     with rig.runner(trimmed(rig.plan, rig.sizes)) as runner:
         runner.capture()
         for size in rig.sizes:
+            # Each size by itself: where one breaks, the others are measured.
             with rig.trying("decode"):
                 results[size] = row(rig, runner, size, count, graphs=True)
                 advance(counted(size, "request"))

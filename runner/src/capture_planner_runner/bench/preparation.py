@@ -60,6 +60,7 @@ def _row(
 ) -> Preparation:
     query = query_len_of(role.role, rig.plan, size)
     batch = Batch.decode(role.role, size, query)
+    # The decode without padding: the entry that serves it may be larger.
     shape = Entry(mode=GraphMode.FULL, num_tokens=size * query, num_reqs=size, query_len=query)
     stages: list[float] = []
     prepares: list[float] = []

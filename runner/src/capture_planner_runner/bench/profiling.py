@@ -131,6 +131,7 @@ def plan_with(plan: Plan, registry: Registry, graphs: Iterable[tuple[Role, Entry
                 before.role, attention, plan.environment, entries, plan.limits
             )
             groups.append(replace(group, workspace=workspace))
+        # A role without graphs here is eager, as in a plan without any.
         changed = replace(before, entries=entries) if entries else after
         roles.append(replace(changed, groups=tuple(groups), waivers=after.waivers))
     return replace(plan, roles=tuple(roles))
@@ -293,6 +294,7 @@ def _measure(
 
 def _round(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, context: int, deadline: _Deadline) -> None:
     """Measure the sizes of a round together; where that breaks, each by itself, so that one costs no other."""
+    # `trying` notes an error and goes on: only the end of its block shows that none was raised.
     done = False
     with rig.trying(f"{counted(len(batch), 'size')} together"):
         _together(rig, batch, findings, context, deadline)

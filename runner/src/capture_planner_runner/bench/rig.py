@@ -186,6 +186,7 @@ class Rig:
         except Absence as absence:
             self.absent.append(AbsentFigure(figure=figure, says=str(absence)))
         except Exception as error:
+            # What cleans up after Ctrl-C may raise another error.
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
             # Any error: it must not cost the GPU time that the other figures took.
@@ -237,6 +238,7 @@ class Rig:
         try:
             yield decoding
         finally:
+            # A runner serves one load at a time: this one is over before the next begins.
             decoding.serving.cut_off()
 
 
