@@ -491,6 +491,7 @@ def load_drafter(
         tokens = drafter.d2t + torch.arange(drafter.vocab_size, device=drafter.d2t.device)
         if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
             raise RunError(f"{drafter.name}: d2t leads outside the target's {target.vocab_size} tokens")
+    # After weights were filled in, which are of the whole head.
     with library_errors(f"{name} cannot be spread over ranks"):
         drafter.spread()
     return drafter

@@ -265,6 +265,7 @@ def _compressed(given: Mapping[str, Any], where: str) -> Fp8Format:
         activation_scale="input_scale",
         is_static=isinstance(inputs, dict) and inputs.get("dynamic") is not True,
         block=block,
+        # compressed-tensors marks a regular expression by `re:`.
         skips=lambda name: any(re.match(key[3:], name) if key.startswith("re:") else key == name for key in ignored),
     )
 

@@ -169,6 +169,7 @@ def pretrained(
             f"{folder}: {name} has shape {list(given)}, and by config.json {list(expected)}{more}; they do not belong "
             "together"
         )
+    # First, since the lists below would name the scales and not say what is wrong.
     if fp8 is not None:
         fp8.refuse_others(folder, model, loading["missing_keys"], loading["unexpected_keys"])
     missing = sorted(loading["missing_keys"])
@@ -260,6 +261,7 @@ class HuggingFaceModel:
         self._embedding = self._decoder.get_input_embeddings()
         self.among = among
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        # Cohere's logits are multiplied by the one, Granite's are divided by the other.
         self._logit_scale = float(getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
         # Models name the list of their layers differently: it is the one of their number.
         lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
