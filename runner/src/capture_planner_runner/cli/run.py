@@ -121,6 +121,7 @@ class RankCommand:
             last_words = threading.Thread(target=partial_report.show, args=(fault,), daemon=True)
             last_words.start()
             last_words.join(LAST_WORDS)
+            # os._exit below writes out nothing that is buffered.
             sys.stdout.flush()
             os._exit(INTERRUPTED if verdict.interrupted else 1)
 
@@ -417,6 +418,7 @@ def _end(outcome: Outcome, *, as_json: bool, rank: int = 0) -> None:
     is_wrong = not all(check.passed for check in checks)
     for check in checks:
         if rank == 0 or not check.passed:
+            # With JSON, standard output has the report alone.
             show_lines(f"{whose}{check.verdict}", err=as_json or rank > 0)
     if outcome.not_dumped:
         say_error(f"{whose}{outcome.not_dumped}")
