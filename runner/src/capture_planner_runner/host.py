@@ -133,6 +133,7 @@ def differences(environment: Environment) -> tuple[str, ...]:
     found = []
     planned = environment.device
     if planned.kind is DeviceKind.CUDA:
+        # Nothing else can be compared without a device.
         if not torch.cuda.is_available():
             return (f"the plan is for {planned.name}, and this machine has no CUDA device",)
         here = _cuda_device()

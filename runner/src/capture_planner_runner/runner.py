@@ -359,6 +359,7 @@ def _steps(serving: Serving, step_seconds: float) -> Iterator[None]:
     scheduler, now = serving.scheduler, 0.0
     while not serving.done:
         scheduler.arrive(now, perf_counter())
+        # Nothing to run: the clock goes on to the next arrival.
         if not serving.step() and scheduler.next_arrival is not None:
             now = scheduler.next_arrival
         else:
