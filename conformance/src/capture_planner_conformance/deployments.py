@@ -65,6 +65,7 @@ def scenes(
         for name, feature in kind.features.items()
         if features is None or name in features
     }
+    # Wider entries would be beyond the cap.
     if drawn.get("capped"):
         drawn["beyond"] = 0
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
@@ -90,6 +91,7 @@ def scenes(
     num_tokens = draw(roomy if is_large else st.one_of(tight, roomy))
     # The default policy plans a graph for each number of requests, most of which a lazy plan captures on first use.
     explicit = draw(st.integers(0, 3)) > 0 if not drawn.get("lazy") else draw(st.booleans())
+    # By the default policy a large scene would have a graph for each number of requests.
     explicit |= is_large
     # Sizes of mixed batches close to sizes of decodes, so that the nearest graph is not always the best.
     widths = sorted({1 + k, width})
@@ -102,6 +104,7 @@ def scenes(
     page = shape.page_size
     return kind(
         shape=shape,
+        # Windows that end inside a page, with it, and behind it.
         window=draw(st.sampled_from((0, max(page - 1, 1), page, page + 2, 2 * page))) if shape.windowed else 0,
         mode=draw(st.sampled_from(MODES)),
         num_reqs=num_reqs,

@@ -202,6 +202,7 @@ class Watch(ForwardObserver):
         self._kept.restore()
         with located(batch, dispatch.entry):
             yield
+            # The suite's own answer, which no dispatcher gave.
             if dispatch is not EAGER:
                 self.check_dispatch(batch, dispatch)
 
@@ -229,8 +230,10 @@ class Watch(ForwardObserver):
             if not self._trusting:
                 values = {buffer.key: buffer.view(step.extents).cpu().numpy() for buffer in role.fields}
                 self.check_fields(role, step, values)
+                # A draft decode reads drafts, which are not always tokens of the request.
                 if (serving := self.serving()) is not None and role.role is not Role.DRAFT_DECODE:
                     served = tuple(rows_of(step, values, requests_by_state(serving.scheduler.unfinished)))
+            # After the checks of what was filled: nothing beyond the extents may be read.
             self._garbage.fields(role, step.extents)
             own, held = self._own_slots(role, step), self._held()
             canaries = None if self._trusting else Snapshot.of(self.runner, role, step.extents)
@@ -252,6 +255,7 @@ class Watch(ForwardObserver):
 
     def _keep(self, role: RoleRun, step: ForwardStep, rows: tuple[RequestRows, ...]) -> None:
         """Keep the rows of a forward of served requests."""
+        # By layer: the copies are in the order in which layers first attended.
         outputs = [output[: step.real.tokens] for _, output in sorted(self._outputs.of(role), key=itemgetter(0))]
         self.served_forwards.append(
             ServedForward(
@@ -350,6 +354,7 @@ class Watch(ForwardObserver):
                 for position in range(max(first - int(early[row]), 0), min(first + steps, longest)):
                     if position // size < table.shape[1]:
                         mine.add(int(table[row, position // size]) * size + position % size)
+        # Padded rows write the null page.
         return mine | set(range(self.world.pages.page_size))
 
     def _unread(self, states: Array) -> Array:
@@ -374,6 +379,7 @@ class Watch(ForwardObserver):
         state = self.runner.draft_state
         if state is None:
             return
+        # The row behind the last request is for padding, and may hold anything.
         others = [row for row in range(state.padding) if row not in own]
         for name, then in before.state.items():
             if not torch.equal(bits(getattr(state, name)[others]), bits(then[others])):
