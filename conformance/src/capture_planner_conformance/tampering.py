@@ -86,11 +86,9 @@ class Tampering(ForwardObserver):
 
 def attackable(role: RoleRun) -> dict[str, FieldBuffer]:
     """Return the fields that a step writes, by key."""
+    # A scalar has no padding.
     return {
-        # A scalar has no padding.
-        buffer.key: buffer
-        for buffer in role.fields
-        if not buffer.is_frozen and buffer.field.axis is not Axis.SCALAR
+        buffer.key: buffer for buffer in role.fields if not buffer.is_frozen and buffer.field.axis is not Axis.SCALAR
     }
 
 
