@@ -108,7 +108,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         """The compiled forwards, and what could not be compiled."""
         if self.policy.compile:
             with contextlib.ExitStack() as release:
-                # Nothing has entered this context yet: where compiling breaks, the backends are released here.
+                # No caller has entered the runner yet: if compiling fails, the backends are released here.
                 release.push(self)
                 compile_bodies(tuple(self.roles.values()), self.device, self.compilation)
                 release.pop_all()
@@ -140,7 +140,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as releases:
-            # An ExitStack calls the last first, and every one whatever the others raise.
+            # ExitStack calls back in reverse order, and calls every one even if another raises.
             for role in reversed(tuple(self.roles.values())):
                 releases.callback(role.release)
 

@@ -95,7 +95,7 @@ def _ours(rig: Rig, advance: Callable[[str], None]) -> tuple[CaptureCost, tuple[
 
 def _cost(rig: Rig, runner: Runner, seconds: float, before: int) -> CaptureCost:
     """Return the cost of a capture before which ``before`` bytes were unaccounted for."""
-    # Another process may give memory back meanwhile.
+    # Negative if another process gave back memory meanwhile.
     driver = max(0, _unaccounted(rig) - before)
     return CaptureCost(seconds=seconds, pool=pools_of(runner), driver=driver)
 

@@ -42,7 +42,7 @@ def decode(rig: Rig, advance: Callable[[str], None]) -> tuple[Decode, ...]:
     with rig.runner(trimmed(rig.plan, rig.sizes)) as runner:
         runner.capture()
         for size in rig.sizes:
-            # Each size by itself: where one breaks, the others are measured.
+            # Around each size, so that the others are measured if one fails.
             with rig.trying("decode"):
                 results[size] = row(rig, runner, size, count, graphs=True)
                 advance(counted(size, "request"))
@@ -234,7 +234,7 @@ def _once(runner: Runner, plan: Plan, size: int) -> Callable[[], object]:
         shape = Entry(mode=GraphMode.FULL, num_tokens=size, num_reqs=size, query_len=1)
         run = partial(role.execute, role.step(batch, None, role.warm_up_inputs(shape)), perf_counter())
     else:
-        # One replay of a chain is all of its steps.
+        # One replay of a fused chain runs all of its steps.
         run, steps = role.graphs[entry].replay, steps if entry.draft_steps is None else 1
 
     def single_steps() -> None:

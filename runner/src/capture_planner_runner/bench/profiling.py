@@ -294,7 +294,7 @@ def _measure(
 
 def _round(rig: Rig, batch: Sequence[Size[Family]], findings: Findings, context: int, deadline: _Deadline) -> None:
     """Measure the sizes of a round together; where that breaks, each by itself, so that one costs no other."""
-    # `trying` notes an error and goes on: only the end of its block shows that none was raised.
+    # `trying` records an error and goes on, so only the end of its block shows success.
     done = False
     with rig.trying(f"{counted(len(batch), 'size')} together"):
         _together(rig, batch, findings, context, deadline)

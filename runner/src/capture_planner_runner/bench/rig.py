@@ -246,7 +246,7 @@ def decoding_lengths(plan: Plan, num_reqs: int, steps: int) -> tuple[int, int]:
     """Return prompt and output tokens of requests that decode together for about ``steps`` steps."""
     k = 0 if plan.speculative is None else plan.speculative.num_tokens
     prompt = max(1, min(PROMPT, plan.model.max_model_len // 8))
-    # Each step leaves the prompts the tokens that decodes do not take, drafts included.
+    # Prompts get the tokens of a step that decodes, with their drafts, leave.
     filling = -(-num_reqs * prompt // max(1, plan.limits.max_num_tokens - num_reqs * (1 + k)))
     # A step gives a request at most its drafts and one more token.
     return prompt, max(1, min(plan.model.max_model_len - prompt, (steps + filling + 8) * (1 + k)))

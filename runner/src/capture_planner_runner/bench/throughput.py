@@ -47,7 +47,7 @@ class Load:
         """
         prompt, output = self.prompt, self.output
         if not self.stated:
-            # Both by half, so that the load keeps its proportions.
+            # Both are halved, so that their ratio stays the same.
             while prompt + output > longest and max(prompt, output) > 1:
                 prompt, output = max(1, prompt // 2), max(1, output // 2)
             return attrs.evolve(self, prompt=prompt, output=output)

@@ -161,7 +161,7 @@ class FirstUse:
 
     @property
     def _taken(self) -> int:
-        # Below 0 where captures gave memory back that was taken before the first of them.
+        # Below 0 where captures gave back memory that was taken before them.
         return max(sum(done.taken for done in self._late), 0)
 
     def record(self) -> LazyCaptures:

@@ -140,10 +140,10 @@ class _Capture:
             unfit = captured.unfit
             if captured.result is not None:
                 memory, alone = captured.result.memory, captured.result.alone
-                # It holds addresses of the collectives' buffers, which are freed only after it.
+                # The graph holds addresses of the collectives' buffers, so they must outlive it.
                 self.among.keep(captured.result)
         if unfit is not None:
-            # Law 14: this rank may have the graph, and a graph that not all ranks have is replayed by none.
+            # Law 14: this rank may have captured the graph, but all ranks drop the same ones.
             role.graphs.drop(entry)
             if strict:
                 raise RunError(f"{role.role.value}: {entry} does not fit into memory: {unfit}")

@@ -66,7 +66,7 @@ class PartialReport:
     def show(self, fault: str) -> bool:
         """Show the report, if there is one, and it was not shown; return whether it is shown now."""
         with self._lock:
-            # Taken before it is called: of two threads one alone shows the report.
+            # Taken before it is called, so that only one of two threads shows the report.
             make, self._make = self._make, None
             report = None if make is None else make(fault)
             if report is not None:
@@ -117,11 +117,11 @@ class RankCommand:
             if not verdict.interrupted:
                 say(verdict.says)
             fault = "" if verdict.interrupted else verdict.says
-            # On a thread with a time limit: to make the report reads a device that may hang as well.
+            # In a thread with a time limit: making the report reads the device, which may hang too.
             last_words = threading.Thread(target=partial_report.show, args=(fault,), daemon=True)
             last_words.start()
             last_words.join(LAST_WORDS)
-            # os._exit below writes out nothing that is buffered.
+            # os._exit below does not flush buffers.
             sys.stdout.flush()
             os._exit(INTERRUPTED if verdict.interrupted else 1)
 

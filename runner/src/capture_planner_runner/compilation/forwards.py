@@ -79,7 +79,7 @@ def keep_apart(rank: int) -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     shared, own = Path(cache_dir()), f"rank-{rank}"
-    # Called again, it finds the folder that it set before.
+    # A second call finds this rank's folder set already.
     if shared.name != own:
         os.environ[CACHE] = str(shared / own)
 
@@ -139,7 +139,7 @@ class Compilation:
         started = perf_counter()
         try:
             return build(), None
-        # A lack of memory says nothing about the forward, which could be compiled with more of it.
+        # A lack of memory does not mean that the forward cannot be compiled.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiler and of a model's own code, anything

@@ -282,7 +282,7 @@ class RoleAttention:
         group = self._group_of[layer]
         metadata = self.metadata[group.plan.name]
         rows = metadata.num_tokens
-        # Of the field and not of the host's inputs: a replay reads the slots that its own step has there.
+        # From the field, not from the host: a replay reads the slots of its own step there.
         slots = self._fields["slot_mapping"][:rows]
         if self.context.size > 1:
             slots = self.context.stored(slots)

@@ -96,7 +96,7 @@ class TargetBody:
     def per_token(self, extents: Extents, attend: Attend) -> None:
         rows = extents.tokens
         hidden, *aux = self.forwards.run(self.forward, attend, *self._inputs(extents))
-        # Out of the graph's own memory, which the next replay of its pool overwrites.
+        # Copied out of the graph's memory, which the next replay in its pool overwrites.
         self.hidden[:rows].copy_(hidden)
         if self.aux is not None:
             self.aux[:rows].copy_(aux[0])

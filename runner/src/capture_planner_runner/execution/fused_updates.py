@@ -50,7 +50,7 @@ class FusedUpdates(Updates):
             keys.stride(1),
             values.stride(0),
             values.stride(1),
-            # Of both: keys and values of a layer are laid out alike.
+            # For both caches: keys and values of a layer are laid out alike.
             *cache.keys.stride()[:3],
             cache.keys.shape[1],
             heads * dim,

@@ -100,7 +100,7 @@ class CudaPool:
 
     def poison(self) -> None:
         """Overwrite every block that no live tensor owns with ``0xFF``."""
-        # After the last graph is gone, the allocator may free the segments: blocks listed before would point nowhere.
+        # After the last graph is gone, the allocator may free the segments, and with them the blocks that were listed.
         if self._idle is None or self._idle[0] != len(self._graphs):
             self._idle = len(self._graphs), [borrowed(*block) for block in self._blocks("inactive")]
         for block in self._idle[1]:
@@ -242,7 +242,7 @@ class CudaGraphs:
                     self._begin()
                     forward()
                     self._end()
-                # Ctrl-C too: a stream that is left capturing fails every synchronization after it.
+                # Ctrl-C too: if the stream is left capturing, every later synchronization fails.
                 except BaseException:
                     self._abandon()
                     raise

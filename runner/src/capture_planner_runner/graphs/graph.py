@@ -54,7 +54,7 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
         return Leftover()
 
     def living() -> list[torch.Tensor]:
-        # By type() and not isinstance, which asks lazy objects and proxies for their class and so runs their code.
+        # type(), not isinstance: that reads `__class__`, which runs code of lazy objects and proxies.
         plain = (each for each in gc.get_objects() if type(each) in _PLAIN)
         return [
             each
@@ -67,7 +67,7 @@ def leftover(sizes: Mapping[int, int], key_of: Callable[[torch.Tensor], int], de
     left = living()
     frames = _ended_frames(left)
     if frames:
-        # This list keeps the tensors as well, and would keep them after their frames let go.
+        # This list refers to the tensors as well.
         left.clear()
         for frame in frames:
             frame.clear()
@@ -216,7 +216,7 @@ def dump_graphs(graphs: Iterable[tuple[str, Entry, Graph]], folder: Path) -> lis
         with suppress(OSError):
             for half in folder.glob(f"{name}.*"):
                 half.unlink()
-            # Fails for a folder with other files in it, which stays.
+            # Raises, and leaves the folder, if other files are in it.
             folder.rmdir()
         reason = getattr(error, "strerror", None) or error
         raise RunError(f"{folder}: graphs cannot be dumped: {reason}; name another folder") from error

@@ -224,7 +224,7 @@ def apart(lent: Sequence[tuple[torch.Tensor, OwnTensor]]) -> Iterator[None]:
     keys = [storage_key(tensor) for tensor, _ in lent]
     # The copies are the recording's and not the forward's: without modes nothing of them is recorded.
     with _disable_current_modes():
-        # One copy a storage, so that lent tensors that are views of the same memory stay so.
+        # One copy per storage, so that views of the same memory stay views of the same copy.
         storages = {key: tensor.untyped_storage() for key, (tensor, _) in zip(keys, lent, strict=True)}
         copies = {key: storage.clone() for key, storage in storages.items()}  # type: ignore[no-untyped-call]
         for key, (tensor, own) in zip(keys, lent, strict=True):
@@ -603,7 +603,7 @@ class _Break:
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The operations of a forward so far."""
 
-    # Without this torch refuses a higher-order operator itself, and names neither line nor remedy.
+    # Otherwise torch refuses higher-order operators itself, without the line or a remedy.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -643,7 +643,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known.changes_view:
             # Tensors are recorded as they look.
             return func(*args, **kwargs)
-        # Before it runs: a tensor that no operator so far has made stood before the capture.
+        # Before it runs: a tensor that no operator so far has made existed before the capture.
         for tensor in tensors_of(args, kwargs):
             self._meet(tensor, func, is_own=False)
         if known.is_constant:
@@ -653,7 +653,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tensors_of(result)
         # A result in memory that was known before is a view, or an argument that was changed in place.
         fresh = [self._meet(output, func, is_own=True) for output in outputs]
-        # Views and allocations write nothing, and tensors are kept by place and shape: such an operator is no step.
+        # Views and allocations write nothing, and tensors are kept by place and shape, so these need no step.
         if not known.is_allocation and (known.has_effect or any(fresh)):
             results = tuple(self._own(out) if new else None for out, new in zip(outputs, fresh, strict=True))
             self._items.append(_Call(func, mapped(args, self._see), mapped(kwargs, self._see), results))

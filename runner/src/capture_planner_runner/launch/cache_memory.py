@@ -201,7 +201,7 @@ def run_trial(plan: Plan, needed: PageRange, make: MakeRunner, gauge: Gauge, lim
 
 def largest_step(plan: Plan) -> tuple[Request, ...]:
     """Return requests whose prompts fill the first step of all: ``max_num_tokens`` tokens, as far as limits admit."""
-    # With room for the one token that each request is asked for.
+    # One position is left for the token that each request generates.
     left, longest = plan.limits.max_num_tokens, plan.model.max_model_len - 1
     found: list[Request] = []
     while left > 0 and len(found) < plan.limits.max_num_reqs:

@@ -297,7 +297,7 @@ class Tally:
 
 
 def _add(sums: list[int], more: Sequence[int]) -> None:
-    # The first steps may have had fewer places than this one.
+    # Earlier steps may have had fewer drafts than this one.
     sums.extend([0] * (len(more) - len(sums)))
     for place, count in enumerate(more):
         sums[place] += count
@@ -357,7 +357,7 @@ class Session:
             self.served.append(request)
             if self.most is not None and len(self.served) > self.most:
                 self.every_request *= 2
-                # Every second of what is every n-th request: every 2n-th is left, as of all requests to come.
+                # The rows are every n-th request: without every second one they are every 2n-th.
                 del self.served[1::2]
 
     def add_rank_step(self, step: RankStep) -> None:

@@ -102,7 +102,7 @@ class LoraAdapters:
         self._stacks = [
             (name, layers[name], _Stack(layers[name], [adapter.products.get(name) for adapter in adapters]))
             for name in layers
-            # A layer that no adapter adds to has no hook, and takes no longer.
+            # Layers that no adapter changes get no hook.
             if any(name in adapter.products for adapter in adapters)
         ]
 

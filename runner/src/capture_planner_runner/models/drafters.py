@@ -472,7 +472,7 @@ def load_drafter(
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(target.dtype)
         if is_random and drafter.d2t is not None:
-            # Distinct tokens of the target: the table has how far each is from its number among the drafted ones.
+            # Distinct tokens in ascending order: d2t holds how far each is from its index.
             chosen = torch.randperm(target.vocab_size)[: drafter.vocab_size].sort().values
             drafter.d2t.copy_(chosen - torch.arange(drafter.vocab_size))
     if found is not None and found.files:
@@ -491,7 +491,7 @@ def load_drafter(
         tokens = drafter.d2t + torch.arange(drafter.vocab_size, device=drafter.d2t.device)
         if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
             raise RunError(f"{drafter.name}: d2t leads outside the target's {target.vocab_size} tokens")
-    # After weights were filled in, which are of the whole head.
+    # After the weights were filled in: a folder has those of the whole head.
     with library_errors(f"{name} cannot be spread over ranks"):
         drafter.spread()
     return drafter

@@ -114,7 +114,7 @@ def configuration_of(shape: Model) -> PreTrainedConfig:
     half = shape.head_dim // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
-    # The library builds no such model without a vision tower; the smallest one, as the decoder alone is run.
+    # Qwen3-VL has a vision tower in any case; this is a small one, since only the decoder runs.
     seeing = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": hidden, "deepstack_visual_indexes": []}
     return Qwen3VLConfig(text_config=numbers | {"rope_parameters": rope}, vision_config=seeing)
 
@@ -261,7 +261,7 @@ class HuggingFaceModel:
         self._embedding = self._decoder.get_input_embeddings()
         self.among = among
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        # Cohere's logits are multiplied by the one, Granite's are divided by the other.
+        # Cohere multiplies its logits by `logit_scale`, Granite divides them by `logits_scaling`.
         self._logit_scale = float(getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
         # Models name the list of their layers differently: it is the one of their number.
         lists = [child for child in self._decoder.children() if isinstance(child, nn.ModuleList)]
@@ -381,7 +381,7 @@ class HuggingFaceModel:
             with RefuseHostReads():  # type: ignore[no-untyped-call]
                 with _errors_alone():
                     expected = model(input_ids=tokens[None], **self._arguments(positions, whole)).logits[0]
-                # Only now: the library's own forward has said what is right.
+                # Only now: the expected logits above are those of the library's own mixers.
                 for mixer in self._mixers:
                     mixer.mixer.forward = mixer.forward
                 hidden, _ = self.forward(input_ids=tokens, embeddings=None, positions=positions, attend=part)
@@ -473,7 +473,7 @@ def load_target(
         raise RunError(f"{name} does not have the attention interface; {SUPPORTED}")
     with library_errors(f"{name} cannot be executed"):
         model.eval().requires_grad_(False)
-        # Before it goes to the device, which needs memory for this rank's part alone.
+        # Before `to(device)`, so that of weights from files only this rank's part takes memory there.
         spread(model, model.tp_plan, kv_heads=_kv_heads(text), among=among, within=model.get_decoder())
         return HuggingFaceModel(model.to(device), name, shape.max_model_len, among, windows)
 
@@ -548,7 +548,7 @@ def _kv_heads(config: PreTrainedConfig) -> int:
 def _refuse(config: PreTrainedConfig, text: PreTrainedConfig, source: Path | None) -> None:
     """Raise ``RunError`` for what the configuration shows, before any weights are read."""
     where = f"{source} ({config.model_type})"
-    # A model of several parts, such as one that sees, has a configuration of its text part.
+    # A multimodal model has a separate configuration for its text part.
     has_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or text is not config
     if not has_decoder or config.is_encoder_decoder:
         raise RunError(f"{where} is not a causal language model; {SUPPORTED}")

@@ -47,7 +47,7 @@ def library_errors(subject: str) -> Iterator[None]:
 @contextmanager
 def held_back() -> Iterator[None]:
     """Show what transformers logs and Python warns of at the end; after an error, which has a line of its own, none."""
-    # With a limit that is never reached: after an error the records are dropped.
+    # Its capacity is never reached: the records are shown at the end, and only if there was no error.
     logger, kept = logging.getLogger("transformers"), MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
     # Kept, not silenced: what the library says matters where loading succeeds.
     handlers, logger.handlers = logger.handlers, [kept]

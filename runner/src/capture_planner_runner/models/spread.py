@@ -166,7 +166,7 @@ def spread(
         elif style in _OF_PARAMETERS and module is None:
             axis, blocks = _OF_PARAMETERS[style]
             whole: torch.Tensor = getattr(owner, leaf)
-            # Of a vector, such as a bias, the only axis is meant.
+            # A vector, such as a bias, is divided along its only axis.
             setattr(owner, leaf, nn.Parameter(part.of(whole, max(whole.ndim + axis, 0), blocks), requires_grad=False))
         else:
             raise RunError(

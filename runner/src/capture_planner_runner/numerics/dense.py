@@ -88,7 +88,7 @@ class DenseForward:
             mine = None if shares is None else pad_sequence([shares[index] for index in some], batch_first=True)
             batch = self._batch(some, chunks, rounds_weights, scales, mine)
             found |= {index: rows[: len(sequences[index])] for index, rows in zip(some, batch, strict=True)}
-        # Batches were made by length: this is the order of the sequences again.
+        # Back in the order of the sequences: batches were made by length.
         return torch.cat([found[index] for index in range(len(sequences))])
 
     def _batch(
@@ -115,7 +115,7 @@ class DenseForward:
                     input_ids=ids[:, part].flatten(),
                     embeddings=None,
                     positions=positions.expand(3, -1) if self.model.mrope else positions,
-                    # Slots other than the null slot, which would say that a row is padding.
+                    # Slots of 1, since the null slot would mark the rows as padding.
                     attend=LayerCalls(
                         functools.partial(attention, int(part[0])), torch.ones_like(positions), attention.recur
                     ),
@@ -214,7 +214,7 @@ def _weigh(
         visible &= seen > rows - window
     scores = scores.masked_fill(~visible, -torch.inf)
     top = scores.amax(-1, keepdim=True)
-    # Less the largest score, or exp overflows.
+    # The largest score is subtracted, so that exp does not overflow.
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
     if scoring.sinks is not None:
@@ -317,7 +317,7 @@ def scales(
             along, sizes = (own * weighted[at]).sum(1), size[at]
             for label, rows in judged.items():
                 total = float(sizes[rows].sum())
-                # A part that moves no row has no direction to find its scale along.
+                # A part that changes no row has no direction, so its scale cannot be estimated.
                 if not total or not math.isfinite(total):
                     continue
                 # The fewer rows, the more noise.

@@ -260,7 +260,7 @@ class EagerCheck(ForwardObserver):
                 # After the last step of a chain, when all of its slots are written.
                 results.update(caches[key.layer])
         for name, tensor in _in_order(forward.role.body.outputs()):
-            # A graph of a batch with prompts leaves no token of each row: few are sampled, behind the graph.
+            # Unless the graph is of decodes, only some rows are sampled, after it.
             if name != "tokens" or forward.entry.tokens_each is not None:
                 keep(TapKey(0, None, name), tensor)
         return results
@@ -340,7 +340,7 @@ class EagerCheck(ForwardObserver):
     ) -> None:
         """Refuse a slot that the graph wrote and this batch does not; any row may write the null page."""
         role = forward.role
-        # Read anew: of the cache before the replay there are checksums alone.
+        # Read again: only checksums of the cache were kept.
         cache = next(tensor for *of, tensor in _caches(role) if of == [key.layer, key.name])
         changed = prints(cache) != before_graph
         changed[forward.slots] = False

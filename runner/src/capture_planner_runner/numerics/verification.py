@@ -321,7 +321,7 @@ def _tokens(
         largest = max(largest, float(logits.abs().max()))
         for run in runs:
             apart = model.logits(run[some]).to(logits.dtype) - logits
-            # An error that all logits have changes no token: what counts is how far they spread.
+            # A shift of all logits changes no token: only their spread counts.
             spreads.append((apart.amax(1) - apart.amin(1)).double())
     loss, spread = torch.cat(losses), torch.cat(spreads)
     deviation = _deviation(loss, spread, FLOOR * largest)

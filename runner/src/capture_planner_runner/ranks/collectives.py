@@ -136,7 +136,7 @@ class SymmetricCollectives(GroupCollectives):
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(partial.dtype)
-        # By dtype and size alone, which all ranks have in common: so all take the same path.
+        # All ranks must take the same path; dtype and size are equal on all of them.
         if buffer is None or partial.nbytes > self.largest or partial.nbytes % _ALIGNMENT:
             return super().all_reduce(partial)
         self.calls += 1

@@ -196,7 +196,7 @@ def connected(me: RankProcess, limits: WaitLimits, end: EndProcess) -> Iterator[
     names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
     with ExitStack() as ends:
         processes = LocalProcesses(me.rank, cards)
-        # The first in, so the last out: the threads below look at these files until they have stopped.
+        # Registered first, so closed last: the threads below read these files until they have stopped.
         ends.callback(processes.close)
         watch = RankWatch(board, me.rank, names, limits, gone=processes.gone)
         ends.callback(_threads(watch, limits, end))

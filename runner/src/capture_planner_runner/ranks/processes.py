@@ -229,7 +229,7 @@ def _start(me: RankProcess, work: Callable[[RankProcess, Say], int], listening: 
         # Python warns of threads that a fork does not have: those of numpy's BLAS, which can be forked.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
-    # The child alone has the writing ends from here on, so reading ends when it does.
+    # Now only the child has the writing ends, so reading ends when it exits.
     sent.close()
     if shown is not None:
         os.close(shown[1])

@@ -255,7 +255,7 @@ def _latency(report: RunReport) -> Chart:
         series = [_cumulative(name, values, color) for name, color, values in named if values]
         if series:
             every = sorted(value for _, _, values in named for value in values)
-            # A long tail would press all else to the axis; 0 has no place on a logarithmic one.
+            # A long tail would squeeze the rest on a linear axis; a logarithmic one has no 0.
             log = every[0] > 0 and every[-1] > 20 * nearest_rank(every, 50)
             x, y = PlotAxis("time, at most", "s", log=log), PlotAxis(unit, "%", from_zero=True)
             plots.append(Plot(title=title, x=x, y=y, series=series))

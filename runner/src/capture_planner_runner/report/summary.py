@@ -407,7 +407,7 @@ def _change(report: RunReport, role: Role, reason: Reason) -> str:
 
 def _why_unused(report: RunReport, unused: int, graphs: int) -> str:
     most, limit = report.counts.most_reqs, report.plan.limits.max_num_reqs
-    # Batches of the largest number of requests came, so a lack of requests explains nothing.
+    # The limit of requests was reached, so a lack of requests is not the reason.
     if unused < MANY * graphs or most >= limit:
         return ""
     ran = f": at most {most:,} of {limit:,} requests{of_first_rank(report)} ran at once"

@@ -40,7 +40,7 @@ def events_of(report: RunReport, place: Place) -> list[dict[str, Any]]:
     ]
     found = [*_captures(report), *_steps(report), *(each for row in report.forwards for each in _forward(row))]
     return names + [
-        # The format has no `track`: it has numbers of threads.
+        # `track` is our own key; the format has the number of a thread.
         {name: value for name, value in each.items() if name != "track"}
         | {"pid": place.rank, "tid": tracks.index(each["track"])}
         for each in found
