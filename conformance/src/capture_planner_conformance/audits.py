@@ -140,9 +140,9 @@ def _tried(subject: Subject, cases: Sequence[Case], record: AuditResult) -> Audi
         together = Case(scene=scene, steps=(*before, *(step for case in alone for step in case.steps[-_PAIR:])))
         if (found := _attacked(subject, together, record)) is not None:
             result, ran = found
-            # How many steps ran says which of the cases it came to.
+            # The number of steps that ran says which case failed.
             number = max(ran - len(before), 0) // _PAIR
-            # Alone it may not matter, after fewer steps: then the case of all of them shows it.
+            # Alone, that case may pass; then the combined one is reported.
             again = _attacked(subject, alone[number], record)
             return result if again is None else again[0]
     return record

@@ -65,7 +65,7 @@ def scenes(
         for name, feature in kind.features.items()
         if features is None or name in features
     }
-    # Wider entries would be beyond the cap.
+    # Entries beyond the limits would be larger than the backend's cap.
     if drawn.get("capped"):
         drawn["beyond"] = 0
     # Padding on both axes needs several requests, and a chain several drafts: these are drawn more often.
@@ -104,7 +104,7 @@ def scenes(
     page = shape.page_size
     return kind(
         shape=shape,
-        # Windows that end inside a page, with it, and behind it.
+        # Windows that end inside a page, at its end, and after it.
         window=draw(st.sampled_from((0, max(page - 1, 1), page, page + 2, 2 * page))) if shape.windowed else 0,
         mode=draw(st.sampled_from(MODES)),
         num_reqs=num_reqs,

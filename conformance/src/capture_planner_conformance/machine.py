@@ -247,7 +247,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         """Requests are served to their end; some are as long as the model, some one token longer, some stop early."""
         longest = self._scene.shape.longest
         one = st.tuples(self._lengths(), st.one_of(st.integers(1, 6), st.integers(1, longest)), st.integers(0, 3))
-        # As long as the model, so that pages run out and requests wait for them.
+        # Requests as long as the model, so that pages run out and others wait for them.
         if self._scene.full_cache:
             one = st.one_of(st.integers(1, 6).map(lambda output: (longest - output, output, 0)), one)
         requests = data.draw(st.lists(one, min_size=1, max_size=4), label="requests")
@@ -274,7 +274,7 @@ class ConformanceMachine(RuleBasedStateMachine):
                 return
             # Fewer requests may have another K by the schedule, so it is asked again.
             rows = rows[1:]
-        # No decode fits: any rows that the limits admit will do.
+        # No decode fits, so run any rows that the limits admit.
         self.advance_mixed(data)
 
     def _run(self, data: st.DataObject, rows: Sequence[tuple[int, int, int]]) -> None:

@@ -88,7 +88,7 @@ class Outputs:
         out.view(INTEGERS[out.itemsize]).fill_(mark(out))
         yield
         key = role.role, layer
-        # In the warm-up before a capture, so that its memory is none of the graph's.
+        # Made in the warm-up before a capture, so it is not in the graph's memory.
         if key not in self._copies:
             self._copies[key] = out.new_zeros(role.fields.capacity.tokens, out[0].numel())
         self._copies[key][: len(out)].copy_(out.flatten(1))
@@ -209,7 +209,7 @@ _OURS = ("capture_planner.", "capture_planner_runner.", "capture_planner_conform
 def private_buffers(runner: Runner) -> Mapping[str, torch.Tensor]:
     """Return the tensors that executors hold and that are not the runner's, by role, group and attribute."""
     roles = runner.roles.values()
-    # By storage: a view of the runner's memory is no buffer of the backend's own.
+    # Compared by storage: a view of the runner's memory is not a buffer of the backend.
     own = {tensor_of(held).untyped_storage().data_ptr() for role in roles for held in role.persistent()}
     own |= {weight.untyped_storage().data_ptr() for role in roles for _, weight in _weights(role)}
     found: dict[str, torch.Tensor] = {}

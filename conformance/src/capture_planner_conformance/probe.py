@@ -104,7 +104,7 @@ class Tables(nn.Module):
 
     def load(self, seed: int) -> None:
         """Fill all tables anew, in place, as weights are reloaded."""
-        # Rows of the tables before are wrong from here on.
+        # The cached rows are of the old tables.
         self._known.clear()
         draw = torch.Generator().manual_seed(seed)
         for table in self.buffers():

@@ -150,7 +150,7 @@ class CaptureAttack:
 
     def arranged(self, work: Work) -> Work:
         """Return what is captured in the order of this attack."""
-        # A generator of its own: one order, whatever else draws numbers.
+        # With a generator of its own, so that the order depends on its seed alone.
         return random.Random(self.order).sample(work, len(work)) if self.order else work
 
 

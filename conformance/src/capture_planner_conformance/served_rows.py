@@ -36,7 +36,7 @@ class RequestRows:
         """Return the number of leading rows whose input is the request's token ``shift`` positions later."""
         given = np.array(tokens[self.first + shift :][: len(self.ids)], dtype=np.int64)
         ids = self.ids[: len(given)]
-        # The host does not know a negative id, so it counts as the request's own.
+        # A negative id is one that the host does not know, so it is not compared.
         wrong = np.flatnonzero((ids >= 0) & (ids != given))
         return int(wrong[0]) if len(wrong) else len(given)
 

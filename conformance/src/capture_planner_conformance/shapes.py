@@ -100,7 +100,7 @@ def _feature_refusal(subject: Subject, scene: Scene) -> str | None:
                 run_step(stage, step)
     except Exception as error:
         raised = origins(error)[-1]
-        # These two are RunErrors as well, and findings: no backend refuses by them.
+        # These two are RunErrors too, but they are findings and not refusals.
         is_own = isinstance(raised, (BackendError, RunError)) and not isinstance(raised, (CaptureError, GuardError))
         return str(raised) if is_own else None
     return None

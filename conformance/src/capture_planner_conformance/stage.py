@@ -189,7 +189,7 @@ class Stage(AbstractContextManager["Stage"]):
             if tampering is not None:
                 tampering.begin(self.runner)
             self._capture()
-            # After the capture, whose warm-ups write null pages: here they get their garbage.
+            # After the capture, whose warm-ups would overwrite garbage in the null page.
             self.world = self.make_world(tuple(self._caches()), pages, spared)
             self.live = self.world.live
             """The live requests by number."""
@@ -208,7 +208,7 @@ class Stage(AbstractContextManager["Stage"]):
 
     def options(self) -> Options:
         """Return the options of the runner."""
-        # Not compiled: each scene has a model of its own, and is over before that would be compiled.
+        # Not compiled: each scene has its own model, and compiling it would take longer than the scene.
         return Options(run_ahead=self.scene.ahead, drafts_on_device=self.scene.ahead, compile=False)
 
     def tables(self, role: Role, shape: LayerShape, seed: int) -> Tables:
@@ -312,7 +312,7 @@ class Stage(AbstractContextManager["Stage"]):
             return self.tables(role, shape, seed)
 
         windows = tuple(group.window for group in plan.role(Role.TARGET).groups for _ in range(group.layers))
-        # Seeds of their own: tables of one model that are taken for another's show.
+        # Each table and head has its own seed, so that a wrong one shows.
         own, of_rows = tables(Role.TARGET, windows, seed), self.rows(Role.TARGET, padding)
         # One adapter more than can be active: a request may have to wait for another's to end.
         adapters = scene.loras + 1 if scene.loras else 0

@@ -443,7 +443,7 @@ def check_served_rows(stage: Stage, tokens: Mapping[str, Sequence[int]]) -> None
         if not found:
             continue
         got, want = (torch.cat([getattr(each, part) for each in found]).flatten(1) for part in ("got", "want"))
-        # All rows at once first: nearly always none is wrong.
+        # All rows at once first, since usually none is wrong.
         if first_wrong_row(got, want, width, stage.tolerance) is None:
             continue
         for each in found:

@@ -169,7 +169,7 @@ def search(subject: Subject, shapes: Sequence[Shape], options: SuiteOptions, log
                 hypothesis.seed(f"{options.seed}/{number}")(machine),
                 settings=search_settings(scenes, steps=steps, shrink=False),
             )
-    # Flaky: the same draws did not fail again. What failed is in the log all the same.
+    # Flaky: the same draws did not fail again, and the log still has the case that did.
     except (Violation, hypothesis.errors.Flaky) as error:
         if log.violation is None:
             raise RunError(f"one seed drew two different scenes; run the suite again ({error})") from error

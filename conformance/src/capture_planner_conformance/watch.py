@@ -202,7 +202,7 @@ class Watch(ForwardObserver):
         self._kept.restore()
         with located(batch, dispatch.entry):
             yield
-            # The suite's own answer, which no dispatcher gave.
+            # EAGER is the suite's own answer, and not the dispatcher's.
             if dispatch is not EAGER:
                 self.check_dispatch(batch, dispatch)
 

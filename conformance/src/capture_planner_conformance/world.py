@@ -110,7 +110,7 @@ class World:
             alike = len(shared) * self.pages.page_size + max(1, *(max(cache.shifts) for cache in self.caches))
             tokens[:alike] = other.tokens[:alike]
         free = np.flatnonzero(self._owners == 0).tolist()
-        # For its full length, as the scheduler reserves pages.
+        # For its full length: steps may go on to the model's end.
         wanted = self.pages.pages(self._longest) - len(shared)
         if not self._places or len(free) < wanted:
             return None
