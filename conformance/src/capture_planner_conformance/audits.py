@@ -79,6 +79,7 @@ def audit(
     ``progress`` is called before each attack with its name and the number of all.
     """
     cases = list(_cases(shapes[0], seed))
+    # Only to read which fields its roles have: no step runs.
     with subject.stage(subject, cases[0].scene) as stage:
         records = [
             AuditResult(

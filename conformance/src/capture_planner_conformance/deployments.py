@@ -82,6 +82,7 @@ def scenes(
     if not k and "lazy" in drawn:
         # Graphs fill their own fields then, which a capture between two steps overwrites.
         drawn["lazy"] = draw(st.booleans())
+    # Without drafts it keeps its default: no two scenes differ in what has no effect.
     drafter = draw(st.sampled_from(drafters)) if k else DraftScheme.EAGLE
     slots = Scene(shape=shapes[0], drafts=k, drafter=drafter).extra_slots
     # Token limits with and without room for a decode of all requests.

@@ -139,6 +139,7 @@ def _longer(candidates: tuple[Shape, ...], subject: Subject) -> tuple[Shape, ...
 
 def _refusal(subject: Subject, shape: Shape) -> str | None:
     """Return the backend's reason not to run a shape; None if it runs it."""
+    # Without graphs, since only `reserve` is asked.
     scene = subject.stage.scene_type(shape=shape, mode=GraphMode.NONE, layers=1, size_tokens=(16,), size_reqs=(3,))
     if (reason := _never(subject, scene)) is not None:
         return reason

@@ -76,6 +76,7 @@ def admits(stage: Stage, rows: Sequence[Row]) -> bool:
 
 def _run_batch(stage: Stage, step: RunBatch) -> bool:
     rows = [
+        # No more are accepted than the row has drafts, whatever a case says.
         (stage.live[request], count, max(0, min(accepted, count - 1)))
         for request, count, accepted in step.rows
         if request in stage.live

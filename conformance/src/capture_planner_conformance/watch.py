@@ -89,6 +89,7 @@ class WatchedGraphs:
     def staged(self, role: RoleRun) -> None:
         """Take note that a forward is prepared; raises for a graph that is to find no memory."""
         if self.is_open and self._attack.alone:
+            # The number may be larger than the count of the role's graphs.
             staged, alone = self._staged[role.role], (self._attack.alone - 1) % len(role.plan.entries)
             self._staged[role.role] += 1
             # The graph that fits is staged twice: to warm up, and to be captured.
@@ -101,6 +102,7 @@ class WatchedGraphs:
         """Take note of which forward attends; raises in a session that is to break off here."""
         self.key = role.role, next(iter(role.attention.metadata.values())).entry
         if self.is_open:
+            # From 0 this only goes down, so then no call breaks.
             self._breaks -= 1
             if self._breaks == 0:
                 self.broken = self.key
