@@ -158,6 +158,7 @@ class StepLauncher:
             if not filled and self._target.advances and entry is not None and entry.query_len == 1:
                 room = inputs.block_table.shape[1] * inputs.page_size - int(inputs.seq_lens.max())
                 self._advanced = _NextDecodes(scheduled.state_indices, inputs, room)
+        # Queued behind the forwards: nothing waits here.
         tokens = copy_to_host(self._target.tokens[: scheduled.num_tokens])
         return self._pending(planned, scheduled, inputs, started, tokens, proposed)
 
@@ -313,6 +314,7 @@ class StepLauncher:
         run, batch, dispatch = self._roles[role], planned.batches[role], planned.dispatches[role]
         inputs, forwards = planned.across(role, inputs), 1
         if role is Role.DRAFT_DECODE:
+            # The draft prefill has made the first draft.
             steps = planned.draft_tokens - 1
             times, forwards = run.run_chain(batch, dispatch, inputs, steps, begun, filled=filled)
         else:
