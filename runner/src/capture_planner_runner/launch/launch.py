@@ -290,6 +290,7 @@ class _Launch:
             requests = with_adapters(requests, len(self.adapters.names), seed=asked.seed)
         refuse_differences(self.peers, "the requests", request_facts(requests))
         self.drafter = drafter_of(plan, model, asked.drafter, chance=asked.chance, seed=asked.seed)
+        # One compilation for all runners of the run, so that nothing is compiled twice.
         self.grapher, self.compilation = grapher_for(self.device), Compilation(self.peers, among)
         self.variant = without_graphs(plan) if asked.eager else plan
         # Sized for the requests of all replicas, so that each has as many pages.
@@ -303,6 +304,7 @@ class _Launch:
         self.stage = "rehearsal"
         plain, options = without_speculation(self.plan, self.registry), Options(compile=self.asked.options.compile)
         try:
+            # Without the other replicas: each rehearses its own requests, and agrees with none on steps.
             self.answers = self._plain_answers(self._runner_of(plain, self.pages, options, peers=ALONE))
         finally:
             # The device has room for one KV cache: this one is given back before the next is reserved.

@@ -247,6 +247,7 @@ def refuse_backends(plan: Plan, registry: Registry, device: torch.device, page_s
     that is not installed, and what its ``reserve`` raises.
     """
     try:
+        # The null page and one more.
         pages = PageFormat(page_size=page_size, num_pages=2)
         ContextRanks.of(plan, WHOLE, page_size)
         refuse_planning_backends(plan, registry)
@@ -291,4 +292,5 @@ def _model_digest(source: Path | None) -> str:
         return "missing"
     others = sorted(source.glob("*.safetensors*")) if source.is_dir() else []
     content = hashlib.sha256(config.read_bytes()).hexdigest()
+    # Sizes and not contents: to read all weights would take minutes.
     return digest_of(content, *(f"{path.name} {path.stat().st_size}" for path in others))
