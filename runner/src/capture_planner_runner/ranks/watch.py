@@ -258,6 +258,7 @@ class RankWatch:
         """Note that a collective call begins; return its number, which is the same on all ranks."""
         self._since = self._clock()
         number = self._call[0] + 1
+        # In one tuple, so that the other thread reads the number and the topic of the same call.
         self._call = number, at, True
         return number
 
@@ -293,6 +294,7 @@ class RankWatch:
         self._left = self._left or self._clock()
         self._blamed = error.ranks if isinstance(error, RankError) else ()
         self._interrupted = isinstance(error, KeyboardInterrupt)
+        # Last of the three: the other thread may post at any time, and an end needs its cause.
         self._ended_with = "" if error is None else sentence(error)
         self._post()
 
@@ -352,6 +354,7 @@ class RankWatch:
     def conclude(self, verdict: RankVerdict) -> None:
         """End with a verdict that could not be written, since the board does not answer."""
         if self._verdict is None:
+            # The time first: the guard reads it as soon as there is a verdict.
             self._concluded_at = self._clock()
             self._verdict = verdict
             self._concluded.set()
