@@ -160,12 +160,14 @@ class TargetBody:
         """Fill ``tokens`` where the graph has not: at the first ``count`` rows of ``sampled_rows``."""
         if not _reads_all(entry):
             rows = self.fields[SAMPLED_ROWS][:count]
+            # At their own rows, where verification and the next step look for them.
             self.tokens.index_copy_(0, rows, self.next_tokens(rows))
 
     def next_tokens(self, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return the token after each of these rows, ``int64[N]``: the likeliest, or by the sampler."""
         hidden, sampler = self.hidden[rows], self.sampler
         if sampler is None:
+            # Not by whole logits, of which each rank of a spread model has a part.
             return self.model.likeliest(hidden)
         found = self.model.logits(hidden), self.fields[REQUEST_KEYS][rows], self.fields["positions"][rows] + 1
         if sampler.proposed is None:

@@ -189,6 +189,7 @@ class _DeclaredArrays(dict[str, Array]):
 
     def __init__(self, inputs: StepInputs) -> None:
         super().__init__({name: array for name, array in vars(inputs).items() if array is not None})
+        # The only value that is no array.
         del self["page_size"]
         self._inputs = inputs
 
