@@ -84,7 +84,9 @@ class _Stack(nn.Module):
     def forward(self, rows: torch.Tensor, lanes: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Return what is added to a layer's output ``[..., T, out_features]``, for its input ``[..., T, in]``."""
         added = rows.new_zeros(*rows.shape[:-1], self.up.shape[1])
+        # Over all rows for each adapter, since which rows have it is known only on the device.
         for lane in range(len(active)):
+            # Selected on the device, so that a replay takes the adapters of its own step.
             down, up = (stack.index_select(0, active[lane : lane + 1])[0] for stack in (self.down, self.up))
             product = functional.linear(functional.linear(rows, down), up)
             added = torch.where((lanes == lane).unsqueeze(-1), product, added)
