@@ -197,6 +197,7 @@ def collectives_of(peers: Peers, device: torch.device, choice: AllReduce = "auto
 def _absence(peers: Peers, device: torch.device) -> str | None:
     """Return why the ranks that share a model have no symmetric memory; the same on all of them."""
     place = peers.place
+    # An exchange has the values of all ranks; this is the part of one replica.
     mine = slice(place.data * place.tensor_size, (place.data + 1) * place.tensor_size)
     number = torch.empty(0, device=device).device.index
     places = [str(each).rsplit(":", 1) for each in peers.exchange("devices", f"{place.host}:{number}")[mine]]
