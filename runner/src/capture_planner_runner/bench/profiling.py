@@ -120,6 +120,7 @@ def entry_of(family: Family, size: int, max_num_reqs: int) -> Entry:
 
 def plan_with(plan: Plan, registry: Registry, graphs: Iterable[tuple[Role, Entry]]) -> Plan:
     """Return the plan with these graphs alone; its backends are asked anew what workspaces they need."""
+    # Two sizes may be served by the same graph.
     listed = list(dict.fromkeys(graphs))
     roles = []
     for before, after in zip(plan.roles, without_graphs(plan).roles, strict=True):
