@@ -239,6 +239,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
         serving = self._serve(
             requests, self.session, StepLauncher, first_use=self.first_use(), answers=answers, progress=progress
         )
+        # Kept for the report, which names the requests that were never admitted.
         self._started = serving.scheduler
         return serving
 
@@ -330,6 +331,7 @@ class Runner(contextlib.AbstractContextManager["Runner"]):
             comparison=self.comparison,
             acceptance=SyntheticAcceptance(options.acceptance, options.seed) if options.acceptance else None,
             first_use=first_use,
+            # Steps are counted on over several loads of one session.
             count=session.tally.steps,
         )
         self._serving = Serving(

@@ -519,6 +519,7 @@ class _Launch:
         session, roles, drafter = runner.session.copied(), runner.roles.values(), self.drafter
         weights = [tensor_of(held) for role in roles for held in role.body.weights()]
         used = {group.backend for role in self.plan.roles for group in role.groups}
+        # Requests that were never admitted are in no row of the session.
         for each, waits_for in runner.unadmitted(self.requests):
             session.add_request(
                 RequestResult(

@@ -452,6 +452,7 @@ def load_target(
     if chosen is None:
         raise RunError(f"model.dtype: {shape.dtype.value} cannot be computed in; choose a dtype")
     is_causal_lm = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    # The configuration of a multimodal model belongs to no causal language model.
     factory: Any = AutoModelForCausalLM if is_causal_lm else AutoModelForImageTextToText
     options = {"dtype": chosen, "attn_implementation": INTERFACE}
     if is_mixture:  # transformers 5.17 refuses it for other models

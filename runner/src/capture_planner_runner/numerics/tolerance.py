@@ -64,6 +64,7 @@ def shortfall(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Return ``float64[rows]``: ``below_best`` as a share of the row's largest magnitude."""
     found = logits.double()
     short = below_best(tokens, found)
+    # A row of zeros has no magnitude to divide by, and all of its tokens are the best.
     return _finite(torch.where(short == 0, 0.0, short / found.abs().amax(1)))
 
 

@@ -215,6 +215,7 @@ def run_ranks(size: int, work: Callable[[RankProcess, Say], int], say: Say) -> i
         reader.join(PATIENCE)
     # Only now: the ranks exchange through it until they end.
     del store
+    # Ranks that end because of one have the same sentence, which is shown once.
     for line in dict.fromkeys(line for child in children for line in child.lines):
         say(line)
     return code
