@@ -210,7 +210,7 @@ def dump_graphs(graphs: Iterable[tuple[str, Entry, Graph]], folder: Path) -> lis
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for role, entry, graph in graphs:
-            # Roles and entries have spaces and brackets in their texts.
+            # The text of an entry has spaces and commas.
             name = re.sub(r"[^a-z0-9_]+", "-", f"{role} {entry}".lower()).strip("-")
             files += graph.dump(folder / name)
     except (OSError, RuntimeError) as error:  # the latter from CUDA
